@@ -83,7 +83,7 @@ class ParameterServer:
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)  # one of old parameters may be far off
         self.optimizer.step()
         self.schedule.step()
-        self.by[shoal.rpc.calls.current().caller] += 1
+        self.by[shoal.rpc.current().caller] += 1
         self.loss += 0.1 * (loss - self.loss)
         return self.pull()
 

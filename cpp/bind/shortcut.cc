@@ -46,7 +46,8 @@ bool overlap(const Span& a, const Span& b) {
   return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
 }
 
-// The count that all ranks must give alike, as in backend/native/channel.py; nullopt if the tensors do not fit.
+// The count that all ranks must give alike, as in backend/native/channel.py; nullopt if the tensors do not
+// fit.
 std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
   const auto ranks = static_cast<std::uint64_t>(size);
   switch (kind) {

@@ -103,8 +103,8 @@ const char* flaw_of_more(const FrameHeader& header, const LinkState& link) {
                                                              : "something else than the rest of its message";
 }
 
-// A shape of more than kMaxDims dimensions, as backend/native/shapes.py packs it: their number, then each length in
-// seven bits a byte, then zeros, and a last byte of 0x80, which no plain length has.
+// A shape of more than kMaxDims dimensions, as backend/native/shapes.py packs it: their number, then each
+// length in seven bits a byte, then zeros, and a last byte of 0x80, which no plain length has.
 bool unpack(const Shape& shape, std::vector<std::uint64_t>& sizes) {
   constexpr std::size_t kBytes = sizeof shape.sizes;
   auto bytes = reinterpret_cast<const unsigned char*>(shape.sizes);

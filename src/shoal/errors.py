@@ -348,7 +348,7 @@ class CallTimeout(RpcError, TimeoutError):
 
     Give a slow function more time, ``peer.options(timeout=...)``.  The callee of a call was told that nobody
     waits any more: one that had not begun never runs, and a function can ask
-    ``shoal.rpc.calls.current().cancelled()``.
+    ``shoal.rpc.current().cancelled()``.
     """
 
 
@@ -356,7 +356,7 @@ class CallCancelled(RpcError):
     """``cancel()`` was called on the future of a call.
 
     A call that had not begun never runs; a function that runs already goes on, unless it asks
-    ``shoal.rpc.calls.current().cancelled()``.
+    ``shoal.rpc.current().cancelled()``.
     """
 
 

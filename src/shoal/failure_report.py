@@ -80,7 +80,7 @@ def descriptor_name(fd: int) -> str:
     return f"{fd}:{os.fstat(fd).st_ino}"
 
 
-class _Line:
+class _Descriptor:
     """The inherited descriptor."""
 
     def __init__(self, fd: int, inode: int) -> None:
@@ -110,14 +110,14 @@ class _Line:
         self._fd = -1
 
 
-def _inherited() -> _Line | None:
+def _inherited() -> _Descriptor | None:
     try:
         named = config.REPORT_FD.get()
     except ConfigurationError:
         return None
     if named is None:
         return None
-    line = _Line(*named)
+    line = _Descriptor(*named)
     if not line.is_there():
         return None
     os.set_inheritable(named[0], False)

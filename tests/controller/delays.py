@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from shoal.controller.node.memory import Progress
+from shoal.controller.node.memory import StreamProgress
 
 _library = torch.library.Library("shoal_tests", "DEF")  # type: ignore[no-untyped-call]
 _library.define("nap(Tensor x, float seconds) -> Tensor")  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def let_go(session: str) -> None:
     _let_go.release()
 
 
-_reach = Progress.reach
+_reach = StreamProgress.reach
 
 
 def know_naps(session: str) -> None:
@@ -60,14 +60,14 @@ def dawdle(session: str, seed: int, probability: float, seconds: float) -> None:
     """Sleep after some of the commands of all streams."""
     dice = random.Random(seed)
 
-    def reach(progress: Progress, position: int) -> None:
+    def reach(progress: StreamProgress, position: int) -> None:
         _reach(progress, position)
         if dice.random() < probability:
             time.sleep(dice.random() * seconds)
 
-    Progress.reach = reach  # type: ignore[method-assign]
+    StreamProgress.reach = reach  # type: ignore[method-assign]
 
 
 def hurry(session: str) -> None:
     """End :func:`dawdle`."""
-    Progress.reach = _reach  # type: ignore[method-assign]
+    StreamProgress.reach = _reach  # type: ignore[method-assign]

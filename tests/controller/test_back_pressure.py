@@ -167,11 +167,11 @@ def test_a_ctrl_c_in_the_wait_of_what_names_a_tensor_leaves_no_name(
     master.synchronize()
     before = master.stats()[0]["tensors"]
 
-    def wait(_: line.Line) -> None:
+    def wait(_: line.NodeConnection) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(line.Line, "look", wait)
+        patched.setattr(line.NodeConnection, "look", wait)
         for _ in range(40):  # a look at the lines comes after some commands
             with contextlib.suppress(KeyboardInterrupt):
                 whole.on(0)

@@ -24,7 +24,7 @@ Start = Callable[[Callable[[Connection], None]], Program]
 def direct(master: Master, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Whatever waits for a node, or fetches from it, fails until the patch is undone."""
     for name in ("settle", "_settle", "answers"):
-        monkeypatch.setattr(line.Line, name, _waits)
+        monkeypatch.setattr(line.NodeConnection, name, _waits)
     return monkeypatch
 
 

@@ -14,8 +14,8 @@ import shoal
 from shoal.controller import Master
 from shoal.controller.commands import history
 from shoal.controller.node.execute import Tensors
-from shoal.controller.node.memory import Memory
-from shoal.controller.node.outcome import Outcome
+from shoal.controller.node.memory import NodeMemory
+from shoal.controller.node.outcome import BatchReply
 from shoal.controller.protocol.commands import FIRST, WIDTHS
 from tests.controller import delays
 from tests.controller.delays import held
@@ -213,8 +213,10 @@ def test_an_id_that_another_stream_had_is_explained_by_its_last_maker(master: Ma
 
 
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
-    memory = Memory(0)
-    calls = Tensors(torch.device("cpu"), Outcome(0, memory.poisons, Tensors.run.__code__), memory, 0, 0).calls
+    memory = NodeMemory(0)
+    calls = Tensors(
+        torch.device("cpu"), BatchReply(0, memory.poisons, Tensors.run.__code__), memory, 0, 0
+    ).calls
     assert {number: width for number, (_, width, _) in calls.items()} == WIDTHS
     assert max(WIDTHS) < FIRST
 

@@ -19,7 +19,7 @@ import torch
 
 from shoal.controller.commands import interrupts
 from shoal.controller.tensor.autograd import DeviceGuard
-from shoal.controller.tensor.tensor import Handle
+from shoal.controller.tensor.tensor import TensorHandle
 from tests.controller import interrupted
 from tests.controller.nodes import BACKSTOP, Program, programs
 
@@ -96,7 +96,7 @@ def test_a_ctrl_c_waits_for_the_end_of_what_must_not_be_cut_off_unless_that_wait
 @pytest.mark.usefixtures("protected")
 def test_a_handle_that_is_interrupted_frees_its_tensor() -> None:
     space = SimpleNamespace(freed=[], ordering=None)
-    handle: Any = Handle(space, 7, None)  # type: ignore[arg-type]
+    handle: Any = TensorHandle(space, 7, None)  # type: ignore[arg-type]
     holders = [handle]
     del handle
     with contextlib.suppress(KeyboardInterrupt):

@@ -94,13 +94,13 @@ def test_values_come_though_ids_are_freed_right_after_something_was_sent(
 ) -> None:
     x = torch.arange(3, device=NODE)
     held: list[torch.Tensor] = []
-    look = line.Line.look
+    look = line.NodeConnection.look
 
-    def look_and_free(looking: line.Line) -> None:
+    def look_and_free(looking: line.NodeConnection) -> None:
         look(looking)
         held.clear()
 
-    monkeypatch.setattr(line.Line, "look", look_and_free)
+    monkeypatch.setattr(line.NodeConnection, "look", look_and_free)
     for _ in range(100):
         held.append(x + 1)
         assert x.tolist() == [0, 1, 2]

@@ -33,11 +33,11 @@ _TABLES = (
 #: which are forgotten at 65,536: copies to a node that was replaced are other calls, on other channels
 _BOUNDED = (
     "shoal.rpc.", "shoal.store.", "shoal.controller.start.roster.Roster._gone",
-    "shoal.controller.tensor.calls.Call", "shoal.controller.commands.history.",
+    "shoal.controller.tensor.calls.InternedCall", "shoal.controller.commands.history.",
     "shoal.controller.commands.space.Space.calls", "shoal.controller.commands.space.Space.kinds",
     "shoal.controller.protocol.commands.Definition",
-    "shoal.controller.protocol.metadata.Told", "shoal.controller.node.execute.Tensors",
-    "shoal.controller.node.memory.Progress", "shoal.controller.node.history.",
+    "shoal.controller.protocol.metadata.WireMetadata", "shoal.controller.node.execute.Tensors",
+    "shoal.controller.node.memory.StreamProgress", "shoal.controller.node.history.",
 )  # fmt: skip
 
 

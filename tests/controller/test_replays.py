@@ -15,7 +15,7 @@ import shoal
 from shoal.controller import Master
 from shoal.controller.node.program import Program
 from shoal.controller.recording import recorded
-from shoal.controller.tensor.tensor import Handle
+from shoal.controller.tensor.tensor import TensorHandle
 from tests.controller.trainings import TRAININGS, until_replayed
 
 NODE = "node:0"
@@ -201,15 +201,15 @@ def test_a_tensor_that_another_thread_frees_meanwhile_is_not_written_over(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed, recorded = threading.Event(), threading.Event()
-    free = Handle.__del__
+    free = TensorHandle.__del__
 
-    def held_up(self: Handle) -> None:
+    def held_up(self: TensorHandle) -> None:
         free(self)
         if threading.current_thread() is thread:
             freed.set()
             recorded.wait()
 
-    monkeypatch.setattr(Handle, "__del__", held_up)
+    monkeypatch.setattr(TensorHandle, "__del__", held_up)
     step = master.recorded(lambda x: x * 2 + 1)
     x = torch.ones(4, device=NODE)
     held = [torch.zeros(4, device=NODE)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller.commands.line import Line
+from shoal.controller.commands.line import NodeConnection
 from shoal.controller.commands.space import Space
 from shoal.controller.protocol.commands import FREE, SEED
 
@@ -62,8 +62,10 @@ class Bench:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes = [Node() for _ in range(3)]
-        self.lines: list[Line] = []
-        self.lines += [Line(i, self.lock, node.send, self.lines) for i, node in enumerate(self.nodes)]
+        self.lines: list[NodeConnection] = []
+        self.lines += [
+            NodeConnection(i, self.lock, node.send, self.lines) for i, node in enumerate(self.nodes)
+        ]
         self.spaces = [
             Space(torch.device("cpu", number), tuple(self.lines[i] for i in place), self.lock)
             for number, place in enumerate(PLACES)

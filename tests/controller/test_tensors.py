@@ -12,7 +12,7 @@ import torch
 
 import shoal
 from shoal.controller import Master, RemoteTensor
-from shoal.controller.commands.batch import Batch
+from shoal.controller.commands.batch import SegmentBatch
 
 NODE = "node:0"
 
@@ -83,8 +83,8 @@ def test_the_source_of_an_upload_may_be_changed_at_once(master: Master) -> None:
 def test_an_upload_that_does_not_block_returns_when_it_is_queued(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[Batch] = []
-    monkeypatch.setattr(Batch, "wait_until_read", lambda batch: waited.append(batch))
+    waited: list[SegmentBatch] = []
+    monkeypatch.setattr(SegmentBatch, "wait_until_read", lambda batch: waited.append(batch))
     here = torch.ones(1 << 20)
     there = here.to(NODE, non_blocking=True)
     there.copy_(here * 2, non_blocking=True)

@@ -17,7 +17,7 @@ import shoal
 from shoal.controller import Master
 from shoal.controller.api import trace
 from shoal.controller.node import trace as at_node
-from shoal.controller.node.outcome import Outcome
+from shoal.controller.node.outcome import BatchReply
 
 
 def _line(text: str) -> str:
@@ -171,7 +171,7 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
 def test_a_long_trace_keeps_its_end(monkeypatch: pytest.MonkeyPatch, master: Master, tmp_path: Path) -> None:
     monkeypatch.setattr(at_node, "MOST", 3)
     timing = at_node.Timing()
-    outcome = Outcome(0, itertools.count(), compile("", "", "exec"))
+    outcome = BatchReply(0, itertools.count(), compile("", "", "exec"))
     for each in range(5):
         timing.note(outcome, each, "aten.add", 0)
     events, dropped = timing.told()
@@ -184,7 +184,7 @@ def test_a_long_trace_keeps_its_end(monkeypatch: pytest.MonkeyPatch, master: Mas
             x = x + 1
         x.tolist()
         watch = master._lines[0].watch
-        assert isinstance(watch, trace.Watch)
+        assert isinstance(watch, trace.NodeTrace)
         assert sum(each.size for each in watch.batches) < 100 + watch.batches[0].size
     told = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     adds = [each for each in told if each["name"] == "aten.add.Tensor"]

@@ -21,7 +21,7 @@ from shoal.elastic.membership.lobby import Lobby
 from shoal.elastic.membership.lobby_keys import SESSION, SessionNote, beat_key, candidate_key, keys_of
 from shoal.elastic.membership.waiting import Begun, await_invitation
 from shoal.net import Deadline
-from shoal.rendezvous import Place, open_place
+from shoal.rendezvous import RendezvousPoint, open_place
 from shoal.store import Store
 from shoal.testing import Ranks, no_leaks, processes
 from tests.support.waiting import until
@@ -36,7 +36,7 @@ SILENCE = 0.3
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousPoint]:
     monkeypatch.setattr(waiting, "SILENCE", SILENCE)
     monkeypatch.setattr(waiting, "LONGEST_PAUSE", 0.05)
     for module in (lobby, waiting):
@@ -50,7 +50,7 @@ def note(ident: str, *, over: bool = False) -> bytes:
     return msgspec.json.encode(SessionNote(ident, over))
 
 
-def comes(place: Place, timeout: float = PATIENCE, *, begins: bool = True) -> Any:
+def comes(place: RendezvousPoint, timeout: float = PATIENCE, *, begins: bool = True) -> Any:
     """What a process is told that may begin the session, or that only joins one."""
     try:
         return await_invitation(place, Deadline(timeout), begins=begins)
@@ -61,7 +61,7 @@ def comes(place: Place, timeout: float = PATIENCE, *, begins: bool = True) -> An
 class Waits(threading.Thread):
     """A process that has come, and :func:`comes` to know something later."""
 
-    def __init__(self, place: Place, store: Store, ident: str) -> None:
+    def __init__(self, place: RendezvousPoint, store: Store, ident: str) -> None:
         super().__init__(daemon=True)
         self._place, self.found = place, None
         self.start()
@@ -77,7 +77,7 @@ class Waits(threading.Thread):
 
 
 def test_the_first_of_many_begins_the_session_and_no_other_does(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     found: list[Any] = []
@@ -96,7 +96,7 @@ def test_the_first_of_many_begins_the_session_and_no_other_does(
 
 
 @pytest.mark.parametrize("before", [note("0" * 16), b"junk"], ids=["a session", "junk"])
-def test_a_session_that_was_silent_from_the_start_is_succeeded(place: Place, before: bytes) -> None:
+def test_a_session_that_was_silent_from_the_start_is_succeeded(place: RendezvousPoint, before: bytes) -> None:
     with keys_of(place) as store:
         store.set(SESSION, before)
         store.set(beat_key("0" * 16), b"the last")
@@ -109,7 +109,7 @@ def test_a_session_that_was_silent_from_the_start_is_succeeded(place: Place, bef
 
 
 def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_for_it(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     with keys_of(place) as store:
@@ -123,7 +123,7 @@ def test_a_session_that_is_over_is_succeeded_at_once_but_by_nobody_who_waited_fo
 
 
 def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE", 2.0)
     of_ranks = Lobby(place)
@@ -142,7 +142,7 @@ def test_who_has_waited_for_a_session_that_fell_silent_has_no_newest_checkpoint(
     assert "has given no sign of life for" in str(found)
 
 
-def test_a_session_whose_ranks_have_died_is_not_waited_for(place: Place) -> None:
+def test_a_session_whose_ranks_have_died_is_not_waited_for(place: RendezvousPoint) -> None:
     with keys_of(place) as store:
         store.set(SESSION, note("1" * 16))
         store.set(beat_key("1" * 16), b"the last")
@@ -153,8 +153,8 @@ def test_a_session_whose_ranks_have_died_is_not_waited_for(place: Place) -> None
         assert "(SHOAL_JOIN=1) waited for has given no sign of life for 0.6 s.  Start all ranks" in str(found)
 
 
-def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None:
-    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
+def test_a_store_that_is_gone_is_no_silence_of_the_session(place: RendezvousPoint) -> None:
+    candidate = waiting.WaitingProcess(place, Deadline(PATIENCE), True)
     with keys_of(place) as store:
         store.set(SESSION, note("2" * 16))
         assert candidate.look(store) is None
@@ -166,7 +166,7 @@ def test_a_store_that_is_gone_is_no_silence_of_the_session(place: Place) -> None
 
 
 def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE", 2.0)
     with keys_of(place) as store:
@@ -181,10 +181,10 @@ def test_who_knew_a_session_begins_none_in_a_store_that_is_empty(
 
 
 def test_a_session_that_comes_back_to_an_empty_store_comes_before_a_process_that_could_begin(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "LONGEST_PAUSE", 1000.0)  # which a session takes to come back at most
-    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
+    candidate = waiting.WaitingProcess(place, Deadline(PATIENCE), True)
     with keys_of(place) as store:
         for _ in range(3):
             assert candidate.look(store) is None
@@ -193,8 +193,8 @@ def test_a_session_that_comes_back_to_an_empty_store_comes_before_a_process_that
         assert candidate._ident == "4" * 16
 
 
-def test_who_was_invited_in_vain_remembers_the_session(place: Place) -> None:
-    candidate = waiting.Waiting(place, Deadline(PATIENCE), True)
+def test_who_was_invited_in_vain_remembers_the_session(place: RendezvousPoint) -> None:
+    candidate = waiting.WaitingProcess(place, Deadline(PATIENCE), True)
     with keys_of(place) as store:
         store.set(SESSION, note("5" * 16))
         assert candidate.look(store) is None
@@ -204,7 +204,7 @@ def test_who_was_invited_in_vain_remembers_the_session(place: Place) -> None:
 
 
 def test_a_session_that_ended_before_its_first_step_is_succeeded_by_those_who_waited(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: RendezvousPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE", PATIENCE)
     of_beginner = Lobby(place)
@@ -220,7 +220,7 @@ def test_a_session_that_ended_before_its_first_step_is_succeeded_by_those_who_wa
         assert store.get(SESSION, 0.0) == note(f"{found.ident:016x}")
 
 
-def test_the_end_of_a_session_says_nothing_of_another_one(place: Place) -> None:
+def test_the_end_of_a_session_says_nothing_of_another_one(place: RendezvousPoint) -> None:
     of_ranks = Lobby(place)
     of_ranks.open()
     of_ranks.listen()

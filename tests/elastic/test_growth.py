@@ -16,7 +16,7 @@ from shoal.elastic import Session, session
 from shoal.elastic.membership import growth
 from shoal.elastic.membership.growth import Newcomer
 from shoal.elastic.membership.lobby import Lobby
-from shoal.elastic.membership.members import Members
+from shoal.elastic.membership.members import SessionMembers
 from shoal.testing import no_leaks, processes
 
 from .test_newcomers import PATIENCE, logs_of, training
@@ -31,7 +31,7 @@ POINTS: list[tuple[Any, str]] = [
     (Lobby, "invite"),
     (growth._Meeting, "connect"),
     (growth, "_store_of"),
-    (Members, "go_over"),
+    (SessionMembers, "go_over"),
     (session, "send_state"),
     (session, "receive_state"),
 ]

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shoal import ProcessGroup, UsageError
 from shoal.elastic import Loader, Samples, Session, State, Step
-from shoal.elastic.data.reading import Reader, Wanted
+from shoal.elastic.data.reading import BatchReader, Wanted
 from shoal.testing import no_leaks, processes
 
 from .training import assert_as_undisturbed, train
@@ -169,7 +169,7 @@ def test_a_worker_skips_what_is_not_wanted_any_more_in_its_midst_too() -> None:
             reader.drop_before(5)
         return index
 
-    reader = Reader(Gated(reads), list, None)
+    reader = BatchReader(Gated(reads), list, None)
     assert reader[Wanted(3, 0, [7, 8])] == (3, [7, 8], None)
     assert reader[Wanted(4, 0, [10, 11, 12])] == (4, None, None)
     assert reader[Wanted(4, 0, [13])] == (4, None, None)

@@ -17,11 +17,18 @@ import pytest
 from shoal import MemoryStore, RendezvousTimeout, ShoalError
 from shoal.elastic.membership import lobby, waiting
 from shoal.elastic.membership.lobby import Lobby
-from shoal.elastic.membership.lobby_keys import AGAIN, SESSION, Candidate, Invitation, Reader, SessionNote
+from shoal.elastic.membership.lobby_keys import (
+    AGAIN,
+    SESSION,
+    Candidate,
+    Invitation,
+    LobbyReader,
+    SessionNote,
+)
 from shoal.net import Deadline
-from shoal.rendezvous import Place, meet_beside, open_place
+from shoal.rendezvous import RendezvousPoint, meet_beside, open_place
 from shoal.rendezvous.host import Here
-from shoal.rendezvous.record import LOBBY, WANTED, Descriptor, Record
+from shoal.rendezvous.record import LOBBY, WANTED, MeetingRecord, MemberDescription
 from shoal.store import PrefixStore, Store
 from shoal.testing import no_leaks
 from tests.support.junk import junk
@@ -32,14 +39,14 @@ INVITATION = Invitation("m", 2, 3, 0, "world", 60.0, 1, "native", {"transport": 
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousPoint]:
     for module in (lobby, waiting):
         monkeypatch.setattr(module, "LOOK", 0.01)
     with no_leaks(), open_place(store=MemoryStore(), size=1, rank=0) as place:
         yield place
 
 
-def came(place: Place, number: int) -> tuple[threading.Thread, list[Invitation]]:
+def came(place: RendezvousPoint, number: int) -> tuple[threading.Thread, list[Invitation]]:
     """A process that waits; with a name of its own, as all of them are this one."""
     found: list[Invitation] = []
     namespace, pid, start = place.here.process.split("/")
@@ -51,7 +58,7 @@ def came(place: Place, number: int) -> tuple[threading.Thread, list[Invitation]]
     return thread, found
 
 
-def invited(of_ranks: Lobby, place: Place, number: int) -> int:
+def invited(of_ranks: Lobby, place: RendezvousPoint, number: int) -> int:
     """Let a process come, and invite all that wait; how many there were."""
     thread, found = came(place, number)
     until = time.monotonic() + PATIENCE
@@ -65,7 +72,7 @@ def invited(of_ranks: Lobby, place: Place, number: int) -> int:
 
 def pieces(seed: int, ident: str, wanted: int) -> Iterator[tuple[str, bytes]]:
     """Keys, and what is none of what stands there."""
-    choose, reader = random.Random(seed), Reader()
+    choose, reader = random.Random(seed), LobbyReader()
     candidate = msgspec.to_builtins(Candidate("m", "pid:[1]/1/1"))
     session = msgspec.to_builtins(SessionNote(ident))
     for _ in range(PIECES):
@@ -84,7 +91,7 @@ def pieces(seed: int, ident: str, wanted: int) -> Iterator[tuple[str, bytes]]:
         yield key, raw
 
 
-def test_junk_in_the_lobby_keeps_nobody_out(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_junk_in_the_lobby_keeps_nobody_out(place: RendezvousPoint, caplog: pytest.LogCaptureFixture) -> None:
     of_ranks, keys = Lobby(place, 5), PrefixStore(LOBBY, place.store)
     of_ranks.open()
     of_ranks.listen()
@@ -107,8 +114,8 @@ def test_junk_in_the_lobby_keeps_nobody_out(place: Place, caplog: pytest.LogCapt
     assert threading.active_count() == before - 1  # the thread was there to the end
 
 
-def test_each_kind_of_junk_is_told_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    reader = Reader()
+def test_each_kind_of_junk_is_told_once(place: RendezvousPoint, caplog: pytest.LogCaptureFixture) -> None:
+    reader = LobbyReader()
     for _ in range(3):
         assert reader.session(b"?") is None
         assert reader.candidate(b"[" * 100_000) is None
@@ -119,8 +126,13 @@ def test_each_kind_of_junk_is_told_once(place: Place, caplog: pytest.LogCaptureF
     ]
 
 
-def test_answers_that_are_none_are_passed_over(place: Place) -> None:
-    of_ranks, keys, choose, reader = Lobby(place), PrefixStore(LOBBY, place.store), random.Random(1), Reader()
+def test_answers_that_are_none_are_passed_over(place: RendezvousPoint) -> None:
+    of_ranks, keys, choose, reader = (
+        Lobby(place),
+        PrefixStore(LOBBY, place.store),
+        random.Random(1),
+        LobbyReader(),
+    )
     of_ranks.open()
     ident, value = f"{of_ranks.ident:016x}", msgspec.to_builtins(INVITATION)
     for number in range(BATCHES * PIECES):
@@ -136,26 +148,26 @@ def test_answers_that_are_none_are_passed_over(place: Place) -> None:
     assert keys.get(f"{ident}/arrivals", 0.0) == str(BATCHES * PIECES + 1).encode()
 
 
-def test_a_session_that_is_over_is_heard_of_without_an_answer(place: Place) -> None:
+def test_a_session_that_is_over_is_heard_of_without_an_answer(place: RendezvousPoint) -> None:
     PrefixStore(LOBBY, place.store).set(SESSION, msgspec.json.encode(SessionNote("0" * 16, over=True)))
     with pytest.raises(SystemExit) as caught:
         waiting.await_invitation(place, Deadline(PATIENCE))
     assert caught.value.code == 0
 
 
-def test_a_session_that_never_comes_is_an_error_also_where_junk_stands(place: Place) -> None:
+def test_a_session_that_never_comes_is_an_error_also_where_junk_stands(place: RendezvousPoint) -> None:
     PrefixStore(LOBBY, place.store).set(SESSION, b"?")
     with pytest.raises(RendezvousTimeout, match=r"within 0\.2 s no session began here"):
         waiting.await_invitation(place, Deadline(0.2))
 
 
-def test_junk_in_a_meeting_fails_it_as_any_failure(place: Place) -> None:
+def test_junk_in_a_meeting_fails_it_as_any_failure(place: RendezvousPoint) -> None:
     """Whatever stands in the keys of a meeting, its ranks get errors that the growth of a session expects."""
     choose = random.Random(2)
-    me = Descriptor("h", place.here.machine, place.here.process, True, "token")
+    me = MemberDescription("h", place.here.machine, place.here.process, True, "token")
     values: dict[str, Any] = {
         "room": 0, "ended/0": {"reason": "r", "machine": "m", "at": 1.0, "ident": "i"}, "0/left": 1,
-        "0/record": msgspec.to_builtins(Record(2)), "0/rank/1": msgspec.to_builtins(me),
+        "0/record": msgspec.to_builtins(MeetingRecord(2)), "0/rank/1": msgspec.to_builtins(me),
         "0/rank/x": msgspec.to_builtins(me),
         "exits": {"rank": 1, "how": "exit code 1"}, "0/arrivals": 1, "0/gave_up/x": 1,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from shoal import PeerLost, ProcessGroup, StateDiverged
 from shoal.elastic import Samples, Session, State, Step, session
 from shoal.elastic.membership import growth
 from shoal.elastic.membership.lobby import Lobby
-from shoal.elastic.membership.members import Members
+from shoal.elastic.membership.members import SessionMembers
 from shoal.testing import Outcome, no_leaks, processes
 
 from .training import STEPS, Log, assert_as_undisturbed, train
@@ -75,7 +75,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "invited": (Lobby, "invite", True),
     "meeting": (growth._Meeting, "connect", False),
     "connected": (growth._Meeting, "connect", True),
-    "taken": (Members, "_take", True),
+    "taken": (SessionMembers, "_take", True),
     "sending": (session, "send_state", False),
     "sent": (session, "send_state", True),
     "receiving": (session, "receive_state", False),

@@ -6,30 +6,30 @@ import random
 
 import pytest
 
-from shoal.elastic.progress import Progress, steps_that_count
+from shoal.elastic.progress import RankProgress, steps_that_count
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
-    assert Progress.decode(Progress(7, 7, 2).encode()) == Progress(7, 7, 2)
-    assert Progress.decode(Progress(3).encode()) == Progress(3, -1, 0)
-    assert Progress.decode(Progress(3, ends=True).encode()) == Progress(3, -1, 0, True)
+    assert RankProgress.decode(RankProgress(7, 7, 2).encode()) == RankProgress(7, 7, 2)
+    assert RankProgress.decode(RankProgress(3).encode()) == RankProgress(3, -1, 0)
+    assert RankProgress.decode(RankProgress(3, ends=True).encode()) == RankProgress(3, -1, 0, True)
 
 
 @pytest.mark.parametrize(
     ("survivors", "count"),
     [
-        ([Progress(5)], 5),
-        ([Progress(5, 5)], 6),
-        ([Progress(5, 5), Progress(5, 5)], 6),
-        ([Progress(5, 5), Progress(5)], 5),
-        ([Progress(5, 5), Progress(6)], 6),
-        ([Progress(5, 5), Progress(6, 6)], 6),
-        ([Progress(5, 5, 1), Progress(5, 5, 0)], 5),
-        ([Progress(5, 5), Progress(6, ends=True)], 6),
+        ([RankProgress(5)], 5),
+        ([RankProgress(5, 5)], 6),
+        ([RankProgress(5, 5), RankProgress(5, 5)], 6),
+        ([RankProgress(5, 5), RankProgress(5)], 5),
+        ([RankProgress(5, 5), RankProgress(6)], 6),
+        ([RankProgress(5, 5), RankProgress(6, 6)], 6),
+        ([RankProgress(5, 5, 1), RankProgress(5, 5, 0)], 5),
+        ([RankProgress(5, 5), RankProgress(6, ends=True)], 6),
     ],
 )
 def test_a_step_counts_that_a_survivor_committed_or_that_all_prepared(
-    survivors: list[Progress], count: int
+    survivors: list[RankProgress], count: int
 ) -> None:
     assert steps_that_count(survivors) == count
     assert steps_that_count(reversed(survivors)) == count
@@ -40,7 +40,7 @@ class Model:
 
     def __init__(self, choose: random.Random) -> None:
         self.choose = choose
-        self.ranks = {rank: Progress(0) for rank in range(choose.randint(2, 5))}
+        self.ranks = {rank: RankProgress(0) for rank in range(choose.randint(2, 5))}
         self.epoch = 0
         #: steps that some rank has ever counted: its parameters have changed
         self.applied = 0
@@ -51,11 +51,11 @@ class Model:
         preparing = [rank for rank in ranks if self.choose.random() < self.choose.choice((0.7, 1.0))]
         for rank in preparing:
             step = ranks[rank].committed
-            ranks[rank] = Progress(step, step, self.epoch)
+            ranks[rank] = RankProgress(step, step, self.epoch)
         if len(preparing) == len(ranks):
             for rank in ranks:
                 if self.choose.random() < 0.7:
-                    ranks[rank] = Progress(ranks[rank].committed + 1)
+                    ranks[rank] = RankProgress(ranks[rank].committed + 1)
                     self.applied = max(self.applied, ranks[rank].committed)
 
     def is_whole(self) -> bool:
@@ -80,22 +80,22 @@ class Model:
         self.epoch += 1
         back = self.some(max_size=len(ranks) - 1)
         for rank in ranks:
-            ranks[rank] = Progress(count)
+            ranks[rank] = RankProgress(count)
         if back and self.choose.random() < 0.5:
             self.second_death(count, notes, back)
 
-    def second_death(self, count: int, notes: dict[int, Progress], back: list[int]) -> None:
+    def second_death(self, count: int, notes: dict[int, RankProgress], back: list[int]) -> None:
         for rank in back:  # they are alone in the new group, and can prepare at most
             if self.choose.random() < 0.5:
-                self.ranks[rank] = Progress(count, count, self.epoch)
+                self.ranks[rank] = RankProgress(count, count, self.epoch)
                 notes[rank] = self.ranks[rank]
             else:
-                notes[rank] = Progress(count)
+                notes[rank] = RankProgress(count)
         again = steps_that_count(notes.values())
         assert again == count, "the first agreement, and a second one of which some take the first"
         self.epoch += 1
         for rank in back:
-            self.ranks[rank] = Progress(count)
+            self.ranks[rank] = RankProgress(count)
 
     def some(self, max_size: int) -> list[int]:
         return self.choose.sample(sorted(self.ranks), self.choose.randint(0, max_size))

@@ -9,15 +9,15 @@ import pytest
 
 from shoal import ProcessGroup
 from shoal.elastic import Session, Step, stragglers
-from shoal.elastic.record import Record
+from shoal.elastic.record import CommitRecord
 from shoal.elastic.stragglers import Stragglers
 from shoal.testing import run_threads
 
 from .training import train
 
 
-def rows(*seconds: float) -> list[Record]:
-    return [Record(0, 0, 0, 0, busy=int(each * 1e6)) for each in seconds]
+def rows(*seconds: float) -> list[CommitRecord]:
+    return [CommitRecord(0, 0, 0, 0, busy=int(each * 1e6)) for each in seconds]
 
 
 def compare(steps: list[tuple[float, ...]], rank: int = 0) -> Stragglers:

@@ -38,9 +38,9 @@ def _own_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def memory() -> Iterator[mesh.Memory]:
+def memory() -> Iterator[mesh.OfferedMemory]:
     fd = os.memfd_create("test")
-    yield mesh.Memory(fd, 4096, [0] * SIZE)
+    yield mesh.OfferedMemory(fd, 4096, [0] * SIZE)
     os.close(fd)
 
 
@@ -99,7 +99,7 @@ def port() -> int:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_strangers_on_every_listener_delay_a_meeting_by_less_than_their_deadline(
-    transport: str, port: int, memory: mesh.Memory
+    transport: str, port: int, memory: mesh.OfferedMemory
 ) -> None:
     def meet(rank: int) -> Membership:
         return rendezvous(f"tcp://127.0.0.1:{port}", rank=rank, size=SIZE, timeout=60)
@@ -139,7 +139,9 @@ def test_strangers_on_every_listener_delay_a_meeting_by_less_than_their_deadline
 
 
 @needs_root
-def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(port: int, memory: mesh.Memory) -> None:
+def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(
+    port: int, memory: mesh.OfferedMemory
+) -> None:
     def connect(rank: int) -> tuple[int, int]:
         url = f"tcp://127.0.0.1:{port}"
         member = rendezvous(url, rank=rank, size=2, secret="of both", timeout=60)
@@ -156,7 +158,7 @@ def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(port: int, memo
 
 
 def test_a_rank_that_stops_in_the_middle_of_its_introduction_does_not_keep_the_others_out(
-    port: int, memory: mesh.Memory, monkeypatch: pytest.MonkeyPatch
+    port: int, memory: mesh.OfferedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 1.5)  # enough for those who do not stop
     with nothing_left_behind(), ThreadPoolExecutor(2 * SIZE) as pool:

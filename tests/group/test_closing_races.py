@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.errors import GroupClosed
-from shoal.future import Source
+from shoal.future import FutureSource
 from shoal.group import ProcessGroup
 from shoal.testing import run_threads
 
@@ -61,7 +61,7 @@ def test_making_a_group_while_the_world_closes_ends_with_group_closed(form: str,
     assert run_threads(rank, 2, timeout=60) == [[GroupClosed.__name__]] * 2
 
 
-def _pending_operation(group: ProcessGroup) -> Source:
+def _pending_operation(group: ProcessGroup) -> FutureSource:
     """Of an operation that completes when the other rank sends something."""
     source = group.recv(None, 1)._source
     assert source is not None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.group.validation import overlap
-from shoal.group.validation.arguments import Call
+from shoal.group.validation.arguments import OperationCall
 from shoal.group.validation.overlap import TooHard, dims_overlap, overlaps_itself
 
 #: Strides whose sums meet only far away: every search for a meeting is long.
@@ -64,7 +64,7 @@ def test_the_search_ends_though_it_found_nothing() -> None:
 
 
 def test_a_large_interleaved_output_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call("recv", 0, 2, frozenset({"cpu"}))
+    call = OperationCall("recv", 0, 2, frozenset({"cpu"}))
     memory = torch.empty(2 * 10**8 + 4, dtype=torch.uint8)  # nobody touches it
     call.output(memory.as_strided((10**8, 2), (2, 3)), "x")
     with pytest.raises(UsageError, match="several elements at one address"):

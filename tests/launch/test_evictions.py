@@ -24,7 +24,9 @@ from .test_respawn import PRELUDE
 #: the launcher, with shorter waits
 LAUNCHER = """
 import sys
-from shoal.launch import cli, evictions, respawn
+from shoal.launch import cli
+from shoal.launch.job import evictions
+from shoal.launch.ranks import respawn
 evictions.PATIENCE_S = 0.1
 evictions.GRACE_S = respawn.SHORTEST = 0.2
 cli.main()

@@ -32,22 +32,22 @@ from shoal.launch.agent_protocol import (  # fmt: skip
     Exited,
     Hello,
     NotStarted,
-    Output,
+    ProcessOutput,
     Ready,
-    Refused,
     Release,
     Reported,
+    RequestRefused,
     Signal,
     Start,
     Started,
-    Stdin,
+    StdinData,
     StdinTaken,
     Taken,
 )
-from shoal.launch.commands.agent import Agent
+from shoal.launch.commands.agent import AgentServer
 from shoal.launch.ranks.guardian import Guardian
 from shoal.launch.ranks.source import Pipe
-from shoal.launch.remote.agency import Agency, Watcher
+from shoal.launch.remote.agency import AgentClient, Watcher
 from shoal.launch.remote.hosts import Host
 from shoal.launch.remote.link import Descriptors
 from shoal.launch.remote.rank import RemoteRank, Turns
@@ -115,7 +115,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.client = Stranger()
-        self.agency = Agency(Host("h1", 2, 0), self.client)
+        self.agency = AgentClient(Host("h1", 2, 0), self.client)
         self.lost: list[str] = []
         self.agency.watcher = Watcher(
             lambda agency, ranks: self.lost.append(agency.trouble),
@@ -183,21 +183,27 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (PREAMBLE + frame_header(LIMIT + 1), f"a frame of {LIMIT + 1} bytes came"),
         (PREAMBLE + framed(Ready()), "it does not begin as an agent does"),
         (PREAMBLE + framed(HELLO, HELLO), "it does not begin as an agent does"),
-        (PREAMBLE + framed(HELLO, Output(0, 1, b"x")), "a Output came when none may come"),
+        (PREAMBLE + framed(HELLO, ProcessOutput(0, 1, b"x")), "a ProcessOutput came when none may come"),
         (PREAMBLE + framed(HELLO, Ready(), Ready()), "a Ready came when none may come"),
         (PREAMBLE + framed(HELLO, Beat(1e9, 0.0)), "it answered a beat that was not sent"),
         (PREAMBLE + framed(HELLO, Beat(float("nan"), 0.0)), "it answered a beat that was not sent"),
-        (PREAMBLE + framed(HELLO, Refused("no room")), "no room"),
+        (PREAMBLE + framed(HELLO, RequestRefused("no room")), "no room"),
         (PREAMBLE + framed(msgspec.structs.replace(HELLO, version="7")), "it runs shoal 7 "),
         (PREAMBLE + framed(*STARTED, Started(0, 12)), "a Started came when none may come"),
-        (PREAMBLE + framed(*STARTED, Output(2, 1, b"x")), "it spoke of process 2, which"),
-        (PREAMBLE + framed(*STARTED, Output(0, 1, b""), Output(0, 1, b"x")), "it sent output after its end"),
+        (PREAMBLE + framed(*STARTED, ProcessOutput(2, 1, b"x")), "it spoke of process 2, which"),
+        (
+            PREAMBLE + framed(*STARTED, ProcessOutput(0, 1, b""), ProcessOutput(0, 1, b"x")),
+            "it sent output after its end",
+        ),
         (PREAMBLE + framed(*STARTED, *[Exited(0, 1, 0.0, 1.0)] * 2), "process 0 ended twice"),
         (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
         (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
         (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
-        (PREAMBLE + framed(*STARTED, *[Output(0, 1, bytes(1 << 16))] * 66), "it sent more output than"),
-        (PREAMBLE + framed(*STARTED, {"type": "Output", "index": 0, "stream": 3, "data": b""}), "no frame"),
+        (PREAMBLE + framed(*STARTED, *[ProcessOutput(0, 1, bytes(1 << 16))] * 66), "it sent more output"),
+        (
+            PREAMBLE + framed(*STARTED, {"type": "ProcessOutput", "index": 0, "stream": 3, "data": b""}),
+            "no frame",
+        ),
         (PREAMBLE + framed(*STARTED)[:-3], "the connection has ended"),
     ],
 )  # fmt: skip
@@ -267,13 +273,13 @@ def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: L
 
 
 def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
-    assert listener.hear(PREAMBLE + framed(HELLO, Refused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
+    assert listener.hear(PREAMBLE + framed(HELLO, RequestRefused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
 
 
 def test_mutated_frames_of_an_agent_end_in_words() -> None:
     dice = random.Random(7)
     good: list[Callable[[], Any]] = [
-        lambda: Output(dice.randrange(3), dice.randint(1, 2), dice.randbytes(dice.randrange(20))),
+        lambda: ProcessOutput(dice.randrange(3), dice.randint(1, 2), dice.randbytes(dice.randrange(20))),
         lambda: Exited(dice.randrange(3), dice.randrange(-64, 256), 1.0, 1.0),
         lambda: Reported(dice.randrange(2), True, (Report("told", 1.0, (1,)),)),
         lambda: NotStarted(dice.randrange(3), "no"),
@@ -296,7 +302,7 @@ class Served:
     def __init__(self) -> None:
         mine, self.launcher = socket.socketpair()
         self.guardian = Guardian()
-        self.agent = Agent(Descriptors(*[mine.detach()] * 2), self.guardian, 1)
+        self.agent = AgentServer(Descriptors(*[mine.detach()] * 2), self.guardian, 1)
 
     def hear(self, data: bytes) -> str:
         """Send ``data`` as the launcher and then hang up; why the agent ends."""
@@ -343,8 +349,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         (framed(BEGIN, start(), Release(0)), "process 0 has not ended and cannot be released"),
         (framed(BEGIN, Taken(1)), "it has read more output than was sent"),
         (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "a second process is to have stdin"),
-        (framed(BEGIN, start(stdin=True), *[Stdin(bytes(STDIN_WINDOW))] * 4), "more came for stdin than"),
-        (framed(BEGIN, Stdin(b""), Stdin(b"x")), "more came for stdin than"),
+        (framed(BEGIN, start(stdin=True), *[StdinData(bytes(STDIN_WINDOW))] * 4), "more came for stdin than"),
+        (framed(BEGIN, StdinData(b""), StdinData(b"x")), "more came for stdin than"),
         (framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}), "is no frame"),
         (framed(BEGIN, start(), Signal(9, 9, True)), "the connection has ended"),
         (framed(BEGIN, start(), Release(9), Close(9, 1)), "the connection has ended"),
@@ -403,7 +409,7 @@ def test_output_that_still_comes_keeps_an_ending_agent(
     until(lambda: turn() or all(rank.status == 0 for rank in listener.ranks))
     agency.expect_bye(0.0)
     for _ in range(3):
-        listener.client.agent.send(framed(Output(0, 1, b"x")))
+        listener.client.agent.send(framed(ProcessOutput(0, 1, b"x")))
         assert until(came) == b"x"
         agency.tick(time.monotonic())
         assert not agency.trouble
@@ -425,7 +431,7 @@ def test_mutated_frames_of_a_launcher_end_in_words(monkeypatch: pytest.MonkeyPat
         lambda: msgspec.structs.replace(start(dice.randrange(3)), argv=("true",)),
         lambda: Signal(dice.randrange(3), dice.choice([2, 9, 10, 15]), dice.random() < 0.5),
         lambda: Close(dice.randrange(3), dice.randint(1, 2)),
-        lambda: Stdin(dice.randbytes(dice.randrange(9))),
+        lambda: StdinData(dice.randbytes(dice.randrange(9))),
         lambda: Taken(dice.randrange(3)),
         lambda: Beat(1.0),
     ]

@@ -37,7 +37,8 @@ def join():
 #: the launcher, with other constants in its module of restarts
 LAUNCHER = """
 import sys
-from shoal.launch import cli, respawn
+from shoal.launch import cli
+from shoal.launch.ranks import respawn
 for word in sys.argv.pop(1).split():
     name, _, value = word.partition("=")
     setattr(respawn, name, type(getattr(respawn, name))(value))

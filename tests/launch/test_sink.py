@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.launch.output.sink import Sink, Writer
+from shoal.launch.output.sink import DescriptorWriter, Sink
 
 
 def written(act: Callable[[Sink], None], *, terminal: bool) -> bytes:
@@ -81,7 +81,7 @@ def test_a_writer_without_a_reader_drops_what_it_gets_and_ends() -> None:
     reader, end = os.pipe()
     os.close(reader)
     ended = threading.Event()
-    writer = Writer(end, ended.set)
+    writer = DescriptorWriter(end, ended.set)
     writer.write(b"lost")
     assert ended.wait(30)
     assert writer.broken
@@ -95,7 +95,7 @@ def test_a_writer_without_a_reader_drops_what_it_gets_and_ends() -> None:
 def test_a_writer_says_when_it_is_full_and_when_there_is_room_again() -> None:
     reader, end = os.pipe()
     room = threading.Event()
-    writer = Writer(end, room.set)
+    writer = DescriptorWriter(end, room.set)
     block = b"." * (1 << 20)
     for _ in range(5):
         writer.write(block)

@@ -18,7 +18,7 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch.cli import invoke
 from shoal.launch.job.signals import Signals
-from shoal.launch.remote.dial import PURPOSE, Told
+from shoal.launch.remote.dial import PURPOSE, IgnoredStepSignal
 from shoal.launch.remote.hosts import Host
 from shoal.launch.slurm import fleet as srun_fleet
 from shoal.launch.slurm.fleet import SrunFleet
@@ -229,7 +229,7 @@ def test_srun_and_the_last_connection_may_end_in_the_same_moment() -> None:
 
 
 def test_an_agent_tells_what_it_was_sent_just_now() -> None:
-    with Told() as told:
+    with IgnoredStepSignal() as told:
         assert not told(signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert told(signal.SIGUSR1)

@@ -22,7 +22,7 @@ from shoal.rendezvous.host import (
     process_is_gone,
     resolve,
 )
-from shoal.rendezvous.place import Place
+from shoal.rendezvous.place import RendezvousPoint
 from shoal.rendezvous.venue import Venue
 from shoal.store import MemoryStore
 from tests.support.waiting import until
@@ -96,7 +96,7 @@ def test_addresses() -> None:
 
 
 def test_ranks_on_several_machines_listen_where_the_store_is_reached() -> None:
-    place = Place.at(Venue(MemoryStore(), job="job", epoch=0, address="192.0.2.1"), request())
+    place = RendezvousPoint.at(Venue(MemoryStore(), job="job", epoch=0, address="192.0.2.1"), request())
     assert place.interface({"a"}) == "127.0.0.1"
     assert place.interface({"a", "b"}) == place.interface() == address_towards("192.0.2.1")
 

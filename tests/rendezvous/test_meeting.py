@@ -75,9 +75,11 @@ def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:
 
 
 def test_a_rank_reads_of_the_others_what_its_host_needs(store: MemoryStore) -> None:
-    def member(rank: int) -> record.Descriptor:
+    def member(rank: int) -> record.MemberDescription:
         host = f"host {rank // 2}"
-        return record.Descriptor(host, f"{host}/boot/net", f"pid/{rank + 100}/1", True, "token", at=1.0)
+        return record.MemberDescription(
+            host, f"{host}/boot/net", f"pid/{rank + 100}/1", True, "token", at=1.0
+        )
 
     with PrefixStore("room", store) as room:
         summary.write_summary(room, [member(rank) for rank in range(64)])
@@ -163,7 +165,7 @@ def test_a_peer_of_another_version_is_refused_and_both_are_named(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(record, "build_version", lambda: "0.0.9")
-        store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2, version="0.0.9")))
+        store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2, version="0.0.9")))
     with pytest.raises(VersionMismatch, match=r"runs shoal 0\.0\.9 .* this process runs"):
         meet_in(store, 0, 2)
 
@@ -327,16 +329,16 @@ def test_a_job_may_follow_one_whose_processes_were_killed(store: MemoryStore) ->
     process.wait()
     for rank, pid in enumerate([process.pid, process.pid]):
         dead = here().process.split("/")
-        descriptor = record.Descriptor("h", here().machine, f"{dead[0]}/{pid}/1.5", True, str(rank))
+        descriptor = record.MemberDescription("h", here().machine, f"{dead[0]}/{pid}/1.5", True, str(rank))
         store.set(f"job/0/0/rank/{rank}", record.msgspec.json.encode(descriptor))
-    store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2)))
+    store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2)))
     assert len(_meet_all(store, 3)) == 3
 
 
 def test_a_job_of_processes_elsewhere_is_not_taken_for_dead(store: MemoryStore) -> None:
-    descriptor = record.Descriptor("h", "another/machine", "pid:[1]/1/1.5", True, "t")
+    descriptor = record.MemberDescription("h", "another/machine", "pid:[1]/1/1.5", True, "t")
     store.set("job/0/0/rank/0", record.msgspec.json.encode(descriptor))
-    store.set("job/0/0/record", record.msgspec.json.encode(record.Record(2)))
+    store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2)))
     with pytest.raises(RendezvousError, match=r"rank 0 is given twice: process 1 on another .*SHOAL_JOB"):
         meet_in(store, 0, 2)
 
@@ -348,9 +350,9 @@ def _dead_member(
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     process = f"{here().process.split('/')[0]}/{ended.pid}/15"
-    me = record.Descriptor("h", machine or here().machine, process, True, f"dead {rank}", at=at)
+    me = record.MemberDescription("h", machine or here().machine, process, True, f"dead {rank}", at=at)
     keys = record.room_of(record.root_of(store, "job", 0), room)
-    keys.compare_set("record", b"", record.msgspec.json.encode(record.Record(size)))
+    keys.compare_set("record", b"", record.msgspec.json.encode(record.MeetingRecord(size)))
     keys.together([Neighbours(keys, me).append(rank)])
     keys.set(record.rank_key(rank), record.msgspec.json.encode(me))
 

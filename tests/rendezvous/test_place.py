@@ -9,7 +9,7 @@ import pytest
 from shoal import ConfigurationError, MemoryStore, StoreError, UsageError
 from shoal.rendezvous import Venue, meet_at, open_place
 from shoal.rendezvous.host import LOOPBACK, is_mine
-from shoal.rendezvous.place import Place
+from shoal.rendezvous.place import RendezvousPoint
 
 from .together import all_well, release_all, request, together
 
@@ -50,7 +50,7 @@ def test_a_given_secret_is_the_places_own() -> None:
 def test_a_place_beyond_this_host_has_no_secret_of_itself() -> None:
     venue = Venue(MemoryStore(), job="job", epoch=0, address="192.0.2.1")
     with (
-        Place.at(venue, request()) as place,
+        RendezvousPoint.at(venue, request()) as place,
         pytest.raises(ConfigurationError, match=r"192\.0\.2\.1.*the job has no secret"),
     ):
         place.secret()
@@ -65,7 +65,7 @@ def test_a_job_that_cannot_be_is_refused_before_anything_is_opened(tmp_path: Pat
 def test_of_a_brief_meeting_only_the_groups_own_keys_stay() -> None:
     store = MemoryStore()
     venues = [Venue(store.clone(), rank, 2, job="job", epoch=0, brief=True) for rank in range(2)]
-    calls = [lambda venue=venue: meet_at(Place.at(venue, request())) for venue in venues]
+    calls = [lambda venue=venue: meet_at(RendezvousPoint.at(venue, request())) for venue in venues]
     members = all_well(together(*calls))
     members[0].store.set("key", b"value")
     together(*(member.connected for member in members))
@@ -80,7 +80,9 @@ def test_of_a_brief_meeting_only_the_groups_own_keys_stay() -> None:
 
 def test_who_cannot_connect_after_a_brief_meeting_closes_the_groups_own_keys_too() -> None:
     store = MemoryStore()
-    member = meet_at(Place.at(Venue(store.clone(), 0, 1, job="job", epoch=0, brief=True), request(0, 1)))
+    member = meet_at(
+        RendezvousPoint.at(Venue(store.clone(), 0, 1, job="job", epoch=0, brief=True), request(0, 1))
+    )
     member.abandon(OSError("no network"))
     with pytest.raises(StoreError, match="closed"):
         member.store.num_keys()

@@ -22,8 +22,8 @@ from shoal import (
 )
 from shoal.rendezvous import Venue, default_secret, job_record, record, user_secret
 from shoal.rendezvous.meet import meet_at as meet_at_place
-from shoal.rendezvous.place import Place
-from shoal.store.file.log import Log
+from shoal.rendezvous.place import RendezvousPoint
+from shoal.store.file.log import LogFile
 from shoal.testing import no_leaks
 from tests.support.other_user import as_nobody, needs_root
 from tests.support.ports import free_port
@@ -104,10 +104,10 @@ def test_where_no_secret_can_be_kept_the_message_says_how_to_set_one(
         user_secret()
     monkeypatch.setattr("tempfile.tempdir", str(place))
 
-    def full(self: Log, payload: bytes) -> None:
+    def full(self: LogFile, payload: bytes) -> None:
         raise record.StoreError("cannot write: no space left on device")
 
-    monkeypatch.setattr(Log, "append", full)
+    monkeypatch.setattr(LogFile, "append", full)
     with pytest.raises(ConfigurationError, match=rf"no space left on device; .*{advice}"):
         user_secret()
 
@@ -179,7 +179,7 @@ def test_a_store_with_no_secret_at_all_is_no_place_for_several_ranks() -> None:
 
 def _meet_in(store: MemoryStore, rank: int, secret: bytes = b"") -> Membership:
     venue = Venue(store.clone(), rank, 2, job="job", epoch=0)
-    return meet_at_place(Place.at(venue, request(secret=secret)))
+    return meet_at_place(RendezvousPoint.at(venue, request(secret=secret)))
 
 
 def test_ranks_of_one_machine_use_their_users_whatever_the_place() -> None:
@@ -191,7 +191,7 @@ def test_ranks_of_one_machine_use_their_users_whatever_the_place() -> None:
 
 def test_ranks_of_several_machines_are_refused_without_one() -> None:
     def come(store: MemoryStore) -> None:
-        elsewhere = record.Descriptor("h", "another/machine", "pid:[1]/1/1.5", True, "t")
+        elsewhere = record.MemberDescription("h", "another/machine", "pid:[1]/1/1.5", True, "t")
         store.set("job/0/0/rank/0", msgspec.json.encode(elsewhere))
         store.add("job/0/0/came", 1)
 

@@ -13,7 +13,7 @@ from shoal.net import Deadline
 from shoal.rendezvous import Request, Venue
 from shoal.rendezvous.meet import meet
 from shoal.rendezvous.meet import meet_at as meet_at_place
-from shoal.rendezvous.place import Place
+from shoal.rendezvous.place import RendezvousPoint
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def meet_in(
 ) -> Membership:
     """One rank's meeting in a store in memory."""
     venue = Venue(store.clone(), rank, size, job=job, epoch=epoch)
-    return meet_at_place(Place.at(venue, request("memory://", timeout=timeout, host=host)))
+    return meet_at_place(RendezvousPoint.at(venue, request("memory://", timeout=timeout, host=host)))
 
 
 def release_all(memberships: Sequence[Membership]) -> None:

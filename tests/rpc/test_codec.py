@@ -17,7 +17,7 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.rpc.codec import pickled as codec
-from shoal.rpc.codec.pickled import Message, decode, encode
+from shoal.rpc.codec.pickled import EncodedValue, decode, encode
 from shoal.spec import DTYPES_BY_CODE
 from tests.support.programs import run_program
 
@@ -30,7 +30,7 @@ class End:
     devices: None = None
 
 
-def carried(message: Message) -> list[bytearray]:
+def carried(message: EncodedValue) -> list[bytearray]:
     """The parts as they arrive: in memory of the receiver's own."""
     return [bytearray(ctypes.string_at(*part)) for part in message.parts]
 

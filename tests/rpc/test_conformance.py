@@ -242,7 +242,7 @@ def test_a_handler_may_reply_later(b: Peer) -> None:
 def test_a_handler_knows_who_called(b: Peer) -> None:
     assert b.call(handlers.caller).wait() == "a"
     with pytest.raises(UsageError, match="not called by another worker"):
-        shoal.rpc.calls.current()
+        shoal.rpc.current()
 
 
 def test_calls_nest_fifty_deep(b: Peer) -> None:

@@ -9,19 +9,19 @@ from types import FrameType
 from typing import Any
 
 from shoal.rpc import Agent
-from shoal.rpc.calls.call import _Source
+from shoal.rpc.calls.call import _CallSource
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.support.bytecodes import enable_opcode_events
 
 
-def _interrupted(source: _Source, steps: int) -> bool:
+def _interrupted(source: _CallSource, steps: int) -> bool:
     """Take the reply, with a Ctrl-C before the bytecode of this number; whether it came to that."""
     left = steps
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
-        if frame.f_code is not _Source.reply.__code__:
+        if frame.f_code is not _CallSource.reply.__code__:
             return None
         frame.f_trace_opcodes = True
         left -= event == "opcode"
@@ -45,7 +45,7 @@ def test_a_ctrl_c_at_any_step_of_taking_a_reply_leaves_it_there(meeting: Agents,
     for steps in range(1, 1000):
         future = other.peer("a").call(handlers.echo, steps)
         source = future._source
-        assert isinstance(source, _Source)
+        assert isinstance(source, _CallSource)
         while not source.done():
             time.sleep(0.0001)
         reached = _interrupted(source, steps)

@@ -12,23 +12,23 @@ from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
 from shoal.net import Deadline
 from shoal.rendezvous.host import here
 from shoal.rendezvous.place import checked_request, opened
-from shoal.rpc.connection.meeting import Meeting, keys_of
+from shoal.rpc.connection.meeting import WorkerMeeting, keys_of
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
 PATIENCE = 20.0
 
 
-def meet(url: str, rank: int, size: int, name: str, do: Callable[[Meeting], None]) -> None:
+def meet(url: str, rank: int, size: int, name: str, do: Callable[[WorkerMeeting], None]) -> None:
     """Meet at a place whose store rank 0 serves, and leave it as ``init_rpc`` does when that fails."""
     request = checked_request(
         url, store=None, rank=rank, size=size, timeout=PATIENCE, secret="s", host=None, job=None
     )
     with opened(request) as place:
-        do(Meeting(keys_of(place.store, "meeting", 0), here(), name, rank, size, "shutdown"))
+        do(WorkerMeeting(keys_of(place.store, "meeting", 0), here(), name, rank, size, "shutdown"))
 
 
-def outcomes(*ranks: tuple[str, Callable[[Meeting], None]]) -> list[BaseException | None]:
+def outcomes(*ranks: tuple[str, Callable[[WorkerMeeting], None]]) -> list[BaseException | None]:
     """How the meeting ended for each rank, which has a name and something to do."""
     url = f"tcp://127.0.0.1:{free_port()}"
     ended: list[BaseException | None] = [None] * len(ranks)
@@ -47,19 +47,19 @@ def outcomes(*ranks: tuple[str, Callable[[Meeting], None]]) -> list[BaseExceptio
     return ended
 
 
-def both(meeting: Meeting) -> None:
+def both(meeting: WorkerMeeting) -> None:
     meeting.gather(Deadline(PATIENCE))
     meeting.join(Deadline(PATIENCE))
 
 
-def no_agent(meeting: Meeting) -> None:
+def no_agent(meeting: WorkerMeeting) -> None:
     meeting.gather(Deadline(PATIENCE))
     error = UsageError("there is no such device")
     meeting.fail(error)
     raise error
 
 
-def impatient(meeting: Meeting) -> None:
+def impatient(meeting: WorkerMeeting) -> None:
     until(lambda: meeting._there(1))  # the other that comes
     meeting.gather(Deadline(0.3))
 
@@ -67,14 +67,14 @@ def impatient(meeting: Meeting) -> None:
 @pytest.fixture
 def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Rank 1 reads what the others say of themselves when this is set, and not before."""
-    go, there = threading.Event(), Meeting._there
+    go, there = threading.Event(), WorkerMeeting._there
 
     def wait_first(self: Any, rank: int, timeout: float = 0.0) -> Any:
         if self._rank == 1 and rank == 0:
             go.wait(PATIENCE)
         return there(self, rank, timeout)
 
-    monkeypatch.setattr(Meeting, "_there", wait_first)
+    monkeypatch.setattr(WorkerMeeting, "_there", wait_first)
     yield go
     go.set()
 
@@ -82,13 +82,13 @@ def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_all_hear_of_two_with_one_name_though_one_of_them_serves_the_store(
     slow_reader: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed_on = Meeting._pass_on
+    passed_on = WorkerMeeting._pass_on
 
     def then_go(self: Any, reason: str) -> None:
         threading.Timer(0.05, slow_reader.set).start()
         passed_on(self, reason)
 
-    monkeypatch.setattr(Meeting, "_pass_on", then_go)
+    monkeypatch.setattr(WorkerMeeting, "_pass_on", then_go)
     for error in outcomes(("w", both), ("w", both)):
         assert isinstance(error, UsageError), repr(error)
         assert "name='w' is not unique: the ranks 0, 1 have it" in str(error)
@@ -107,15 +107,15 @@ def test_a_worker_that_ended_as_soon_as_it_had_joined_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     died = threading.Event()
-    monkeypatch.setattr(Meeting, "_gone", lambda self, entry: entry.name == "w1" and died.is_set())
+    monkeypatch.setattr(WorkerMeeting, "_gone", lambda self, entry: entry.name == "w1" and died.is_set())
 
-    def slow(meeting: Meeting) -> None:
+    def slow(meeting: WorkerMeeting) -> None:
         meeting.gather(Deadline(PATIENCE))
         meeting.come()
         assert died.wait(PATIENCE)
         meeting.join(Deadline(PATIENCE))
 
-    def quick(meeting: Meeting) -> None:
+    def quick(meeting: WorkerMeeting) -> None:
         both(meeting)
         died.set()
 
@@ -123,7 +123,7 @@ def test_a_worker_that_ended_as_soon_as_it_had_joined_keeps_nobody_waiting(
 
 
 def test_those_that_came_hear_who_did_not_though_they_would_have_waited_longer() -> None:
-    def never(meeting: Meeting) -> None:
+    def never(meeting: WorkerMeeting) -> None:
         """Rank 2 does not come."""
 
     first, second, _ = outcomes(("w0", impatient), ("w1", both), ("w2", never))

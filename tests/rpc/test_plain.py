@@ -130,7 +130,7 @@ def test_values_are_counted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(plain, "MOST_VALUES", count)
     plain._check_values(raw)
     monkeypatch.setattr(plain, "MOST_VALUES", count - 1)
-    with pytest.raises(plain._Refused, match="more than"):
+    with pytest.raises(plain._InvalidBytes, match="more than"):
         plain._check_values(raw)
 
 

@@ -174,7 +174,7 @@ def test_a_reply_that_nobody_packed_is_an_error_at_the_caller(
         service = self._service
         service._endpoint.post.reply(self._letter, lies[-1][0], [], [], lies[-1][1], 1)
 
-    monkeypatch.setattr("shoal.rpc.calls.serving._Served._reply", lie)
+    monkeypatch.setattr("shoal.rpc.calls.serving._ServedCall._reply", lie)
     for head in heads:
         for failed in (False, True):
             lies.append((head, failed))

@@ -17,7 +17,7 @@ from shoal.store import open_store
 from shoal.store.etcd import gateway
 from shoal.store.etcd import job as etcd_job
 from shoal.store.etcd import store as etcd
-from shoal.store.etcd.gateway import Gateway, Stream
+from shoal.store.etcd.gateway import Gateway, JsonStream
 from shoal.store.etcd.store import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
 from shoal.store.external import client as outside_client
 from shoal.store.external import job as outside_job
@@ -80,7 +80,7 @@ def test_a_watch_from_a_revision_that_was_compacted_looks_again(
     """The key comes, and etcd forgets how, between a look and the watch."""
     stream, missed = Gateway.stream, []
 
-    def late(self: Gateway, *args: Any) -> Stream:
+    def late(self: Gateway, *args: Any) -> JsonStream:
         if not missed:
             store.set("key", b"value")
             missed.append(server.ask("kv/put", key=b"/beside", value=b"")["header"]["revision"])
@@ -96,9 +96,9 @@ def test_what_comes_between_a_look_and_the_watch_is_seen(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd, "_OPERATIONS", 4)  # keys of one look
-    read, keys, looks = etcd._Client._read, [f"key {i}" for i in range(8)], []
+    read, keys, looks = etcd._EtcdClient._read, [f"key {i}" for i in range(8)], []
 
-    def reading(self: etcd._Client, ranges: list[Any]) -> Any:
+    def reading(self: etcd._EtcdClient, ranges: list[Any]) -> Any:
         found = read(self, ranges)
         looks.append(len(ranges))
         if len(looks) == 1:  # the other half has not been looked at
@@ -107,7 +107,7 @@ def test_what_comes_between_a_look_and_the_watch_is_seen(
 
     store.multi_set(keys[1:5], [b""] * 4)
     store.multi_set(keys[5:], [b""] * 3)
-    monkeypatch.setattr(etcd._Client, "_read", reading)
+    monkeypatch.setattr(etcd._EtcdClient, "_read", reading)
     without_silence(store, monkeypatch, store.wait, keys)
     assert looks == [4, 4, 4, 4]
 
@@ -124,10 +124,10 @@ def test_a_document_may_come_in_pieces_and_several_in_one() -> None:
 
     import urllib3
 
-    documents = Stream(Response(), urllib3).documents(etcd._Watched)  # type: ignore[arg-type]
+    documents = JsonStream(Response(), urllib3).documents(etcd._Watched)  # type: ignore[arg-type]
     first, second, third = itertools.islice(documents, 3)
     assert (first.result.created, len(second.result.events), third.result.canceled) == (True, 1, True)
-    with pytest.raises(etcd.Broken, match="ended"):
+    with pytest.raises(etcd.StreamEnded, match="ended"):
         next(documents)
 
 

@@ -13,7 +13,7 @@ from shoal.errors import StoreError, StoreTimeout
 from shoal.net import Deadline
 from shoal.store.etcd import store as etcd
 from shoal.store.etcd.gateway import Full, Gateway, Unclear
-from shoal.store.etcd.job import Answer, at, put
+from shoal.store.etcd.job import TransactionReply, at, put
 from shoal.store.etcd.store import EtcdStore
 from shoal.store.etcd.transactions import Changes
 from shoal.store.requests import Add, Append, CompareSet, Set
@@ -59,8 +59,8 @@ def test_a_store_that_does_not_note_its_writes_is_found_out(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_answers(monkeypatch, every=4)
-    settle = etcd._Client._settle
-    monkeypatch.setattr(etcd._Client, "_settle", lambda *args: (settle(*args)[0], False))
+    settle = etcd._EtcdClient._settle
+    monkeypatch.setattr(etcd._EtcdClient, "_settle", lambda *args: (settle(*args)[0], False))
     with pytest.raises(AssertionError, match="no order of its"):
         linearize.play(store)
 
@@ -242,7 +242,7 @@ def test_after_a_lost_answer_another_server_is_asked(
     monkeypatch.setattr(gateway, "_urls", [gateway._urls[0], "http://another:1"])
     monkeypatch.setattr(gateway, "_ask", lambda *args: (_ for _ in ()).throw(Unclear("lost")))
     with pytest.raises(Unclear):
-        gateway.call("kv/txn", {}, Answer, Deadline(1), store._backing.closed, writes=True)
+        gateway.call("kv/txn", {}, TransactionReply, Deadline(1), store._backing.closed, writes=True)
     assert gateway.server == "another:1"
     monkeypatch.undo()
     gateway._at = 0
@@ -310,7 +310,7 @@ def test_those_who_count_do_not_come_between_each_other(
     if every:
         lose_answers(monkeypatch, every)
     refused: list[str] = []
-    monkeypatch.setattr(etcd._Client, "refused", lambda self, key, times: refused.append(key))
+    monkeypatch.setattr(etcd._EtcdClient, "refused", lambda self, key, times: refused.append(key))
 
     def count(number: int) -> list[int]:
         totals = []

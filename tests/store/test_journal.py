@@ -9,9 +9,9 @@ import pytest
 
 from shoal.errors import StoreError
 from shoal.store.tcp.journal import _MAGIC, Journal, Snapshot
-from shoal.store.tcp.replies import Line
+from shoal.store.tcp.replies import LastWrite
 
-SNAPSHOT = Snapshot(b"n" * 16, {"a": b"1", "b": b"x"}, [Line(b"l" * 16, 7, b"\0\xc0")])
+SNAPSHOT = Snapshot(b"n" * 16, {"a": b"1", "b": b"x"}, [LastWrite(b"l" * 16, 7, b"\0\xc0")])
 ROUNDS = [[b"first", b"of three"], [b"y" * 700], [b"last"]]
 
 

@@ -14,7 +14,7 @@ from shoal.errors import StoreTimeout
 from shoal.store import Backing, FileStore, MemoryStore, Store, TCPStore, TCPStoreServer
 from shoal.store.tcp.replies import Replies
 from shoal.testing import linearize
-from shoal.testing.linearize import Operation, Recorder, Refused
+from shoal.testing.linearize import RecordedCall, Recorder, RefusedResult
 from tests.support.waiting import PATIENCE
 
 from .conformance import in_background
@@ -148,7 +148,7 @@ Call = tuple[str, str, tuple[object, ...], int, int | None, object]
 
 def _check(*calls: Call) -> None:
     history = [
-        Operation(client, name, "key", arguments, called, returned, result)
+        RecordedCall(client, name, "key", arguments, called, returned, result)
         for client, name, arguments, called, returned, result in calls
     ]
     linearize.check(reversed(history))
@@ -185,7 +185,7 @@ RIGHT: dict[str, list[Call]] = {
         ("a", "compare_set", (b"1", b"2"), 11, 12, b"2"),
         ("a", "compare_set", (b"1", b"3"), 13, 14, b"2"),
         ("a", "append", (b"x",), 15, 16, None),
-        ("a", "add", (1,), 17, 18, Refused("no counter")),
+        ("a", "add", (1,), 17, 18, RefusedResult("no counter")),
         ("a", "delete", (), 19, 20, True),
         ("a", "delete", (), 21, 22, False),
         ("a", "compare_set", (b"1", b"3"), 23, 24, b"1"),
@@ -227,7 +227,7 @@ WRONG: dict[str, list[Call]] = {
         SET,
         *((each, "compare_set", (b"1", each.encode()), 20, 29, each.encode()) for each in "ab"),
     ],
-    "a counter refuses": [SET, ("b", "add", (1,), 11, 19, Refused("no counter"))],
+    "a counter refuses": [SET, ("b", "add", (1,), 11, 19, RefusedResult("no counter"))],
     "what is no counter does not": [("a", "set", (b"x",), 0, 9, None), ("b", "add", (1,), 10, 19, 1)],
     "both delete it": [SET, ("a", "delete", (), 11, 19, True), ("b", "delete", (), 11, 19, True)],
 }
@@ -264,8 +264,8 @@ def test_the_error_shows_the_first_result_without_an_explanation() -> None:
 
 def test_keys_have_orders_of_their_own() -> None:
     linearize.check(
-        [Operation("a", "add", key, (1,), i, i, 1) for i, key in enumerate("abc")]
-        + [Operation("a", "add", key, (1,), 9, 9, 2) for key in "abc"]
+        [RecordedCall("a", "add", key, (1,), i, i, 1) for i, key in enumerate("abc")]
+        + [RecordedCall("a", "add", key, (1,), 9, 9, 2) for key in "abc"]
     )
 
 
@@ -276,7 +276,7 @@ def test_many_unanswered_writes_take_little_time() -> None:
 
 
 def test_what_a_client_calls_is_noted() -> None:
-    history: list[Operation] = []
+    history: list[RecordedCall] = []
     with MemoryStore(60) as store:
         client = Recorder(store, "a", history)
         client.set("key", b"1")

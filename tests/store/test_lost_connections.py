@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.errors import StoreError, StoreTimeout, WireError
-from shoal.net import Session, connect
+from shoal.net import ClientConnection, connect
 from shoal.store import TCPStore, TCPStoreServer
 from shoal.store.requests import Add, Append, CompareSet, NumKeys, Set
 from shoal.store.tcp import client as tcp
 from shoal.store.tcp.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
 from shoal.store.tcp.replies import REMEMBERED, Replies
-from shoal.store.tcp.server import _Client
+from shoal.store.tcp.server import _StoreClient
 from tests.support.waiting import until
 
 from .conformance import in_background
@@ -54,15 +54,15 @@ def lose_replies(monkeypatch: pytest.MonkeyPatch, *, every: int, after: int = 0)
     count = itertools.count(1)
     begun = threading.Event()
 
-    def send(session: Session, message: bytes) -> None:
+    def send(session: ClientConnection, message: bytes) -> None:
         number = next(count)
         if number > after:
             begun.set()
             if number % every == 0:
                 raise OSError("cut")
-        Session.send(session, message)
+        ClientConnection.send(session, message)
 
-    monkeypatch.setattr(_Client, "send", send)
+    monkeypatch.setattr(_StoreClient, "send", send)
     return begun
 
 
@@ -151,7 +151,7 @@ def test_a_write_that_was_not_sent_is_told_from_one_whose_answer_is_missing(
         raise WireError("no way")
 
     with monkeypatch.context() as patched:
-        patched.setattr(_Client, "send", lambda *_: None)
+        patched.setattr(_StoreClient, "send", lambda *_: None)
         with pytest.raises(StoreTimeout, match=r"within 0\.1 s; it is unknown whether"):
             store.set("key", b"value")
     with monkeypatch.context() as patched:

@@ -10,11 +10,11 @@ import pytest
 from shoal.errors import AuthenticationError, StoreError
 from shoal.net import Deadline
 from shoal.store.external import job as outside_job
-from shoal.store.external.job import Line, OutsideJob
+from shoal.store.external.job import OutsideJob, WriteChannel
 from tests.support.waiting import until
 
 
-class Imagined(OutsideJob[Line]):
+class Imagined(OutsideJob[WriteChannel]):
     """A job whose server answers what ``answers`` say, and then that the job has ended."""
 
     def __init__(self, *answers: bool | Exception) -> None:
@@ -27,8 +27,8 @@ class Imagined(OutsideJob[Line]):
     def disconnect(self) -> None:
         self.disconnected = True
 
-    def _new_line(self, ident: str) -> Line:
-        return Line(ident)
+    def _new_line(self, ident: str) -> WriteChannel:
+        return WriteChannel(ident)
 
     def _keep_alive(self, deadline: Deadline) -> bool:
         self.asked.release()

@@ -14,7 +14,7 @@ from shoal.errors import StoreError, StoreTimeout
 from shoal.store import MAX_VALUE
 from shoal.store.external import client as outside_client
 from shoal.store.redis import store as redis_store
-from shoal.store.redis.connection import Broken, Link
+from shoal.store.redis.connection import ConnectionLost, RedisClient
 from shoal.store.redis.scripts import WRITE, Script
 from shoal.store.redis.store import MAX_REDIS_KEY, RedisStore
 from shoal.testing import linearize
@@ -43,13 +43,13 @@ class TestRedisStore(StoreConformance):
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
-    losses, exchange = Losses(every, Broken), Link._exchange
+    losses, exchange = Losses(every, ConnectionLost), RedisClient._exchange
 
-    def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
+    def exchanging(self: RedisClient, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
         ask = partial(exchange, self, connection, words, seconds)
         return losses.of(ask) if words[1] == redis_store.WRITE.digest else ask()
 
-    monkeypatch.setattr(Link, "_exchange", exchanging)
+    monkeypatch.setattr(RedisClient, "_exchange", exchanging)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -101,16 +101,16 @@ def test_a_store_that_keeps_no_replies_is_found_out(
 @contextmanager
 def first_write_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """Keep the first attempt at a write back; the list has what was to be sent."""
-    exchange, held = Link._exchange, []
+    exchange, held = RedisClient._exchange, []
 
-    def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
+    def exchanging(self: RedisClient, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
         if words[1] == WRITE.digest and not held:
             held.append(words)
-            raise Broken("on the way for long")
+            raise ConnectionLost("on the way for long")
         return exchange(self, connection, words, seconds)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Link, "_exchange", exchanging)
+        patch.setattr(RedisClient, "_exchange", exchanging)
         yield held
 
 
@@ -144,7 +144,7 @@ def test_no_write_follows_one_whose_fate_is_unknown_on_its_line(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with first_write_on_the_way(monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(Link, "_connected", lambda *_: (_ for _ in ()).throw(StoreError("it refuses")))
+        patch.setattr(RedisClient, "_connected", lambda *_: (_ for _ in ()).throw(StoreError("it refuses")))
         with pytest.raises(StoreTimeout, match="it is unknown"):
             store.add("counter", 1)
     assert not store.delete("nothing")
@@ -166,12 +166,12 @@ def test_a_write_that_arrives_after_it_was_refused_does_nothing(
 def test_a_refusal_after_an_attempt_without_an_answer_leaves_its_fate_unknown(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refusing(self: Link, seconds: float) -> Any:
+    def refusing(self: RedisClient, seconds: float) -> Any:
         raise StoreError("it refuses")
 
     store.set("key", b"")
     with first_write_on_the_way(monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(Link, "_connected", refusing)
+        patch.setattr(RedisClient, "_connected", refusing)
         with pytest.raises(StoreTimeout, match="it refuses; it is unknown whether the request was or"):
             store.set("key", b"")
         with pytest.raises(StoreError, match=r"it refuses$"):
@@ -179,17 +179,17 @@ def test_a_refusal_after_an_attempt_without_an_answer_leaves_its_fate_unknown(
 
 
 def test_replies_outlive_a_connection(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange, done = Link._exchange, set()
+    exchange, done = RedisClient._exchange, set()
 
-    def exchanging(self: Link, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
+    def exchanging(self: RedisClient, connection: Any, words: tuple[Any, ...], seconds: float) -> Any:
         answer = exchange(self, connection, words, seconds)
         if words[1] == WRITE.digest and words[7:9] not in done:  # line and number
             done.add(words[7:9])
-            raise Broken("lost on the way back")
+            raise ConnectionLost("lost on the way back")
         return answer
 
     store.multi_set(["a/1", "a/2", "b"], [b"", b"", b""])
-    monkeypatch.setattr(Link, "_exchange", exchanging)
+    monkeypatch.setattr(RedisClient, "_exchange", exchanging)
     assert store.delete_prefix("a/") == 2
     assert store.list_keys() == ["b"]
     assert store.delete("b")
@@ -247,15 +247,15 @@ def test_a_wait_whose_connection_breaks_is_begun_again(
 def test_what_comes_between_a_look_and_the_subscription_is_seen(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subscribed, missed = Link.subscribed, []
+    subscribed, missed = RedisClient.subscribed, []
 
-    def late(self: Link, *args: Any) -> Any:
+    def late(self: RedisClient, *args: Any) -> Any:
         if not missed:
             missed.append(None)
             store.set("key", b"value")
         return subscribed(self, *args)
 
-    monkeypatch.setattr(Link, "subscribed", late)
+    monkeypatch.setattr(RedisClient, "subscribed", late)
     assert without_silence(store, monkeypatch, store.get, "key") == b"value"
     assert missed
 

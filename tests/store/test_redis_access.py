@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import AuthenticationError, ConfigurationError, StoreError
 from shoal.store import open_store
 from shoal.store.external.tls import tls_context
-from shoal.store.redis.connection import Link
+from shoal.store.redis.connection import RedisClient
 from shoal.store.redis.store import RedisStore
 from tests.support.certificates import keys
 from tests.support.redis_server import DURABLE, RedisServer, needs_redis
@@ -187,4 +187,4 @@ def test_plain_against_tls_is_named(encrypted: RedisServer, guarded: RedisServer
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis", None)
     with pytest.raises(ConfigurationError, match=r"need redis: pip install shoal\[redis\]"):
-        Link("127.0.0.1:6379")
+        RedisClient("127.0.0.1:6379")

@@ -27,8 +27,8 @@ from shoal.errors import (
 )
 from shoal.net import Connection, Deadline, Server, connect, frame_header, listen
 from shoal.store import MAX_VALUE, Store, TCPStore, TCPStoreServer, serve
-from shoal.store import server as tcp_server
 from shoal.store.requests import Get, Set, Wait, encode
+from shoal.store.tcp import server as tcp_server
 from shoal.store.tcp.protocol import MAX_MESSAGE, PURPOSE, Status, decode_reply, decode_welcome, encode_reply
 from shoal.testing import faults
 from tests.support.ports import free_port
@@ -320,9 +320,9 @@ def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_wit
     server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[object] = []
-    send, send_some = tcp_server._Client.send, Server._send_some
+    send, send_some = tcp_server._StoreClient.send, Server._send_some
 
-    def noted(session: tcp_server._Client, message: bytes) -> None:
+    def noted(session: tcp_server._StoreClient, message: bytes) -> None:
         sent.append(session)
         send(session, message)
 
@@ -338,7 +338,7 @@ def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_wit
         waiters = set(server._sessions.values())
         writer = stack.enter_context(_client(server))
         monkeypatch.setattr("shoal.net.server._ANSWERS_AT_ONCE", 2)
-        monkeypatch.setattr(tcp_server._Client, "send", noted)
+        monkeypatch.setattr(tcp_server._StoreClient, "send", noted)
         monkeypatch.setattr(Server, "_send_some", next_turn)
         writer.set("start", b"now")
         assert [connection.recv(60) for connection in waiting] == [b"\0\x91\xc4\x03now"] * 5

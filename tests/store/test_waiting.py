@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shoal.net.alarms import Alarms
-from shoal.store.tcp.waiting import Waiting
+from shoal.store.tcp.waiting import WaitIndex
 
 
 def test_an_item_is_ready_when_its_last_key_appears() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: WaitIndex[str] = WaitIndex()
     waiting.add("one", ["a"])
     waiting.add("two", ["a", "b", "a"])
     assert waiting.appeared("c") == []
@@ -18,14 +18,14 @@ def test_an_item_is_ready_when_its_last_key_appears() -> None:
 
 
 def test_items_are_woken_in_the_order_in_which_they_came() -> None:
-    waiting: Waiting[int] = Waiting()
+    waiting: WaitIndex[int] = WaitIndex()
     for item in (3, 1, 2):
         waiting.add(item, ["key"])
     assert waiting.appeared("key") == [3, 1, 2]
 
 
 def test_a_removed_item_is_forgotten() -> None:
-    waiting: Waiting[str] = Waiting()
+    waiting: WaitIndex[str] = WaitIndex()
     waiting.add("one", ["a", "b"])
     waiting.add("two", ["b"])
     waiting.remove("one")

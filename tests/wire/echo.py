@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from shoal.net import Connection, PendingHandshake, Server, Session, connect, listen
+from shoal.net import ClientConnection, Connection, PendingHandshake, Server, connect, listen
 
 SECRET = b"secret"
 
 
-class EchoServer(Server[Session]):
+class EchoServer(Server[ClientConnection]):
     """Notes how many have proved themselves."""
 
     def __init__(self, *, handshake_timeout: float = 60.0) -> None:
@@ -25,13 +25,13 @@ class EchoServer(Server[Session]):
             handshake_timeout=handshake_timeout,
         )
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> Session:
-        return Session(handshake, name, limit)
+    def session(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
+        return ClientConnection(handshake, name, limit)
 
-    def greeted(self, session: Session) -> None:
+    def greeted(self, session: ClientConnection) -> None:
         self.accepted += 1
 
-    def received(self, session: Session, message: bytearray) -> None:
+    def received(self, session: ClientConnection, message: bytearray) -> None:
         session.send(message)
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from shoal.errors import AuthenticationError, UsageError, WireError
 from shoal.net import (
+    ClientConnection,
     Connection,
     Deadline,
     PendingHandshake,
     Server,
-    Session,
     connect,
     connect_unix,
     frame_header,
@@ -29,22 +29,22 @@ from shoal.net.handshake import Handshake
 SECRET = b"secret"
 
 
-class Echo(Server[Session]):
+class Echo(Server[ClientConnection]):
     """Sends each message back; ``alarm``: an hour later; ``broadcast``: to all; and notes what ends."""
 
     def __init__(self, unix: str | None = None) -> None:
         self.ended: list[str] = []
-        self.all: list[Session] = []
+        self.all: list[ClientConnection] = []
         self.threads: set[str] = set()
         listener = listen("127.0.0.1", secret=SECRET) if unix is None else listen_unix(unix)
         self.port = 0 if unix is not None else int(listener.getsockname()[1])
         super().__init__(listener, secret=SECRET, purpose="echo", limit=2**20, what="echo")
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> Session:
-        self.all.append(Session(handshake, name, limit))
+    def session(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
+        self.all.append(ClientConnection(handshake, name, limit))
         return self.all[-1]
 
-    def received(self, session: Session, message: bytearray) -> None:
+    def received(self, session: ClientConnection, message: bytearray) -> None:
         self.threads.add(threading.current_thread().name)
         if message == b"alarm":
             self.alarms.set(session, time.monotonic() + 0.01)
@@ -58,10 +58,10 @@ class Echo(Server[Session]):
         else:
             session.send(message)
 
-    def overdue(self, session: Session) -> None:
+    def overdue(self, session: ClientConnection) -> None:
         self.send(session, b"rings")
 
-    def dropped(self, session: Session) -> None:
+    def dropped(self, session: ClientConnection) -> None:
         self.ended.append(session.name)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.net import Handshake, Session, frame_header
+from shoal.net import ClientConnection, Handshake, frame_header
 from shoal.net.tls import stream as tls
 from shoal.testing import no_leaks
 from tests.support.waiting import until
@@ -223,11 +223,11 @@ def test_new_keys_may_come_at_any_time(tmp_path: Path) -> None:
     seen: list[bytes] = []
 
     class Noting(EchoServer):
-        def greeted(self, session: Session) -> None:
+        def greeted(self, session: ClientConnection) -> None:
             super().greeted(session)
             session.send(b"welcome")
 
-        def received(self, session: Session, message: bytearray) -> None:
+        def received(self, session: ClientConnection, message: bytearray) -> None:
             seen.append(bytes(message))
 
     with Noting() as server, _connected(server) as sock:

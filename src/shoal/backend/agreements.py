@@ -24,7 +24,7 @@ class Op(enum.IntEnum):
     GROW = 9  # as AND, of ranks that take others in: waits for every rank that lives
 
 
-class Outcome(enum.IntEnum):
+class AgreementOutcome(enum.IntEnum):
     """What became of an agreement on this rank."""
 
     OPEN = 0
@@ -43,7 +43,7 @@ class News(NamedTuple):
         request: for the witness, to be told once it is answered.
     """
 
-    outcome: Outcome
+    outcome: AgreementOutcome
     op: Op | None
     value: bytes
     ranks: tuple[int, ...]

@@ -112,7 +112,7 @@ class Tree:
 
     def __init__(self, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
         self.leaves: list[Any] = []
-        self._nodes: list[_Node] = []
+        self._nodes: list[_ContainerNode] = []
         #: The numbers of the nodes, each after those that it contains.
         self._order: list[int] = []
         root: list[int] = []
@@ -126,7 +126,7 @@ class Tree:
                 if known is not None:
                     places.append(known)
                     continue
-                found = None if is_leaf is not None and is_leaf(item) else _Node.of(item)
+                found = None if is_leaf is not None and is_leaf(item) else _ContainerNode.of(item)
                 if found is None:
                     places.append(~len(self.leaves))
                     self.leaves.append(item)
@@ -173,7 +173,7 @@ class Tree:
         """
         made = [_MISSING if node.empty is None else node.empty() for node in self._nodes]
 
-        def items(node: _Node) -> list[Any]:
+        def items(node: _ContainerNode) -> list[Any]:
             return [made[place] if place >= 0 else leaves[~place] for place in node.places]
 
         later = []
@@ -197,7 +197,7 @@ class Tree:
         return made[self._root] if self._root >= 0 else leaves[0]
 
 
-class _Node:
+class _ContainerNode:
     """One container of a :class:`Tree`, without what it contains.
 
     Args:
@@ -218,21 +218,21 @@ class _Node:
         self.places: list[int] = []
 
     @staticmethod
-    def of(value: Any) -> tuple[_Node, list[Any]] | None:
+    def of(value: Any) -> tuple[_ContainerNode, list[Any]] | None:
         """The node of a container, and its items; None for a leaf."""
         kind = type(value)
         if kind in _ATOMS or issubclass(kind, torch.Tensor):
             return None
         if kind is list:
-            return _Node(kind, None, list), list(value)
+            return _ContainerNode(kind, None, list), list(value)
         if kind in (tuple, set, frozenset):
-            return _Node(kind, None, None), list(value)
+            return _ContainerNode(kind, None, None), list(value)
         if kind is deque:
-            return _Node(kind, value.maxlen, partial(deque, maxlen=value.maxlen)), list(value)
+            return _ContainerNode(kind, value.maxlen, partial(deque, maxlen=value.maxlen)), list(value)
         if kind in _DICTS:
-            return _Node(kind, list(value), _DICTS[kind](value)), list(value.values())
+            return _ContainerNode(kind, list(value), _DICTS[kind](value)), list(value.values())
         found = _flattened(value)
-        return None if found is None else (_Node(kind, found[1], None), found[0])
+        return None if found is None else (_ContainerNode(kind, found[1], None), found[0])
 
     def fill(self, made: Any, items: list[Any]) -> None:
         """Add the items to a container that ``empty`` made."""

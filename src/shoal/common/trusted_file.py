@@ -32,7 +32,7 @@ _KINDS = {
     "an open file",
     "Open the file again",
 )
-class Descriptor:
+class OpenedFile:
     """An open file.  It is closed with this object, if not before, so Ctrl-C leaves none behind."""
 
     #: of an object whose making was interrupted
@@ -55,7 +55,7 @@ class Descriptor:
     __del__ = close
 
 
-def open_trusted(path: Path) -> Descriptor:
+def open_trusted(path: Path) -> OpenedFile:
     """Open ``path`` for reading and writing; made with mode 600, whatever the umask, if it does not exist.
 
     Nothing is waited for and nothing is written.  The directories above are taken as they are: whoever can
@@ -76,7 +76,7 @@ def open_trusted(path: Path) -> Descriptor:
             except FileExistsError:
                 pass
             try:
-                found = Descriptor(path, os.O_PATH | os.O_NOFOLLOW)
+                found = OpenedFile(path, os.O_PATH | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue
             try:
@@ -88,7 +88,7 @@ def open_trusted(path: Path) -> Descriptor:
     raise StoreError(f"cannot open file store {path}: it is made and removed again and again")
 
 
-def reopen_trusted(descriptor: int, path: Path) -> Descriptor:
+def reopen_trusted(descriptor: int, path: Path) -> OpenedFile:
     """Open the file behind ``descriptor`` anew (with locks of its own), though its name may be gone.
 
     Args:
@@ -100,7 +100,7 @@ def reopen_trusted(descriptor: int, path: Path) -> Descriptor:
     """
     refuse_untrusted(descriptor, path)
     try:
-        return Descriptor(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        return OpenedFile(f"/proc/self/fd/{descriptor}", os.O_RDWR)
     except OSError as error:
         raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
 
@@ -135,9 +135,9 @@ def refuse_untrusted(descriptor: int, path: Path) -> None:
         )
 
 
-def _make(path: Path) -> Descriptor:
+def _make(path: Path) -> OpenedFile:
     """Make the file, which must not exist: ``O_EXCL`` follows no symbolic link either."""
-    made = Descriptor(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
+    made = OpenedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:
         if stat.S_IMODE(os.fstat(made.fileno()).st_mode) != _MODE:  # the umask took even more
             os.fchmod(made.fileno(), _MODE)

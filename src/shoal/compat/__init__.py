@@ -18,14 +18,14 @@ from .registration import register
 if TYPE_CHECKING:
     from .process_group import TorchProcessGroup as TorchProcessGroup
     from .torch_store import TorchStore as TorchStore
-    from .work import Work as Work
+    from .work import TorchWork as TorchWork
 
 if TYPE_CHECKING:
     from . import rpc as rpc
 
-_MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "torch_store", "Work": "work"}
+_MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "torch_store", "TorchWork": "work"}
 
-__all__ = ["TorchProcessGroup", "TorchStore", "Work"]
+__all__ = ["TorchProcessGroup", "TorchStore", "TorchWork"]
 
 
 def __getattr__(name: str) -> object:

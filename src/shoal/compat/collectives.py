@@ -2,7 +2,7 @@
 
 Torch calls them in three ways: ``torch.distributed``'s functions and torch's C++ (DDP's reducer, the
 functional collectives) with lists of one tensor and an options object; users of the group object also
-with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work.Work` at once.
+with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work.TorchWork` at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..common.uncompiled import uncompiled
 from ..future import Future
 from ..group import ProcessGroup
-from ..group.validation.arguments import Call
+from ..group.validation.arguments import OperationCall
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from ..torch_terms import coalesced
 from ..torch_terms.coalesced import together
@@ -30,7 +30,7 @@ from .hooks import OperationHooks
 from .routing import hooked, routed
 from .shown import Shown
 from .tensor_arguments import are_several, only, parts, real
-from .work import Work
+from .work import TorchWork
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 
@@ -63,7 +63,7 @@ class TorchCollectives(dist.ProcessGroup):
     @routed("ALLREDUCE", inputs="tensors")
     def allreduce(
         self, tensors: _Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Work:
+    ) -> TorchWork:
         """Reduce a tensor over all ranks, in place; sparse ones too (SUM only)."""
         op, _, limit = self._options(opts, timeout, op)
         if are_several(tensors):
@@ -75,7 +75,7 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(self.group.all_reduce(x, op, timeout=limit), [x])
 
     @routed("ALLREDUCE_COALESCED", inputs="tensors")
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
         op, _, limit = self._options(opts)
         future = coalesced.all_reduce(self.group, [real(x) for x in tensors], op, limit)
@@ -84,7 +84,7 @@ class TorchCollectives(dist.ProcessGroup):
     @routed("ALLGATHER", inputs="inputs", outputs="outputs")
     def allgather(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
+    ) -> TorchWork:
         """Bring every rank's tensor to all ranks; sizes may differ from rank to rank.
 
         Outputs may share memory: the tensor of the last rank stays.
@@ -100,7 +100,7 @@ class TorchCollectives(dist.ProcessGroup):
     @routed("ALLGATHER_COALESCED", inputs="inputs", outputs="outputs")
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> TorchWork:
         """Bring several tensors of every rank to all ranks: ``outputs[rank][i]`` is its ``inputs[i]``."""
         _, _, limit = self._options(opts)
         there = [[real(x) for x in out] for out in outputs]
@@ -109,7 +109,7 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(future, [list(out) for out in outputs])
 
     @routed("ALLGATHER_BASE", inputs="input", outputs="output")
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Bring every rank's tensor to all ranks, one after another in ``output``."""
         _, _, limit = self._options(opts)
         return self._work(self.group.all_gather_single(real(output), real(input), timeout=limit), [output])
@@ -117,7 +117,7 @@ class TorchCollectives(dist.ProcessGroup):
     @routed("ALLGATHER_INTO_TENSOR_COALESCED", inputs="inputs", outputs="outputs")
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> TorchWork:
         """:meth:`all_gather_single` for several tensors."""
         _, _, limit = self._options(opts)
         single = functools.partial(self.group.all_gather_single, timeout=limit)
@@ -132,7 +132,7 @@ class TorchCollectives(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *,
         op: Any = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Reduce one tensor per rank over all ranks, and leave each rank its own."""
         op, _, limit = self._options(opts, timeout, op)
         out = only(outputs, "reduce_scatter")
@@ -140,7 +140,7 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(future, [out])
 
     @routed("REDUCE_SCATTER_BASE", inputs="input", outputs="output")
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Reduce a tensor over all ranks, and leave each rank its part of the result."""
         op, _, limit = self._options(opts)
         return self._work(
@@ -150,7 +150,7 @@ class TorchCollectives(dist.ProcessGroup):
     @routed("REDUCE_SCATTER_TENSOR_COALESCED", inputs="inputs", outputs="outputs")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> Work:
+    ) -> TorchWork:
         """:meth:`reduce_scatter_single` for several tensors."""
         op, _, limit = self._options(opts)
         single = functools.partial(self.group.reduce_scatter_single, op=op, timeout=limit)
@@ -163,7 +163,7 @@ class TorchCollectives(dist.ProcessGroup):
         inputs: Sequence[torch.Tensor],
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Send a tensor to each rank and receive one from each.
 
         Outputs may share memory: the tensor of the last rank stays.
@@ -181,7 +181,7 @@ class TorchCollectives(dist.ProcessGroup):
         input_split_sizes: Sequence[int] | None = None,
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Cut ``input`` along its first dimension and send each rank its part; ``output`` gets what arrives.
 
         No, or empty, split sizes mean equal parts.
@@ -202,7 +202,7 @@ class TorchCollectives(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Copy the tensor of one rank to all others."""
         _, root, limit = self._options(opts, timeout, root=root)
         if are_several(tensors):
@@ -221,7 +221,7 @@ class TorchCollectives(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Reduce a tensor over all ranks into that of one; the others keep theirs."""
         x = only(tensors, "reduce")
         op, root, limit = self._options(opts, timeout, op, root)
@@ -236,7 +236,7 @@ class TorchCollectives(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Bring every rank's tensor to one rank; sizes may differ from rank to rank.
 
         Outputs may share memory: the tensor of the last rank stays.  Only the rank that receives knows the
@@ -253,7 +253,7 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(in_turn(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine)
 
     @routed("GATHER", inputs="input", outputs="output", root="opts")
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
         """Gather tensors of one size on one rank, concatenated in ``output`` (torch 2.14 and later).
 
         Args:
@@ -290,7 +290,7 @@ class TorchCollectives(dist.ProcessGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> Work:
+    ) -> TorchWork:
         """Hand each rank one tensor of one rank's; sizes may differ from rank to rank.
 
         The opposite of :meth:`gather`.
@@ -308,19 +308,19 @@ class TorchCollectives(dist.ProcessGroup):
     # -- one to one ----------------------------------------------------------------------------
 
     @routed("SEND", inputs="tensors", root="dst")
-    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> Work:
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> TorchWork:
         """Send a tensor to a rank of the group."""
         x = only(tensors, "send")
         return self._work(self.group.send(x, dst, tag, timeout=self._seconds), [x])
 
     @routed("RECV", outputs="tensors", root="src")
-    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> Work:
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from a rank of the group."""
         x = only(tensors, "recv")
         return self._work(self.group.recv_message(x, src, tag, timeout=self._seconds), [x])
 
     @routed("RECV", outputs="tensors")
-    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Work:
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> TorchWork:
         """Receive a tensor from any rank; the work's ``source_rank()`` tells from which."""
         x = only(tensors, "recv_anysource")
         return self._work(self.group.recv_message(x, ANY_SOURCE, tag, timeout=self._seconds), [x])
@@ -328,7 +328,7 @@ class TorchCollectives(dist.ProcessGroup):
     # -- barriers ------------------------------------------------------------------------------
 
     @hooked("BARRIER")
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Complete when every rank has called it."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
@@ -359,7 +359,7 @@ class TorchCollectives(dist.ProcessGroup):
         else:
             self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> TorchWork:
         """The handle of everything that was begun in the block."""
         if device.type in self._others:
             return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
@@ -401,13 +401,13 @@ class TorchCollectives(dist.ProcessGroup):
             limit_of(timeout) or self._seconds,
         )
 
-    def _work(self, future: Future[Any], result: Any) -> Work:
+    def _work(self, future: Future[Any], result: Any) -> TorchWork:
         if self._coalesced is not None:
             self._coalesced.append(future)
-        return Work(future, result)
+        return TorchWork(future, result)
 
-    def _call(self, name: str) -> Call:
-        return Call(name, self.group.rank, self.group.size, frozenset())
+    def _call(self, name: str) -> OperationCall:
+        return OperationCall(name, self.group.rank, self.group.size, frozenset())
 
     def _only_at(self, name: str, root: int, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """One tensor per rank is given on ``root``, and none elsewhere."""
@@ -426,7 +426,7 @@ class TorchCollectives(dist.ProcessGroup):
         operation: Callable[[torch.Tensor, torch.Tensor], Future[Any]],
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-    ) -> Work:
+    ) -> TorchWork:
         """``operation`` on each output and its input, under one handle."""
         if len(outputs) != len(inputs):
             self._call(name).refuse(

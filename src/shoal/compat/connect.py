@@ -25,7 +25,7 @@ from ..group import ProcessGroup
 from ..group.group_argument import default_groups
 from ..initialize import world_group
 from ..net import Deadline
-from ..rendezvous import Membership, Place, Request, Venue, meet_at
+from ..rendezvous import Membership, RendezvousPoint, Request, Venue, meet_at
 from ..rendezvous.caller_store import store_address
 from ..store import adopt
 from ..torch_terms import BACKEND
@@ -156,4 +156,4 @@ def _meet(options: Any, limit: float) -> Membership:
     request = Request(
         urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
     )
-    return meet_at(Place.at(venue, request))
+    return meet_at(RendezvousPoint.at(venue, request))

@@ -1,6 +1,6 @@
 """Torch's handles of an operation, over a :class:`shoal.Future`.
 
-``Work.wait`` goes straight into the engine, as ``Future.wait`` does: no thread stands between.  Only who
+``TorchWork.wait`` goes straight into the engine, as ``Future.wait`` does: no thread stands between.  Only who
 asks for a ``torch.futures.Future`` pays for the thread that completes it.
 """
 
@@ -24,12 +24,12 @@ from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
 #: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
-_dropped: deque[Work] = deque(maxlen=64)
+_dropped: deque[TorchWork] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
 
 @uncompiled
-class Work(WorkMethods, dist.Work):
+class TorchWork(WorkMethods, dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
 
     Args:
@@ -47,7 +47,7 @@ class Work(WorkMethods, dist.Work):
     #: whether somebody waited for it; nothing is to be kept of one that was not made completely
     _waited = True
 
-    def __del__(self, dropped: deque[Work] = _dropped) -> None:
+    def __del__(self, dropped: deque[TorchWork] = _dropped) -> None:
         # A work that Python hands to C++ loses its Python half with Python's last reference, and what C++
         # then has never completes.  torch's DDP does this in a Join context with the number of ranks that
         # still train: nobody in Python waits for it, and the backward pass does.  So small works that

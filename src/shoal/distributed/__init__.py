@@ -31,8 +31,8 @@ from ..spec import ReduceOp
 from ..torch_terms.durations import default_pg_timeout
 from ..torch_terms.reductions import _make_nccl_premul_sum as _make_nccl_premul_sum
 from ..torch_terms.reductions import supports_complex
+from .backend import BackendName as Backend
 from .backend import (
-    Backend,
     get_backend,
     get_backend_config,
     get_default_backend_for_device,
@@ -103,7 +103,10 @@ from .objects import (
 )
 from .point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from .state import GroupMember, group
-from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .stores import HashStore, Store
+from .stores import TorchFileStore as FileStore
+from .stores import TorchPrefixStore as PrefixStore
+from .stores import TorchTCPStore as TCPStore
 from .work import Work
 
 __all__ = [

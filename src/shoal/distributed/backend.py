@@ -25,7 +25,7 @@ _ABSENT = {
 }
 
 
-class Backend(str):
+class BackendName(str):
     """The name of a backend in lower case, with torch's constants for comparisons."""
 
     __slots__ = ()
@@ -38,18 +38,18 @@ class Backend(str):
     UCC = "ucc"
     XCCL = "xccl"
 
-    def __new__(cls, name: str) -> Backend:
+    def __new__(cls, name: str) -> BackendName:
         if not isinstance(name, str):
             raise UsageError(f"Backend takes the name of a backend, got {type(name).__name__}")
         return super().__new__(cls, name.lower())
 
 
 #: The names by which scripts ask for the native engine.
-_NATIVE_NAMES = (Backend.SHOAL, Backend.GLOO, Backend.TCP)
+_NATIVE_NAMES = (BackendName.SHOAL, BackendName.GLOO, BackendName.TCP)
 
 
 @dataclass(frozen=True)
-class Engine:
+class BackendEngine:
     """The engine that the name of a backend stands for.
 
     Attributes:
@@ -63,7 +63,7 @@ class Engine:
     transport: str | None = None
 
 
-def parse_backend(backend: str | None) -> Engine:
+def parse_backend(backend: str | None) -> BackendEngine:
     """The engine that the argument ``backend`` of ``init_process_group`` asks for.
 
     Args:
@@ -74,7 +74,7 @@ def parse_backend(backend: str | None) -> Engine:
         UsageError: nobody registered such a backend.
     """
     if backend is None:
-        return Engine(Backend.SHOAL, NATIVE)
+        return BackendEngine(BackendName.SHOAL, NATIVE)
     if not isinstance(backend, str):
         raise UsageError(f"backend={backend!r}: expected a str")
     parts = [part.strip() for part in backend.lower().split(",")]
@@ -87,9 +87,9 @@ def parse_backend(backend: str | None) -> Engine:
         )
     name = names["cpu"]
     if name in backend_names():
-        return Engine(name, name)
+        return BackendEngine(name, name)
     if name in _NATIVE_NAMES:
-        return Engine(name, NATIVE, "tcp" if name == Backend.TCP else None)
+        return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
     if name in _ABSENT:
         raise UnsupportedOperation(
             f"backend={backend!r}: shoal has no such engine, it is for {_ABSENT[name]}; shoal moves CPU "
@@ -121,7 +121,7 @@ def get_backend(group: GroupLike = None) -> str:
     world = default_group("get_backend")
     if is_absent(group):
         raise UsageError(f"get_backend on rank {world.rank}: this rank is not in the given group")
-    return Backend(state.backend)
+    return BackendName(state.backend)
 
 
 def get_backend_config(group: GroupLike = None) -> str:
@@ -136,7 +136,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         UnsupportedOperation: for any other device.
     """
     refuse_device("get_default_backend_for_device", torch.device(device))
-    return Backend.SHOAL
+    return BackendName.SHOAL
 
 
 def is_backend_available(backend: str) -> bool:

@@ -26,22 +26,22 @@ from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import ReduceOpLike, reduction
 from .ranks import rank_in_group
 from .state import GroupLike, member_group
-from .work import Result, Work, finished
+from .work import Work, WorkTensor, finished
 
 
 def all_reduce(
     tensor: torch.Tensor, op: ReduceOpLike = SUM, group: GroupLike = None, async_op: bool = False
-) -> Work | Result | None:
+) -> Work | WorkTensor | None:
     """Reduce ``tensor`` over all ranks, in place on every rank.
 
     Returns:
-        A work with ``async_op=True``, else ``tensor`` as a :class:`Result`.
+        A work with ``async_op=True``, else ``tensor`` as a :class:`WorkTensor`.
     """
     pg = member_group(group, "all_reduce")
     if pg is None:
         return None
     work = finished(pg.all_reduce(tensor, reduction(op)), (tensor,), async_op)
-    return tensor.as_subclass(Result) if work is None else work
+    return tensor.as_subclass(WorkTensor) if work is None else work
 
 
 def broadcast(

@@ -20,7 +20,7 @@ from ..group.group_argument import NON_GROUP_MEMBER, adopted, default_groups, no
 GroupLike: TypeAlias = ProcessGroup | int | None
 
 
-class _State:
+class _DefaultGroup:
     """The default group, and the arguments that it was made with."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _State:
         return world
 
 
-state = _State()
+state = _DefaultGroup()
 default_groups.append(lambda: state.world)
 
 

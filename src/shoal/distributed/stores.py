@@ -36,7 +36,7 @@ class _TorchNames(stores.Store):
         return True
 
 
-class TCPStore(_TorchNames, stores.TCPStore):
+class TorchTCPStore(_TorchNames, stores.TCPStore):
     """A connection to a store on the network, which the master serves.
 
     Args:
@@ -101,7 +101,7 @@ class TCPStore(_TorchNames, stores.TCPStore):
         self.wait([_COMPLETE])
 
 
-class FileStore(_TorchNames, stores.FileStore):
+class TorchFileStore(_TorchNames, stores.FileStore):
     """A store in a file, which nobody removes.
 
     Args:
@@ -120,7 +120,7 @@ class HashStore(_TorchNames, stores.MemoryStore):
         super().__init__()
 
 
-class PrefixStore(_TorchNames, stores.PrefixStore):
+class TorchPrefixStore(_TorchNames, stores.PrefixStore):
     """A view of another store in which every key has a prefix."""
 
     @property

@@ -70,7 +70,7 @@ class Work(WorkMethods):
         return f"<Work of {self._future!r}>"
 
 
-class Result(torch.Tensor):
+class WorkTensor(torch.Tensor):
     """The result of a finished :func:`all_reduce`: the reduced tensor, which is a :class:`Work` too.
 
     ``result = all_reduce(x)`` was to give a tensor when torch.distributed was drafted; torch's gives None,

@@ -8,11 +8,11 @@ from typing import Protocol
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
 from . import step
-from .progress import Progress
+from .progress import RankProgress
 from .samples import seed_of
 
 
-class Owner(step.Owner, Protocol):
+class AttemptOwner(step.StepOwner, Protocol):
     """The part of a session that an attempt uses: that of a step, and what follows."""
 
     def attempt_begins(self, attempt: Attempt) -> None:
@@ -41,7 +41,7 @@ class Attempt:
         counts: whether the block is done, on this rank and all others.
     """
 
-    def __init__(self, session: Owner) -> None:
+    def __init__(self, session: AttemptOwner) -> None:
         self._session = session
         self.counts = False
         self._phase = "new"
@@ -74,9 +74,9 @@ class Attempt:
         self._phase = "over"
         if error is None:
             error = self._failure_at_the_end()
-            progress = Progress(position, position, session.group.epoch)
+            progress = RankProgress(position, position, session.group.epoch)
         else:
-            progress = Progress(position)
+            progress = RankProgress(position)
         if error is not None:
             counted = session.recover(error, progress)
             if counted is None:

@@ -18,7 +18,7 @@ _NOTE = struct.Struct("<qqq?")
 _NONE = -1
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """How far one rank has come.
 
     Attributes:
@@ -40,16 +40,16 @@ class Progress(NamedTuple):
         return _NOTE.pack(*self)
 
     @classmethod
-    def decode(cls, note: bytes) -> Progress:
+    def decode(cls, note: bytes) -> RankProgress:
         """The progress of which ``note`` tells."""
         return cls(*_NOTE.unpack(note))
 
 
 #: of a rank that has joined and does not hold the state yet
-NOTHING = Progress(_NONE)
+NOTHING = RankProgress(_NONE)
 
 
-def steps_that_count(survivors: Iterable[Progress]) -> int:
+def steps_that_count(survivors: Iterable[RankProgress]) -> int:
     """How many steps count (-1: nobody knows): what some survivor has committed, and what all have prepared.
 
     A step that all survivors have prepared counts although a rank that died may not have committed it: no

@@ -27,7 +27,7 @@ class Wish(enum.IntFlag):
     LEAVE = 2  #: this rank leaves
 
 
-class Record(NamedTuple):
+class CommitRecord(NamedTuple):
     """One row.
 
     Attributes:
@@ -46,7 +46,7 @@ class Record(NamedTuple):
     busy: int = 0
 
     @classmethod
-    def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> Record:
+    def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> CommitRecord:
         """The row of a rank; ``digest`` has 16 bytes, ``busy`` is in seconds."""
         first, second = _HALVES.unpack(digest)
         return cls(epoch, step, first, second, int(wishes), max(int(busy * 1e6), 0))
@@ -57,10 +57,10 @@ class Record(NamedTuple):
         return self.first, self.second
 
 
-_ROW = struct.Struct(f"={len(Record._fields)}q")
+_ROW = struct.Struct(f"={len(CommitRecord._fields)}q")
 
 
-class Table:
+class CommitTable:
     """The records of all ranks of one group, and their exchange.
 
     Its tensors are made once: to make them in each commit took a third of its time.
@@ -72,19 +72,21 @@ class Table:
         self._sent = torch.frombuffer(self._mine, dtype=torch.int64)
         self._received = torch.frombuffer(self._rows, dtype=torch.int64)
 
-    def exchange(self, mine: Record) -> list[Record]:
+    def exchange(self, mine: CommitRecord) -> list[CommitRecord]:
         """The records of all ranks; raises GroupError."""
         _ROW.pack_into(self._mine, 0, *mine)
         self._group.all_gather_single(self._received, self._sent).wait()
-        return [Record._make(row) for row in _ROW.iter_unpack(self._rows)]
+        return [CommitRecord._make(row) for row in _ROW.iter_unpack(self._rows)]
 
 
-def agree(rows: Sequence[Record]) -> bool:
+def agree(rows: Sequence[CommitRecord]) -> bool:
     """Whether all ranks commit the same."""
     return len({row[:4] for row in rows}) == 1
 
 
-def divergence(rows: Sequence[Record], group: ProcessGroup, what: str, *, everything: bool) -> StateDiverged:
+def divergence(
+    rows: Sequence[CommitRecord], group: ProcessGroup, what: str, *, everything: bool
+) -> StateDiverged:
     """The error of ranks that do not agree.
 
     Args:
@@ -107,12 +109,12 @@ def divergence(rows: Sequence[Record], group: ProcessGroup, what: str, *, everyt
     )
 
 
-def leavers(rows: Sequence[Record]) -> tuple[int, ...]:
+def leavers(rows: Sequence[CommitRecord]) -> tuple[int, ...]:
     """The ranks that leave."""
     return tuple(rank for rank, row in enumerate(rows) if row.wishes & Wish.LEAVE)
 
 
-def all_wishes(rows: Sequence[Record]) -> Wish:
+def all_wishes(rows: Sequence[CommitRecord]) -> Wish:
     """What any rank asks for."""
     wishes = Wish.NONE
     for row in rows:

@@ -18,7 +18,7 @@ _STATE = ("length", "seed", "passes", "offset")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SampleShare:
     """The samples of one rank in one step.
 
     Attributes:
@@ -90,7 +90,7 @@ class Samples:
             )
         return count
 
-    def share(self, rank: int, size: int, *, active: int | None = None, after: int = 0) -> Share:
+    def share(self, rank: int, size: int, *, active: int | None = None, after: int = 0) -> SampleShare:
         """What ``rank`` of ``size`` takes in the next step, or ``after`` steps later if the ranks stay.
 
         The ranks from ``active`` on are hot spares: they take what others take too, with a weight of 0.
@@ -105,7 +105,7 @@ class Samples:
         if beyond > 0:
             indices = torch.cat([indices, self._order(self.passes + passes + 1)[:beyond]])
         weight = (last - first) * size / batch if rank == part else 0.0
-        return Share(part, taking, indices, weight, batch)
+        return SampleShare(part, taking, indices, weight, batch)
 
     def advance(self, batch: int) -> None:
         """A step that took ``batch`` samples counts."""

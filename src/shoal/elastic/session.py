@@ -24,9 +24,9 @@ from ..group import ProcessGroup
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
 from .attempt import Attempt
-from .membership.members import Members
-from .progress import NOTHING, Progress, steps_that_count
-from .record import BLOCK, Record, Table, Wish, agree, divergence
+from .membership.members import SessionMembers
+from .progress import NOTHING, RankProgress, steps_that_count
+from .record import BLOCK, CommitRecord, CommitTable, Wish, agree, divergence
 from .resize import Resize
 from .sharded import Sharded
 from .state.state import State
@@ -102,7 +102,7 @@ class Session:
             raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
         self.state = state
         self.active = active
-        self._members = Members(min, max, self._check_size, self._follow)
+        self._members = SessionMembers(min, max, self._check_size, self._follow)
         self.events = self._members.events
         self._given, self._own = group, group is None
         self._following: list[Regroupable] = []
@@ -120,7 +120,7 @@ class Session:
         #: The first commit in a group compares everything; later ones what was dealt.
         self._compared = False
         #: of the present group, from its first commit on
-        self._table: Table | None = None
+        self._table: CommitTable | None = None
         #: Whether nothing has been done yet in the present group.
         self._is_new = False
         self._holds_state = True
@@ -272,7 +272,7 @@ class Session:
         if not self._compared:
             seen.update(state.digest())
         busy = self._stragglers.computed(self._following)
-        mine = Record.of(group.epoch, step.number, seen.digest(), self._members.wish(), busy)
+        mine = CommitRecord.of(group.epoch, step.number, seen.digest(), self._members.wish(), busy)
         rows = self._exchange(mine, f"commit of step {step.number}")
         self._compared = True
         self._members.hear(rows)
@@ -289,22 +289,22 @@ class Session:
     def exchange_after_block(self) -> None:
         """Wait until every rank has come to the end of the block."""
         digest = hashlib.blake2b(repr(self.position).encode(), digest_size=16).digest()
-        mine = Record.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)
+        mine = CommitRecord.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)
         self._exchange(mine, f"end of a block of attempts() after {self.state.steps} steps")
 
     def attempt_counts(self) -> None:
         """A block counts."""
         self._blocks += 1
 
-    def _exchange(self, mine: Record, what: str) -> list[Record]:
+    def _exchange(self, mine: CommitRecord, what: str) -> list[CommitRecord]:
         if self._table is None:
-            self._table = Table(self.group)
+            self._table = CommitTable(self.group)
         rows = self._table.exchange(mine)
         if not agree(rows):
             raise divergence(rows, self.group, what, everything=not self._compared)
         return rows
 
-    def recover(self, error: BaseException, progress: Progress) -> int | None:
+    def recover(self, error: BaseException, progress: RankProgress) -> int | None:
         """Rebuild the group without the ranks that are lost; the new position, None: none is lost."""
         if not self._members.is_of_a_loss(error):
             return None
@@ -317,7 +317,7 @@ class Session:
         rebuilt = self._members.rebuild(progress, min(self._members.least, before.size))
         if not rebuilt.lost and not rebuilt.left:
             raise error  # of the program, which would meet it again
-        counts = steps_that_count(map(Progress.decode, rebuilt.notes.values()))
+        counts = steps_that_count(map(RankProgress.decode, rebuilt.notes.values()))
         if self._holds_state and counts > progress.committed + prepared:
             raise StateDiverged(
                 f"rank {before.rank} of group {before.name!r} had not come to the end of what follows "
@@ -389,7 +389,7 @@ class Session:
                 if not self._members.is_of_a_loss(error):
                     raise
             try:
-                self._members.rebuild(Progress(self.position), 1)
+                self._members.rebuild(RankProgress(self.position), 1)
             except GroupError:
                 return  # this rank has all that counts, and the others have ended
 
@@ -397,7 +397,7 @@ class Session:
 
     def goes_on(self, error: GroupError) -> bool:
         """Go on after a loss that was met after a commit; False: it was none."""
-        return self.recover(error, Progress(self.position)) is not None
+        return self.recover(error, RankProgress(self.position)) is not None
 
     def settle(self) -> None:
         """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is

@@ -11,12 +11,12 @@ import torch
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
 from ..group import ProcessGroup
-from .progress import Progress
-from .samples import Samples, Share, seed_of
+from .progress import RankProgress
+from .samples import Samples, SampleShare, seed_of
 from .state.state import State
 
 
-class Owner(Protocol):
+class StepOwner(Protocol):
     """The part of a session that a step uses."""
 
     state: State
@@ -41,7 +41,7 @@ class Owner(Protocol):
             StateDiverged: the ranks have not done the same so far.
         """
 
-    def recover(self, error: BaseException, progress: Progress) -> int | None:
+    def recover(self, error: BaseException, progress: RankProgress) -> int | None:
         """Go on without the ranks that are lost.
 
         Returns:
@@ -69,12 +69,12 @@ class Step:
         committed: whether it counts.
     """
 
-    def __init__(self, session: Owner) -> None:
+    def __init__(self, session: StepOwner) -> None:
         self._session = session
         self.number = session.state.steps
         self.position = session.position
         self.committed = False
-        self._share: Share | None = None
+        self._share: SampleShare | None = None
         self._phase = "new"
 
     @property
@@ -86,7 +86,7 @@ class Step:
         return samples
 
     @property
-    def share(self) -> Share:
+    def share(self) -> SampleShare:
         """What this rank takes of the samples: :attr:`indices`, :attr:`weight`, and of which group."""
         if self._share is None:
             group = self._session.group
@@ -140,7 +140,7 @@ class Step:
         try:
             self._session.exchange(self)
         except GroupError as error:
-            counts = self._session.recover(error, Progress(self.position, self.position, group.epoch))
+            counts = self._session.recover(error, RankProgress(self.position, self.position, group.epoch))
             if counts is None:
                 raise
             if counts <= self.position:
@@ -180,7 +180,7 @@ class Step:
         if self.committed:
             return False
         state = self._session.state
-        if self._session.recover(error, Progress(self.position)) is None:
+        if self._session.recover(error, RankProgress(self.position)) is None:
             return False
         state.put_back()
         return True

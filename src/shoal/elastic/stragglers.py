@@ -9,7 +9,7 @@ from statistics import median
 
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
-from .record import Record
+from .record import CommitRecord
 
 _STEPS = 20  # after so many ranks are compared
 _FACTOR = 1.5
@@ -43,7 +43,7 @@ class Stragglers:
         self._rows.clear()
         self._named.clear()
 
-    def add(self, rows: Sequence[Record], rank: int) -> None:
+    def add(self, rows: Sequence[CommitRecord], rank: int) -> None:
         """What all ranks have told in one commit; rank 0 warns of each straggler once."""
         if len(rows) == 1:
             return

@@ -1,7 +1,7 @@
 """Futures: what every operation returns, whoever completes it and wherever its tensors lie.
 
 There is one class, :class:`Future`.  An engine completes a future in one of two ways.  It may set the
-result from any thread; or it hands over a :class:`Source`, which the future asks.  The second way is
+result from any thread; or it hands over a :class:`FutureSource`, which the future asks.  The second way is
 for operations of a microsecond: nothing is allocated or signalled until somebody needs it, and the
 thread that waits goes straight into the engine and may finish the operation itself.
 
@@ -12,13 +12,13 @@ from .combinators import Completion, collect_all, wait_all, wait_any
 from .future import Future
 from .pool import pool
 from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope, scope_variable
-from .source import Source
+from .source import FutureSource
 
 __all__ = [
     "CallbackScope",
     "Completion",
     "Future",
-    "Source",
+    "FutureSource",
     "callback_scope",
     "collect_all",
     "derive_key",

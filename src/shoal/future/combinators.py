@@ -128,7 +128,7 @@ def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T
 
 
 class Completion:
-    """The completion of a future as a :class:`~shoal.future.Source`, for a future that is made from it.
+    """The completion of a future as a :class:`~shoal.future.FutureSource`, for a future that is made from it.
 
     ``Future(Completion(f), finish=lambda: g(f.value()))`` is ``f`` with another value, without the
     thread that a callback takes; so ``g`` must be quick.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Source(Protocol):
+class FutureSource(Protocol):
     """An operation of an engine, as a future sees it.  All methods may be called from any thread.
 
     Two more methods may be there:

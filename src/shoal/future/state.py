@@ -33,7 +33,7 @@ from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
 from .latch import Latch
 from .pool import pool
-from .source import Source
+from .source import FutureSource
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class FutureState(Generic[T]):
 
     def __init__(
         self,
-        source: Source | None = None,
+        source: FutureSource | None = None,
         *,
         finish: Callable[[], T] | None = None,
         value: T | None = None,
@@ -186,7 +186,7 @@ class FutureState(Generic[T]):
             pool.submit(partial(self._take_up, source, claim))
             raise
 
-    def _conclude(self, source: Source, claim: list[Any]) -> None:
+    def _conclude(self, source: FutureSource, claim: list[Any]) -> None:
         """Publish what ``source`` has.  ``claim`` is empty, or has the value the second time."""
         finish, value = self._finish, self._value
         events = None
@@ -210,7 +210,7 @@ class FutureState(Generic[T]):
             error = without_frames(raised, 1)
         self._publish(value, error, events)
 
-    def _finish_on_devices(self, source: Source) -> tuple[T, DeviceEvents | None]:
+    def _finish_on_devices(self, source: FutureSource) -> tuple[T, DeviceEvents | None]:
         """The value, with ``finish`` run under streams that wait for what it reads, and its own events."""
         finish, keep = self._finish, self._keep
         events, read = source.events() if hasattr(source, "events") else (self._device, keep)
@@ -235,7 +235,7 @@ class FutureState(Generic[T]):
                 if self.record is not None:
                     self.record[-1] = in_words(failure)
 
-    def _take_up(self, source: Source, claim: list[Any]) -> None:
+    def _take_up(self, source: FutureSource, claim: list[Any]) -> None:
         """Go on where Ctrl-C cut :meth:`_settle` off."""
         if self._done:
             self._source = self._finish = self._keep = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from .. import config
-from ..backend.agreements import Agreeing, News, Op, Outcome, WitnessRequest
+from ..backend.agreements import Agreeing, AgreementOutcome, News, Op, WitnessRequest
 from ..backend.base import GroupSpec
 from ..common.keywords import explained
 from ..common.wording import in_seconds, in_words, ranks_named
@@ -34,7 +34,7 @@ from ..errors import (
 from ..future import Future
 from ..store import Store
 from .submission import Submitter, called, in_background
-from .validation.arguments import Call
+from .validation.arguments import OperationCall
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -182,7 +182,7 @@ class Agreements(Submitter):
             self._raise_refusal()
 
 
-def _vote(call: Call, value: Any, op: Op) -> bytes:
+def _vote(call: OperationCall, value: Any, op: Op) -> bytes:
     if op is Op.GATHER:
         if not isinstance(value, bytes):
             call.refuse(f"op='gather' takes bytes, got {type(value).__name__}")
@@ -202,7 +202,7 @@ def _call(op: Op) -> str:
     return names.get(op) or f"agree(op={op.name.lower()!r})"
 
 
-def _integer(call: Call, value: Any, what: str) -> int:
+def _integer(call: OperationCall, value: Any, what: str) -> int:
     if not isinstance(value, int) or not -(2**63) <= value < 2**63:
         call.refuse(f"{what} an integer of 64 bits, got {value!r}")
     return value
@@ -240,22 +240,22 @@ class _Following:
                 news = self.agreeing.wait(_LOOK)
                 if news.request is not None:
                     witness.ask(news.request)
-                if news.outcome is not Outcome.OPEN:
+                if news.outcome is not AgreementOutcome.OPEN:
                     return self._result(news, witness.failure)
 
     def _result(self, news: News, failure: Exception | None) -> Agreement[Any]:
         call = "rebuild" if self.op is Op.REBUILD else "agree"
         where = f"{call} on rank {self.spec.rank} of group {self.spec.name!r}"
-        if news.outcome is Outcome.CLOSED:
+        if news.outcome is AgreementOutcome.CLOSED:
             raise GroupClosed(f"{where}: the group was closed before there was a decision")
-        if news.outcome is Outcome.NO_QUORUM:
+        if news.outcome is AgreementOutcome.NO_QUORUM:
             raise self._undecided(where, failure) from failure
-        if news.outcome is Outcome.LEFT_OUT and not news.ranks:
+        if news.outcome is AgreementOutcome.LEFT_OUT and not news.ranks:
             raise Evicted(
                 f"{where}: this process was stopped for so long that the others on its host gave it up, and "
                 "go on without it"
             )
-        if news.outcome is Outcome.LEFT_OUT:
+        if news.outcome is AgreementOutcome.LEFT_OUT:
             raise Evicted(
                 f"{where}: {ranks_named(news.ranks)} decided to go on without this rank, which they had lost "
                 "or which had not voted in time",

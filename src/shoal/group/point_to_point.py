@@ -15,7 +15,7 @@ from ..future import Future
 from ..spec import ANY_SOURCE, Operation, OpKind
 from .staging import Staging, readable
 from .submission import Submitter, called, mapped
-from .validation.arguments import Call
+from .validation.arguments import OperationCall
 
 
 class Message(NamedTuple):
@@ -87,7 +87,7 @@ class PointToPoint(Submitter):
         return self._received(self._submit_messages([operation])[0], x, staging, value)
 
     def _send_operation(
-        self, call: Call, x: torch.Tensor, dst: int, tag: int, timeout: float | None
+        self, call: OperationCall, x: torch.Tensor, dst: int, tag: int, timeout: float | None
     ) -> Operation:
         call.tensor(x, "x")
         peer = call.peer(dst, "dst")
@@ -95,7 +95,7 @@ class PointToPoint(Submitter):
 
     def _recv_operation(
         self,
-        call: Call,
+        call: OperationCall,
         x: torch.Tensor | None,
         src: int,
         tag: int,

@@ -43,7 +43,7 @@ from .monitored_barrier import MonitoredBarrier
 from .objects import Objects
 from .rebuild import Rebuilding
 from .submission import called
-from .validation.arguments import Call
+from .validation.arguments import OperationCall
 
 
 @refuses_copies(
@@ -358,7 +358,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
 
     def _choices(
         self,
-        call: Call,
+        call: OperationCall,
         scope: str | None,
         concurrency: int | None,
         backend: str | None,

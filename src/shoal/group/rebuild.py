@@ -67,7 +67,7 @@ class Rebuilt:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Lineage:
     """What all groups have in common that came of one by rebuilds.
 
     Attributes:
@@ -140,7 +140,7 @@ class Rebuilding(Agreements):
 
     epoch: int = 0
     rebuilt: Rebuilt | None = None
-    _line: _Line | None = None
+    _line: _Lineage | None = None
     #: what it would have become but for an error
     _pending: Any = None
 
@@ -271,9 +271,9 @@ class Rebuilding(Agreements):
             with contextlib.suppress(OpsDiffer):
                 return self._agree(Op.REBUILD, vote, max(deadline.remaining(), _SHORTEST)).wait()
 
-    def _line_of_it(self) -> _Line:
+    def _line_of_it(self) -> _Lineage:
         if self._line is None:
-            self._line = _Line(self._spec, self._store, self._is_first)
+            self._line = _Lineage(self._spec, self._store, self._is_first)
         return self._line
 
     def _succeed(self: R, plan: Rebuilt) -> R:

@@ -22,7 +22,7 @@ from ..errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, Unsup
 from ..future import Completion, Future, callback_scope
 from ..recorder import FlightRecorder
 from ..spec import REDUCING, SUM, Operation, OpKind, ReduceOp
-from .validation.arguments import Call
+from .validation.arguments import OperationCall
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Submitter:
         #: receive where that comes before.
         self._on_first: Callable[[Any, Future[Any]], None] | None = None
         self._has_received = False
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, OperationCall] = {}
         records = config.RECORDER_SIZE.get()
         self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
         #: Numbers the calls, and submits the usual ones by itself.
@@ -85,10 +85,10 @@ class Submitter:
 
     # -- what operations use -------------------------------------------------------------------
 
-    def _call(self, name: str) -> Call:
+    def _call(self, name: str) -> OperationCall:
         call = self._calls.get(name)
         if call is None:
-            call = self._calls[name] = Call(name, self._rank, self._size, self._channel.devices)
+            call = self._calls[name] = OperationCall(name, self._rank, self._size, self._channel.devices)
         return call
 
     def _submit(

@@ -69,7 +69,7 @@ class Ready(_Frame, frozen=True):
     """It has done what :class:`Begin` asks for."""
 
 
-class Refused(_Frame, frozen=True):
+class RequestRefused(_Frame, frozen=True):
     """It cannot do that."""
 
     text: _Words
@@ -89,7 +89,7 @@ class NotStarted(_Frame, frozen=True):
     text: _Words
 
 
-class Output(_Frame, frozen=True):
+class ProcessOutput(_Frame, frozen=True):
     """What a process wrote to stdout (1) or stderr (2); no bytes: the end."""
 
     index: _Index
@@ -199,7 +199,7 @@ class Signal(_Frame, frozen=True):
     group: bool
 
 
-class Stdin(_Frame, frozen=True):
+class StdinData(_Frame, frozen=True):
     """What the launcher's stdin had; no bytes: the end."""
 
     data: _Data
@@ -235,9 +235,19 @@ class Beat(_Frame, frozen=True):
 
 
 FromAgent = (
-    Hello | Ready | Refused | Started | NotStarted | Output | StdinTaken | Reported | Exited | Bye | Beat
+    Hello
+    | Ready
+    | RequestRefused
+    | Started
+    | NotStarted
+    | ProcessOutput
+    | StdinTaken
+    | Reported
+    | Exited
+    | Bye
+    | Beat
 )
-FromLauncher = Begin | Start | Taken | Close | Signal | Stdin | Release | End | Suspend | Beat
+FromLauncher = Begin | Start | Taken | Close | Signal | StdinData | Release | End | Suspend | Beat
 
 
 #: decode the frames of agents and of launchers; raise MalformedMessage

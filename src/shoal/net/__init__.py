@@ -29,9 +29,9 @@ from .inherit import close_in_forked_child
 from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
 from .server import Server, raise_descriptor_limit
-from .session import Session
+from .session import ClientConnection
 from .sockets import accept, connect, listen, listens
-from .stream import Stream
+from .stream import ByteStream
 from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 
 __all__ = [
@@ -40,15 +40,15 @@ __all__ = [
     "MOST_PENDING",
     "PROTOCOL_VERSION",
     "Acceptor",
+    "ByteStream",
+    "ClientConnection",
     "Connection",
     "Deadline",
     "FrameReader",
     "Handshake",
     "PendingHandshake",
     "Server",
-    "Session",
     "SharedMemory",
-    "Stream",
     "accept",
     "be_introduced",
     "build_version",

@@ -13,7 +13,7 @@ from ..errors import UsageError, WireError, WireTimeout
 from .credentials import peer_credentials
 from .frames import JOIN, FrameReader, frame_header
 from .inherit import close_in_forked_child
-from .stream import Stream
+from .stream import ByteStream
 from .tls.encryption import EncryptedStream
 
 #: longest message in bytes unless a limit is given
@@ -31,7 +31,7 @@ class Connection:
         peer: how to name the other side in messages; its address unless given.
     """
 
-    def __init__(self, stream: Stream, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
+    def __init__(self, stream: ByteStream, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
         self._stream = stream
         self._reader = FrameReader(limit)
         self._readable = select.poll()
@@ -159,7 +159,7 @@ class Connection:
         self._closed = True
         return descriptor
 
-    def release(self) -> Stream:
+    def release(self) -> ByteStream:
         """Give up the stream and return it; raises as :meth:`detach`."""
         self._check_open()
         if not self._reader.between_frames:

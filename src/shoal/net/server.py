@@ -28,7 +28,7 @@ from .alarms import Alarms
 from .handshake import HANDSHAKE_TIMEOUT
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
-from .session import Session
+from .session import ClientConnection
 from .sockets import prepare
 from .tls.encryption import encryption
 
@@ -55,7 +55,7 @@ _MASKS = {selectors.EVENT_READ: select.EPOLLIN, selectors.EVENT_WRITE: select.EP
 _ANSWERS_AT_ONCE = 256
 
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=ClientConnection)
 
 
 @refuses_copies(

@@ -13,7 +13,7 @@ from .pending import PendingHandshake
 _SLICE = 2**20
 
 
-class Session:
+class ClientConnection:
     """One client as its server sees it: reads whole messages and writes others, without ever blocking.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Streams: the bytes of a connection, below the handshake and the frames.  A stream never blocks.
 
-Everything in this package reads and writes through a :class:`Stream`, which :func:`open_stream` makes of a
-connected socket.  One that encrypts (``tls.py``) stands on such a stream.
+This package reads and writes through a :class:`ByteStream`, which :func:`open_stream` makes of a connected
+socket.  One that encrypts (``tls/stream.py``) uses such a stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from .inherit import close_in_forked_child
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """A byte stream that is never waited for."""
 
     def recv_into(self, view: memoryview, /) -> int:
@@ -71,6 +71,6 @@ class SocketStream:
         self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def open_stream(sock: socket.socket) -> Stream:
+def open_stream(sock: socket.socket) -> ByteStream:
     """The stream of a connected socket, which owns it from now on and makes it non-blocking."""
     return SocketStream(sock)

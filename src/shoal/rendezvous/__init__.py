@@ -12,7 +12,7 @@ from .environment import Launch
 from .host import LOOPBACK, loopback_trouble
 from .meet import attend, meet_at, meet_beside, rendezvous
 from .membership import Membership
-from .place import Place, open_place
+from .place import RendezvousPoint, open_place
 from .private import default_secret, private_directory, user_secret
 from .record import job_record, note_exit, note_wanted, root_of
 from .schemes import env, file, outside, tcp
@@ -38,7 +38,7 @@ __all__ = [
     "Handler",
     "Launch",
     "Membership",
-    "Place",
+    "RendezvousPoint",
     "Request",
     "Venue",
     "attend",

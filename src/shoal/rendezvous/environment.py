@@ -50,7 +50,7 @@ class Launch:
     marker: str = ""
 
 
-class _Reader:
+class _VariableReader:
     """Typed access to the variables of one launcher, with errors that name launcher and variable."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
@@ -147,7 +147,7 @@ def _is_of_kubernetes(environ: Mapping[str, str], rank: int | None, size: int | 
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
-    reader = _Reader("Kubernetes", environ)
+    reader = _VariableReader("Kubernetes", environ)
     if not _is_of_kubernetes(environ, config.RANK.get(environ), config.SIZE.get(environ)):
         return None
     return replace(
@@ -171,7 +171,7 @@ def _by_shoal(environ: Mapping[str, str], rank: int | None, size: int | None) ->
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch | None:
-    reader = _Reader("torchrun", environ)
+    reader = _VariableReader("torchrun", environ)
     if reader.text("RANK") is None or reader.text("WORLD_SIZE") is None:
         return None
     rank, size = reader.need("RANK"), reader.need("WORLD_SIZE")
@@ -199,7 +199,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
-    reader = _Reader("Open MPI", environ)
+    reader = _VariableReader("Open MPI", environ)
     if reader.text("OMPI_COMM_WORLD_RANK") is None:
         return None
     size = reader.need("OMPI_COMM_WORLD_SIZE")
@@ -218,7 +218,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _mpich(environ: Mapping[str, str]) -> Launch | None:
-    reader = _Reader("MPICH", environ)
+    reader = _VariableReader("MPICH", environ)
     # srun sets PMI_RANK too; only the process managers of MPICH say where the rank is on its host
     if reader.text("PMI_RANK") is None or (
         reader.text("SLURM_STEP_ID") is not None and reader.text("MPI_LOCALRANKID") is None
@@ -239,7 +239,7 @@ def _mpich(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
-    reader = _Reader("Slurm", environ)
+    reader = _VariableReader("Slurm", environ)
     # A batch script has SLURM_PROCID=0 as well, but no step: it is one process, not a rank.
     step = reader.text("SLURM_STEP_ID", "SLURM_STEPID")
     batch = step is None and reader.text("ENVIRONMENT") == "BATCH"

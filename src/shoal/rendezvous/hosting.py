@@ -15,10 +15,10 @@ from ..store import TCPStore, TCPStoreServer
 _Address = tuple[int, str, int]
 
 _lock = threading.Lock()
-_shares: dict[_Address, list[Share]] = {}
+_shares: dict[_Address, list[ServerShare]] = {}
 
 
-class Share:
+class ServerShare:
     """One world's hold on a server of this process."""
 
     def __init__(self, address: _Address, server: TCPStoreServer) -> None:
@@ -45,7 +45,7 @@ class Share:
         self.server.close()
 
 
-def share(address: str, port: int, secret: bytes, *, start: bool) -> Share | None:
+def share(address: str, port: int, secret: bytes, *, start: bool) -> ServerShare | None:
     """A hold on this process's server at the address.
 
     Args:
@@ -59,10 +59,10 @@ def share(address: str, port: int, secret: bytes, *, start: bool) -> Share | Non
     key = (os.getpid(), address, port)
     with _lock:
         if key in _shares:
-            found = Share(key, _shares[key][0].server)
+            found = ServerShare(key, _shares[key][0].server)
         elif start:
             try:
-                found = Share(key, TCPStoreServer(address, port, secret).start())
+                found = ServerShare(key, TCPStoreServer(address, port, secret).start())
             except WireError:
                 return None  # somebody listens there: a server that was started for the job
         else:

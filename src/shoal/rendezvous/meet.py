@@ -25,7 +25,7 @@ from ..net import Deadline
 from ..store import PrefixStore
 from .meeting import Meeting
 from .membership import Membership
-from .place import Place, checked_request, opened
+from .place import RendezvousPoint, checked_request, opened
 from .venue import Request, Venue, nothing
 
 #: seconds for the change from one job's server to the next one's at the same address
@@ -111,10 +111,10 @@ def _store_went_away(error: BaseException) -> bool:
 
 def attend(venue: Venue, request: Request) -> Membership:
     """The same as ``meet_at(Place.at(venue, request))``."""
-    return meet_at(Place.at(venue, request))
+    return meet_at(RendezvousPoint.at(venue, request))
 
 
-def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
+def meet_at(place: RendezvousPoint, look: Callable[[], None] = nothing) -> Membership:
     """Meet the others of the job, whose number is fixed, at an opened place.
 
     Args:
@@ -159,7 +159,7 @@ def meet_at(place: Place, look: Callable[[], None] = nothing) -> Membership:
 
 
 def meet_beside(
-    place: Place,
+    place: RendezvousPoint,
     name: str,
     *,
     rank: int,
@@ -192,7 +192,7 @@ def meet_beside(
     return membership
 
 
-def _membership(meeting: Meeting, place: Place, secret: bytes, interface: str) -> Membership:
+def _membership(meeting: Meeting, place: RendezvousPoint, secret: bytes, interface: str) -> Membership:
     venue = place.venue
     release = _release(meeting, place)
 
@@ -251,7 +251,7 @@ def _let_go(alone: Callable[[], bool]) -> None:
         time.sleep(_PAUSE)
 
 
-def _release(meeting: Meeting, place: Place) -> Callable[[float], None]:
+def _release(meeting: Meeting, place: RendezvousPoint) -> Callable[[float], None]:
     released = threading.Event()
 
     def release(timeout: float) -> None:

@@ -60,8 +60,8 @@ from .record import (
     PROTOCOL,
     ROOM,
     CalledOff,
-    Descriptor,
-    Record,
+    MeetingRecord,
+    MemberDescription,
     decode,
     decode_number,
     encode,
@@ -122,7 +122,7 @@ class Meeting:
         self._where = f"job {job!r}, epoch {epoch}"
         self._prefix = f"rendezvous ({self._where}): "
         self._rank, self._size = rank, size
-        self._me = Descriptor(
+        self._me = MemberDescription(
             host, here.machine, here.process, rank is not None, secrets.token_hex(8), at=now()
         )
         self._deadline = deadline
@@ -288,7 +288,7 @@ class Meeting:
                 raise self._missing()
             pause = min(2 * pause, longest)
 
-    def _dead_now(self, ranks: Collection[int] | None) -> dict[int, Descriptor]:
+    def _dead_now(self, ranks: Collection[int] | None) -> dict[int, MemberDescription]:
         """The members known to be dead."""
         if not self._met:
             return self._room.dead()
@@ -324,8 +324,8 @@ class Meeting:
         writes = record is None and self._size is not None
         while True:
             if record is None:
-                record = self._await_record() if self._size is None else encode(Record(self._size))
-            if not self._agrees_with(decode(record, Record)):
+                record = self._await_record() if self._size is None else encode(MeetingRecord(self._size))
+            if not self._agrees_with(decode(record, MeetingRecord)):
                 return None
             # In this order: who is in the room finds its number, and who has a rank is in its machine's list.
             calls: list[Call] = [Add(ROOM, 0), CompareSet(ROOM, number, number)]
@@ -355,7 +355,7 @@ class Meeting:
                 "`shoal store --size N`, or give every rank the size"
             ) from None
 
-    def _agrees_with(self, record: Record) -> bool:
+    def _agrees_with(self, record: MeetingRecord) -> bool:
         """Whether this rank can meet others by the record; False: the room is about to end."""
         if (record.protocol, record.version) != (PROTOCOL, build_version()):
             if self._room.is_ending():
@@ -444,7 +444,7 @@ class Meeting:
                 )
             self._room.watch(min(_LEAVING_CHECK, self._deadline.remaining()))
 
-    def _why_no_place(self, members: Mapping[int, Descriptor]) -> str:
+    def _why_no_place(self, members: Mapping[int, MemberDescription]) -> str:
         if self._rank is None:
             return (
                 f"the group of {self.size} is full, this process is one too many; each rank is taken: "
@@ -459,7 +459,7 @@ class Meeting:
         )
         return f"rank {self._rank} is given twice: {holder} has it already{mixed}. {self._advice([holder])}"
 
-    def _advice(self, holders: Iterable[Descriptor]) -> str:
+    def _advice(self, holders: Iterable[MemberDescription]) -> str:
         if any(holder.process == self._me.process for holder in holders):
             return (
                 "It is this process itself: a second world in one process needs a job name of its own, "

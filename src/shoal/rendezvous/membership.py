@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..store import Store
-from .place import Place
+from .place import RendezvousPoint
 from .venue import START_AGAIN
 
 
@@ -55,7 +55,7 @@ class Membership:
     host: str
     ranks: tuple[int, ...] = ()
     waits_for_stopped: bool = False
-    place: Place | None = None
+    place: RendezvousPoint | None = None
     meeting: str = ""
     advice: str = START_AGAIN
     release: Callable[[float], None] = field(default=_nothing, compare=False, repr=False)

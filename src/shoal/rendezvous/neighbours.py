@@ -14,7 +14,7 @@ import msgspec
 from ..store import Store
 from ..store.requests import Append
 from .host import process_is_gone
-from .record import Arrival, Descriptor, decode
+from .record import Arrival, MemberDescription, decode
 
 
 class Neighbours:
@@ -28,7 +28,7 @@ class Neighbours:
         key: of the list, among the room's.
     """
 
-    def __init__(self, room: Store, me: Descriptor) -> None:
+    def __init__(self, room: Store, me: MemberDescription) -> None:
         self._room = room
         self._me = me
         digest = hashlib.blake2b(me.machine.encode(), digest_size=8).hexdigest()

@@ -28,7 +28,7 @@ from .venue import Request, Venue, open_venue, parse_url
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RendezvousPoint:
     """Where the processes of a job find one another; a context manager, which closes the store.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
     meeting: str = ""
 
     @classmethod
-    def at(cls, venue: Venue, request: Request) -> Place:
+    def at(cls, venue: Venue, request: Request) -> RendezvousPoint:
         """The place of ``venue`` for the job that request, venue or environment name.
 
         Raises:
@@ -135,7 +135,7 @@ class Place:
         finally:
             self.venue.close()
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> RendezvousPoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +152,7 @@ def open_place(
     secret: str | bytes | None = None,
     host: str | None = None,
     job: str | None = None,
-) -> Place:
+) -> RendezvousPoint:
     """Open the place that the arguments of :func:`shoal.rendezvous.rendezvous` name; meet nobody.
 
     Raises:
@@ -165,11 +165,11 @@ def open_place(
     return opened(wanted, store)
 
 
-def opened(request: Request, store: object = None) -> Place:
+def opened(request: Request, store: object = None) -> RendezvousPoint:
     """The place of a checked request, or in ``store``."""
     venue = open_venue(request) if store is None else given(store, request)
     try:
-        return Place.at(venue, request)
+        return RendezvousPoint.at(venue, request)
     except BaseException:
         venue.store.close()
         venue.close()

@@ -22,7 +22,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Process = Annotated[str, msgspec.Meta(pattern=r"^[^/]+/[1-9][0-9]{0,8}/[^/]+\Z", max_length=1000)]
 
 
-class Record(msgspec.Struct, frozen=True):
+class MeetingRecord(msgspec.Struct, frozen=True):
     """All members of a room must agree on it; ``fixed``: it also holds for the rooms to come."""
 
     size: int
@@ -38,7 +38,7 @@ class CalledOff(msgspec.Struct, frozen=True, tag=True):
     late: bool
 
 
-class Failure(msgspec.Struct, frozen=True):
+class MeetingFailure(msgspec.Struct, frozen=True):
     """Why a meeting failed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Failure(msgspec.Struct, frozen=True):
     ident: str
 
 
-class Descriptor(msgspec.Struct, frozen=True, tag=True):
+class MemberDescription(msgspec.Struct, frozen=True, tag=True):
     """A member's description of itself for the others; ``at`` is when it came, as of :func:`host.now`."""
 
     host: str
@@ -108,7 +108,7 @@ def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, byt
     """
     with MemoryStore() as store:
         room = room_of(root_of(store, job, epoch), 0)
-        room.set("record", msgspec.json.encode(Record(size, fixed=True)))
+        room.set("record", msgspec.json.encode(MeetingRecord(size, fixed=True)))
         return {key: store.get(key) for key in store.list_keys()}
 
 
@@ -159,7 +159,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """The :class:`Record` (or what else) that ``raw`` holds.
+    """The :class:`MeetingRecord` (or what else) that ``raw`` holds.
 
     Raises:
         StoreError: it holds something else; another program uses the same keys.
@@ -181,7 +181,7 @@ def decode_number(raw: bytes | str) -> int:
     return int(raw)
 
 
-def decode_member(raw: bytes) -> Descriptor:
+def decode_member(raw: bytes) -> MemberDescription:
     """The member that ``raw`` describes.
 
     Raises:
@@ -189,7 +189,7 @@ def decode_member(raw: bytes) -> Descriptor:
         StoreError: as of :func:`decode`.
     """
     try:
-        found: Descriptor | CalledOff = from_json(raw, Descriptor | CalledOff)  # type: ignore[arg-type]
+        found: MemberDescription | CalledOff = from_json(raw, MemberDescription | CalledOff)  # type: ignore[arg-type]
     except MalformedMessage as error:
         raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
     if isinstance(found, CalledOff):

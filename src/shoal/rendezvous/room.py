@@ -23,10 +23,10 @@ from .record import (
     EXITS,
     ROOM,
     Arrival,
-    Descriptor,
     Exit,
-    Failure,
-    Record,
+    MeetingFailure,
+    MeetingRecord,
+    MemberDescription,
     decode,
     decode_member,
     decode_number,
@@ -53,7 +53,7 @@ class Room:
     """
 
     @classmethod
-    def current(cls, root: Store, me: Descriptor) -> tuple[Room, list[Arrival], bytes | None]:
+    def current(cls, root: Store, me: MemberDescription) -> tuple[Room, list[Arrival], bytes | None]:
         """The room in which ranks meet now, who of this machine came there and has ended, and its record."""
         expected = 0  # in most cases it is the first one: then there is one message
         while True:
@@ -68,7 +68,7 @@ class Room:
         """A key of the room, among the job's."""
         return f"{self.number}/{name}"
 
-    def __init__(self, root: Store, me: Descriptor, number: int) -> None:
+    def __init__(self, root: Store, me: MemberDescription, number: int) -> None:
         self._root = root
         self._me = me
         self.number = number
@@ -78,7 +78,7 @@ class Room:
 
     # -- who is in it --------------------------------------------------------------------------
 
-    def members(self) -> dict[int, Descriptor]:
+    def members(self) -> dict[int, MemberDescription]:
         """The members that are in the room now.  Not part of the way that a rank goes when all is well."""
         keys = self.store.list_keys("rank/")
         return {
@@ -87,7 +87,7 @@ class Room:
             if value is not None  # else it withdrew in the meantime
         }
 
-    def dead(self, gone: Sequence[Arrival] | None = None) -> dict[int, Descriptor]:
+    def dead(self, gone: Sequence[Arrival] | None = None) -> dict[int, MemberDescription]:
         """The members that died on this machine; ``gone``: who has ended there, if that is known."""
         tokens = {arrival.token for arrival in (self.neighbours.gone() if gone is None else gone)}
         if not tokens:
@@ -102,7 +102,7 @@ class Room:
         exits = (decode(line, Exit) for line in lines)
         return {exit.rank: exit.how for exit in exits if not self.store.check([rank_key(exit.rank)])}
 
-    def is_dead(self, member: Descriptor) -> bool:
+    def is_dead(self, member: MemberDescription) -> bool:
         """Whether ``member`` has ended; False when it runs on another machine."""
         return member.machine == self._me.machine and process_is_gone(member.process)
 
@@ -110,10 +110,10 @@ class Room:
         """Whether all ranks have come, and were told so."""
         return self.store.check([MET])
 
-    def record(self) -> Record | None:
+    def record(self) -> MeetingRecord | None:
         """The record that is there now."""
         (raw,) = self.store.peek(["record"])
-        return None if raw is None else decode(raw, Record)
+        return None if raw is None else decode(raw, MeetingRecord)
 
     def is_quiet(self) -> bool:
         """Whether nothing has happened that a member would have to act on.
@@ -158,15 +158,15 @@ class Room:
         _heard.add(failure.ident)
         return failure.reason
 
-    def _failure(self) -> Failure | None:
+    def _failure(self) -> MeetingFailure | None:
         (raw,) = self._root.peek([self._ended_key])
-        return None if raw in (None, _DONE) else decode(raw, Failure)
+        return None if raw in (None, _DONE) else decode(raw, MeetingFailure)
 
-    def is_abandoned(self, members: Mapping[int, Descriptor]) -> bool:
+    def is_abandoned(self, members: Mapping[int, MemberDescription]) -> bool:
         """Whether every member left or is dead."""
         return bool(members) and all(each.left or self.is_dead(each) for each in members.values())
 
-    def is_ending(self, members: Mapping[int, Descriptor] | None = None) -> bool:
+    def is_ending(self, members: Mapping[int, MemberDescription] | None = None) -> bool:
         """Whether some members left it already, or are dead."""
         # In this order: the last to leave opens the next room, and then deletes the count.
         if self._left() > 0 or self.has_ended():
@@ -201,7 +201,7 @@ class Room:
         """
         if self.has_ended():
             return
-        failure = Failure(reason, self._me.machine, at, secrets.token_hex(8))
+        failure = MeetingFailure(reason, self._me.machine, at, secrets.token_hex(8))
         # The reason first: whoever sees that the room has ended finds it.
         self._root.compare_set(self._ended_key, b"", msgspec.json.encode(failure))
         if self._open_next():
@@ -240,7 +240,7 @@ class Room:
             self._root.wait([self._ended_key], timeout)
 
 
-def died(members: Mapping[int, Descriptor], advice: str = START_AGAIN) -> str:
+def died(members: Mapping[int, MemberDescription], advice: str = START_AGAIN) -> str:
     """The reason of a meeting that failed because these members died.
 
     Args:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout
 from ..store import Store
-from .record import CalledOff, Descriptor, Process, decode, decode_member, rank_key
+from .record import CalledOff, MemberDescription, Process, decode, decode_member, rank_key
 
 #: what decides whether the meeting has succeeded or was called off
 MET = "met"
@@ -65,7 +65,7 @@ def tell_if_all_came(room: Store, size: int) -> None:
     write_summary(room, members)
 
 
-def write_summary(room: Store, members: Sequence[Descriptor]) -> None:
+def write_summary(room: Store, members: Sequence[MemberDescription]) -> None:
     """Tell those who wait in ``room`` that these have come, in the order of their ranks.  Raises as above."""
     hosts: dict[str, list[int]] = {}
     machines: dict[str, list[Present]] = {}
@@ -79,7 +79,7 @@ def write_summary(room: Store, members: Sequence[Descriptor]) -> None:
         room.compare_set(host_key(host, machine), b"", msgspec.json.encode(here))
 
 
-def call_off(room: Store, notice: CalledOff, members: Iterable[Descriptor]) -> None:
+def call_off(room: Store, notice: CalledOff, members: Iterable[MemberDescription]) -> None:
     """Tell these members, who wait, unless all had come before."""
     raw = msgspec.json.encode(notice)
     if room.compare_set(MET, b"", raw) == raw:

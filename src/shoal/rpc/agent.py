@@ -39,12 +39,12 @@ from .calls.default import call_timeout
 from .calls.holds import HOLDS, References, unpin
 from .calls.serving import Service
 from .closing import finish
-from .codec.devices import Watch
+from .codec.devices import EventWatcher
 from .connection.device_maps import DeviceMaps, checked
 from .connection.directory import Directory, Worker, incarnation, is_name
-from .connection.line import Line
-from .connection.links import Links
-from .connection.meeting import Meeting
+from .connection.line import WorkerConnection
+from .connection.links import ConnectionManager
+from .connection.meeting import WorkerMeeting
 from .connection.post import Endpoint
 from .executor import PATIENCE, Executor
 from .peer import Peer
@@ -94,7 +94,7 @@ class Agent:
         serve: Mapping[str, Callable[..., Any]] | None,
         device_maps: DeviceMaps | None,
         release: Callable[[float], None],
-        meeting: Meeting | None = None,
+        meeting: WorkerMeeting | None = None,
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -112,9 +112,9 @@ class Agent:
         self.directory = Directory(store, namespace, here.machine)
         maps = checked(device_maps, name)
         self.endpoint = Endpoint(name, memory, heartbeat)
-        self.watch = Watch(self.endpoint)
+        self.watch = EventWatcher(self.endpoint)
         try:
-            self.links = Links(
+            self.links = ConnectionManager(
                 self,
                 self.endpoint,
                 secret=secret,
@@ -393,7 +393,7 @@ class Agent:
 
     # -- for peers -----------------------------------------------------------------------------
 
-    def line(self, name: str, timeout: float, owner: Worker | None = None) -> Line:
+    def line(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection:
         """The connection for calls to ``name``; with ``owner`` only to this incarnation."""
         self._check_open()
         line = self.links.existing(name)
@@ -422,7 +422,7 @@ class Agent:
         line = self.line(owner.name, self.timeout, owner)
         call.post(self.endpoint, line, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
 
-    def acknowledge(self, line: Line, *numbers: int) -> None:
+    def acknowledge(self, line: WorkerConnection, *numbers: int) -> None:
         """The references in the replies to these calls are held, or nobody wants them."""
         with contextlib.suppress(ShoalError):
             call.post(self.endpoint, line, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
@@ -438,7 +438,7 @@ class Agent:
         if self._closed:
             raise AgentClosed(f"worker {self.name!r}: the agent is closed")
 
-    def _heard_lost(self, line: Line) -> None:
+    def _heard_lost(self, line: WorkerConnection) -> None:
         self.references.unpin_line(line.number)
         with self._ended:
             self._ended.notify_all()

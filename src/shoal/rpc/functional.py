@@ -29,13 +29,13 @@ from ..errors import ShoalError, UsageError
 from ..future import Future
 from ..net import Deadline
 from ..rendezvous.environment import read
-from ..rendezvous.place import Place, checked_request, opened
+from ..rendezvous.place import RendezvousPoint, checked_request, opened
 from ..torch_terms.durations import CLOSING
 from .agent import Agent
 from .calls.default import UNSET, call_timeout, default_agent, state
 from .calls.reference import RRef
 from .connection.directory import checked_name
-from .connection.meeting import Meeting, keys_of
+from .connection.meeting import WorkerMeeting, keys_of
 from .join import HANDLERS, at_place, checked_settings
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .peer import Peer, WorkerInfo
@@ -209,7 +209,7 @@ def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
     return options
 
 
-def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> Place:
+def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> RendezvousPoint:
     """The place where the workers meet."""
     size = -1 if world_size is None else world_size
     url, own_rank, own_size = meeting_place(init_method, rank, size)
@@ -230,15 +230,15 @@ def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadl
 
 
 def _joined(
-    place: Place, name: str, size: int | None, settings: dict[str, Any], deadline: Deadline
-) -> tuple[Agent, Meeting | None]:
+    place: RendezvousPoint, name: str, size: int | None, settings: dict[str, Any], deadline: Deadline
+) -> tuple[Agent, WorkerMeeting | None]:
     if size is None:
         return at_place(place, name, settings), None
     rank = place.venue.rank
     if rank is None:
         raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method says it")
     store = keys_of(place.store, "meeting", next(_meetings))
-    meeting = Meeting(store, place.here, name, rank, size, "shutdown")
+    meeting = WorkerMeeting(store, place.here, name, rank, size, "shutdown")
     meeting.gather(deadline)
     try:
         agent = at_place(place, name, settings)

@@ -15,11 +15,11 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..net import Deadline
 from ..rendezvous.host import here
-from ..rendezvous.place import Place, open_place
+from ..rendezvous.place import RendezvousPoint, open_place
 from .agent import Agent
 from .connection.device_maps import DeviceMaps
 from .connection.directory import checked_name
-from .connection.meeting import Meeting, keys_of
+from .connection.meeting import WorkerMeeting, keys_of
 
 #: how many handlers run at once, unless somebody says otherwise
 HANDLERS = 512
@@ -110,7 +110,7 @@ def checked_settings(
     }
 
 
-def at_place(place: Place, name: str, settings: dict[str, Any]) -> Agent:
+def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Agent:
     """A worker at an open place, which it closes at its end."""
     rank = place.venue.rank
     return Agent(
@@ -120,7 +120,7 @@ def at_place(place: Place, name: str, settings: dict[str, Any]) -> Agent:
     )  # fmt: skip
 
 
-def _leave(place: Place, timeout: float) -> None:
+def _leave(place: RendezvousPoint, timeout: float) -> None:
     """Close the store; if this process serves it to the others, when they have left it, or time is up."""
     deadline = Deadline(timeout)
     while place.venue.alone is not None and not (place.venue.alone() or deadline.expired):
@@ -142,7 +142,7 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
         store.close()
         world.exit(timeout)
 
-    meeting = Meeting(keys_of(store, "group", count), here(), name, group.rank, group.size, "close")
+    meeting = WorkerMeeting(keys_of(store, "group", count), here(), name, group.rank, group.size, "close")
     try:
         agent = Agent(
             name, membership.job, membership.epoch, here(), membership.host, store, "workers",

@@ -14,14 +14,14 @@ from .calls.holds import References
 from .calls.reference import Actor, RRef, create, create_actor, new
 from .codec import pickled as codec
 from .connection.directory import Worker, checked_name
-from .connection.line import Line
+from .connection.line import WorkerConnection
 from .connection.post import Endpoint
 from .executor import CALLS
 
 T = TypeVar("T")
 
 
-class Caller(Protocol):
+class LocalWorker(Protocol):
     """This worker, as a peer needs it."""
 
     name: str
@@ -31,7 +31,7 @@ class Caller(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    def line(self, name: str, timeout: float, owner: Worker | None = None) -> Line: ...
+    def line(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection: ...
 
     def alive(self, name: str) -> bool: ...
 
@@ -73,7 +73,7 @@ class Peer(WorkerInfo):
     __slots__ = ("_agent", "_words", "high_priority", "timeout")
 
     def __init__(
-        self, agent: Caller, name: str, timeout: float, id: int = -1, high_priority: bool = False
+        self, agent: LocalWorker, name: str, timeout: float, id: int = -1, high_priority: bool = False
     ) -> None:
         self._agent = agent
         self.name = name

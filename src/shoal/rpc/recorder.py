@@ -36,7 +36,7 @@ _STALE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingCall:
     """A call that this worker made and that has no reply yet.
 
     Attributes:
@@ -94,10 +94,10 @@ class CallRecorder:
         #: what else a dump holds, by name: functions that give it
         self.also: dict[str, Callable[[], Any]] = {}
 
-    def pending(self) -> list[Pending]:
+    def pending(self) -> list[PendingCall]:
         """All calls without a reply, the oldest first."""
         found = [
-            Pending(self._name(shown, self._worker(peer)), self._worker(peer), seconds)
+            PendingCall(self._name(shown, self._worker(peer)), self._worker(peer), seconds)
             for peer, _, shown, seconds in self._agent.endpoint.post.pending()
         ]
         return sorted(found, key=lambda each: -each.seconds)

@@ -1,11 +1,11 @@
 """The backing of a store: the part that differs between a dictionary, a file and a server.
 
 A :class:`~shoal.store.Store` checks arguments, turns each call into a request (``requests.py``) and
-lets an :class:`Executor` execute it.  There are two ways to write one:
+lets an :class:`RequestExecutor` execute it.  There are two ways to write one:
 
 - A :class:`Backing` has three operations on single keys, and inherits the rest.  This is the way for
   a further store: a dictionary, a database.
-- An :class:`Executor` takes whole requests.  This is the way for a store that carries requests
+- An :class:`RequestExecutor` takes whole requests.  This is the way for a store that carries requests
   elsewhere, as the TCP store does, and can block there.
 """
 
@@ -21,7 +21,7 @@ from ..common.wording import in_seconds
 from ..errors import StoreError, StoreTimeout
 from ..net import Deadline
 from .operations import MAX_VALUE, Operations
-from .requests import Request
+from .requests import StoreRequest
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 _TRIES_AT_ONCE = 8
 
 
-class Executor(abc.ABC):
+class RequestExecutor(abc.ABC):
     """Executes the requests of one :class:`~shoal.store.Store`, whose threads may do so at once.
 
     Attributes:
@@ -49,7 +49,7 @@ class Executor(abc.ABC):
         self.closed = threading.Event()
 
     @abc.abstractmethod
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         """Execute one request.
 
         Raises:
@@ -68,10 +68,10 @@ class Executor(abc.ABC):
         self.closed.wait(min(max((deadline.timeout - left) / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE, left))
 
     @abc.abstractmethod
-    def clone(self, timeout: float) -> Executor:
+    def clone(self, timeout: float) -> RequestExecutor:
         """Another executor of the same data, which is closed by itself; made within ``timeout`` seconds."""
 
-    def clone_anew(self, timeout: float) -> Executor:
+    def clone_anew(self, timeout: float) -> RequestExecutor:
         """The same, of whatever data is there now: a server may have begun anew in the meantime."""
         return self.clone(timeout)
 
@@ -97,7 +97,7 @@ class _Calls(threading.local):
     "a connection, a file or memory",
     "Call clone() for another one",
 )
-class Backing(Operations, Executor):
+class Backing(Operations, RequestExecutor):
     """A store of three operations, :meth:`get_now`, :meth:`swap` and :meth:`list_keys`, and :meth:`clone`.
 
     A subclass overrides whatever its store can do in fewer steps, and :meth:`watch` if the store
@@ -108,7 +108,7 @@ class Backing(Operations, Executor):
         super().__init__()
         self._calls = _Calls()
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         """Apply the request to the three operations."""
         self._calls.deadline = deadline
         return request.apply(self)

@@ -23,9 +23,9 @@ from ..common.wording import in_seconds
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..net import Deadline
 from . import requests
-from .backing import Executor
+from .backing import RequestExecutor
 from .operations import MAX_VALUE, KeysMissing
-from .requests import Call, Request
+from .requests import Call, StoreRequest
 
 #: a number of seconds, or a ``timedelta`` as torch's stores take it; None: the store's default
 Timeout = float | timedelta | None
@@ -54,7 +54,7 @@ class Store:
     #: default deadline of every call in seconds; may be assigned
     timeout: float
 
-    def __init__(self, backing: Executor, timeout: float | None = None) -> None:
+    def __init__(self, backing: RequestExecutor, timeout: float | None = None) -> None:
         self.timeout = config.TIMEOUT.get() if timeout is None else timeout
         self._backing = backing
         self._when_closed: list[Callable[[], None]] = []
@@ -234,10 +234,10 @@ class Store:
             rest = rest[len(part) :]
         return values
 
-    def _now(self, request: Request[T]) -> T:
+    def _now(self, request: StoreRequest[T]) -> T:
         return self._execute(request, Deadline(self.timeout))
 
-    def _execute(self, request: Request[T], deadline: Deadline) -> T:
+    def _execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         """Execute a checked request, however long its keys are missing before the deadline."""
         backing = self._backing
         while True:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ..net import Deadline
-from .backing import Executor
+from .backing import RequestExecutor
 from .base import Store
-from .operations import Table
-from .requests import Request
+from .operations import KeyTable
+from .requests import StoreRequest
 
 T = TypeVar("T")
 
@@ -25,18 +25,18 @@ class MemoryStore(Store):
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        super().__init__(_Memory(Table(), threading.Condition()), timeout)
+        super().__init__(_Memory(KeyTable(), threading.Condition()), timeout)
 
 
-class _Memory(Executor):
+class _Memory(RequestExecutor):
     """One handle on a table that ``changed`` guards and announces changes of."""
 
-    def __init__(self, table: Table, changed: threading.Condition) -> None:
+    def __init__(self, table: KeyTable, changed: threading.Condition) -> None:
         super().__init__()
         self._table = table
         self._changed = changed
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         with self._changed:
             result = request.apply(self._table)
             if self._table.touched:

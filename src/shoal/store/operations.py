@@ -18,7 +18,7 @@ MAX_VALUE = 64 * 2**20
 _MOST = 2**63
 
 
-class Refused(StoreError):
+class ValueRefused(StoreError):
     """A value that the key holds, or is to hold, is in the way; nothing was changed."""
 
 
@@ -150,7 +150,7 @@ class Operations(abc.ABC):
         )
 
 
-class Table(Operations):
+class KeyTable(Operations):
     """Keys and values in a dictionary, for one thread at a time.
 
     Attributes:
@@ -226,10 +226,10 @@ def counted(key: str, held: bytes | None, amount: int) -> int:
     """The counter ``held`` plus ``amount``.  StoreError if it is no counter, or the sum exceeds 64 bits."""
     held = b"0" if held is None else held
     if not held.removeprefix(b"-").isdigit() or len(held) > 20:
-        raise Refused(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
+        raise ValueRefused(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
     total = int(held) + amount
     if not -_MOST <= total < _MOST:
-        raise Refused(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
+        raise ValueRefused(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
     return total
 
 
@@ -239,6 +239,6 @@ def check_length(key: str, value: bytes, longest: int) -> None:
         raise too_long(key, len(value), longest)
 
 
-def too_long(key: str, length: int, longest: int) -> Refused:
+def too_long(key: str, length: int, longest: int) -> ValueRefused:
     """The error of a value of ``length`` bytes."""
-    return Refused(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")
+    return ValueRefused(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar, cast
 
 from ..net import Deadline
-from .backing import Executor
+from .backing import RequestExecutor
 from .base import Store, checked_key
-from .requests import ListKeys, Request
+from .requests import ListKeys, StoreRequest
 from .torch_adapter import adopt
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class PrefixStore(Store):
         return self._backing.below
 
 
-class _View(Executor):
+class _View(RequestExecutor):
     def __init__(self, start: str, below: Store) -> None:
         super().__init__()
         self.start = start
@@ -52,7 +52,7 @@ class _View(Executor):
         if below._backing.longest_key is not None:
             self.longest_key = below._backing.longest_key - len(start.encode())
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         result = self.below._execute(request.under(self.start), deadline)
         if isinstance(request, ListKeys):
             return cast(T, [key[len(self.start) :] for key in result])  # type: ignore[attr-defined]

@@ -14,13 +14,13 @@ import msgspec
 from msgspec.structs import replace
 
 from ..common.decoding import Raw, msgpack_decoder
-from .operations import KeysMissing, Operations, Refused
+from .operations import KeysMissing, Operations, ValueRefused
 
 T = TypeVar("T")
-_Self = TypeVar("_Self", bound="Request[Any]")
+_Self = TypeVar("_Self", bound="StoreRequest[Any]")
 
 
-class Request(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+class StoreRequest(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """One operation whose result is a ``T``."""
 
     #: whether it can change something
@@ -35,14 +35,14 @@ class Request(msgspec.Struct, Generic[T], frozen=True, array_like=True):
         raise NotImplementedError
 
 
-class _OneKey(Request[T], Generic[T], frozen=True, array_like=True):
+class _OneKey(StoreRequest[T], Generic[T], frozen=True, array_like=True):
     key: str
 
     def under(self: _Self, start: str) -> _Self:
         return replace(self, key=start + self.key)  # type: ignore[attr-defined]
 
 
-class _Keys(Request[T], Generic[T], frozen=True, array_like=True):
+class _Keys(StoreRequest[T], Generic[T], frozen=True, array_like=True):
     keys: list[str]
     writes: ClassVar[bool] = False
 
@@ -50,7 +50,7 @@ class _Keys(Request[T], Generic[T], frozen=True, array_like=True):
         return replace(self, keys=[start + key for key in self.keys])  # type: ignore[attr-defined]
 
 
-class _Prefix(Request[T], Generic[T], frozen=True, array_like=True):
+class _Prefix(StoreRequest[T], Generic[T], frozen=True, array_like=True):
     prefix: str
 
     def under(self: _Self, start: str) -> _Self:
@@ -141,7 +141,7 @@ class Append(_OneKey[None], frozen=True, array_like=True, tag=10):
         operations.append(self.key, self.value)
 
 
-class MultiSet(Request[None], frozen=True, array_like=True, tag=11):
+class MultiSet(StoreRequest[None], frozen=True, array_like=True, tag=11):
     items: list[tuple[str, bytes]]
 
     def apply(self, operations: Operations) -> None:
@@ -175,7 +175,7 @@ def _size(call: Call) -> int:
     return len(call.key.encode()) + sum(map(len, values))
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class TogetherResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of :class:`Together`: that of each request that was done, and why the next one failed."""
 
     results: list[Any]
@@ -187,22 +187,22 @@ def too_long_found(length: int) -> str:
     return f"a value of {length} bytes was found: {SHORT} at most"
 
 
-def _one_by_one(operations: Operations, calls: Sequence[Call]) -> Outcome:
+def _one_by_one(operations: Operations, calls: Sequence[Call]) -> TogetherResult:
     results: list[Any] = []
     for call in calls:
         try:
             result: Any = call.apply(operations)
-        except Refused as error:
-            return Outcome(results, str(error))
+        except ValueRefused as error:
+            return TogetherResult(results, str(error))
         if isinstance(call, CompareSet) and result != call.desired:
             if len(result) > SHORT:
-                return Outcome(results, too_long_found(len(result)))
-            return Outcome([*results, result])
+                return TogetherResult(results, too_long_found(len(result)))
+            return TogetherResult([*results, result])
         results.append(result)
-    return Outcome(results)
+    return TogetherResult(results)
 
 
-class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
+class Together(StoreRequest[TogetherResult], frozen=True, array_like=True, tag=14):
     """Writes, done one after the other, up to the first that fails or finds another value than it sets.
 
     Nobody comes in between, but where :meth:`shoal.store.Store.together` says so.
@@ -210,10 +210,10 @@ class Together(Request[Outcome], frozen=True, array_like=True, tag=14):
 
     requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
 
-    def apply(self, operations: Operations) -> Outcome:
+    def apply(self, operations: Operations) -> TogetherResult:
         if (size := sum(map(_size, self.requests))) > SHORT:
-            return Outcome([], f"{size} bytes of keys and values: at most {SHORT} can be set together")
-        return operations.together(self.requests, _one_by_one) if self.requests else Outcome([])
+            return TogetherResult([], f"{size} bytes of keys and values: at most {SHORT} can be set together")
+        return operations.together(self.requests, _one_by_one) if self.requests else TogetherResult([])
 
     def under(self, start: str) -> Together:
         return Together([request.under(start) for request in self.requests])
@@ -225,13 +225,13 @@ _AnyRequest = (
 )  # fmt: skip
 
 #: the type of each request's result, with which a reply is decoded
-RESULTS: dict[type[Request[Any]], Any] = {
+RESULTS: dict[type[StoreRequest[Any]], Any] = {
     Set: None, Get: list[bytes], Wait: None, Add: int, CompareSet: bytes, Delete: bool, Check: bool,
     NumKeys: int, ListKeys: list[str], Append: None, MultiSet: None, DeletePrefix: int,
-    Peek: list[bytes | None], Together: Outcome,
+    Peek: list[bytes | None], Together: TogetherResult,
 }  # fmt: skip
 
 #: turn a request into msgpack and back; MalformedMessage for bytes that are none
 _encoder = msgspec.msgpack.Encoder()
 encode, encode_into = _encoder.encode, _encoder.encode_into
-decode: Callable[[Raw], Request[Any]] = msgpack_decoder(_AnyRequest)
+decode: Callable[[Raw], StoreRequest[Any]] = msgpack_decoder(_AnyRequest)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from ..errors import StoreError, StoreTimeout
 from ..store import Store
-from ..store.operations import Table
+from ..store.operations import KeyTable
 from ..store.requests import Append, Call, CompareSet, Together
 
 #: seconds for which ``play`` waits for a key that is missing
@@ -38,13 +38,13 @@ _KINDS = {"set": 3, "get": 6, "add": 6, "compare_set": 5, "append": 3, "delete":
 _LINES, _BYTES = 12, 60
 
 
-class Refused(NamedTuple):
+class RefusedResult(NamedTuple):
     """The result of an operation that raised ``StoreError``, and so changed nothing."""
 
     why: str
 
 
-class Operation(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of a method of :class:`Recorder` and what came of it.
 
     Attributes:
@@ -65,10 +65,10 @@ class Recorder:
     """One client of a store, whose calls are noted in ``history``.
 
     A ``StoreTimeout`` is noted as a missing answer, a ``StoreError`` of ``add`` and ``append`` as
-    :class:`Refused`; both are raised.  Clients in several threads may share a history.
+    :class:`RefusedResult`; both are raised.  Clients in several threads may share a history.
     """
 
-    def __init__(self, store: Store, client: str, history: list[Operation]) -> None:
+    def __init__(self, store: Store, client: str, history: list[RecordedCall]) -> None:
         self._store, self._client, self._history = store, client, history
 
     def set(self, key: str, value: bytes) -> None:
@@ -116,10 +116,10 @@ class Recorder:
             return result
         except StoreError as error:
             if not isinstance(error, StoreTimeout) and name in ("add", "append"):
-                returned, result = time.monotonic_ns(), Refused(str(error))
+                returned, result = time.monotonic_ns(), RefusedResult(str(error))
             raise
         finally:
-            self._history.append(Operation(self._client, name, key, arguments, called, returned, result))
+            self._history.append(RecordedCall(self._client, name, key, arguments, called, returned, result))
 
 
 def play(
@@ -130,7 +130,7 @@ def play(
     keys: int = 3,
     seed: int = 0,
     together: bool = True,
-) -> list[Operation]:
+) -> list[RecordedCall]:
     """Have ``clients`` threads call random methods on a few keys at once, and check what they returned.
 
     Each client has a clone of ``store``.  What is called follows from ``seed``, when it is called does not.
@@ -148,7 +148,7 @@ def play(
     names = [f"linearize/{number}" for number in range(keys)]
     for name in names:
         store.delete(name)
-    history: list[Operation] = []
+    history: list[RecordedCall] = []
     ready = threading.Barrier(clients)
     kinds = {kind: often for kind, often in _KINDS.items() if together or kind != "together"}
 
@@ -212,7 +212,7 @@ def _work(
 _State = tuple[bytes | None, frozenset[int]]
 
 
-def check(history: Iterable[Operation]) -> None:
+def check(history: Iterable[RecordedCall]) -> None:
     """Check that the operations on each key have an order; before them no key exists.
 
     The time grows quickly with the number of operations on one key that are under way at once, and of
@@ -226,7 +226,7 @@ def check(history: Iterable[Operation]) -> None:
         _check_key(key, sorted(some, key=lambda each: each.called))
 
 
-def _check_key(key: str, operations: list[Operation]) -> None:
+def _check_key(key: str, operations: list[RecordedCall]) -> None:
     events = []
     for number, each in enumerate(operations):
         if each.returned is not None:
@@ -248,7 +248,7 @@ def _check_key(key: str, operations: list[Operation]) -> None:
 
 
 def _after(
-    states: set[_State], number: int, under_way: set[int], operations: list[Operation]
+    states: set[_State], number: int, under_way: set[int], operations: list[RecordedCall]
 ) -> list[_State]:
     """The states in which operation ``number`` is done, with those that may have been done before it."""
     unanswered = {each for each in under_way if operations[each].returned is None}
@@ -272,9 +272,9 @@ def _after(
     return reached
 
 
-def _alone(held: bytes | None, operation: Operation) -> tuple[bool, bytes | None]:
+def _alone(held: bytes | None, operation: RecordedCall) -> tuple[bool, bytes | None]:
     """Do one operation on a key that holds ``held``: whether it returns the result, and what is held then."""
-    table = Table()
+    table = KeyTable()
     if held is not None:
         table.values[operation.key] = held
     try:
@@ -287,11 +287,11 @@ def _alone(held: bytes | None, operation: Operation) -> tuple[bool, bytes | None
         else:
             result = getattr(table, operation.name)(operation.key, *operation.arguments)
     except StoreError:
-        return operation.returned is None or isinstance(operation.result, Refused), held
+        return operation.returned is None or isinstance(operation.result, RefusedResult), held
     return operation.returned is None or result == operation.result, table.values.get(operation.key)
 
 
-def _explained(key: str, operations: list[Operation], number: int, states: set[_State]) -> str:
+def _explained(key: str, operations: list[RecordedCall], number: int, states: set[_State]) -> str:
     last = operations[number]
     assert last.returned is not None
     before = [each for each in operations if each.called <= last.returned]
@@ -315,12 +315,12 @@ def _explained(key: str, operations: list[Operation], number: int, states: set[_
     return "\n".join(lines)
 
 
-def _called(operation: Operation) -> str:
+def _called(operation: RecordedCall) -> str:
     arguments = ", ".join(map(_short, operation.arguments))
     call = f"{operation.name}({arguments})"
     if operation.returned is None:
         return f"{call}, unanswered"
-    if isinstance(operation.result, Refused):
+    if isinstance(operation.result, RefusedResult):
         return f"{call}, refused: {operation.result.why}"
     return f"{call} -> {_short(operation.result)}"
 

@@ -21,7 +21,7 @@ from ..group import ProcessGroup
 from ..initialize import world_group
 from ..net import Deadline
 from ..rendezvous.meet import meet_at
-from ..rendezvous.place import Place
+from ..rendezvous.place import RendezvousPoint
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
 from .outcome import Outcome, failed, values
@@ -89,7 +89,7 @@ def run_threads(
                 host=None if hosts is None else hosts[rank],
             )
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
-            membership = meet_at(Place.at(venue, request))
+            membership = meet_at(RendezvousPoint.at(venue, request))
             return world_group(
                 membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
             )

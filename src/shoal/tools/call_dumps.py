@@ -16,7 +16,7 @@ SCHEMA = "shoal.calls/1"
 _SHOWN = 5
 
 
-class _Error(msgspec.Struct):
+class _CallError(msgspec.Struct):
     type: str
     message: str
 
@@ -30,7 +30,7 @@ class _Pending(msgspec.Struct):
         return f"{self.call} at {self.callee!r}"
 
 
-class _Served(msgspec.Struct):
+class _DumpedCall(msgspec.Struct):
     call: str
     caller: str
     seconds: float | None
@@ -39,7 +39,7 @@ class _Served(msgspec.Struct):
         return f"{self.call or 'a call'} of {self.caller!r}"
 
 
-class _Node(msgspec.Struct):
+class _NodeState(msgspec.Struct):
     """What a node of a master did last."""
 
     session: str
@@ -55,11 +55,11 @@ class CallDump(msgspec.Struct):
     worker: str
     state: str
     time: float
-    error: _Error | None
+    error: _CallError | None
     pending: list[_Pending]
-    served: list[_Served]
+    served: list[_DumpedCall]
     stacks: list[Stack]
-    nodes: list[_Node] = []
+    nodes: list[_NodeState] = []
 
 
 def table(workers: Mapping[str, CallDump]) -> Table:
@@ -74,7 +74,7 @@ def table(workers: Mapping[str, CallDump]) -> Table:
     return drawn
 
 
-def _oldest(calls: list[_Pending] | list[_Served]) -> tuple[str, str]:
+def _oldest(calls: list[_Pending] | list[_DumpedCall]) -> tuple[str, str]:
     """The first call and how many there are beside it; and its age."""
     if not calls:
         return "", ""

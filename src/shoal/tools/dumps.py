@@ -24,7 +24,7 @@ from .stacks import Stack, place_of
 _WIDE = 1000
 
 
-class _Entry(msgspec.Struct):
+class _DumpedOperation(msgspec.Struct):
     """The shown part of an operation: see :class:`shoal.recorder.Entry`, which needs torch."""
 
     kind: str
@@ -45,7 +45,7 @@ class _Any(msgspec.Struct):
     schema: str
 
 
-class _Error(msgspec.Struct):
+class _OperationError(msgspec.Struct):
     type: str
     message: str
 
@@ -61,8 +61,8 @@ class Dump(msgspec.Struct):
     state: str
     time: float
     now: int
-    error: _Error | None
-    entries: list[_Entry]
+    error: _OperationError | None
+    entries: list[_DumpedOperation]
     stacks: list[Stack]
 
     @property
@@ -71,13 +71,13 @@ class Dump(msgspec.Struct):
         return max((entry.number for entry in self.entries), default=-1)
 
     @property
-    def completed(self) -> _Entry | None:
+    def completed(self) -> _DumpedOperation | None:
         """The operation with the highest number that has completed."""
         done = (entry for entry in self.entries if entry.state == "completed" and entry.number >= 0)
         return max(done, key=lambda entry: entry.number, default=None)
 
     @property
-    def unfinished(self) -> _Entry | None:
+    def unfinished(self) -> _DumpedOperation | None:
         """The first operation that is pending or has failed."""
         return next((entry for entry in self.entries if entry.state in ("submitted", "failed")), None)
 

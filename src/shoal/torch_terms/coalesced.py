@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError, WaitTimeout
-from ..future import Future, Source, collect_all, derive_key
+from ..future import Future, FutureSource, collect_all, derive_key
 from ..group import ProcessGroup
 from ..spec import ReduceOp
 from ..streams import DeviceEvents
@@ -80,7 +80,7 @@ def together(operations: Iterable[Future[Any]]) -> Future[Any]:
     return result
 
 
-class _Together(Source):
+class _Together(FutureSource):
     """Several operations as one."""
 
     def __init__(self, futures: Sequence[Future[Any]]) -> None:

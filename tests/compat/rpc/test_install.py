@@ -153,20 +153,20 @@ def test_futures_of_calls_and_of_torch_are_waited_for_together(pool: Pool) -> No
 
 
 def connects_late(context: Context) -> None:
-    from shoal.rpc.connection.links import Links
+    from shoal.rpc.connection.links import ConnectionManager
 
     rpc = begin(context)
-    connect = Links._connect
+    connect = ConnectionManager._connect
 
     def later(*args: Any) -> Any:
         time.sleep(0.3)
         return connect(*args)
 
-    Links._connect = later  # type: ignore[method-assign]
+    ConnectionManager._connect = later  # type: ignore[method-assign]
     try:
         made = rpc.remote(f"w{1 - context.rank}", int, args=("7",), timeout=0.1)
     finally:
-        Links._connect = connect  # type: ignore[method-assign]
+        ConnectionManager._connect = connect  # type: ignore[method-assign]
     with contextlib.suppress(RuntimeError):  # making it may be late, of which its reference tells
         assert made.to_here() == 7
     end()

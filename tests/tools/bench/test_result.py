@@ -10,7 +10,7 @@ import pytest
 from shoal.tools.bench import readme, table
 from shoal.tools.bench.case import Case, Size
 from shoal.tools.bench.picture import draw
-from shoal.tools.bench.result import Cell, Result, Setting
+from shoal.tools.bench.result import BenchResult, Cell, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTING = Setting("all_reduce", "fp32", 2)
@@ -18,7 +18,7 @@ SMALL, LARGE = Size(8), Size(2**20)
 
 
 @pytest.fixture
-def result() -> Result:
+def result() -> BenchResult:
     samples = {
         "shoal registered": {SMALL: [1e-6, 2e-6, 3e-6], LARGE: [1e-4] * 3},
         "Gloo": {SMALL: [8e-6, 8e-6, 9e-6], LARGE: [2e-3] * 3},
@@ -27,7 +27,7 @@ def result() -> Result:
         "floor": {LARGE: [8e-5] * 3},
         "memcpy": {LARGE: [1e-4] * 3},
     }
-    made = Result(3, futex=[9e-6, 8e-6, 7e-6], absent=[("openmpi", 2, "", "gone")])
+    made = BenchResult(3, futex=[9e-6, 8e-6, 7e-6], absent=[("openmpi", 2, "", "gone")])
     for size in (SMALL, LARGE):
         for name, by_size in samples.items():
             if size in by_size:
@@ -35,7 +35,7 @@ def result() -> Result:
     return made
 
 
-def test_a_ratio_is_the_median_over_rounds_against_the_fastest_that_was_measured(result: Result) -> None:
+def test_a_ratio_is_the_median_over_rounds_against_the_fastest_that_was_measured(result: BenchResult) -> None:
     assert result.ratio(SETTING, SMALL, "shoal registered", ["MPICH", "Open MPI"]) == pytest.approx(2.0)
     assert result.ratio(SETTING, LARGE, "shoal registered", ["Gloo"]) == pytest.approx(20.0)
     assert result.ratio(SETTING, LARGE, "shoal registered", ["floor"]) == pytest.approx(0.8)
@@ -47,7 +47,7 @@ def test_the_spread_is_half_the_interquartile_range() -> None:
     assert Cell([1.0]).spread == 0.0
 
 
-def test_the_table_has_times_ratios_and_who_is_absent(result: Result) -> None:
+def test_the_table_has_times_ratios_and_who_is_absent(result: BenchResult) -> None:
     text = table.markdown(result, SETTING, [SMALL, LARGE])
     assert "openmpi is absent: gone" in text
     assert "| Open MPI | 5 us ±0% | - |" in text
@@ -68,7 +68,7 @@ def test_sizes_are_named_in_powers_of_1024(size: str, name: str) -> None:
 
 
 def test_the_errors_of_rounded_sums_are_shown() -> None:
-    made = Result(1)
+    made = BenchResult(1)
     for name, error in (("shoal", 0.001), ("Gloo", 0.004), ("MPICH", 0.0)):
         cell = made.cell(Case("all_reduce", "bf16", SMALL), 4, name)
         cell.error = error
@@ -77,7 +77,7 @@ def test_the_errors_of_rounded_sums_are_shown() -> None:
     assert text == "largest relative error: shoal 0.100%, Gloo 0.400%"
 
 
-def test_the_record_holds_every_sample_and_the_machine(result: Result, tmp_path: Path) -> None:
+def test_the_record_holds_every_sample_and_the_machine(result: BenchResult, tmp_path: Path) -> None:
     result.save(tmp_path / "bench.json")
     record = json.loads((tmp_path / "bench.json").read_text())
     assert {"processor", "cores", "memory", "system", "python"} == set(record["machine"])
@@ -86,7 +86,7 @@ def test_the_record_holds_every_sample_and_the_machine(result: Result, tmp_path:
     assert record["cells"][0]["samples"] == [1e-6, 2e-6, 3e-6]
 
 
-def test_a_picture_is_drawn_where_some_were_not_measured(result: Result, tmp_path: Path) -> None:
+def test_a_picture_is_drawn_where_some_were_not_measured(result: BenchResult, tmp_path: Path) -> None:
     draw(result, [SETTING], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import GroupError
-from ..agreements import News, Op, Outcome, WitnessRequest
+from ..agreements import AgreementOutcome, News, Op, WitnessRequest
 from ..base import GroupSpec
 
 
@@ -29,7 +29,11 @@ class NativeAgreement:
     def wait(self, timeout: float) -> News:
         outcome, op, value, ranks, request = self._core.agreed(self.number, timeout)
         return News(
-            Outcome(outcome), None if op is None else Op(op), value or b"", tuple(ranks or ()), request
+            AgreementOutcome(outcome),
+            None if op is None else Op(op),
+            value or b"",
+            tuple(ranks or ()),
+            request,
         )
 
     def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:

@@ -36,7 +36,7 @@ from ..agreements import Agreeing, Op
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .agreement import NativeAgreement
 from .errors import error_of, limits
-from .mesh import Memory, connect
+from .mesh import OfferedMemory, connect
 from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
 
@@ -130,7 +130,7 @@ class NativeBackend(Backend):
     def _connect(self, transport: str, timeout: float) -> None:
         me = self._me
         rings = [0 if rank == me.rank else self._context.make_ring() for rank in range(me.size)]
-        memory = Memory(self._context.memory_fd, self._context.memory_capacity, rings)
+        memory = OfferedMemory(self._context.memory_fd, self._context.memory_capacity, rings)
         mesh = connect(me, memory, transport=transport, timeout=timeout)
         self._hosts = mesh.hosts
         with mesh:  # what the core does not take over is closed

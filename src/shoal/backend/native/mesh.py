@@ -119,7 +119,7 @@ class Mesh:
         self.close()
 
 
-class Memory:
+class OfferedMemory:
     """The memory that this rank offers to share; implemented by the native core."""
 
     def __init__(self, fd: int, capacity: int, rings: list[int]) -> None:
@@ -128,7 +128,7 @@ class Memory:
         self.rings = rings  # one for each rank, its offset; unused ones cost nothing
 
 
-def connect(membership: Membership, memory: Memory, *, transport: str, timeout: float) -> Mesh:
+def connect(membership: Membership, memory: OfferedMemory, *, transport: str, timeout: float) -> Mesh:
     """Connect this rank to all others.
 
     Raises:
@@ -139,7 +139,9 @@ def connect(membership: Membership, memory: Memory, *, transport: str, timeout: 
 
 
 class _Builder:
-    def __init__(self, membership: Membership, memory: Memory, transport: str, deadline: Deadline) -> None:
+    def __init__(
+        self, membership: Membership, memory: OfferedMemory, transport: str, deadline: Deadline
+    ) -> None:
         self._me = membership
         self._memory = memory
         self._transport = transport

@@ -32,11 +32,11 @@ from ...future import Future
 from ...group import ProcessGroup
 from ...initialize import world_group
 from ...net import Deadline
-from ...rendezvous import Place, Request, Venue, meet_at
+from ...rendezvous import RendezvousPoint, Request, Venue, meet_at
 from ...rendezvous.caller_store import store_address
 from ...store import PrefixStore, Store, adopt
 from ...torch_terms import BACKEND
-from .handles import Handle, common_world, digest
+from .handles import GroupHandle, common_world, digest
 
 #: seconds for closing what was not completely made
 _SHORT = 1.0
@@ -82,13 +82,13 @@ class Connections:
 
     base: ProcessGroup
     ident: str
-    members: tuple[Handle, ...]
+    members: tuple[GroupHandle, ...]
 
     def lost(self) -> frozenset[int]:
         """Return the ranks of the base that are known to be lost."""
         return self.base._links.lost()
 
-    def hazard(self) -> Handle | None:
+    def hazard(self) -> GroupHandle | None:
         """Return a member that is lost, may be alive, and shares memory with this process.
 
         It could still write into that memory, so new groups must not use it.  ``ProcessGroup.rebuild`` kills
@@ -107,7 +107,7 @@ class Connections:
 
 
 @dataclass(eq=False, slots=True)
-class Attempt:
+class Reconfiguration:
     """One call of reconfigure.
 
     Attributes:
@@ -121,7 +121,7 @@ class Attempt:
 
     settings: Settings
     uuid: int
-    members: tuple[Handle, ...]
+    members: tuple[GroupHandle, ...]
     rank: int
     connections: Connections | None
     deadline: Deadline
@@ -217,7 +217,7 @@ class Attempt:
             private=True, brief=True, advice=_ADVICE, address=store_address(store),
         )  # fmt: skip
         request = Request(urlsplit("store://"), rank, len(found), config.secret(), self.deadline)
-        place = replace(Place.at(venue, request), meeting=f"reconfigure/{self.uuid}")
+        place = replace(RendezvousPoint.at(venue, request), meeting=f"reconfigure/{self.uuid}")
         membership = meet_at(place, self._look(keys))
 
         def still_possible(*ranks: Any) -> None:
@@ -263,7 +263,7 @@ class Attempt:
         if self.connections is not None and own.world is None:
             known = self.connections.lost()
 
-        def lost(member: Handle) -> bool:
+        def lost(member: GroupHandle) -> bool:
             """Whether the connection to a member on another host ended since."""
             connections = self.connections
             return (

@@ -26,7 +26,7 @@ _Ident = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _SHOWN = 60
 
 
-class Handle(msgspec.Struct, frozen=True):
+class GroupHandle(msgspec.Struct, frozen=True):
     """One process group of one process.
 
     Attributes:
@@ -58,7 +58,7 @@ class Handle(msgspec.Struct, frozen=True):
         return f"process {self.process.split('/')[1]} on {self.machine.split('/')[0]}"
 
 
-def members(given: object, mine: Handle, world: str | None) -> tuple[Handle, ...]:
+def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupHandle, ...]:
     """The members of a new group, in the order of their ranks.
 
     Args:
@@ -94,12 +94,12 @@ def members(given: object, mine: Handle, world: str | None) -> tuple[Handle, ...
     return tuple(found)
 
 
-def _decoded(handle: object) -> Handle:
+def _decoded(handle: object) -> GroupHandle:
     if not isinstance(handle, str):
         raise UsageError(f"handles: expected str, got {type(handle).__name__}")
     try:
         if handle.startswith(_PREFIX):
-            return from_json(handle.removeprefix(_PREFIX).encode(), Handle)
+            return from_json(handle.removeprefix(_PREFIX).encode(), GroupHandle)
     except (MalformedMessage, UnicodeError):
         pass
     shown = handle if len(handle) <= _SHOWN else handle[:_SHOWN] + "..."
@@ -109,7 +109,7 @@ def _decoded(handle: object) -> Handle:
     )
 
 
-def common_world(found: Sequence[Handle]) -> str | None:
+def common_world(found: Sequence[GroupHandle]) -> str | None:
     """The connections that all of these processes are in and can use again; None: they have to connect.
 
     All members compute this from the same list, so their results are equal.

@@ -13,7 +13,7 @@ from ...errors import OperationTimeout
 from ...group import ProcessGroup
 from ..process_group import TorchProcessGroup
 from ..shown import Shown
-from ..work import Work
+from ..work import TorchWork
 from .reconfigurer import Reconfigurer
 
 
@@ -71,7 +71,7 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
         """The handle of this process for the next reconfigure."""
         return self._reconfigurer.handle().encode()
 
-    def reconfigure(self, opts: Any) -> Work:
+    def reconfigure(self, opts: Any) -> TorchWork:
         """Make a group of the processes whose handles are in ``opts.handles``; returns at once.
 
         Args:
@@ -79,7 +79,7 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
         """
         limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
         future = self._reconfigurer.begin(opts.uuid, opts.handles, limit, self._seconds)
-        return Work(future, [])
+        return TorchWork(future, [])
 
     def shutdown(self) -> None:
         """Release everything.  Never hangs."""

@@ -1,8 +1,8 @@
 """The groups of one process, one after another: the work behind ``torch.distributed._reconfigure``.
 
-An :class:`~.attempt.Attempt` runs in a thread of callbacks for each call.  When it has connected the members,
-its group becomes the present one.  The connections stay, also when a later attempt fails, until the process
-has others.
+A :class:`~.attempt.Reconfiguration` runs in a thread of callbacks for each call.  When it has connected the
+members, its group becomes the present one.  The connections stay, also when a later attempt fails, until the
+process has others.
 
 A handle offers these connections only where it is safe to use them again: see ``Connections.hazard``.
 """
@@ -29,8 +29,8 @@ from ...group.submission import in_background
 from ...net import Deadline
 from ...rendezvous.host import here
 from ...torch_terms.durations import CLOSING
-from .attempt import Attempt, Connections, Settings
-from .handles import Handle, members
+from .attempt import Connections, Reconfiguration, Settings
+from .handles import GroupHandle, members
 
 #: seconds for operations of the group before, which its members have left, to complete
 _LEAVING = 1.0
@@ -72,10 +72,10 @@ class Reconfigurer:
         self._settings = settings
         self._name = settings.name
         place = here()
-        self._mine = Handle(secrets.token_hex(8), rank, place.machine, place.process)
+        self._mine = GroupHandle(secrets.token_hex(8), rank, place.machine, place.process)
         self._lock = threading.Lock()
         self._connections: Connections | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: Reconfiguration | None = None
         self._used: set[int] = set()
         #: attempts, and the closing of groups
         self._background: list[Future[None]] = []
@@ -97,7 +97,7 @@ class Reconfigurer:
             attempt.future.wait()
         return cast(ProcessGroup, self.current)  # an Unconfigured raises where it is used
 
-    def handle(self) -> Handle:
+    def handle(self) -> GroupHandle:
         """Return the present handle of this process."""
         connections = self._connections
         if connections is None or connections.hazard() is not None:
@@ -135,7 +135,9 @@ class Reconfigurer:
             rank = [each.ident for each in found].index(self._mine.ident)
             self._used.add(uuid)
             earlier, before = self._attempt, self.current
-            attempt = Attempt(self._settings, uuid, found, rank, self._connections, Deadline(limit), timeout)
+            attempt = Reconfiguration(
+                self._settings, uuid, found, rank, self._connections, Deadline(limit), timeout
+            )
             self.current = Unconfigured(before.rank, before.size, self._name, "it is being reconfigured")
             self._attempt = attempt
         if earlier is not None:
@@ -197,7 +199,7 @@ class Reconfigurer:
 
         self._start(close)
 
-    def _run(self, attempt: Attempt) -> None:
+    def _run(self, attempt: Reconfiguration) -> None:
         token = enter_scope(None)  # operations are numbered here, as they are outside callbacks
         failure: BaseException | None = None
         try:
@@ -215,7 +217,7 @@ class Reconfigurer:
             self._give_up(attempt, failure)
             attempt.future.set_exception(failure)
 
-    def _take(self, attempt: Attempt, group: ProcessGroup, connections: Connections) -> None:
+    def _take(self, attempt: Reconfiguration, group: ProcessGroup, connections: Connections) -> None:
         """Use the new group from now on, unless the attempt was cancelled meanwhile."""
         with self._lock:
             late = self._attempt is not attempt or self._closed
@@ -230,7 +232,7 @@ class Reconfigurer:
         if late:
             raise RendezvousError("this process went on without it")
 
-    def _give_up(self, attempt: Attempt, error: BaseException) -> None:
+    def _give_up(self, attempt: Reconfiguration, error: BaseException) -> None:
         with self._lock:
             if self._attempt is attempt:
                 was = self.current

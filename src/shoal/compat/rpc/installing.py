@@ -30,7 +30,12 @@ def install() -> None:
         )
     from . import calls, lifecycle, reference, waiting
 
-    new = {**calls.replacements, **lifecycle.replacements, "RRef": reference.RRef, "PyRRef": reference.PyRRef}
+    new = {
+        **calls.replacements,
+        **lifecycle.replacements,
+        "RRef": reference.TorchRRef,
+        "PyRRef": reference.PyRRef,
+    }
     for module in (rpc, rpc.api, rpc.internal, rpc.backend_registry):
         for name in new.keys() & vars(module).keys():
             _replace(module, name, new[name])

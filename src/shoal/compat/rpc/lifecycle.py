@@ -14,11 +14,11 @@ import torch.distributed.rpc as theirs
 from ... import config
 from ...errors import UnsupportedOperation, WorkerLost
 from ...net import Deadline
-from ...rendezvous import Place, Request, Venue
+from ...rendezvous import RendezvousPoint, Request, Venue
 from ...rendezvous.caller_store import store_address
 from ...rpc.calls.default import call_timeout
 from ...rpc.calls.holds import drop
-from ...rpc.connection.meeting import Meeting, keys_of
+from ...rpc.connection.meeting import WorkerMeeting, keys_of
 from ...rpc.join import HANDLERS, at_place, checked_settings
 from ...store import adopt
 from ...torch_terms import BACKEND
@@ -71,13 +71,15 @@ def _begin(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
         ours, rank, world_size, job=f"{BACKEND}/rpc", epoch=0, private=True, address=store_address(ours)
     )
     request = Request(urlsplit("store://"), rank, world_size, config.secret(), deadline)
-    place = Place.at(venue, request)
+    place = RendezvousPoint.at(venue, request)
     try:
         _check_kind(place, bool(world_size))
         if not world_size:
             return TorchAgent(at_place(place, name, settings), None)
         # Torch counts the meetings of a store itself.
-        meeting = Meeting(keys_of(place.store, "meeting", 0), place.here, name, rank, world_size, "shutdown")
+        meeting = WorkerMeeting(
+            keys_of(place.store, "meeting", 0), place.here, name, rank, world_size, "shutdown"
+        )
         meeting.gather(deadline)
         try:
             agent = TorchAgent(at_place(place, name, settings), meeting)
@@ -97,7 +99,7 @@ def _begin(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
         raise
 
 
-def _check_kind(place: Place, fixed: bool) -> None:
+def _check_kind(place: RendezvousPoint, fixed: bool) -> None:
     mine = b"fixed" if fixed else b"coming and going"
     if place.store.compare_set("rpc/kind", b"", mine) != mine:
         raise RuntimeError(

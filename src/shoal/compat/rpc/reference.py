@@ -43,7 +43,7 @@ class PyRRef:
     @classmethod
     def _of(cls, ref: ShoalRRef[Any], rref_id: Id | None = None, fork_id: Id | None = None) -> PyRRef:
         """A reference that was made by a call, or that came in one."""
-        made = RRef.__new__(RRef)
+        made = TorchRRef.__new__(TorchRRef)
         agent = the_agent()
         rref_id = agent.new_id() if rref_id is None else rref_id
         made._begin(ref, rref_id, None if ref.is_owner() else fork_id or agent.new_id())
@@ -185,7 +185,7 @@ class PyRRef:
             raise RuntimeError(f"{self} has been deleted. Cannot {what} after deletion.")
 
 
-class RRef(PyRRef, Generic[T]):
+class TorchRRef(PyRRef, Generic[T]):
     """The class in the place of ``torch.distributed.rpc.RRef``."""
 
 

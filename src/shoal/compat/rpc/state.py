@@ -14,7 +14,7 @@ from ...errors import RpcError, ShoalError
 from ...net import Deadline
 from ...rpc import Agent, Peer
 from ...rpc.calls.default import call_timeout
-from ...rpc.connection.meeting import Meeting
+from ...rpc.connection.meeting import WorkerMeeting
 
 #: seconds that the end takes at least, however little was given for it
 _SHORT = 0.5
@@ -29,7 +29,7 @@ class TorchAgent:
         meeting: of the fixed number of workers that it is one of; None: they come and go.
     """
 
-    def __init__(self, agent: Agent, meeting: Meeting | None) -> None:
+    def __init__(self, agent: Agent, meeting: WorkerMeeting | None) -> None:
         self.agent = agent
         self.meeting = meeting
         self._graceful = False
@@ -101,11 +101,11 @@ class TorchAgent:
         return self.agent.worker.rank, next(self._locals)
 
 
-class _State:
+class _RpcState:
     agent: TorchAgent | None = None
 
 
-state = _State()
+state = _RpcState()
 
 
 def the_agent() -> TorchAgent:

@@ -26,7 +26,7 @@ from ..tensor.tensor import RemoteTensor
     "connections to its nodes",
     "Make another one of the same nodes",
 )
-class Collectives:
+class PlaceCollectives:
     """The collectives of a place.
 
     Attributes:

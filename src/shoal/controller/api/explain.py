@@ -11,7 +11,7 @@ from ...common.wording import counted
 from ...errors import NodeLost, RemoteOpError, ShoalError
 from ..commands.history import Maker, maker_of
 from ..commands.issuing import shown
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..tensor.tensor import RemoteTensor
 from ..tensor.within import shown as device_shown
 
@@ -122,7 +122,7 @@ def _of_all(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | None, Mak
     return next((each for each in found if each[1].pending), found[0] if found else (None, None))
 
 
-def _poison(lines: Sequence[Line], space: int, id: int, ask: Ask) -> ShoalError | None:
+def _poison(lines: Sequence[NodeConnection], space: int, id: int, ask: Ask) -> ShoalError | None:
     for line in lines:
         try:
             poison = ask(line.index, space, id)

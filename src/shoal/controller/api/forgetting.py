@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..node import sessions
 from ..tensor.ordering import Streams
 
 
-def forget_spaces(line: Line) -> None:
+def forget_spaces(line: NodeConnection) -> None:
     """Let a lost line go of its spaces: a lost place holds its lost nodes, and these older lost places."""
     for space in line.spaces:
         if not space.used():
@@ -21,7 +21,7 @@ def forget_spaces(line: Line) -> None:
         each.spaces = []
 
 
-def forget_what_is_over(lines: Sequence[Line], streams: Streams | None) -> None:
+def forget_what_is_over(lines: Sequence[NodeConnection], streams: Streams | None) -> None:
     """Forget lost spaces that are not used any more, here and on the nodes that live.
 
     Those that are used now are forgotten when the next node is replaced.

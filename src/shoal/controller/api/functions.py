@@ -29,7 +29,7 @@ _left: deque[tuple[Space, int]] = deque()
     "its result at the node",
     "Call result() and copy that",
 )
-class Pending:
+class PendingFunction:
     """A call that a node has been sent.
 
     Attributes:
@@ -115,7 +115,7 @@ def payload_of(
 def call(spaces: Sequence[Space], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function on nodes; what it gave, on several nodes a list."""
     payload = payload_of(fn, args, kwargs, spaces)
-    pending = [Pending(space, payload) for space in spaces]
+    pending = [PendingFunction(space, payload) for space in spaces]
     results, errors = [], []
     for each in pending:
         try:

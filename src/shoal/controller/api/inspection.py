@@ -11,7 +11,7 @@ import torch
 
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..commands.space import Space
 from ..node import sessions
 from ..start.roster import Roster
@@ -37,7 +37,7 @@ class Seeing:
 
     name: str
     _lock: threading.RLock
-    _lines: list[Line]
+    _lines: list[NodeConnection]
     _spaces: dict[int, Space]
     _roster: Roster
 

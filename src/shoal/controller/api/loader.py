@@ -17,7 +17,7 @@ from ..commands.space import Space
 from ..node import loader as at_node
 from ..protocol.naming import node_name
 from ..tensor.tensor import RemoteTensor
-from .functions import Pending, payload_of
+from .functions import PendingFunction, payload_of
 from .place import Place
 
 
@@ -26,16 +26,16 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
     spaces = place.space.parts
     name = secrets.token_hex(8)
     follow = payload_of(at_node.following, (name,), {}, spaces)
-    asked: list[deque[Pending]] = [deque() for _ in spaces]
+    asked: list[deque[PendingFunction]] = [deque() for _ in spaces]
     begun = []
     try:
         for index, space in enumerate(spaces):
             begun.append(space)
             payload = payload_of(at_node.begin, (name, make, index, len(spaces)), {}, (space,))
-            Pending(space, payload).drop()
+            PendingFunction(space, payload).drop()
         for _ in range(at_node.AHEAD):
             for each, space in zip(asked, spaces, strict=True):
-                each.append(Pending(space, follow))
+                each.append(PendingFunction(space, follow))
         while True:
             found = [each.popleft().result() for each in asked]
             for space, each in zip(spaces, found, strict=True):
@@ -44,7 +44,7 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
             if any(each[0] == "end" for each in found):
                 return
             for each, space in zip(asked, spaces, strict=True):
-                each.append(Pending(space, follow))
+                each.append(PendingFunction(space, follow))
             batches = [each[1] for each in found]
             yield _on_device(place.space, batches[0] if len(batches) == 1 else _joined(place, batches))
     finally:
@@ -53,7 +53,7 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
                 one.drop()
         for space in begun:
             with contextlib.suppress(ShoalError):  # the next use of a lost node hears of it
-                Pending(space, payload_of(at_node.stop, (name,), {}, (space,))).drop()
+                PendingFunction(space, payload_of(at_node.stop, (name,), {}, (space,))).drop()
 
 
 def _failed(index: int, error: str, traceback: str) -> RemoteOpError:

@@ -26,7 +26,7 @@ from ...future import Future
 from ...net import Deadline
 from ..commands import interrupts
 from ..commands.connecting import connect, disconnect
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..commands.space import Space
 from ..node import sessions
 from ..protocol.imports import checked as imports_of_nodes
@@ -34,7 +34,7 @@ from ..protocol.naming import node_name
 from ..recording.recorded import Recorded
 from ..start.roster import Roster
 from ..start.standstills import Standstills
-from ..start.start import Worker, Workers
+from ..start.start import NodeWorker, Workers
 from ..tensor import current
 from ..tensor.autograd import restore_thread
 from ..tensor.calls import misses_of
@@ -146,7 +146,7 @@ class Master(Seeing):
         self._options = options
         self._imports = imports
         self._pids: list[int] = []
-        self._lines: list[Line] = []
+        self._lines: list[NodeConnection] = []
         #: of nodes and of places of several, by the index of their device
         self._spaces: dict[int, Space] = {}
         self._places: dict[tuple[int, ...], Place] = {}
@@ -229,7 +229,7 @@ class Master(Seeing):
         lines = tuple(part.lines[0] for part in parts)
         return Space(device, lines, self._lock, parts, number)
 
-    def _take(self, index: int, how: Callable[[int, Deadline], Worker], deadline: Deadline) -> None:
+    def _take(self, index: int, how: Callable[[int, Deadline], NodeWorker], deadline: Deadline) -> None:
         """Make the worker that ``how`` gives node ``index``."""
         if self._pid != os.getpid():
             raise self._forked()
@@ -251,7 +251,7 @@ class Master(Seeing):
                 self._workers.give_back(worker)
                 raise
         with self._lock:
-            line = Line(index, self._lock, send, self._lines, epoch, gpus, within)
+            line = NodeConnection(index, self._lock, send, self._lines, epoch, gpus, within)
             connect(line, peer, self.name, self._streams)
             ended = self._lines[index : index + 1]
             for each in ended:

@@ -18,14 +18,14 @@ from ..commands.space import Space
 from ..commands.storage import Storage
 from ..protocol.commands import FETCH
 from ..protocol.metadata import metadata
-from ..tensor.tensor import Handle, RemoteTensor, elements, wrap
-from .collectives import Collectives
+from ..tensor.tensor import RemoteTensor, TensorHandle, elements, wrap
+from .collectives import PlaceCollectives
 
 #: names of nodes: an index, a device, or any number of these
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
 
 
-class Place(Collectives, Sequence[torch.device]):
+class Place(PlaceCollectives, Sequence[torch.device]):
     """Some of a master's nodes; :meth:`Master.place` makes it, one for equal sets.
 
     A sequence of the devices of its nodes; a slice of it is a place.
@@ -133,7 +133,7 @@ class Place(Collectives, Sequence[torch.device]):
 
 
 @uncut
-def _joined(space: Space, handles: Sequence[Handle]) -> RemoteTensor:
+def _joined(space: Space, handles: Sequence[TensorHandle]) -> RemoteTensor:
     """One tensor on a place of one on each of its nodes; the caller holds the lock."""
     given = [(each.space, each.id, each.memory()) for each in handles]
     known = metadata(space.device, handles[0].metadata.told)

@@ -19,21 +19,21 @@ import torch
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError, WorkerLost
 from ...future import Future
-from ..commands.batch import Batch
-from ..commands.line import Line
+from ..commands.batch import SegmentBatch
+from ..commands.line import NodeConnection
 from ..commands.losses import anew, lost_by
 from ..commands.space import Space
 from ..node import sessions
 from ..protocol.commands import MARK, WAIT
-from ..protocol.metadata import Told, metadata
+from ..protocol.metadata import WireMetadata, metadata
 from ..tensor import current
 from ..tensor.ordering import Streams
-from ..tensor.tensor import Handle
+from ..tensor.tensor import TensorHandle
 
 #: a device, what has one, an index, or None: node 0
 Place = Any
 
-_MARK = Told((), (), 0, torch.bool)
+_MARK = WireMetadata((), (), 0, torch.bool)
 
 
 def _home(place: Place) -> Space:
@@ -177,8 +177,8 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._timing = enable_timing
-        self._recorded: tuple[Space, int, list[tuple[Line, Batch]]] | None = None
-        self._mark: Handle | None = None
+        self._recorded: tuple[Space, int, list[tuple[NodeConnection, SegmentBatch]]] | None = None
+        self._mark: TensorHandle | None = None
 
     def record(self, stream: Stream | None = None) -> Event:
         """Record it in a stream, the current one by default; what was recorded before is forgotten.
@@ -201,7 +201,7 @@ class Event:
                 id = log.new_id()
                 with streams.using(log, [], []):
                     log.note(MARK, id, int(self._timing))
-                self._mark = Handle(log.home, id, metadata(log.device, _MARK))
+                self._mark = TensorHandle(log.home, id, metadata(log.device, _MARK))
                 self._mark.storage = streams.made(log)
             position = log.position
             sent = [(line, line.flush()) for line in log.lines]
@@ -290,7 +290,7 @@ class Event:
         return f"<shoal.Event {where}>"
 
 
-def _passed(log: Space, mark: Handle | None, wait: bool) -> list[Future[Any]]:
+def _passed(log: Space, mark: TensorHandle | None, wait: bool) -> list[Future[Any]]:
     """Ask the nodes that have GPUs whether these have come to an event, or to wait until they have."""
     if mark is None:
         return []

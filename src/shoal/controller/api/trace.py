@@ -16,15 +16,15 @@ from typing import Any
 from ...common.atomic_file import AtomicFile
 from ...common.copy_refusal import refuses_copies
 from ...errors import ShoalError, UsageError
-from ..commands.batch import Batch
+from ..commands.batch import SegmentBatch
 from ..commands.history import Issued
 from ..commands.issuing import Origin, issuing_line, shown
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..commands.space import Space
 from ..node import between
 from ..node.sessions import begin_timing, end_timing
 from ..node.trace import MOST, Event, now
-from .functions import Pending, payload_of
+from .functions import PendingFunction, payload_of
 
 #: calls by which a node's clock is read: the quickest counts
 _READS = 8
@@ -48,7 +48,7 @@ class _Sent:
 
     __slots__ = ("done", "issued", "number", "sent", "size", "stream")
 
-    def __init__(self, stream: int, batch: Batch, begun: int) -> None:
+    def __init__(self, stream: int, batch: SegmentBatch, begun: int) -> None:
         self.stream = stream
         self.number = batch.number
         self.issued: Sequence[Issued] = batch.origins
@@ -56,7 +56,7 @@ class _Sent:
         self.sent, self.done = begun, 0
 
 
-class Watch:
+class NodeTrace:
     """The batches and the waits of the master with a node, while a trace runs.
 
     Attributes:
@@ -68,9 +68,9 @@ class Watch:
         self._size = 0
         self.batches: deque[_Sent] = deque()
         self.waits: deque[tuple[int, str, Origin | None, int, int]] = deque(maxlen=MOST)
-        self._open: dict[Batch, _Sent] = {}
+        self._open: dict[SegmentBatch, _Sent] = {}
 
-    def sent(self, stream: int, batch: Batch, begun: int) -> None:
+    def sent(self, stream: int, batch: SegmentBatch, begun: int) -> None:
         """A batch was sent to a stream, from a time on; the caller holds the lock."""
         sent = self._open[batch] = _Sent(stream, batch, begun)
         self.batches.append(sent)
@@ -78,7 +78,7 @@ class Watch:
         while self._size - self.batches[0].size >= MOST:
             self._size -= self.batches.popleft().size
 
-    def acknowledged(self, batch: Batch) -> None:
+    def acknowledged(self, batch: SegmentBatch) -> None:
         """The master has seen that a batch is done; the caller holds the lock."""
         sent = self._open.pop(batch, None)
         if sent is not None:
@@ -91,7 +91,7 @@ class Watch:
 
 class _Waiting:
     # no generator: the program's line would be one of contextlib
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: NodeTrace) -> None:
         self._watch = watch
         self._begun, self._origin = time.monotonic_ns(), issuing_line()
 
@@ -133,7 +133,7 @@ class Trace:
         self._lock = lock
         self._session = session
         self._ask = ask
-        self._watches: dict[Line, Watch] = {}
+        self._watches: dict[NodeConnection, NodeTrace] = {}
 
     def __enter__(self) -> Trace:
         if not _running.acquire(blocking=False):
@@ -191,15 +191,15 @@ class Trace:
         self._watches.clear()
         _running.release()
 
-    def _everywhere(self, fn: Callable[[str], Any]) -> list[Pending]:
+    def _everywhere(self, fn: Callable[[str], Any]) -> list[PendingFunction]:
         """Call a function at all nodes in the order of what is issued; watch the batches after it."""
         pending = []
         with self._lock:
             for space in self._spaces:
                 line = space.lines[0]
                 with contextlib.suppress(ShoalError):
-                    pending.append(Pending(space, payload_of(fn, (self._session,), {}, (space,))))
-                    line.watch = self._watches.setdefault(line, Watch(line.index))
+                    pending.append(PendingFunction(space, payload_of(fn, (self._session,), {}, (space,))))
+                    line.watch = self._watches.setdefault(line, NodeTrace(line.index))
         return pending
 
     def _clock(self, index: int) -> tuple[int, int]:
@@ -242,7 +242,7 @@ class Trace:
         other = {"session": self._session, "clocks": clocks, "dropped": dropped, "lost": lost}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
-    def _of_master(self, watch: Watch, threads: dict[int, str], ended: int) -> Iterator[dict[str, Any]]:
+    def _of_master(self, watch: NodeTrace, threads: dict[int, str], ended: int) -> Iterator[dict[str, Any]]:
         for thread, name, origin, begun, done in list(watch.waits):
             if begun > ended:
                 continue
@@ -260,7 +260,7 @@ class Trace:
             yield {**same, "ph": "b", "ts": self._time(batch.sent), "args": {"commands": batch.size}}
             yield {**same, "ph": "e", "ts": self._time(batch.done or ended)}
 
-    def _of_node(self, watch: Watch, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    def _of_node(self, watch: NodeTrace, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         offset, _ = self._clocks[watch.index]
         batches = {(batch.stream, batch.number): batch for batch in watch.batches}
         lines: dict[tuple[int, int, int], dict[int, Any]] = {}

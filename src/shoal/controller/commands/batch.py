@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import RemoteOpError
 from ...future import Future
 from ...rpc.calls.call import reads_arguments
-from ..protocol.commands import Failure
+from ..protocol.commands import OperationFailure
 from ..protocol.naming import node_name
 from .history import Issued
 from .interrupts import waiting
@@ -23,7 +23,7 @@ def length(payload: Any) -> int:
     return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
 
 
-class Batch:
+class SegmentBatch:
     """Segments that were sent, until the node has said what became of them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Batch:
         while not self.future.done() and reads_arguments(self.future):
             time.sleep(_PAUSE)
 
-    def error(self, node: int, failure: Failure) -> RemoteOpError:
+    def error(self, node: int, failure: OperationFailure) -> RemoteOpError:
         """The error that the program gets for a failure of one of its commands."""
         where = shown(self._issued(failure))
         text = (
@@ -64,7 +64,7 @@ class Batch:
         )
         return RemoteOpError(text, node_name(node), failure.traceback, where)
 
-    def _issued(self, failure: Failure) -> Origin | None:
+    def _issued(self, failure: OperationFailure) -> Origin | None:
         if failure.position < 0:
             return self.origin
         origin: Origin | list[Origin | None] | None = self.origins[failure.segment][failure.position]

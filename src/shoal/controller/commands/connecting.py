@@ -10,17 +10,17 @@ from ...errors import ShoalError
 from ...future import Future
 from ...rpc import Peer
 from ..node import sessions
-from .line import Line, Send
+from .line import NodeConnection, Send
 
 
-def connect(line: Line, peer: Peer, session: str, streams: Any) -> None:
+def connect(line: NodeConnection, peer: Peer, session: str, streams: Any) -> None:
     """Let a line reach its worker, in a session that has these streams, or None."""
     line.call = partial(_called, peer, session)
     line.opens = partial(_opened, peer, session, line.index)
     line.ordering = streams
 
 
-def disconnect(line: Line, why: ShoalError) -> None:
+def disconnect(line: NodeConnection, why: ShoalError) -> None:
     """Let a line raise ``why``, and wait for nothing: this is a forked child."""
     line._end(why)
     for each in (line, *line.further):

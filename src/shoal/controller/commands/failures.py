@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from ...errors import RemoteOpError
-from ..protocol.commands import Failure
+from ..protocol.commands import OperationFailure
 from ..protocol.naming import node_name
-from .batch import Batch
+from .batch import SegmentBatch
 
 #: failures whose texts are kept
 KEPT = 1000
@@ -28,7 +28,7 @@ class Failures:
         self._unseen: deque[int] = deque(maxlen=KEPT)
         self._alone: deque[int] = deque(maxlen=KEPT)
 
-    def add(self, failure: Failure, batch: Batch) -> None:
+    def add(self, failure: OperationFailure, batch: SegmentBatch) -> None:
         """A batch has told of a failure, perhaps once more."""
         number = failure.poison
         if number in self._errors or number in self._elsewhere:

@@ -12,7 +12,7 @@ import torch
 #: code, and offset of the instruction in it: cheap to take, and a line once somebody asks
 Origin = tuple[CodeType, int]
 
-_INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parent) + "/")
+_INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 
 
 class _Files(dict[str, bool]):

@@ -14,9 +14,9 @@ from typing import Any
 
 from ...errors import GroupError, NodeLost, RpcError, ShoalError
 from ...future import Future
-from ..protocol.commands import LOST, Failure, Segment
+from ..protocol.commands import LOST, OperationFailure, Segment
 from ..protocol.naming import node_name
-from .batch import Batch, length
+from .batch import SegmentBatch, length
 from .failures import Failures
 from .history import History, Issued
 from .interrupts import undisturbed, waiting
@@ -47,7 +47,7 @@ COPIES = 256 << 20
 Send = Callable[[list[Segment]], Future[Any]]
 
 
-class Line:
+class NodeConnection:
     """One node, as the master reaches it; each further stream of a node has a line of its own beside it.
 
     Attributes:
@@ -87,12 +87,12 @@ class Line:
         index: int,
         lock: threading.RLock,
         send: Send,
-        lines: list[Line],
+        lines: list[NodeConnection],
         epoch: int = 0,
         accelerators: int = 0,
         within: int = -1,
         stream: int = 0,
-        main: Line | None = None,
+        main: NodeConnection | None = None,
     ) -> None:
         self.index = index
         self.lines = lines
@@ -102,7 +102,7 @@ class Line:
         self.open: OnLine | None = None
         self.lost: ShoalError | None = None
         self.before: ShoalError | None = None
-        self.batches: deque[Batch] = deque()
+        self.batches: deque[SegmentBatch] = deque()
         self.accelerators = accelerators
         self.within = within
         self._send = send
@@ -121,7 +121,7 @@ class Line:
         self.call: Callable[..., Future[Any]]
         self.opens: Callable[[int], Send]
         self.ordering: Any = None
-        self.further: list[Line] = []
+        self.further: list[NodeConnection] = []
         if main is None:
             self.failures = Failures(index)
         else:
@@ -213,7 +213,7 @@ class Line:
                 self.reap()
             self._expected = bytes
 
-    def flush(self) -> Batch | None:
+    def flush(self) -> SegmentBatch | None:
         """Send what is in the log; the last batch that was sent and not replied."""
         undisturbed(self._flush)
         return self.batches[-1] if self.batches else None
@@ -227,7 +227,7 @@ class Line:
         if self._size and self.lost is None:
             begun = 0 if self.main.watch is None else time.monotonic_ns()
             future = self._send(self._outbox)
-            self.batches.append(Batch(self.sent, future, self._origins, self._size))
+            self.batches.append(SegmentBatch(self.sent, future, self._origins, self._size))
             self.sent += 1
             if self.main.watch is not None:
                 self.main.watch.sent(self.stream, self.batches[-1], begun)
@@ -235,7 +235,7 @@ class Line:
             self._outbox, self._origins, self._size = [], [], 0
             self.batches[-1].bytes, self._unsent = self._unsent, 0
 
-    def flush_asked(self) -> Batch:
+    def flush_asked(self) -> SegmentBatch:
         """Send what is in the log, with commands that are replied to."""
         batch = self.flush()
         if batch is None:
@@ -259,11 +259,11 @@ class Line:
                 continue
             batch.values, failures = batch.future.value()
             for told in failures:
-                self.failures.add(Failure(*told), batch)
+                self.failures.add(OperationFailure(*told), batch)
 
     # -- sync points -----------------------------------------------------------------------------
 
-    def answers(self, batch: Batch) -> list[Any]:
+    def answers(self, batch: SegmentBatch) -> list[Any]:
         """Wait for the values of a batch.
 
         Raises:
@@ -276,7 +276,7 @@ class Line:
             raise self.failures.raised(alone)
         return [self._value(*value) for value in batch.values]
 
-    def settle(self, batch: Batch) -> None:
+    def settle(self, batch: SegmentBatch) -> None:
         """Wait until a batch and all before it are done."""
         self._settle(batch)
         with self.lock:
@@ -285,7 +285,7 @@ class Line:
             if self.lost is not None:
                 raise anew(self.lost)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: SegmentBatch) -> None:
         watch = self.main.watch
         if watch is None:
             self._await(batch)
@@ -294,7 +294,7 @@ class Line:
                 self._await(batch)
 
     @waiting
-    def _await(self, batch: Batch) -> None:
+    def _await(self, batch: SegmentBatch) -> None:
         with self.lock:  # the node may wait for what others have not been sent yet
             for line in self.lines:
                 if line._waiting and line.lost is None:
@@ -362,7 +362,7 @@ class Line:
     def _value(self, kind: str, value: Any) -> Any:
         if kind != "poison":
             return value
-        failure = Failure(*value)
+        failure = OperationFailure(*value)
         with self.lock:
             for line in (self.main, *self.main.further):
                 if line.stream == failure.stream:  # whose batch, with other operations, may not be done yet
@@ -451,7 +451,7 @@ class Line:
             self._wake.wait()
             self._wake.clear()
             quiet, sent, pause = 0, self.sent, DELAY
-            full: Batch | None = None
+            full: SegmentBatch | None = None
             while not self._closed:
                 if full is None:
                     time.sleep(pause)

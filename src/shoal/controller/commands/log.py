@@ -18,7 +18,7 @@ from ..protocol.metadata import forget
 from .history import MAKING, Issued, Kind
 from .interrupts import undisturbed
 from .issuing import Origin, issuing_line
-from .line import Line
+from .line import NodeConnection
 from .losses import anew
 from .storage import Ordering, Storage
 
@@ -28,7 +28,7 @@ _LOOK = 32
 _NONE: tuple[int, list[int]] = (-1, [])
 
 
-class Listener(Protocol):
+class CommandListener(Protocol):
     """Hears of commands; see :class:`shoal.controller.recording.recording.Recording`."""
 
     def issued(
@@ -42,7 +42,7 @@ class Listener(Protocol):
     def awaits(self, space: Any, bytes: int) -> None: ...
 
 
-class Log:
+class CommandLog:
     """Commands that are appended, and the ids of tensors; a :class:`.space.Space`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Log:
     def __init__(
         self,
         device: torch.device,
-        lines: tuple[Line, ...],
+        lines: tuple[NodeConnection, ...],
         lock: threading.RLock,
         parts: tuple[Any, ...] = (),
         number: int | None = None,
@@ -100,7 +100,7 @@ class Log:
         self._last = _NONE
         self.issued = self.awaited = self.size = 0
         self.missed: Counter[str] = Counter()
-        self.listener: Listener | None = None
+        self.listener: CommandListener | None = None
         self._open = False
         self._numbers = array("I")
         self._scalars = array("d")
@@ -115,7 +115,7 @@ class Log:
         self.stream = 0
         self.home: Any = self if home is None else home
         self.ordering: Ordering | None = lines[0].main.ordering
-        self.resting: deque[tuple[int, list[tuple[Line, int]]]] = deque()
+        self.resting: deque[tuple[int, list[tuple[NodeConnection, int]]]] = deque()
         self.rested: list[int] = []
         self.further: list[Any] = []
         self.lost: ShoalError | None = None

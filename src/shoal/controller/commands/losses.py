@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.wording import counted
 from ...errors import ShoalError
-from .batch import Batch
+from .batch import SegmentBatch
 from .history import History, Issued
 from .issuing import shown
 
@@ -27,7 +27,7 @@ def lost_by(line: Any, error: ShoalError) -> ShoalError:
         return anew(line.main.lost or error)
 
 
-def unfinished(batches: Iterable[Batch], history: History, stream: int) -> str:
+def unfinished(batches: Iterable[SegmentBatch], history: History, stream: int) -> str:
     """The first operation that a stream of a node had not acknowledged, in a line; of the default stream the
     last one that it had, if there is none.
 
@@ -50,7 +50,7 @@ def unfinished(batches: Iterable[Batch], history: History, stream: int) -> str:
     return ""
 
 
-def _is_done(batch: Batch) -> bool:
+def _is_done(batch: SegmentBatch) -> bool:
     return batch.future.done() and batch.future.exception() is None
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ...errors import ShoalError
-from .batch import Batch
+from .batch import SegmentBatch
 from .history import Issued
 
 
@@ -43,10 +43,10 @@ class OnLine(Protocol):
 
 
 class Watching(Protocol):
-    """Hears of the lines of a node; see :class:`shoal.controller.api.trace.Watch`."""
+    """Hears of the lines of a node; see :class:`shoal.controller.api.trace.NodeTrace`."""
 
-    def sent(self, stream: int, batch: Batch, begun: int) -> None: ...
+    def sent(self, stream: int, batch: SegmentBatch, begun: int) -> None: ...
 
-    def acknowledged(self, batch: Batch) -> None: ...
+    def acknowledged(self, batch: SegmentBatch) -> None: ...
 
     def waiting(self) -> AbstractContextManager[None]: ...

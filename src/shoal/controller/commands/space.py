@@ -39,16 +39,16 @@ from ...common.wording import named
 from ...errors import UsageError
 from ..protocol.commands import ASK, DEFINE, ERASE, FORGET, KEEP, PROGRAM, PUT, SEED, SHARE, STATE, Template
 from ..protocol.metadata import answer_in_words
-from .batch import Batch
+from .batch import SegmentBatch
 from .history import Issued
 from .interrupts import undisturbed
-from .line import Line
-from .log import Log
+from .line import NodeConnection
+from .log import CommandLog
 from .losses import anew
 
 
-class Space(Log):
-    """The tensors of one node, or of a place of several; :class:`.log.Log` has its attributes."""
+class Space(CommandLog):
+    """The tensors of one node, or of a place of several; :class:`.log.CommandLog` has its attributes."""
 
     __slots__ = ()
     parts: tuple[Space, ...]
@@ -170,7 +170,7 @@ class Space(Log):
             self.ordering.fenced(self)
         return id
 
-    def send_asked(self, *command: int) -> list[tuple[Line, Batch]]:
+    def send_asked(self, *command: int) -> list[tuple[NodeConnection, SegmentBatch]]:
         """Append and send a command that is replied to; the caller holds the lock."""
         # No look at the lines, which may send it: ids that are freed then are a batch of their own,
         # and that one would be waited for.
@@ -232,7 +232,7 @@ class Branch(Space):
 
     __slots__ = ("holders",)
 
-    def __init__(self, home: Space, stream: int, lines: tuple[Line, ...]) -> None:
+    def __init__(self, home: Space, stream: int, lines: tuple[NodeConnection, ...]) -> None:
         super().__init__(home.device, lines, home.lock, number=home.number, home=home)
         self.stream = stream
         self.holders = 0

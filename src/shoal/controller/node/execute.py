@@ -41,7 +41,7 @@ from ..protocol.commands import (
     WAIT,
     WIDTHS,
     Definition,
-    Failure,
+    OperationFailure,
     Recipe,
     Template,
     filled,
@@ -54,8 +54,8 @@ from .compiled import Run, compiled
 from .functions import answer
 from .growing import GROWING, let_grow
 from .mark import Mark
-from .memory import Ended, Memory
-from .outcome import Outcome, Poison
+from .memory import NodeMemory, SessionEnded
+from .outcome import BatchReply, Poison
 from .peers import Elsewhere
 from .program import Program
 
@@ -71,7 +71,7 @@ class Tensors:
     """The tensors of a space on this node, and what the log of one stream does to them."""
 
     def __init__(
-        self, device: torch.device, outcome: Outcome, memory: Memory, space: int, stream: int
+        self, device: torch.device, outcome: BatchReply, memory: NodeMemory, space: int, stream: int
     ) -> None:
         self.device = device
         self._outcome = outcome
@@ -146,7 +146,7 @@ class Tensors:
                         q += used
                         if watched:
                             reach(before + p)
-                except Ended:
+                except SessionEnded:
                     raise
                 except BaseException as error:  # of code of the user; no Ctrl-C comes to this thread
                     if a[p] not in self.calls:
@@ -212,7 +212,7 @@ class Tensors:
         step: int = -1,
     ) -> Poison:
         outcome = self._outcome
-        failure = Failure(
+        failure = OperationFailure(
             next(outcome.poisons),
             outcome.stream,
             outcome.batch,

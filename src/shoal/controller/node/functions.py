@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ..protocol.metadata import Told, told
+from ..protocol.metadata import WireMetadata, told
 
 # As it is in a thread that runs no batch: a function may differentiate.
 _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
-class Answer:
+class FunctionReply:
     """The result of a function.
 
     Attributes:
@@ -30,12 +30,12 @@ class Answer:
         self.tensors = tensors
 
     @property
-    def told(self) -> list[Told]:
+    def told(self) -> list[WireMetadata]:
         """The metadata of the tensors."""
         return [told(each) for each in self.tensors]
 
 
-def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any]) -> Answer:
+def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any]) -> FunctionReply:
     """Call the function of a payload.
 
     Args:
@@ -64,7 +64,7 @@ def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any
         return positions[id(value)]
 
     pickled = pickled_with(value, position)
-    return Answer(pickled, [each.detach() for each in found])
+    return FunctionReply(pickled, [each.detach() for each in found])
 
 
 @cache
@@ -75,13 +75,13 @@ def _writer() -> Any:
     except ImportError:
         Pickler = pickle.Pickler
 
-    class Writer(Pickler):  # type: ignore[misc, unused-ignore]
+    class ResultPickler(Pickler):  # type: ignore[misc, unused-ignore]
         name: Callable[[Any], Any]
 
         def persistent_id(self, value: Any) -> Any:
             return self.name(value)
 
-    return Writer
+    return ResultPickler
 
 
 def pickled_with(value: Any, name: Callable[[Any], Any]) -> bytes:
@@ -102,10 +102,10 @@ def unpickled_with(pickled: bytes, named: Callable[[Any], Any]) -> Any:
     Args:
         named: gives the object of a name.
     """
-    return _Reader(pickled, named).load()
+    return _NameUnpickler(pickled, named).load()
 
 
-class _Reader(pickle.Unpickler):
+class _NameUnpickler(pickle.Unpickler):
     """An unpickler for names; CPython 3.13.0 refuses to set ``persistent_load`` of an instance."""
 
     def __init__(self, pickled: bytes, named: Callable[[Any], Any]) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 
-class Ended(BaseException):
+class SessionEnded(BaseException):
     """The session has ended: nobody will do what a stream waits for."""
 
 
-class Progress:
+class StreamProgress:
     """How far a stream is in one log.
 
     Attributes:
@@ -27,7 +27,7 @@ class Progress:
 
     __slots__ = ("_memory", "_turn", "_waiting", "done")
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: NodeMemory) -> None:
         self.done = 0
         self._memory = memory
         self._turn = threading.Condition()
@@ -59,10 +59,10 @@ class Progress:
             finally:
                 self._waiting -= 1
         if self.done < position:
-            raise Ended
+            raise SessionEnded
 
 
-class Memory:
+class NodeMemory:
     """Tensors of a session by space and id, and the progress of its streams.
 
     Attributes:
@@ -83,7 +83,7 @@ class Memory:
         self.ended = False
         self.poisons = itertools.count(epoch << 32)
         self._lists: dict[int, list[Any]] = {}
-        self._progress: dict[tuple[int, int], Progress] = {}
+        self._progress: dict[tuple[int, int], StreamProgress] = {}
         self._enqueues: dict[int, list[Any]] = {}
         self._releases: dict[tuple[int, int], int] = {}
         self._told: dict[int, bool] = {}
@@ -104,12 +104,12 @@ class Memory:
         """The tensors of all spaces."""
         return list(self._lists.values())
 
-    def progress(self, space: int, stream: int) -> Progress:
+    def progress(self, space: int, stream: int) -> StreamProgress:
         """How far a stream is in the log of a space."""
         with self.lock:
             found = self._progress.get((space, stream))
             if found is None:
-                found = self._progress[space, stream] = Progress(self)
+                found = self._progress[space, stream] = StreamProgress(self)
             return found
 
     def open(self, stream: int, node: int) -> None:
@@ -161,7 +161,7 @@ class Memory:
         with self._telling:
             self._telling.wait_for(lambda: number in self._told or self.ended)
             if self._told.pop(number, None) is None:
-                raise Ended
+                raise SessionEnded
 
     def forget(self, space: int, streams: Sequence[int]) -> None:
         """Forget a space, and streams, that nobody uses or waits for any more."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from ..protocol.commands import Failure
+from ..protocol.commands import OperationFailure
 from .history import Recent
 from .trace import Timing
 
@@ -20,11 +20,11 @@ class Poison:
 
     __slots__ = ("failure",)
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: OperationFailure) -> None:
         self.failure = failure
 
 
-class Outcome:
+class BatchReply:
     """The results of a batch, beside tensors.
 
     Attributes:
@@ -53,5 +53,5 @@ class Outcome:
         """Forget the reply of the batch before."""
         self.batch = batch
         self.values: list[Any] = []
-        self.failures: list[Failure] = []
+        self.failures: list[OperationFailure] = []
         self.segment = 0

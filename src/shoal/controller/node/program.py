@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..protocol.commands import SHARE, Definition, Recipe, Step
+from ..protocol.commands import SHARE, Definition, ProgramStep, Recipe
 from .compiled import Run, call_text, kinds_of
-from .memory import Ended
+from .memory import SessionEnded
 
 
 class Node(Protocol):
@@ -55,7 +55,7 @@ class Program:
     def __init__(self, recipe: Recipe, node: Node) -> None:
         self.recipe = recipe
         self.width = 1 + len(recipe.inputs) + len(recipe.given) + len(recipe.results)
-        self._source = _Source(recipe, node)
+        self._source = _ProgramText(recipe, node)
         self.run = self._source.compiled()
         self._code: CodeType = self.run.__code__
 
@@ -85,7 +85,7 @@ class Program:
                 try:
                     node.calls[numbers[0]][0](mine, numbers, 0, _scalars(step), 0)
                     continue
-                except Ended:
+                except SessionEnded:
                     raise
                 except BaseException as later:
                     error = later
@@ -105,11 +105,11 @@ def _locals(trace: TracebackType) -> dict[int, Any]:
     return {int(name[1:]): value for name, value in values.items() if name[0] == "v"}
 
 
-def _scalars(step: Step) -> list[float]:
+def _scalars(step: ProgramStep) -> list[float]:
     return array("d", step.scalars).tolist()
 
 
-class _Source:
+class _ProgramText:
     """Makes the text of a program's function."""
 
     def __init__(self, recipe: Recipe, node: Node) -> None:
@@ -166,7 +166,7 @@ class _Source:
         """The step on a line."""
         return line - self._first
 
-    def _step(self, step: Step) -> list[str]:
+    def _step(self, step: ProgramStep) -> list[str]:
         operands = [f"v{slot}" for _, slot in step.operands]
         results = [f"v{slot}" for _, slot in step.results]
         if step.numbers[0] == SHARE:
@@ -195,7 +195,7 @@ class _Source:
             parts.append(f"{name} = {held}; del {held}")
         return parts
 
-    def _whole(self, step: Step, operands: list[str], results: list[str]) -> str:
+    def _whole(self, step: ProgramStep, operands: list[str], results: list[str]) -> str:
         """A command that is executed as it is in the log: its results are checked, or it is no call."""
         numbers, scalars, calls = list(step.numbers), _scalars(step), self._node.calls
         for i, (at, _) in enumerate((*step.operands, *step.results)):
@@ -210,7 +210,7 @@ class _Source:
         call = f"{self._named(whole)}({', '.join(operands)})"
         return f"[{', '.join(results)}] = {call}" if results else call
 
-    def _literals(self, definition: Definition, step: Step) -> list[str]:
+    def _literals(self, definition: Definition, step: ProgramStep) -> list[str]:
         kinds = [kind for each in (*definition.args, *definition.kwargs.values()) for kind in kinds_of(each)]
         return [
             self._literal(int(value) if kind == "int" else value)

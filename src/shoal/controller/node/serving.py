@@ -27,7 +27,7 @@ from ...errors import (
     WorkerLost,
 )
 from ...net import Deadline
-from ...rendezvous.place import Place, open_place
+from ...rendezvous.place import RendezvousPoint, open_place
 from ...rpc.join import HANDLERS, at_place, checked_settings
 from ..protocol.joining import arrive
 from ..protocol.naming import MASTER, node_name, worker_name
@@ -45,7 +45,7 @@ _PAUSE = 0.1
 _LONG = 3600.0
 
 
-def join(place: Place, name: str) -> rpc.Agent:
+def join(place: RendezvousPoint, name: str) -> rpc.Agent:
     """A worker at an open place, which it closes at its end."""
     try:
         return at_place(place, name, checked_settings(None, None, HANDLERS))
@@ -90,7 +90,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
     return served
 
 
-def serve_rank(place: Place, rank: int, timeout: float) -> NoReturn:
+def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
     """Be the node of a rank that a launcher has started, and end this process with the master.
 
     Raises:

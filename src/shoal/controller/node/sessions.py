@@ -15,15 +15,15 @@ from ..protocol.imports import import_all
 from . import accelerators, peers, teams
 from .execute import Tensors
 from .mark import Mark
-from .memory import Ended, Memory
-from .outcome import Outcome, Poison
+from .memory import NodeMemory, SessionEnded
+from .outcome import BatchReply, Poison
 from .trace import Event, Timing
 
 #: what a batch gives: what was fetched or asked, and what failed
 Reply = tuple[list[Any], list[tuple[Any, ...]]]
 
 
-class _Stream:
+class _SessionStream:
     """One stream of a session; its batches come to a mailbox of its own, whose thread runs them in order.
 
     Attributes:
@@ -31,11 +31,11 @@ class _Stream:
         outcome: of its batches.
     """
 
-    def __init__(self, number: int, memory: Memory, agent: Any) -> None:
+    def __init__(self, number: int, memory: NodeMemory, agent: Any) -> None:
         self._number = number
         self._memory = memory
         self._spaces: dict[int, Tensors] = {}
-        self.outcome = Outcome(number, memory.poisons, Tensors.run.__code__)
+        self.outcome = BatchReply(number, memory.poisons, Tensors.run.__code__)
         self._batches = 0
         self._executor = agent.executor
         self.mailbox: int = agent.references.ledger.new_mailbox()
@@ -76,15 +76,15 @@ class _Session:
     """
 
     def __init__(self, epoch: int) -> None:
-        self.memory = Memory(epoch)
-        self.streams: dict[int, _Stream] = {}
+        self.memory = NodeMemory(epoch)
+        self.streams: dict[int, _SessionStream] = {}
         self.timing: Timing | None = None
         self.open(0)
         current().agent.recorder.also["nodes"] = _nodes
 
     def open(self, number: int) -> int:
         """Make a stream; the number of the mailbox that its batches go to."""
-        made = self.streams[number] = _Stream(number, self.memory, current().agent)
+        made = self.streams[number] = _SessionStream(number, self.memory, current().agent)
         made.outcome.timing = self.timing
         return made.mailbox
 
@@ -165,7 +165,7 @@ def run(session: str, stream: int, segments: Sequence[Segment]) -> Reply:
     """
     try:
         return _sessions[session].streams[stream].run(segments)
-    except Ended:
+    except SessionEnded:
         raise AgentClosed("the session has ended, and what a stream waited for does not come") from None
 
 

@@ -19,7 +19,7 @@ MOST = 200_000
 Event = tuple[int, int, int, int, str, int, int]
 
 
-class Running(Protocol):
+class RunningBatch(Protocol):
     """The batch that a stream executes; see :class:`.outcome.Outcome`."""
 
     stream: int
@@ -36,12 +36,12 @@ class Timing:
         self._lock = threading.Lock()
 
     def timed(
-        self, running: Running, calls: Mapping[int, Any], definitions: Mapping[int, Definition]
+        self, running: RunningBatch, calls: Mapping[int, Any], definitions: Mapping[int, Definition]
     ) -> _Timed:
         """The calls of a space, each of which notes when it ran."""
         return _Timed(self, running, calls, definitions)
 
-    def note(self, running: Running, position: int, name: str, begun: int) -> None:
+    def note(self, running: RunningBatch, position: int, name: str, begun: int) -> None:
         """A command that began at a time has ended now."""
         event = (
             running.stream, running.batch, running.segment, position, name, begun, time.monotonic_ns(),
@@ -60,7 +60,7 @@ class _Timed:
     def __init__(
         self,
         timing: Timing,
-        running: Running,
+        running: RunningBatch,
         calls: Mapping[int, Any],
         definitions: Mapping[int, Definition],
     ) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .metadata import Told
+from .metadata import WireMetadata
 
 #: FREE id
 FREE = 0
@@ -124,13 +124,13 @@ class Definition(NamedTuple):
     kwargs: dict[str, Template]
     operands: int
     results: list[tuple[int, ...]]
-    expected: list[Told | None]
+    expected: list[WireMetadata | None]
     mutated: list[int]
     aliasing: bool
     differentiating: bool
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """A command of a program.
 
     Attributes:
@@ -166,7 +166,7 @@ class Recipe(NamedTuple):
     number: int
     inputs: tuple[int, ...]
     outside: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     given: tuple[tuple[int, int], ...]
     results: tuple[int, ...]
     kept: tuple[tuple[int, int, int], ...]
@@ -177,7 +177,7 @@ class Recipe(NamedTuple):
 LOST = -1
 
 
-class Failure(NamedTuple):
+class OperationFailure(NamedTuple):
     """An operation that failed on a node.
 
     Attributes:

@@ -13,7 +13,7 @@ from ...net import Deadline
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class JoiningWorker:
     """A worker that has come.
 
     Attributes:
@@ -32,11 +32,11 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[Arrival] = []
+        self._waiting: list[JoiningWorker] = []
         #: of those who wait for one
         self._latches: list[Latch] = []
 
-    def come(self, arrival: Arrival) -> None:
+    def come(self, arrival: JoiningWorker) -> None:
         """A worker is there."""
         with self._lock:
             self._waiting.append(arrival)
@@ -48,7 +48,7 @@ class Arrivals:
         with self._lock:
             self._waiting = [each for each in self._waiting if each.name != name]
 
-    def take(self, fits: Callable[[Arrival], bool], timeout: float) -> Arrival | None:
+    def take(self, fits: Callable[[JoiningWorker], bool], timeout: float) -> JoiningWorker | None:
         """The first worker that fits, as soon as there is one; None: none came in time."""
         deadline = Deadline(timeout)
         latch = Latch()
@@ -83,4 +83,4 @@ def arrivals_at(agent: rpc.Agent) -> Arrivals:
 def arrive(index: int | None, pid: int) -> None:
     """Called by a worker at its master: it can become node ``index``; None: any."""
     call = rpc.current()
-    arrivals_at(call.agent).come(Arrival(call.caller, index, pid))
+    arrivals_at(call.agent).come(JoiningWorker(call.caller, index, pid))

@@ -14,7 +14,7 @@ import torch
 from ...errors import UnsupportedOperation
 
 
-class Told(NamedTuple):
+class WireMetadata(NamedTuple):
     """Metadata as master and nodes tell one another, without the node.
 
     Attributes:
@@ -47,7 +47,7 @@ class Metadata:
         "within",
     )  # fmt: skip
 
-    def __init__(self, device: torch.device, told: Told) -> None:
+    def __init__(self, device: torch.device, told: WireMetadata) -> None:
         self.device = device
         self.told = told
         self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = told
@@ -63,7 +63,7 @@ class Metadata:
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
 
 
-def metadata(device: torch.device, told: Told) -> Metadata:
+def metadata(device: torch.device, told: WireMetadata) -> Metadata:
     """The one object with this metadata; the caller holds the master's lock."""
     key = (device, *told)
     found = _known.get(key)
@@ -81,12 +81,12 @@ def forget(device: torch.device) -> None:
         _known.pop(key, None)
 
 
-def in_words(told: Told) -> str:
+def in_words(told: WireMetadata) -> str:
     """``float32[2, 3]``."""
     return f"{str(told.dtype).removeprefix('torch.')}{list(told.shape)}"
 
 
-def is_layout_of(given: Told, expected: Told) -> bool:
+def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:
     """Whether strides differ only in dimensions of one element, where they say nothing."""
     if given._replace(stride=()) != expected._replace(stride=()):
         return False
@@ -116,7 +116,7 @@ def not_dense(what: str, form: tuple[str, str]) -> UnsupportedOperation:
     return UnsupportedOperation(f"nodes hold dense tensors, and {what} is {form[0]}: use .{form[1]}")
 
 
-def told(tensor: torch.Tensor) -> Told:
+def told(tensor: torch.Tensor) -> WireMetadata:
     """The metadata of a real or fake tensor.
 
     Raises:
@@ -129,4 +129,4 @@ def told(tensor: torch.Tensor) -> Told:
     device = tensor.device
     within = -1 if device.type == "cpu" else device.index
     offset = int(tensor.storage_offset())
-    return Told(shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within)
+    return WireMetadata(shape, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg(), within)

@@ -36,7 +36,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-class Watch(TorchFunctionMode):
+class ReadTracker(TorchFunctionMode):
     """Notes which of the master's tensors are read, and not moved to a node only.
 
     Attributes:

@@ -34,7 +34,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as of_optimizers
 
 from ..commands.issuing import is_inside
-from ..tensor.tensor import Handle, RemoteTensor
+from ..tensor.tensor import RemoteTensor, TensorHandle
 from .effects import memory_of, version_of
 
 #: types that are compared by value
@@ -68,7 +68,7 @@ class Grad:
         place: its space and id.
     """
 
-    def __init__(self, grad: RemoteTensor, handle: Handle) -> None:
+    def __init__(self, grad: RemoteTensor, handle: TensorHandle) -> None:
         self.place = handle.space.number, handle.id
         self._grad = weakref.ref(grad)
 
@@ -88,8 +88,8 @@ class Guards:
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], names: set[str]) -> None:
-        self.tensors: list[tuple[RemoteTensor, Handle, bool, tuple[int, ...], str]] = []
-        self.grads: list[tuple[RemoteTensor, RemoteTensor | None, Handle | None]] = []
+        self.tensors: list[tuple[RemoteTensor, TensorHandle, bool, tuple[int, ...], str]] = []
+        self.grads: list[tuple[RemoteTensor, RemoteTensor | None, TensorHandle | None]] = []
         self.names = set(names)
         self._same: list[tuple[Any, Any, Any, str]] = []
         self._equal: list[tuple[Any, Any, Any, str]] = []
@@ -115,7 +115,7 @@ class Guards:
         self._written = {id(each): each._version for each, *_ in self.tensors if not each.is_inference()}
 
     @property
-    def handles(self) -> set[Handle]:
+    def handles(self) -> set[TensorHandle]:
         """Of the tensors and of their gradients."""
         found = {handle for _, handle, _, _, _ in self.tensors}
         return found | {handle for _, _, handle in self.grads if handle is not None}

@@ -24,9 +24,9 @@ from ...errors import RecordingMismatch, UsageError
 from ..commands.issuing import shown
 from ..commands.space import Space
 from ..tensor import calls
-from ..tensor.tensor import Handle, RemoteTensor
+from ..tensor.tensor import RemoteTensor, TensorHandle
 from ..tensor.within import chosen
-from .effects import Effects, Watch
+from .effects import Effects, ReadTracker
 from .guards import Grad, Guards, find
 from .recording import Name, Recording, difference
 from .replay import FORGOTTEN, Replay, erase_ended
@@ -43,7 +43,7 @@ _recording = threading.Lock()
 _owner: int | None = None
 
 
-class _Kind:
+class _CallKind:
     """The calls with arguments of one kind.
 
     Attributes:
@@ -82,7 +82,7 @@ class Recorded:
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._spaces = spaces
-        self._kinds: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+        self._kinds: OrderedDict[tuple[Any, ...], _CallKind] = OrderedDict()
         self.recordings = self.replays = self._vain = 0
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -118,7 +118,7 @@ class Recorded:
             return self._fn(*args, **kwargs)  # another thread records
         try:
             if kind is None:
-                kind = self._kinds[name] = _Kind(others)
+                kind = self._kinds[name] = _CallKind(others)
                 if len(self._kinds) > KINDS:
                     self._make_room()
             self._kinds.move_to_end(name)
@@ -136,14 +136,14 @@ class Recorded:
             )
         self._kinds.popitem(last=False)
 
-    def _record(self, kind: _Kind, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+    def _record(self, kind: _CallKind, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         roots = [("the function", self._fn), *((f"argument {i}", each) for i, each in enumerate(kind.others))]
         before = find(roots)
         spaces = list(self._spaces())
         recording = self._begun(spaces, leaves, before.handles)
         had_grads = before.let_go_of_grads()
         effects = Effects(leaves)
-        watch = Watch(leaves) if any(type(each) is not RemoteTensor for each in leaves) else None
+        watch = ReadTracker(leaves) if any(type(each) is not RemoteTensor for each in leaves) else None
         with _listening(recording, spaces):
             with watch or contextlib.nullcontext():
                 result = self._fn(*args, **kwargs)
@@ -177,7 +177,7 @@ class Recorded:
             written = after.written(before), effects.written()
             return self._promote(kind, recording, results, after, had_grads, leaves, written)
 
-    def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[Handle]) -> Recording:
+    def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[TensorHandle]) -> Recording:
         inputs: dict[tuple[int, int], Name] = {}
         uploads: list[tuple[int, torch.Tensor]] = []
         for i, leaf in enumerate(leaves):
@@ -194,7 +194,7 @@ class Recorded:
 
     def _promote(
         self,
-        kind: _Kind,
+        kind: _CallKind,
         recording: Recording,
         results: Results,
         guards: Guards,

@@ -34,7 +34,7 @@ from ..protocol.commands import (
     SHARE,
     WAIT,
 )
-from ..tensor.tensor import Handle
+from ..tensor.tensor import TensorHandle
 from .effects import memory_of, version_of
 
 #: ("input", leaf), ("upload", leaf, part of it, count), ("number", dtype, value, count), ("made", count), or
@@ -112,7 +112,7 @@ class Recording:
         """The name of a tensor."""
         return self.names.get((space, id)) or ("outside", space, id)
 
-    def place(self, handle: Handle) -> tuple[int, int] | None:
+    def place(self, handle: TensorHandle) -> tuple[int, int] | None:
         """Space and id of a tensor; None: an earlier space had that number, and the tensor is lost."""
         space = handle.space
         return (space.number, handle.id) if self.spaces.get(space.number) is space else None
@@ -322,11 +322,11 @@ def difference(before: Recording, after: Recording) -> str | None:
     )
 
 
-def alive(recording: Recording) -> dict[Name, Handle]:
+def alive(recording: Recording) -> dict[Name, TensorHandle]:
     """Handles of tensors that the recorded call made and that something holds, by name."""
     found = {}
     for each in gc.get_objects():
-        if type(each) is Handle:
+        if type(each) is TensorHandle:
             place = recording.place(each)
             name = None if place is None else recording.names.get(place)
             if name is not None and name[0] != "input":

@@ -23,10 +23,10 @@ from ..commands.interrupts import uncut, undisturbed
 from ..commands.issuing import Origin
 from ..commands.space import Space, apart
 from ..commands.storage import Storage, merged
-from ..protocol.commands import FIRST, Recipe, Step
+from ..protocol.commands import FIRST, ProgramStep, Recipe
 from ..protocol.metadata import Metadata
 from ..tensor.dispatch import upload
-from ..tensor.tensor import Handle, RemoteTensor
+from ..tensor.tensor import RemoteTensor, TensorHandle
 from .effects import memory_of
 from .guards import Grad, Guards
 from .recording import Command, Name, Recording, alive
@@ -66,17 +66,17 @@ class Part(NamedTuple):
         return self.space.lost is None and self.space.calls.get(self.key) is self
 
     @uncut
-    def issue(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> None:
+    def issue(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> None:
         """Append it to the log; ``made`` has what came before and gets its results."""
         space = self.space
         given = [leaves[name[1]].handle.id if name[0] == "input" else made[name].id for name in self.inputs]
         for name, other, known in self.given:
             if name not in made:  # another node of the place may have given its part
-                made[name] = Handle(other, other.new_id(), known)
+                made[name] = TensorHandle(other, other.new_id(), known)
             given.append(made[name].id)
         ids = space.issue(self.number, given, [], len(self.results), self.origins, len(self.origins))
         for (name, known), id in zip(self.results, ids, strict=True):
-            made[name] = Handle(space, id, known)
+            made[name] = TensorHandle(space, id, known)
 
 
 class _Grad(NamedTuple):
@@ -91,7 +91,7 @@ class _Grad(NamedTuple):
     tensor: RemoteTensor
     had: bool
     needed: RemoteTensor | None
-    handle: Handle | None
+    handle: TensorHandle | None
 
 
 #: of programs that nothing has any more
@@ -137,7 +137,7 @@ class Replay:
         self._pattern = _pattern(leaves)
         used = {name for each in recording.commands for _, name in each.operands}
         self._grads: list[_Grad] = []
-        self._left: list[tuple[RemoteTensor, RemoteTensor | None, Handle | None]] = []
+        self._left: list[tuple[RemoteTensor, RemoteTensor | None, TensorHandle | None]] = []
         for tensor, grad, handle in guards.grads:
             before = had_grads[id(tensor)]
             had = None if before is None else before.tensor
@@ -153,7 +153,7 @@ class Replay:
         self._written, self._written_leaves = written
         self._generator = recording.generator
         self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
-        self._crossing: dict[Name, Handle] = {}
+        self._crossing: dict[Name, TensorHandle] = {}
         self.parts = self._cut(recording, results)
         self._shown = self._showing(leaves, results)
         self._several = False
@@ -208,7 +208,7 @@ class Replay:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Send the program; what the call returns, or FORGOTTEN if the nodes have been told to forget it."""
-        made: dict[Name, Handle] = {}
+        made: dict[Name, TensorHandle] = {}
         for name, space in self._uploads:
             if name[0] == "number":
                 value = torch.tensor(name[2], dtype=name[1], device="cpu")
@@ -244,7 +244,7 @@ class Replay:
                 tensor.grad = grad
         return self._build(made, leaves)
 
-    def _share_memory(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> None:
+    def _share_memory(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> None:
         """Let handles show the memory that they showed in the recording."""
         there = {**self._held, **made} if self._shown else {}
         for name, of in self._shown.items():
@@ -252,7 +252,7 @@ class Replay:
             storages = [(each.handle if type(each) is RemoteTensor else each).memory() for each in shown]
             there[name].storage = merged(storages)
 
-    def _apart(self, made: dict[Name, Handle], leaves: Sequence[Any]) -> AbstractContextManager[None]:
+    def _apart(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> AbstractContextManager[None]:
         """Append its commands between those of all streams: nobody knows which memory each of them uses."""
         if self.parts[0].space.ordering is None:
             return nullcontext()
@@ -273,11 +273,11 @@ class Replay:
 
     # -- making ----------------------------------------------------------------------------------
 
-    def _still_held(self, recording: Recording, results: Results) -> dict[Name, Handle]:
+    def _still_held(self, recording: Recording, results: Results) -> dict[Name, TensorHandle]:
         """Tensors that the call made, did not return, and that are still held by something."""
         gradients = {handle for _, _, handle in self._guards.grads}
 
-        def found() -> dict[Name, Handle]:
+        def found() -> dict[Name, TensorHandle]:
             return {name: each for name, each in alive(recording).items() if name not in results.handles}
 
         held = found()
@@ -326,7 +326,7 @@ class Replay:
         commands: Sequence[tuple[Command, Origin | None]],
         at: int,
         last: dict[Name, int],
-        returned: dict[Name, Handle],
+        returned: dict[Name, TensorHandle],
     ) -> Part:
         homes = recording.homes
         made = {name: None for each, _ in commands for _, name in each.results}
@@ -350,13 +350,13 @@ class Replay:
                 keeping = self._crossing.get(name)
                 if keeping is None:
                     home = recording.spaces[homes[name]]
-                    keeping = self._crossing[name] = Handle(home, home.new_id(), _UNKNOWN)
+                    keeping = self._crossing[name] = TensorHandle(home, home.new_id(), _UNKNOWN)
             if keeping is not None:
                 kept.append((slots[name], keeping.space.number, keeping.id))
         results = [name for name in returned if name in made and homes[name] == space.number]
         given = [name for name in returned if name in made and homes[name] != space.number]
         steps = tuple(
-            Step(
+            ProgramStep(
                 each.numbers,
                 tuple((position, slots[name]) for position, name in each.operands),
                 tuple((position, slots[name]) for position, name in each.results),
@@ -396,7 +396,7 @@ class Replay:
         return part
 
 
-def _is_one_of(leaf: Any, handles: set[Handle]) -> bool:
+def _is_one_of(leaf: Any, handles: set[TensorHandle]) -> bool:
     return type(leaf) is RemoteTensor and leaf.handle in handles
 
 

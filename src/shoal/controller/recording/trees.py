@@ -9,11 +9,11 @@ import torch
 
 from ...common.containers import Tree, is_named_tuple
 from ...common.uncompiled import uncompiled
-from ..tensor.tensor import Handle, RemoteTensor, share
+from ..tensor.tensor import RemoteTensor, TensorHandle, share
 from .guards import PLAIN
 from .recording import Name, Recording
 
-_Build = Callable[[dict[Name, Handle], Sequence[Any]], Any]
+_Build = Callable[[dict[Name, TensorHandle], Sequence[Any]], Any]
 
 
 def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) -> None:
@@ -72,7 +72,7 @@ class _Ended(torch.autograd.Function):
 _anchor = torch.zeros((), requires_grad=True, device="cpu")
 
 
-def _result(handle: Handle, graph: bool) -> RemoteTensor:
+def _result(handle: TensorHandle, graph: bool) -> RemoteTensor:
     made = share(handle)
     if not graph:
         return made
@@ -88,13 +88,15 @@ class Results:
         constants: what else it returned.
     """
 
-    def __init__(self, recording: Recording, result: Any, leaves: Sequence[Any], static: set[Handle]) -> None:
+    def __init__(
+        self, recording: Recording, result: Any, leaves: Sequence[Any], static: set[TensorHandle]
+    ) -> None:
         self._recording = recording
         self._static = static
         self._leaves = {id(each): i for i, each in enumerate(leaves)}
         self.names: list[Name] = []
         self.constants: list[Any] = []
-        self.handles: dict[Name, Handle] = {}
+        self.handles: dict[Name, TensorHandle] = {}
         tree = Tree(result, self._is_leaf)
         parts = [self._built(each) for each in tree.leaves]
         tree.leaves = []  # or it would keep tensors of nodes

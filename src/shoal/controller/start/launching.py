@@ -10,7 +10,7 @@ import sys
 
 from ...errors import LaunchError
 from ...net import Deadline, close_in_forked_child
-from .output import Output
+from .output import NodeOutput
 
 #: seconds for a worker to end by itself, and for what it has written to come
 _END = 5.0
@@ -42,7 +42,7 @@ class Processes:
         self._url = url
         self._threads = max(1, len(os.sched_getaffinity(0)) // count)
         self._secret = secret
-        self._output = Output()
+        self._output = NodeOutput()
         #: the latest process of each node, and the nodes whose process has not joined
         self._started: dict[int, subprocess.Popen[bytes]] = {}
         self._awaited: set[int] = set()

@@ -18,7 +18,7 @@ _AHEAD = 1 << 20
 _CHUNK = 1 << 16
 
 
-class _Stream:
+class _NodePipe:
     """One of a node's two pipes."""
 
     def __init__(self, index: int, pipe: IO[bytes], is_error: bool) -> None:
@@ -53,7 +53,7 @@ class _Stream:
                 sink.flush()
 
 
-class Output:
+class NodeOutput:
     """Reads the pipes of all nodes, in a thread of its own."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Output:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _AHEAD)
             with self._lock:
                 self._left += 1
-            self._selector.register(pipe, selectors.EVENT_READ, _Stream(index, pipe, is_error))
+            self._selector.register(pipe, selectors.EVENT_READ, _NodePipe(index, pipe, is_error))
             os.write(self._waking, b"1")
 
     def close(self, timeout: float) -> None:
@@ -90,7 +90,7 @@ class Output:
         self._thread.join()
         os.close(self._waking)
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Stream):
+            if isinstance(key.data, _NodePipe):
                 key.data.pipe.close()
         self._selector.close()
         os.close(self._reading)
@@ -98,7 +98,7 @@ class Output:
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select():
-                stream: _Stream | None = key.data
+                stream: _NodePipe | None = key.data
                 if stream is None:
                     os.read(self._reading, _CHUNK)
                     if self._over:

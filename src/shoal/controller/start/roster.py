@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import ShoalError
 from ...rpc import Agent, Peer
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..node import peers
 
 #: workers that died and are remembered, for those that die while they become nodes
@@ -33,7 +33,7 @@ class Roster:
     """
 
     def __init__(self, session: str, agent: Agent) -> None:
-        self.living: dict[str, Line] = {}
+        self.living: dict[str, NodeConnection] = {}
         self._session = session
         self._agent = agent
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Roster:
         """The latest worker of a node."""
         return self._latest[index][0]
 
-    def add(self, line: Line, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
+    def add(self, line: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
         """A worker has become a node, which knows these others; whether it has died meanwhile."""
         index = line.index
         with self._lock:
@@ -71,7 +71,7 @@ class Roster:
         with self._lock:
             return list(self.living)
 
-    def lose(self, name: str, why: str) -> Line | None:
+    def lose(self, name: str, why: str) -> NodeConnection | None:
         """A worker has died; the line of the node that it was, if it was one and it is not known yet."""
         with self._lock:
             self._gone.append(name)

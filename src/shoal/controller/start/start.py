@@ -12,11 +12,11 @@ from ... import rpc
 from ...common.wording import counted, in_seconds
 from ...errors import LaunchError, RendezvousTimeout, UnknownWorker, UsageError, WorkerLost
 from ...net import Deadline
-from ...rendezvous.place import Place, open_place
+from ...rendezvous.place import RendezvousPoint, open_place
 from ...rendezvous.venue import parse_url
 from ...store import TCPStoreServer
 from ..node.serving import join, serve_rank
-from ..protocol.joining import Arrival, arrivals_at
+from ..protocol.joining import JoiningWorker, arrivals_at
 from ..protocol.naming import MASTER
 from .launching import Processes
 
@@ -25,7 +25,7 @@ _LOOK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class NodeWorker:
     """A worker that becomes a node.
 
     Attributes:
@@ -34,7 +34,7 @@ class Worker:
     """
 
     peer: rpc.Peer
-    arrival: Arrival
+    arrival: JoiningWorker
 
 
 class Workers:
@@ -77,7 +77,7 @@ class Workers:
             self.close()
             raise
 
-    def _of_launcher(self, secret: str | bytes | None, timeout: float) -> Place:
+    def _of_launcher(self, secret: str | bytes | None, timeout: float) -> RendezvousPoint:
         place = open_place(timeout=timeout, secret=secret)
         rank, size = place.venue.rank, place.venue.size
         if rank is None or size is None or size < 2:
@@ -92,7 +92,9 @@ class Workers:
         self.count = size - 1
         return place
 
-    def _at(self, url: str | None, workers: int | None, secret: str | bytes | None, timeout: float) -> Place:
+    def _at(
+        self, url: str | None, workers: int | None, secret: str | bytes | None, timeout: float
+    ) -> RendezvousPoint:
         if url is None:
             secret = secrets.token_hex(16)
             server = TCPStoreServer(secret=secret.encode()).start()
@@ -112,7 +114,7 @@ class Workers:
             raise
         return place
 
-    def first(self, index: int, deadline: Deadline) -> Worker:
+    def first(self, index: int, deadline: Deadline) -> NodeWorker:
         """The worker that was started as node ``index``.
 
         Raises:
@@ -120,7 +122,7 @@ class Workers:
         """
         return self._next(index, deadline, (index,))
 
-    def next(self, index: int, deadline: Deadline) -> Worker:
+    def next(self, index: int, deadline: Deadline) -> NodeWorker:
         """The next worker that joins, as node ``index``.
 
         Raises:
@@ -133,7 +135,7 @@ class Workers:
             )
         return self._next(index, deadline, (index, None))
 
-    def again(self, index: int, deadline: Deadline) -> Worker:
+    def again(self, index: int, deadline: Deadline) -> NodeWorker:
         """A new worker in the place of a lost one: started here, if that one was, else the next that joins.
 
         Raises:
@@ -144,7 +146,7 @@ class Workers:
         self._processes.start(index)
         return self.first(index, deadline)
 
-    def give_back(self, worker: Worker) -> None:
+    def give_back(self, worker: NodeWorker) -> None:
         """The worker did not become a node yet."""
         self._arrivals.come(worker.arrival)
 
@@ -152,17 +154,17 @@ class Workers:
         """End the processes, and let go of everything."""
         self._stack.close()
 
-    def _next(self, index: int, deadline: Deadline, fitting: tuple[int | None, ...]) -> Worker:
+    def _next(self, index: int, deadline: Deadline, fitting: tuple[int | None, ...]) -> NodeWorker:
         started = self._processes is not None and self._processes.has(index)
 
-        def fits(arrival: Arrival) -> bool:
+        def fits(arrival: JoiningWorker) -> bool:
             return arrival.index in fitting
 
         while True:
             arrival = self._arrivals.take(fits, min(_LOOK, deadline.remaining()))
             if arrival is not None:
                 with contextlib.suppress(UnknownWorker, WorkerLost):  # it has ended meanwhile
-                    worker = Worker(self.agent.peer(arrival.name), arrival)
+                    worker = NodeWorker(self.agent.peer(arrival.name), arrival)
                     if started and self._processes is not None:
                         self._processes.joined(index)
                     return worker
@@ -184,7 +186,7 @@ class Workers:
         )
 
 
-def _master(place: Place) -> rpc.Agent:
+def _master(place: RendezvousPoint) -> rpc.Agent:
     # At its end the master does not wait for workers that still ask something of the store that it serves.
     place = replace(place, venue=replace(place.venue, alone=None))
     try:

@@ -17,7 +17,7 @@ from ..commands.history import Kind
 from ..commands.losses import anew
 from ..commands.space import Space
 from ..protocol.commands import FIRST, Definition, Template
-from ..protocol.metadata import Told, metadata
+from ..protocol.metadata import WireMetadata, metadata
 from ..protocol.operators import Operator
 from .tensor import RemoteTensor
 from .within import Within
@@ -35,7 +35,7 @@ _WORST = 3
 _EXACT = 2**53
 
 
-class Call:
+class InternedCall:
     """A call that a node knows.
 
     Attributes:
@@ -74,7 +74,7 @@ class Call:
 
 
 #: in the place of a call: only the node knows what it gives
-ASKED = Call(0, torch.device("cpu"), None)
+ASKED = InternedCall(0, torch.device("cpu"), None)
 
 
 def number_kind(value: object) -> str | None:
@@ -186,7 +186,7 @@ def intern(
     kwargs: dict[str, Any],
     operands: Sequence[RemoteTensor],
     scalars: Sequence[float],
-) -> Call:
+) -> InternedCall:
     """The call of this key, which is new; the caller holds the master's lock.
 
     Raises:
@@ -215,12 +215,12 @@ def intern(
     else:
         if len(space.calls) >= LIMIT:
             space.forget()
-        call = Call(FIRST + len(space.calls), space.device, predicted)
+        call = InternedCall(FIRST + len(space.calls), space.device, predicted)
         if call.single and call.memory[0] < len(operands):
             call.shows = call.memory[0]
         call.written, call.random = written_operands(op, args, kwargs), op.random
         call.proves = op.name.endswith("_ex")
-        expected: list[Told | None] = [each.told for each in call.results]
+        expected: list[WireMetadata | None] = [each.told for each in call.results]
         if op.opaque is not None:
             expected[op.opaque] = None
         expected += [each.told for _, each in call.mutated]

@@ -16,9 +16,9 @@ from ..protocol.metadata import metadata, told
 from ..protocol.operators import Operator, operator
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
-from .calls import ASKED, Call, collect, intern, templates, written_operands
+from .calls import ASKED, InternedCall, collect, intern, templates, written_operands
 from .ordering import Streams
-from .tensor import Handle, RemoteTensor, rebind, share, wrap
+from .tensor import RemoteTensor, TensorHandle, rebind, share, wrap
 from .within import Within, chosen, within
 
 #: bytes from which a tensor of the master is sent without a copy of it before
@@ -62,11 +62,11 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 @uncut
-def _issued(space: Space, call: Call, operands: Sequence[RemoteTensor], scalars: list[float]) -> Any:
+def _issued(space: Space, call: InternedCall, operands: Sequence[RemoteTensor], scalars: list[float]) -> Any:
     """Issue an interned call; the tensors that it returns."""
     ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
     if call.single:
-        handle = Handle(space, ids[0], call.results[0])
+        handle = TensorHandle(space, ids[0], call.results[0])
         if call.shows is not None:
             handle.storage = operands[call.shows].handle.memory()
         return share(handle)
@@ -104,7 +104,7 @@ def _on_stream(
 @uncut
 def _issued_to(
     log: Space,
-    call: Call,
+    call: InternedCall,
     operands: Sequence[RemoteTensor],
     storages: Sequence[Storage],
     scalars: list[float],
@@ -115,21 +115,25 @@ def _issued_to(
     if call.in_place:
         return operands[0]
     if call.single and call.shows is None:
-        handle = Handle(log.home, ids[0], call.results[0])
+        handle = TensorHandle(log.home, ids[0], call.results[0])
         handle.storage = streams.made(log)
         return share(handle)
     return _returned(log, call, ids, operands, partial(streams.made, log))
 
 
 def _returned(
-    space: Space, call: Call, ids: list[int], operands: Sequence[RemoteTensor], new: Callable[[], Storage]
+    space: Space,
+    call: InternedCall,
+    ids: list[int],
+    operands: Sequence[RemoteTensor],
+    new: Callable[[], Storage],
 ) -> Any:
     storages: dict[int, Storage] = {}
     handles = []
     for id, known, shown in zip(
         ids, [*call.results, *(known for _, known in call.mutated)], call.memory, strict=True
     ):
-        handle = Handle(space.home, id, known)
+        handle = TensorHandle(space.home, id, known)
         if shown < len(operands):
             storage = handle.storage = operands[shown].handle.memory()
             if space.ordering is not None:
@@ -208,7 +212,7 @@ def _ask(
     for i, (target, (_, value)) in enumerate(zip(targets, changed, strict=True)):
         known = metadata(space.device, value)
         if known is not target.handle.metadata:
-            handle = Handle(space.home, space.keep(i), known)
+            handle = TensorHandle(space.home, space.keep(i), known)
             handle.storage = target.handle.memory()
             rebind(target, handle)
     return rebuilt(result)

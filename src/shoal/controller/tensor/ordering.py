@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import GroupError, RpcError, ShoalError
 from ...future import Future, collect_all
-from ..commands.batch import Batch
+from ..commands.batch import SegmentBatch
 from ..commands.interrupts import undisturbed
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..commands.losses import anew, lost_by
 from ..commands.space import Branch, Space
 from ..commands.storage import Storage
@@ -45,7 +45,7 @@ from ..node import sessions
 from ..protocol.commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 
 if TYPE_CHECKING:
-    from .calls import Call
+    from .calls import InternedCall
 
 #: streams of a space; those who want more share them, as those of torch.cuda
 MOST = 32
@@ -59,9 +59,9 @@ class Streams:
     """
 
     def __init__(self, spaces: Iterable[Space]) -> None:
-        self._generators: dict[Line, Storage] = {}
+        self._generators: dict[NodeConnection, Storage] = {}
         self._logs: list[Branch] = []
-        self._fences: dict[Line, tuple[Space, int]] = {}
+        self._fences: dict[NodeConnection, tuple[Space, int]] = {}
         self._seen: dict[tuple[Space, Space], int] = {}
         self._begun: dict[Space, int] = {}
         self._by_home: dict[Space, list[Branch]] = {}
@@ -113,7 +113,7 @@ class Streams:
             except (RpcError, GroupError) as error:
                 raise lost_by(main, error) from error
         lines = [
-            Line(
+            NodeConnection(
                 main.index, main.lock, send, main.lines, main.epoch, main.accelerators, main.within,
                 self._stream, main,
             )
@@ -179,7 +179,12 @@ class Streams:
     # -- commands; the caller holds the lock -------------------------------------------------------
 
     def issue(
-        self, log: Space, call: Call, ids: list[int], storages: Sequence[Storage], scalars: list[float]
+        self,
+        log: Space,
+        call: InternedCall,
+        ids: list[int],
+        storages: Sequence[Storage],
+        scalars: list[float],
     ) -> list[int]:
         """Append an interned call on tensors with these ids and storages; the ids of its results."""
         written = [storages[each] for each in call.written]
@@ -263,7 +268,9 @@ class Streams:
         """In the place of the random generators of its nodes."""
         return [self._generators.setdefault(line.main, Storage()) for line in log.lines]
 
-    def ask(self, space: Space, command: int, id: int, storage: Storage) -> list[tuple[Line, Batch]]:
+    def ask(
+        self, space: Space, command: int, id: int, storage: Storage
+    ) -> list[tuple[NodeConnection, SegmentBatch]]:
         """Send a command on a tensor that is replied to; the batches in which it is."""
         log = self.current(space)
         with self.using(log, [id], [storage]):
@@ -350,7 +357,10 @@ class Streams:
         return self._seen.get((log, other), -1) < position
 
     def expect(
-        self, log: Space, batches: Iterable[tuple[Line, Batch]], passed: Callable[[], list[Future[Any]]]
+        self,
+        log: Space,
+        batches: Iterable[tuple[NodeConnection, SegmentBatch]],
+        passed: Callable[[], list[Future[Any]]],
     ) -> None:
         """Let a log wait until batches of other nodes are done, or these nodes are lost.
 

@@ -24,7 +24,7 @@ from ...common import torch_features
 from ...errors import DeviceMismatch
 from ..commands.interrupts import uncut
 from ..protocol.commands import Template, filled
-from ..protocol.metadata import SPARSE, Metadata, Told, not_dense, told
+from ..protocol.metadata import SPARSE, Metadata, WireMetadata, not_dense, told
 from .rehearsal import rehearse
 
 #: errors of torch that mean: only the node knows
@@ -66,9 +66,9 @@ class Prediction(NamedTuple):
     """
 
     returned: tuple[Any, ...]
-    results: list[Told]
+    results: list[WireMetadata]
     paths: list[tuple[int, ...]]
-    mutated: dict[int, Told]
+    mutated: dict[int, WireMetadata]
     memory: list[int]
 
     def on(self, gpu: int) -> Prediction:
@@ -180,7 +180,7 @@ def _predict(
                 result = torch_features.corrected_metadata(operator, operator(*given, **named))
         except _ASK:
             return None
-        results: list[Told] = []
+        results: list[WireMetadata] = []
         paths: list[tuple[int, ...]] = []
         given_back: list[torch.Tensor] = []
 

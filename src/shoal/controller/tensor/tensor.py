@@ -14,9 +14,9 @@ from ...common.copy_refusal import refuses_copies
 from ...common.uncompiled import uncompiled
 from ...errors import UnsupportedOperation, UsageError
 from ...future import Future
-from ..commands.batch import Batch
+from ..commands.batch import SegmentBatch
 from ..commands.interrupts import uncut
-from ..commands.line import Line
+from ..commands.line import NodeConnection
 from ..commands.storage import Storage
 from ..protocol.commands import FETCH, ITEM
 from ..protocol.metadata import Metadata, metadata
@@ -37,7 +37,7 @@ _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
     "memory of a node",
     "Copy the tensor",
 )
-class Handle:
+class TensorHandle:
     """The master's hold on a tensor of a node, which frees it when nothing has the handle any more.
 
     Attributes:
@@ -50,7 +50,7 @@ class Handle:
     __slots__ = ("id", "metadata", "proved", "space", "storage")
 
     #: what an operator made beside a tensor that says whether it succeeded; only such tensors have it
-    proved: Sequence[Handle]
+    proved: Sequence[TensorHandle]
 
     @uncut
     def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
@@ -92,7 +92,7 @@ class RemoteTensor(torch.Tensor):
         handle: of the tensor on the node; a detached tensor has the same one.
     """
 
-    handle: Handle
+    handle: TensorHandle
 
     #: where operations go; :mod:`.dispatch` says it
     issue: ClassVar[_Issue]
@@ -311,11 +311,11 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
 
 def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
     """A tensor with this id on a node."""
-    return share(Handle(space, id, known))
+    return share(TensorHandle(space, id, known))
 
 
 @uncut
-def _part(handle: Handle, space: Space) -> RemoteTensor:
+def _part(handle: TensorHandle, space: Space) -> RemoteTensor:
     """One node's part of a tensor of a place; the caller holds the lock."""
     known = metadata(space.device, handle.metadata.told)
     if space.ordering is None:
@@ -327,7 +327,7 @@ def _part(handle: Handle, space: Space) -> RemoteTensor:
     return made
 
 
-def share(handle: Handle) -> RemoteTensor:
+def share(handle: TensorHandle) -> RemoteTensor:
     """One more tensor of the master for a tensor on a node."""
     known = handle.metadata
     make = known.make
@@ -342,13 +342,13 @@ def share(handle: Handle) -> RemoteTensor:
     return made
 
 
-def rebind(tensor: RemoteTensor, handle: Handle) -> None:
+def rebind(tensor: RemoteTensor, handle: TensorHandle) -> None:
     """Let a tensor of the master stand for another tensor on a node, also of other metadata."""
     torch.Tensor.data.__set__(tensor, share(handle))  # type: ignore[attr-defined]
     tensor.handle = handle
 
 
-def asked(tensor: RemoteTensor, command: int) -> list[tuple[Line, Batch]]:
+def asked(tensor: RemoteTensor, command: int) -> list[tuple[NodeConnection, SegmentBatch]]:
     """Send a command on a tensor that its nodes reply to; the batches in which it is."""
     handle = tensor.handle
     space = handle.space

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError
-from ..samples import Samples, Share, seed_of
+from ..samples import Samples, SampleShare, seed_of
 from ..step import Step
-from .reading import Batch, Reader, Wanted, unchanged
+from .reading import BatchReader, ReadBatch, Wanted, unchanged
 
 _REFUSED = {
     "batch_size": "Samples has it: Samples(batch=...) for all ranks together, or Samples(per_rank=...)",
@@ -82,11 +82,11 @@ class Loader:
                 "take its share; give it a data set with __getitem__"
             )
         self._dataset = dataset
-        reader = Reader(dataset, collate_fn or default_collate, worker_init_fn)
+        reader = BatchReader(dataset, collate_fn or default_collate, worker_init_fn)
         # A generator of its own: to start workers draws a number, which would be one of the first step's.
         options.setdefault("generator", torch.Generator().manual_seed(0))
         self._orders = _Orders()
-        self._batches: DataLoader[Batch] | None = DataLoader(
+        self._batches: DataLoader[ReadBatch] | None = DataLoader(
             reader,
             batch_size=None,
             sampler=self._orders,
@@ -96,8 +96,8 @@ class Loader:
             persistent_workers=num_workers > 0,
             **options,
         )
-        self._reader: Reader | None = reader
-        self._reading: Iterator[Batch] | None = None
+        self._reader: BatchReader | None = reader
+        self._reading: Iterator[ReadBatch] | None = None
         self._last: Step | None = None
 
     def batch(self, step: Step) -> Any:
@@ -161,7 +161,7 @@ class _Orders:
     def __init__(self) -> None:
         self.wanted, self.serial = -1, 0
         self._ordered: deque[tuple[int, int, torch.Tensor]] = deque()
-        self._present: tuple[int, Share, Samples] | None = None
+        self._present: tuple[int, SampleShare, Samples] | None = None
         self._next = 0
 
     def come_to(self, step: Step) -> None:

@@ -35,7 +35,7 @@ class Wanted(NamedTuple):
     indices: list[int]
 
 
-class Batch(NamedTuple):
+class ReadBatch(NamedTuple):
     """What became of a :class:`Wanted`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     error: ExceptionWrapper | None
 
 
-class Reader(torch.utils.data.Dataset[Batch]):
+class BatchReader(torch.utils.data.Dataset[ReadBatch]):
     """A data set whose items are batches.
 
     Args:
@@ -84,7 +84,7 @@ class Reader(torch.utils.data.Dataset[Batch]):
         if self._init is not None:
             self._init(worker)
 
-    def __getitem__(self, wanted: Wanted) -> Batch:
+    def __getitem__(self, wanted: Wanted) -> ReadBatch:
         try:
             if get_worker_info() is not None:
                 _begin_random(wanted.seed)
@@ -92,8 +92,8 @@ class Reader(torch.utils.data.Dataset[Batch]):
             data = None if samples is None else self._collate(samples)
         except Exception:
             error = ExceptionWrapper(where=_where())  # type: ignore[no-untyped-call]
-            return Batch(wanted.serial, None, error)
-        return Batch(wanted.serial, data, None)
+            return ReadBatch(wanted.serial, None, error)
+        return ReadBatch(wanted.serial, data, None)
 
     def _read(self, wanted: Wanted) -> list[Any] | None:
         if wanted.serial < self._oldest.item():

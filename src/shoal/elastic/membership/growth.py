@@ -27,13 +27,13 @@ from ...errors import GroupError, RendezvousError, ShoalError, StoreError, Store
 from ...group import ProcessGroup
 from ...initialize import init, world_group
 from ...net import Deadline
-from ...rendezvous import Place, meet_beside, open_place
+from ...rendezvous import RendezvousPoint, meet_beside, open_place
 from ...rendezvous.record import LOBBY
 from ...rendezvous.venue import nothing
 from ...store import MemoryStore, Store
 from .lobby import Lobby
 from .lobby_keys import LOOK, PATIENCE, Invitation
-from .waiting import Begun, Waiting
+from .waiting import Begun, WaitingProcess
 
 #: for closing what came to nothing
 _SHORT = 1.0
@@ -51,7 +51,7 @@ class Door:
         wanted: as of :class:`Lobby`.
     """
 
-    def __init__(self, place: Place, fits: Callable[[int], bool], wanted: int | None) -> None:
+    def __init__(self, place: RendezvousPoint, fits: Callable[[int], bool], wanted: int | None) -> None:
         self._can_be = fits
         self._place = place
         self._lobby = Lobby(place, wanted)
@@ -192,13 +192,13 @@ class Newcomer:
         Raises:
             SystemExit: with the exit code 0; it is over.
             RendezvousError: there is none, or this process cannot connect to its ranks.
-            StateLost: as of :meth:`Waiting.await_invitation`.
+            StateLost: as of :meth:`WaitingProcess.await_invitation`.
             StoreError: the store is gone.
         """
         deadline = Deadline(timeout)
         place = open_place(timeout=timeout)
         try:
-            candidate = Waiting(place, deadline, self.begins)
+            candidate = WaitingProcess(place, deadline, self.begins)
             for attempt in range(_ATTEMPTS):
                 invitation = candidate.await_invitation()
                 if isinstance(invitation, Begun):
@@ -223,7 +223,7 @@ class Newcomer:
         self.alone.close()
         self._store.close()
 
-    def _met(self, place: Place, said: Invitation) -> ProcessGroup | None:
+    def _met(self, place: RendezvousPoint, said: Invitation) -> ProcessGroup | None:
         """The group of an invitation; None: its ranks went on without this process."""
         meeting = _Meeting(**{each.name: getattr(said, each.name) for each in fields(_Meeting)})
         group, release = meeting.connect(place, said.rank, said.size)
@@ -283,7 +283,7 @@ class _Meeting:
         return f"{self.meeting}/verdict"
 
     def connect(
-        self, place: Place, rank: int, size: int, look: Callable[[], None] = nothing
+        self, place: RendezvousPoint, rank: int, size: int, look: Callable[[], None] = nothing
     ) -> tuple[ProcessGroup, _Release]:
         """The new group, after all its ranks have shown that they are connected; ``look``: as of Meeting."""
         deadline = Deadline(self.within)
@@ -304,7 +304,7 @@ class _Meeting:
         return group, release
 
 
-def _alone(place: Place, ident: int) -> ProcessGroup:
+def _alone(place: RendezvousPoint, ident: int) -> ProcessGroup:
     """A group of this process alone, which others can join: the beginning of a session."""
     timeout = config.TIMEOUT.get()
     membership = meet_beside(place, f"{LOBBY}/{ident:016x}/alone", rank=0, size=1, timeout=timeout)
@@ -332,7 +332,7 @@ class _Release:
                 self.then(deadline.remaining())
 
 
-def _store_of(place: Place) -> Store:
+def _store_of(place: RendezvousPoint) -> Store:
     """The store at ``place`` as it is now: it may have begun anew since the others met there."""
     return place.store.clone(PATIENCE, anew=True)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ...common.wording import counted
 from ...errors import RendezvousError, ShoalError, StoreError, StoreTimeout, WireError
-from ...rendezvous import Place
+from ...rendezvous import RendezvousPoint
 from ...rendezvous.host import process_is_gone
 from ...rendezvous.record import LOBBY, WANTED
 from ...store import Store
@@ -31,7 +31,7 @@ from .lobby_keys import (
     SHORTEST_PAUSE,
     Candidate,
     Invitation,
-    Reader,
+    LobbyReader,
     SessionNote,
     arrivals_key,
     beat_key,
@@ -58,7 +58,7 @@ class Lobby:
     Nothing here raises because the store is gone: then nobody can come until it is back.
     """
 
-    def __init__(self, place: Place, wanted: int | None = None) -> None:
+    def __init__(self, place: RendezvousPoint, wanted: int | None = None) -> None:
         self._place = place
         self.wanted = wanted
         #: what a launcher has written about it
@@ -68,7 +68,7 @@ class Lobby:
         self.ident = 0
         #: whether the session begins with this rank, and the store does not know it yet
         self._begins = False
-        self._reader = Reader()
+        self._reader = LobbyReader()
         self._lock = threading.Lock()
         self._waiting: dict[int, Candidate] = {}
         self._invited: list[Candidate] = []

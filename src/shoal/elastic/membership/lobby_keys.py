@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from ...errors import StoreError
-from ...rendezvous import Place
+from ...rendezvous import RendezvousPoint
 from ...rendezvous.record import LOBBY, WANTED, Process, Text, decode
 from ...store import PrefixStore, Store
 
@@ -95,7 +95,7 @@ class Invitation(msgspec.Struct, frozen=True):
             raise ValueError(f"rank {self.rank} of {self.size}")
 
 
-def keys_of(place: Place) -> Store:
+def keys_of(place: RendezvousPoint) -> Store:
     """The lobby's keys, over a connection of their own to the store that is there now.
 
     Raises:
@@ -124,7 +124,7 @@ def go_key(ident: str, number: int) -> str:
     return f"{ident}/go/{number}"
 
 
-class Reader:
+class LobbyReader:
     """Reads what stands under the keys, for one process; warns once of each kind that cannot be right."""
 
     def __init__(self) -> None:

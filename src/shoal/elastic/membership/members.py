@@ -27,8 +27,8 @@ from ...group import ProcessGroup
 from ...group.rebuild import Rebuilt
 from ...initialize import init
 from ...net import Deadline
-from ..progress import Progress
-from ..record import Record, Wish, all_wishes, leavers
+from ..progress import RankProgress
+from ..record import CommitRecord, Wish, all_wishes, leavers
 from ..resize import Resize
 from ..signals import Notice
 from .growth import Door, Newcomer
@@ -39,7 +39,7 @@ _LOOK = 0.02
 _OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
 
 
-class Members:
+class SessionMembers:
     """The ranks of one session.
 
     Args:
@@ -137,7 +137,7 @@ class Members:
             wish |= Wish.ADMIT
         return wish
 
-    def hear(self, rows: Sequence[Record]) -> None:
+    def hear(self, rows: Sequence[CommitRecord]) -> None:
         """Take to heart what all ranks have asked for."""
         self.asked_to_admit, self.leavers = False, ()
         if any(row.wishes for row in rows):
@@ -149,13 +149,13 @@ class Members:
         """Whether ``error`` may tell that a rank is lost."""
         return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
 
-    def rebuild(self, progress: Progress, least: int) -> Rebuilt:
+    def rebuild(self, progress: RankProgress, least: int) -> Rebuilt:
         """Go over to the group of those that are left; raises GroupError."""
         group = self.group.rebuild(min_size=least, note=progress.encode())
         assert group is not None
         assert group.rebuilt is not None
         self._take(group)
-        self.left |= any(Progress.decode(note).ends for note in group.rebuilt.notes.values())
+        self.left |= any(RankProgress.decode(note).ends for note in group.rebuilt.notes.values())
         return group.rebuilt
 
     def part(self, position: int, steps: int, most_that_leave: int | None) -> None:
@@ -170,7 +170,7 @@ class Members:
         began, before = time.monotonic(), self.group
         least = min(self.least, before.size)
         ends = before.size - len(self.leavers) < least
-        progress = Progress(position, ends=ends)
+        progress = RankProgress(position, ends=ends)
         with contextlib.suppress(GroupError):  # or a rank that is busy would be late for the rebuild
             before.barrier().wait()
         # The others ask again in the next commit, when others hold what those that leave now have held.

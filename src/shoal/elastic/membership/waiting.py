@@ -12,7 +12,7 @@ import msgspec
 from ...common.wording import in_seconds
 from ...errors import RendezvousTimeout, StateLost, StoreError, StoreTimeout, WireError
 from ...net import Deadline
-from ...rendezvous import Place
+from ...rendezvous import RendezvousPoint
 from ...store import Store
 from .lobby_keys import (
     AGAIN,
@@ -23,7 +23,7 @@ from .lobby_keys import (
     SILENCE,
     Candidate,
     Invitation,
-    Reader,
+    LobbyReader,
     SessionNote,
     arrivals_key,
     beat_key,
@@ -39,7 +39,9 @@ class Begun(NamedTuple):
     ident: int
 
 
-def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) -> Invitation | Begun:
+def await_invitation(
+    place: RendezvousPoint, deadline: Deadline, *, begins: bool = False
+) -> Invitation | Begun:
     """Wait in the lobby until the ranks of the session there invite this process.
 
     A store that is gone is looked for until it is back.
@@ -57,10 +59,10 @@ def await_invitation(place: Place, deadline: Deadline, *, begins: bool = False) 
             waited too long for the newest checkpoint.
         StoreError, WireError: the store is gone.
     """
-    return Waiting(place, deadline, begins).await_invitation()
+    return WaitingProcess(place, deadline, begins).await_invitation()
 
 
-class Waiting:
+class WaitingProcess:
     """This process as a candidate.
 
     Args:
@@ -70,7 +72,7 @@ class Waiting:
         deadline: until when the session must be seen again.
     """
 
-    def __init__(self, place: Place, deadline: Deadline, begins: bool) -> None:
+    def __init__(self, place: RendezvousPoint, deadline: Deadline, begins: bool) -> None:
         self._place = place
         self.deadline = deadline
         self._begins = begins
@@ -82,7 +84,7 @@ class Waiting:
         self._me = msgspec.json.encode(Candidate(place.here.machine, place.here.process))
         self._ident = ""
         self._number: int | None = None
-        self._reader = Reader()
+        self._reader = LobbyReader()
 
     def await_invitation(self) -> Invitation | Begun:
         """As :func:`await_invitation`; again, if nothing came of an invitation."""

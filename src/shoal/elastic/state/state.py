@@ -58,7 +58,7 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"State: {name!r} cannot be the name of a part")
             _refuse(name, part)
-        held = Held([part for part in parts.values() if isinstance(part, nn.Module)])
+        held = HeldBuffers([part for part in parts.values() if isinstance(part, nn.Module)])
         self.__dict__.update(_parts=dict(parts), _samples=samples, _steps=0, _held=held, _values={})
         self.content(shared=True)  # refuses values that cannot be loaded
 
@@ -261,7 +261,7 @@ class State:
             part.load_state_dict(saved)
 
 
-class Held:
+class HeldBuffers:
     """Copies of the buffers of modules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:

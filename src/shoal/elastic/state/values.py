@@ -49,7 +49,7 @@ def encode(value: Any, name: str) -> Any:
     """
     try:
         return _Encoder().encode(value, key=False)
-    except _Refused as refused:
+    except _UnsavableValue as refused:
         where = "".join([name, *reversed(refused.path)])
         raise UsageError(
             f"State: {where} is {refused.what}, which State.load cannot read; use {refused.instead}"
@@ -80,7 +80,7 @@ _SPARSE = frozenset(
 )
 
 
-class _Refused(Exception):
+class _UnsavableValue(Exception):
     def __init__(self, what: str, instead: str) -> None:
         self.what, self.instead = what, instead
         self.path: list[str] = []  # from the inside outwards
@@ -102,9 +102,9 @@ class _Encoder:
         if (found := self._done.get(id(value))) is not None and not key:
             return found[1]
         if id(value) in self._inside:
-            raise _Refused("a container inside itself", "a copy of it")
+            raise _UnsavableValue("a container inside itself", "a copy of it")
         if len(self._inside) == MAX_DEPTH:
-            raise _Refused(f"a container more than {MAX_DEPTH} levels deep", "a flatter structure")
+            raise _UnsavableValue(f"a container more than {MAX_DEPTH} levels deep", "a flatter structure")
         self._inside.add(id(value))
         encoded = self._encode_container(value, key)
         self._inside.discard(id(value))
@@ -132,7 +132,7 @@ class _Encoder:
             if type(name) is not str:
                 self._inner(name, f" key {reprlib.repr(name)}", key=True)
             elif name in (_ARRAY, _SCALAR):
-                raise _Refused(f"a dict with the key {name!r}, which shoal itself uses", "another key")
+                raise _UnsavableValue(f"a dict with the key {name!r}, which shoal itself uses", "another key")
             if (same := self._inner(each, f"[{reprlib.repr(name)}]", key=False)) is not each:
                 changed[name] = same
         if attributes := getattr(value, "__dict__", None):
@@ -146,7 +146,7 @@ class _Encoder:
     def _inner(self, value: Any, where: str, *, key: bool) -> Any:
         try:
             return self.encode(value, key=key)
-        except _Refused as refused:
+        except _UnsavableValue as refused:
             refused.path.append(where)
             raise
 
@@ -162,7 +162,7 @@ class _Encoder:
                 return {_SCALAR if isinstance(value, numpy.generic) else _ARRAY: tensor}
         elif _reader_takes(value):
             return value
-        raise _Refused(_described(value), _instead(value))
+        raise _UnsavableValue(_described(value), _instead(value))
 
 
 def _tensor_of(numpy: Any, value: Any) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ MAX_COUNT = 2**63 // 16 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperationCall:
     """One call of an operation: it begins every message, and knows the group that the arguments must fit."""
 
     name: str
@@ -199,7 +199,7 @@ class Call:
 _warned: set[str] = set()
 
 
-def warn_of_gradients(call: Call) -> None:
+def warn_of_gradients(call: OperationCall) -> None:
     """Warn, once for each operation, that gradients will not flow through it."""
     if call.name in _warned or not torch.is_grad_enabled():
         return

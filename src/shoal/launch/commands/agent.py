@@ -37,15 +37,15 @@ from ..agent_protocol import (
     FromLauncher,
     Hello,
     NotStarted,
-    Output,
+    ProcessOutput,
     Ready,
-    Refused,
     Release,
     Reported,
+    RequestRefused,
     Signal,
     Start,
     Started,
-    Stdin,
+    StdinData,
     StdinTaken,
     Suspend,
     Taken,
@@ -56,9 +56,9 @@ from ..ranks.cores import shares, usable
 from ..ranks.environment import OF_RANKS, ReservedPort
 from ..ranks.guardian import Guardian
 from ..ranks.process import LocalRank, Sweep
-from ..ranks.source import Source
-from ..remote.dial import Told, dial, ends_of, forget
-from ..remote.link import Carrier, Descriptors, Link, OfStream
+from ..ranks.source import OutputSource
+from ..remote.dial import IgnoredStepSignal, dial, ends_of, forget
+from ..remote.link import AgentConnection, Carrier, Descriptors, OfStream
 from ..slurm.allocation import OF_THE_AGENT
 
 _POLL = 0.02
@@ -72,7 +72,7 @@ def _never(number: int) -> bool:
     return False
 
 
-class Agent:
+class AgentServer:
     """Serves one launcher, to the end of its connection.
 
     Args:
@@ -105,10 +105,12 @@ class Agent:
         self._ended = False
         self._sweep: Sweep | None = None
         #: output: the sources that are read, and those that are left alone until the launcher has read more
-        self._sources: dict[Source, tuple[int, int]] = {}
+        self._sources: dict[OutputSource, tuple[int, int]] = {}
         self._unread = 0
         self._stdin = StdinPipe(self._selector, self._stdin_taken)
-        self._link: Link[FromLauncher] = Link(carrier, decode_from_launcher, self._received, self._lost)
+        self._link: AgentConnection[FromLauncher] = AgentConnection(
+            carrier, decode_from_launcher, self._received, self._lost
+        )
         self._link.watch(self._selector)
         if preamble:
             self._link.write(preamble)
@@ -168,7 +170,7 @@ class Agent:
                 self._close(frame)
             case Signal():
                 self._signal(frame)
-            case Stdin():
+            case StdinData():
                 self._stdin.take(frame.data)
             case Release():
                 self._release(frame.index)
@@ -182,7 +184,9 @@ class Agent:
             os.chdir(begin.directory)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            self._link.send(Refused(f"the directory {begin.directory} cannot be entered: {reason}"[:_WORDS]))
+            self._link.send(
+                RequestRefused(f"the directory {begin.directory} cannot be entered: {reason}"[:_WORDS])
+            )
             return
         self._begin = begin
         self._link.send(Ready())
@@ -277,7 +281,7 @@ class Agent:
             if not full:
                 source.listen(self._selector, partial(self._read, source))
 
-    def _read(self, source: Source) -> bool:
+    def _read(self, source: OutputSource) -> bool:
         """Read a chunk and send it; False when there is nothing now."""
         if source not in self._sources or self._unread >= WINDOW:
             return False
@@ -288,10 +292,10 @@ class Agent:
         self._pass_on(source, data)
         return bool(data)
 
-    def _pass_on(self, source: Source, data: bytes) -> None:
+    def _pass_on(self, source: OutputSource, data: bytes) -> None:
         """Send what was read; no bytes are the end."""
         index, stream = self._sources[source]
-        self._link.send(Output(index, stream, data), bulk=True)
+        self._link.send(ProcessOutput(index, stream, data), bulk=True)
         self._unread += len(data)
         if not data:
             del self._sources[source]
@@ -338,12 +342,12 @@ def serve(
     """Be the agent of the launcher at the other end of ``carrier``; returns the exit code.
 
     Args:
-        carrier, preamble, ends, told: as of :class:`Agent`.
+        carrier, preamble, ends, told: as of :class:`AgentServer`.
     """
     with ExitStack() as steps:
         port = steps.enter_context(closing(ReservedPort("")))
         guardian = steps.enter_context(Guardian())
-        serving = Agent(carrier, guardian, port.number, preamble=preamble, ends=ends, told=told)
+        serving = AgentServer(carrier, guardian, port.number, preamble=preamble, ends=ends, told=told)
         agent = steps.enter_context(closing(serving))
         why = agent.run()
     if why:
@@ -358,7 +362,7 @@ def _ends_of_ssh() -> tuple[str, str]:
 
 def _call(where: str) -> int:
     """Call the launcher that has had srun start this process, and be its agent."""
-    with Told() as told, dial(where, os.environ) as connection:
+    with IgnoredStepSignal() as told, dial(where, os.environ) as connection:
         forget(OF_THE_AGENT)
         ends = ends_of(connection)
         return serve(OfStream(connection.release()), preamble=PREAMBLE, ends=ends, told=told)

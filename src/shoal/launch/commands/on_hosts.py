@@ -15,7 +15,7 @@ from ... import config
 from ...common.wording import counted, encodable
 from ...errors import LaunchError, UsageError
 from ..job.job_store import job_store
-from ..job.restarts import Ended, run_with_restarts
+from ..job.restarts import JobOutcome, run_with_restarts
 from ..job.signals import Signals
 from ..job.supervisor import STOP_GRACE, Supervisor
 from ..output.logs import Logs
@@ -45,7 +45,7 @@ _NOT_STARTED = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostPlan:
     """Where and how a job runs.
 
     Attributes:
@@ -136,7 +136,7 @@ def fitted(
     return size, [host for host in hosts if respawn or host.first < needed]
 
 
-def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> str:
+def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -> str:
     """The text that ``--dry-run`` prints."""
     url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
     lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
@@ -163,14 +163,14 @@ def describe(plan: Plan, job: Job, argv: Sequence[str], store: str | None) -> st
     return "\n".join(lines)
 
 
-def _fleet(plan: Plan, signals: Signals) -> Fleet:
+def _fleet(plan: HostPlan, signals: Signals) -> Fleet:
     if plan.by_srun:
         return SrunFleet(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
     return Fleet(plan.hosts, plan.python, signals)
 
 
 def launch_on_hosts(
-    plan: Plan,
+    plan: HostPlan,
     argv: Sequence[str],
     job: Job,
     *,
@@ -199,7 +199,7 @@ def launch_on_hosts(
             click.echo(f"shoal: {error}", err=True)
             return _NOT_STARTED
 
-        def run_once(job: Job, restart: str) -> Ended:
+        def run_once(job: Job, restart: str) -> JobOutcome:
             with ExitStack() as steps:
                 try:
                     # A store may take its time, in which agents would hear nothing.
@@ -238,11 +238,11 @@ def launch_on_hosts(
                     meeting_place.start()
                     supervisor.start()
                 except Stopped as stopped:
-                    return Ended(128 + stopped.number)
+                    return JobOutcome(128 + stopped.number)
                 except LaunchError as error:
                     click.echo(f"shoal: {error}", err=True)
-                    return Ended(_NOT_STARTED)
+                    return JobOutcome(_NOT_STARTED)
                 code = supervisor.run()
-                return Ended(code, supervisor.failed)
+                return JobOutcome(code, supervisor.failed)
 
         return run_with_restarts(job, restarts, run_once)

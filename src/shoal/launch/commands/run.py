@@ -17,7 +17,7 @@ from ... import config
 from ...common.wording import counted, named
 from ..job.crew import LocalCrew
 from ..job.job_store import job_store
-from ..job.restarts import Ended, run_with_restarts
+from ..job.restarts import JobOutcome, run_with_restarts
 from ..job.signals import Signals
 from ..job.supervisor import STOP_GRACE, Supervisor
 from ..output.logs import Logs
@@ -30,7 +30,7 @@ from ..ranks.program import resolve
 from ..remote.hosts import Host, parse_hosts, read_hostfile
 from ..slurm.allocation import allocation
 from .encryption import demand_tls
-from .on_hosts import Plan, describe, directory, fitted, launch_on_hosts, passed_on
+from .on_hosts import HostPlan, describe, directory, fitted, launch_on_hosts, passed_on
 
 #: longest --grace in seconds: a day
 MOST_GRACE_S = 86400.0
@@ -278,7 +278,7 @@ def run(
     if slots is not None:
         # How the cores of a host are shared is known there.
         shown = {k: v for k, v in extra.items() if k != "OMP_NUM_THREADS"}
-        plan = Plan(
+        plan = HostPlan(
             slots,
             python or sys.executable,
             directory(chdir),
@@ -379,7 +379,7 @@ def launch(
     with Signals() as signals, ExitStack() as open_logs:
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
 
-        def run_once(job: Job, restart: str) -> Ended:
+        def run_once(job: Job, restart: str) -> JobOutcome:
             with (
                 job_store(store, job) as meeting_place,
                 closing(ReservedPort()) as port,
@@ -414,7 +414,7 @@ def launch(
                     # Threads begin here: from now on no Python runs between fork and exec.
                     meeting_place.start()
                     code = supervisor.run()
-                    return Ended(code, supervisor.failed)
+                    return JobOutcome(code, supervisor.failed)
 
         return run_with_restarts(job, restarts, run_once)
 

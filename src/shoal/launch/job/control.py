@@ -30,7 +30,7 @@ class Scale(msgspec.Struct, frozen=True):
     wanted: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ControlReply(msgspec.Struct, frozen=True):
     """What the launcher says; ``done``: it does what it was asked to do."""
 
     done: bool
@@ -77,9 +77,9 @@ class Control:
     def _answer(self, guest: socket.socket) -> None:
         with suppress(OSError):
             try:
-                answer = Answer(True, self._scale(from_json(guest.recv(_LONGEST), Scale).wanted))
+                answer = ControlReply(True, self._scale(from_json(guest.recv(_LONGEST), Scale).wanted))
             except (UsageError, MalformedMessage) as error:
-                answer = Answer(False, str(error))
+                answer = ControlReply(False, str(error))
             guest.send(msgspec.json.encode(answer))
         self._dismiss(guest)
 
@@ -117,7 +117,7 @@ def ask(launcher: int, wanted: int) -> str:
     try:
         with _connected(launcher) as connection:
             connection.send(msgspec.json.encode(Scale(wanted)))
-            answer = from_json(connection.recv(_LONGEST), Answer)
+            answer = from_json(connection.recv(_LONGEST), ControlReply)
     except (OSError, MalformedMessage) as error:
         raise LaunchError(f"process {launcher} is no `shoal run --max` that answers: {error}") from error
     if not answer.done:

@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ..output.stdin import Stdin, StdinPipe, in_background
+from ..output.stdin import StdinPipe, StdinReader, in_background
 from ..ranks.environment import OF_RANKS, Job
 from ..ranks.guardian import Guardian
 from ..ranks.process import LocalRank, Sweep
-from ..ranks.rank import Rank
+from ..ranks.rank import JobProcess
 
 #: called with the name of a host, why it is lost, and the ranks that are lost with it
-HostLost = Callable[[str, str, Sequence[Rank]], None]
+HostLost = Callable[[str, str, Sequence[JobProcess]], None]
 
 
 class Sweeping(Protocol):
@@ -50,10 +50,10 @@ class Crew(Protocol):
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         """Handle what comes from the hosts in the loop of ``selector``."""
 
-    def first(self, slot: int) -> Rank:
+    def first(self, slot: int) -> JobProcess:
         """Start a rank that meets the others at once, while there are no threads; raises LaunchError."""
 
-    def later(self, index: int, slot: int, restart: int) -> Rank:
+    def later(self, index: int, slot: int, restart: int) -> JobProcess:
         """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
 
     def settle(self) -> None:
@@ -62,10 +62,10 @@ class Crew(Protocol):
     def can_start(self, slot: int) -> bool:
         """Whether a process can be started in ``slot``, if none runs there."""
 
-    def release(self, rank: Rank) -> None:
+    def release(self, rank: JobProcess) -> None:
         """Kill what an ended rank left running in its group, and let the kernel use its number again."""
 
-    def sweep(self, ranks: Sequence[Rank], linger: float) -> Sweeping:
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
         """All ``ranks`` have ended: what is left in their groups may live for ``linger`` seconds."""
 
     def next_at(self) -> float | None:
@@ -121,14 +121,14 @@ class LocalCrew:
         self._bound, self._threaded = bound, threaded
         self._selector: selectors.BaseSelector | None = None
         #: of rank 0, if this process passes it on
-        self._stdin: Stdin | None = None
+        self._stdin: StdinReader | None = None
         self._pipe: StdinPipe | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         """Nothing comes from other hosts."""
         self._selector = selector
 
-    def first(self, slot: int) -> Rank:
+    def first(self, slot: int) -> JobProcess:
         cores = self._cores(slot)
 
         def prepare() -> None:
@@ -151,12 +151,12 @@ class LocalCrew:
     def _relay_stdin(self, rank: LocalRank) -> None:
         """Pass the terminal's input on to ``rank`` while this job is in the foreground."""
         assert self._selector is not None
-        stdin = Stdin(lambda data: pipe.take(data))
+        stdin = StdinReader(lambda data: pipe.take(data))
         pipe = StdinPipe(self._selector, stdin.taken)
         pipe.attach(rank.take_stdin())
         self._stdin, self._pipe = stdin, pipe
 
-    def later(self, index: int, slot: int, restart: int) -> Rank:
+    def later(self, index: int, slot: int, restart: int) -> JobProcess:
         environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
         environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
@@ -171,12 +171,12 @@ class LocalCrew:
     def can_start(self, slot: int) -> bool:
         return True
 
-    def release(self, rank: Rank) -> None:
+    def release(self, rank: JobProcess) -> None:
         rank.send_group(signal.SIGKILL)
         self._guardian.forget(rank.pid)
         rank.release()
 
-    def sweep(self, ranks: Sequence[Rank], linger: float) -> Sweeping:
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
         return Sweep(ranks, linger)
 
     def next_at(self) -> float | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from ...failure_report import STACKS
 from ..ranks.meetings import Meetings
-from ..ranks.rank import Rank
+from ..ranks.rank import JobProcess
 
 #: seconds in which an evicted process may end by itself
 PATIENCE_S = 2.0
@@ -44,13 +44,13 @@ class Evictions:
         meetings: resolve the ranks that reports name.
     """
 
-    def __init__(self, grace: float, announce: Callable[[Rank], None]) -> None:
+    def __init__(self, grace: float, announce: Callable[[JobProcess], None]) -> None:
         self._grace = min(grace, GRACE_S)
         self._announce = announce
-        self._under_way: dict[Rank, tuple[_Stage, float]] = {}
+        self._under_way: dict[JobProcess, tuple[_Stage, float]] = {}
         self.meetings = Meetings()
 
-    def take_notices(self, rank: Rank, ranks: Sequence[Rank]) -> None:
+    def take_notices(self, rank: JobProcess, ranks: Sequence[JobProcess]) -> None:
         """Handle the reports of meetings and evictions that ``rank`` has sent; ``ranks``: all processes."""
         for notice in rank.take_notices():
             if notice.kind == "met":
@@ -61,7 +61,7 @@ class Evictions:
                     if index != rank.index:
                         self.add(ranks[index], time.monotonic())
 
-    def add(self, rank: Rank, now: float) -> None:
+    def add(self, rank: JobProcess, now: float) -> None:
         """The others go on without ``rank``."""
         if rank.status is None and rank not in self._under_way and not (rank.evicted or _has_left(rank, now)):
             self._under_way[rank] = _Stage.WAITS, now + PATIENCE_S
@@ -78,7 +78,7 @@ class Evictions:
             elif now >= at:
                 self._go_on(rank, stage, now)
 
-    def _go_on(self, rank: Rank, stage: _Stage, now: float) -> None:
+    def _go_on(self, rank: JobProcess, stage: _Stage, now: float) -> None:
         if stage is _Stage.WAITS:
             rank.evicted = True  # not before: it may have died, and its end not be known yet
             self._announce(rank)
@@ -92,6 +92,6 @@ class Evictions:
             del self._under_way[rank]
 
 
-def _has_left(rank: Rank, now: float) -> bool:
+def _has_left(rank: JobProcess, now: float) -> bool:
     """Whether ``rank`` left its group just now: not all of the others knew that when they decided."""
     return any(report.kind == "left" and report.at >= now - _LEFT_S for report in rank.reports)

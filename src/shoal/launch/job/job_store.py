@@ -38,7 +38,7 @@ class JobStore:
         raise NotImplementedError
 
 
-class _Served(JobStore):
+class _ServedStore(JobStore):
     def __init__(self, server: TCPStoreServer, secret: bytes) -> None:
         super().__init__(server.url)
         self._server = server
@@ -92,7 +92,7 @@ def _served(job: Job, host: str) -> Iterator[JobStore]:
     with closing(
         TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))
     ) as server:
-        yield _Served(server, secret)
+        yield _ServedStore(server, secret)
 
 
 @contextmanager

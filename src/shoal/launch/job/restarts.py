@@ -10,7 +10,7 @@ from ..ranks.environment import Job
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobOutcome:
     """The end of one start of a job.
 
     Attributes:
@@ -22,7 +22,7 @@ class Ended:
     failed: bool = False
 
 
-def run_with_restarts(job: Job, most: int, run: Callable[[Job, str], Ended]) -> int:
+def run_with_restarts(job: Job, most: int, run: Callable[[Job, str], JobOutcome]) -> int:
     """Run a job, and start it again while it fails; returns the exit code of the last start.
 
     Args:

@@ -37,10 +37,10 @@ from functools import partial
 from ...errors import LaunchError, UsageError
 from ..output import causes, summary
 from ..output.logs import Logs
-from ..output.output import Output
+from ..output.output import RankOutput
 from ..output.unannounced import UnannouncedEnds
 from ..ranks.notes import Notes
-from ..ranks.rank import LOST, Rank
+from ..ranks.rank import LOST, JobProcess
 from ..ranks.respawn import Respawn
 from ..ranks.slots import last_of_slots, plan
 from .control import Control
@@ -83,7 +83,7 @@ class Supervisor:
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         restart: the line for the user if the job is started again after a failure; "": it is not.
         scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
-        prefixed, logs: see :class:`Output`.
+        prefixed, logs: see :class:`RankOutput`.
 
     Call :meth:`start` while there are no threads, :meth:`run` once, and :meth:`close` whatever happened.
     """
@@ -109,12 +109,12 @@ class Supervisor:
         self._grace, self._restart = grace, restart
         self._notes = notes
         self._prefixed, self._logs = prefixed, logs
-        self._ranks: list[Rank] = []
+        self._ranks: list[JobProcess] = []
         self._phase = _Phase.RUNNING
-        self._culprit: Rank | None = None
+        self._culprit: JobProcess | None = None
         #: those that failed while enough others went on, and the one after which too few were left
-        self._outlived: list[Rank] = []
-        self._fatal: Rank | None = None
+        self._outlived: list[JobProcess] = []
+        self._fatal: JobProcess | None = None
         self._stop_signal = 0
         self._interrupts = Interrupts()
         self._kill_at: float | None = None
@@ -127,7 +127,7 @@ class Supervisor:
         self._later = 0
         self._selector = selectors.DefaultSelector()
         self._control = Control(self._selector, self._scale) if scalable else None
-        self._output: Output | None = None
+        self._output: RankOutput | None = None
         self._sweeping = self._closing = self._impatient = False
         #: a host was lost before it had sent all that its ranks wrote
         self._cut = False
@@ -143,7 +143,7 @@ class Supervisor:
             self._add(self._crew.later(slot, slot, 0))
         self._crew.settle()
 
-    def _add(self, rank: Rank) -> None:
+    def _add(self, rank: JobProcess) -> None:
         self._ranks.append(rank)
         rank.meetings = self._evictions.meetings
         take_notices = partial(self._evictions.take_notices, rank, self._ranks)
@@ -155,7 +155,7 @@ class Supervisor:
         That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
         the job; or ``LOST`` if output was lost; or 0.
         """
-        output = self._output = Output(
+        output = self._output = RankOutput(
             self._selector,
             self._signals.wake,
             self._crew.most + self._crew.spares,
@@ -229,7 +229,7 @@ class Supervisor:
             for slot in restarts.due(now):
                 self._start_in(slot)
 
-    def _ended(self, rank: Rank) -> None:
+    def _ended(self, rank: JobProcess) -> None:
         status = rank.status
         assert status is not None
         # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
@@ -252,14 +252,14 @@ class Supervisor:
         if self._output is not None:
             self._output.say(text)
 
-    def _host_lost(self, host: str, why: str, ranks: Sequence[Rank]) -> None:
+    def _host_lost(self, host: str, why: str, ranks: Sequence[JobProcess]) -> None:
         """These ranks, whose status is ``LOST``, are gone with their host."""
         self._told(summary.host_lost(host, why, ranks))
         self._cut |= self._sweeping
         for rank in ranks:
             self._ended(rank)
 
-    def _failed(self, rank: Rank) -> None:
+    def _failed(self, rank: JobProcess) -> None:
         """``rank`` has failed, by itself or because of another one."""
         assert self._output is not None
         self._read_reports()  # which say who has joined
@@ -335,7 +335,7 @@ class Supervisor:
             self._start_in(slot)
         return text
 
-    def _left(self, rank: Rank) -> None:
+    def _left(self, rank: JobProcess) -> None:
         """``rank``, which was asked to leave, has ended."""
         assert self._output is not None
         self._output.say(summary.left(rank))
@@ -394,7 +394,7 @@ class Supervisor:
                 rank.stopping = True
                 rank.send(signal.SIGTERM)
 
-    def _is_spared(self, rank: Rank) -> bool:
+    def _is_spared(self, rank: JobProcess) -> bool:
         return rank is self._culprit and self._spare_until is not None
 
     def _signalled(self) -> None:
@@ -468,7 +468,7 @@ class Supervisor:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _sweep(self, output: Output) -> None:
+    def _sweep(self, output: RankOutput) -> None:
         """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
         self._sweeping = True
@@ -479,7 +479,7 @@ class Supervisor:
         if orderly and sweep.killed:
             output.say(summary.leftovers(sweep.killed))
 
-    def _conclude(self, output: Output) -> int:
+    def _conclude(self, output: RankOutput) -> int:
         """Print the summary of a job that did not end well; gives the exit code."""
         if self._phase is _Phase.FAILED:
             first = self._cause()

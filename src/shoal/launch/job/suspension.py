@@ -6,12 +6,12 @@ import signal
 import time
 from collections.abc import Sequence
 
-from ..ranks.rank import Rank
+from ..ranks.rank import JobProcess
 from .crew import Crew
 from .signals import stop_this_process
 
 
-def suspend_job(number: int, ranks: Sequence[Rank], crew: Crew) -> float:
+def suspend_job(number: int, ranks: Sequence[JobProcess], crew: Crew) -> float:
     """Stop the ranks and this process; returns the seconds until it was continued, with its ranks.
 
     Args:

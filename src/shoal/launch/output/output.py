@@ -10,8 +10,8 @@ from functools import partial
 
 from ...common.lines import Lines
 from ..ranks.environment import prefix
-from ..ranks.rank import Rank
-from ..ranks.source import Source
+from ..ranks.rank import JobProcess
+from ..ranks.source import OutputSource
 from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 
@@ -21,10 +21,10 @@ _QUIET = 0.1
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
-class _Stream:
+class _RankPipe:
     """stdout or stderr of one rank, on its way to a sink."""
 
-    def __init__(self, source: Source, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
+    def __init__(self, source: OutputSource, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
         self.source = source
         self.prefix = prefix
         self.sink = sink
@@ -58,7 +58,7 @@ class _Stream:
         self._log(text + end)
 
 
-class Output:
+class RankOutput:
     """Reads the pipes of all ranks and writes whole, prefixed lines.
 
     Args:
@@ -83,21 +83,21 @@ class Output:
         self._logs = logs
         self._size = size
         self._out, self._err = open_sinks(wake)
-        self._streams: list[_Stream] = []
-        self._paused: list[_Stream] = []
+        self._streams: list[_RankPipe] = []
+        self._paused: list[_RankPipe] = []
         self._stderr: dict[int, Lines] = {}
         #: the sinks of which the user knows that they cannot be written
         self._troubled: list[Sink] = []
         self._closed = False
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: JobProcess) -> None:
         """Take over the pipes of a rank: they are read to their end, then closed."""
         if rank.restart:
             process = f" (process {rank.pid})" if rank.pid else ""  # another host has not told it yet
             self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
         for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
             label = _label(rank, self._size, sink) if self._prefixed else b""
-            stream = _Stream(source, label, sink, partial(self._log, rank.slot))
+            stream = _RankPipe(source, label, sink, partial(self._log, rank.slot))
             self._streams.append(stream)
             self._listen(stream)
         self._stderr[rank.index] = stream.lines
@@ -107,7 +107,7 @@ class Output:
         if trouble is not None:
             self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
 
-    def tail(self, rank: Rank) -> Sequence[bytes]:
+    def tail(self, rank: JobProcess) -> Sequence[bytes]:
         """The last lines of a rank's stderr, also when another process has its slot by now."""
         return self._stderr[rank.index].tail
 
@@ -177,17 +177,17 @@ class Output:
         """Whether output was lost because it could not be written."""
         return bool(self._out.writer.trouble or self._err.writer.trouble)
 
-    def _listen(self, stream: _Stream) -> None:
+    def _listen(self, stream: _RankPipe) -> None:
         stream.source.listen(self._selector, partial(self._read, stream))
 
-    def _read(self, stream: _Stream) -> None:
+    def _read(self, stream: _RankPipe) -> None:
         if stream.sink.writer.full:
             stream.source.ignore()
             self._paused.append(stream)
         else:
             self._read_once(stream)
 
-    def _read_once(self, stream: _Stream) -> bool:
+    def _read_once(self, stream: _RankPipe) -> bool:
         """Read a chunk; False when nothing is there now, or will be."""
         try:
             data = stream.source.read()
@@ -200,13 +200,13 @@ class Output:
         stream.take(data)
         return True
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _RankPipe) -> None:
         stream.source.ignore()
         self._streams.remove(stream)
         stream.end()
 
 
-def _label(rank: Rank, size: int, sink: Sink) -> bytes:
+def _label(rank: JobProcess, size: int, sink: Sink) -> bytes:
     text = prefix(rank.name, size)
     if sink.terminal and not os.environ.get("NO_COLOR"):
         text = f"\x1b[{_COLOURS[rank.slot % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "

@@ -30,7 +30,7 @@ _ERASING = re.compile(rb"\x1b\[[012]?K")
 _ENOUGH = 4 << 20
 
 
-class Writer:
+class DescriptorWriter:
     """Writes bytes to a descriptor from a thread of its own, in order.
 
     Args:
@@ -120,14 +120,14 @@ class Sink:
 
     Args:
         fd: the file.
-        wake: see :class:`Writer`.
+        wake: see :class:`DescriptorWriter`.
         terminal: draw open lines again, as a terminal allows.
 
     A *source* is any object that tells one stream of one rank from the others.
     """
 
     def __init__(self, fd: int, wake: Callable[[], None], *, terminal: bool) -> None:
-        self.writer = Writer(fd, wake)
+        self.writer = DescriptorWriter(fd, wake)
         self.terminal = terminal
         self._open: object | None = None
         self._drawn = b""

@@ -19,7 +19,7 @@ from ..agent_protocol import MOST_BYTES, STDIN_WINDOW
 LOOK_S = 0.25
 
 
-class Stdin:
+class StdinReader:
     """Reads descriptor 0 as fast as rank 0 takes what it has, and a terminal only in the foreground.
 
     Args:

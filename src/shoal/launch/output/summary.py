@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...common.wording import counted, printable, ranks_named, runs
 from ...errors import LaunchError
 from ..ranks import respawn
-from ..ranks.rank import Rank
+from ..ranks.rank import JobProcess
 from . import causes
 
 
@@ -26,7 +26,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
+def failure(ranks: Sequence[JobProcess], first: int, tail: Sequence[bytes]) -> bytes:
     """The summary of a job in which a rank failed.
 
     Args:
@@ -46,11 +46,11 @@ def failure(ranks: Sequence[Rank], first: int, tail: Sequence[bytes]) -> bytes:
     return text + b"".join(b"  | " + line + b"\n" for line in tail)
 
 
-def _ran(rank: Rank) -> str:
+def _ran(rank: JobProcess) -> str:
     return f"after {rank.seconds:.1f} s (process {rank.pid})"
 
 
-def _outcome(culprit: Rank) -> str:
+def _outcome(culprit: JobProcess) -> str:
     assert culprit.status is not None
     if culprit.lost:
         return "its host was lost"
@@ -63,7 +63,7 @@ def _outcome(culprit: Rank) -> str:
     return (f"{shown}; " if shown else "") + "it did not end by itself and was ended by the launcher"
 
 
-def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
+def _relation(ranks: Sequence[JobProcess], rank: JobProcess, first: int) -> str:
     """How a rank ended that did not fail first, and why if that is known."""
     assert rank.status is not None
     if rank.stopped:
@@ -77,7 +77,7 @@ def _relation(ranks: Sequence[Rank], rank: Rank, first: int) -> str:
     return _ended(rank.status)
 
 
-def _end_of(rank: Rank) -> str:
+def _end_of(rank: JobProcess) -> str:
     return "was lost with the host" if rank.lost else _ended(rank.status or 0)
 
 
@@ -87,7 +87,7 @@ def _ended(status: int) -> str:
     return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
 
 
-def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
+def outlived(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
     """The line for a rank that failed while enough others go on; ``then`` says what becomes of its slot."""
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
@@ -97,7 +97,7 @@ def outlived(rank: Rank, left: Sequence[Rank], then: str) -> bytes:
     return f"shoal: {rank.described} failed: {how}; {_named(left)} {on}{then}\n".encode()
 
 
-def evicted(rank: Rank) -> bytes:
+def evicted(rank: JobProcess) -> bytes:
     """The line for a process that still runs, without which the other ranks go on."""
     return (
         f"shoal: {rank.described} (process {rank.pid}) is evicted: the other ranks go on without it, because "
@@ -106,14 +106,14 @@ def evicted(rank: Rank) -> bytes:
     ).encode()
 
 
-def ended_evicted(rank: Rank, then: str) -> bytes:
+def ended_evicted(rank: JobProcess, then: str) -> bytes:
     """The line for an evicted process that ended with exit code 0; ``then``: what happens to its slot."""
     return (
         f"shoal: {rank.described}, which was evicted, ended with exit code 0, {_ran(rank)}{then}\n".encode()
     )
 
 
-def left(rank: Rank) -> bytes:
+def left(rank: JobProcess) -> bytes:
     """The line for a process that has left because fewer are wanted."""
     how = "" if rank.status in (0, -signal.SIGTERM) else f" ({describe(rank.status or 0)})"
     return f"shoal: {rank.described} has left{how}, {_ran(rank)}\n".encode()
@@ -131,7 +131,7 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
     return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'there are as many'}"
 
 
-def spares(ranks: Sequence[Rank]) -> str:
+def spares(ranks: Sequence[JobProcess]) -> str:
     """The words on the spares among ``ranks``, which may take the place of a rank that failed."""
     found = [rank for rank in ranks if rank.status is None and not rank.is_member and not rank.leaving]
     return f"; {_named(found)} can take its place" if found else ""
@@ -159,7 +159,7 @@ def not_started(error: LaunchError, then: str) -> bytes:
     return f"shoal: {error}{then}\n".encode()
 
 
-def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], wanted: int) -> bytes:
+def outlived_all(ranks: Sequence[JobProcess], failed: Sequence[JobProcess], wanted: int) -> bytes:
     """The last line of a job of so many ranks that ended well though some had failed."""
     finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
     # Who finished must be said only of those that took the place of others.
@@ -168,18 +168,18 @@ def outlived_all(ranks: Sequence[Rank], failed: Sequence[Rank], wanted: int) -> 
     return f"shoal: {len(finished)} of {counted(wanted, 'rank')} finished; {_grouped(ended)}\n".encode()
 
 
-def stopped(number: int, ranks: Sequence[Rank]) -> bytes:
+def stopped(number: int, ranks: Sequence[JobProcess]) -> bytes:
     """The line for a job that a signal to the launcher ended."""
     ended = [(rank, _end_of(rank)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
-def waiting(seconds: float, left: Sequence[Rank]) -> bytes:
+def waiting(seconds: float, left: Sequence[JobProcess]) -> bytes:
     """The line while ranks save their work after Ctrl-C."""
     return f"shoal: waiting {seconds:.0f} s for {_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
-def unannounced(ended: Sequence[Rank], running: Sequence[Rank]) -> bytes:
+def unannounced(ended: Sequence[JobProcess], running: Sequence[JobProcess]) -> bytes:
     """The line for ranks that exited with 0 and left no group, while others run."""
     still = "still runs" if len(running) == 1 else "still run"
     them = "it" if len(ended) == 1 else "them"
@@ -194,15 +194,15 @@ def leftovers(names: Sequence[str]) -> bytes:
     return f"shoal: killed what the ranks left running: {', '.join(names)}\n".encode()
 
 
-def host_lost(host: str, why: str, ranks: Sequence[Rank]) -> bytes:
+def host_lost(host: str, why: str, ranks: Sequence[JobProcess]) -> bytes:
     """The line for a host whose agent is out of reach, and with it these ranks."""
     gone = f", and with it {_named(ranks)}" if ranks else ""
     return f"shoal: host {host} is lost{gone}: {why}\n".encode()
 
 
-def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
+def _grouped(outcomes: Sequence[tuple[JobProcess, str]]) -> str:
     """``ranks 0, 2-3 were killed by SIGINT; rank 1 finished``."""
-    found: dict[str, list[Rank]] = {}
+    found: dict[str, list[JobProcess]] = {}
     for rank, outcome in outcomes:
         found.setdefault(outcome, []).append(rank)
     return "; ".join(
@@ -211,7 +211,7 @@ def _grouped(outcomes: Sequence[tuple[Rank, str]]) -> str:
     )
 
 
-def _named(ranks: Sequence[Rank]) -> str:
+def _named(ranks: Sequence[JobProcess]) -> str:
     """``rank 3.1``, or ``ranks 0, 2-5, 3.1-3.9``."""
     slots = sorted(rank.slot for rank in ranks if not rank.restart)
     words = [runs(slots)] if slots else []

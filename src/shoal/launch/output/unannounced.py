@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ranks.rank import Rank
+from ..ranks.rank import JobProcess
 from . import summary
 
 
@@ -32,7 +32,7 @@ class UnannouncedEnds:
         """When :meth:`text` is due."""
         return self._at
 
-    def text(self, ranks: Sequence[Rank]) -> bytes | None:
+    def text(self, ranks: Sequence[JobProcess]) -> bytes | None:
         """The line for the user, if there are such ranks."""
         self._at = None
         ended = [

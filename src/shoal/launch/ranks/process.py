@@ -17,7 +17,7 @@ import psutil
 from ...errors import LaunchError
 from ...failure_report import STACKS, Report
 from .program import flaw_of_script, reason_of
-from .rank import Rank
+from .rank import JobProcess
 from .reports import Reports
 from .source import Pipe
 
@@ -25,7 +25,7 @@ from .source import Pipe
 _LAST = 2.0
 
 
-class LocalRank(Rank):
+class LocalRank(JobProcess):
     """A started rank.  It leads a session and a process group of its own, whose id is ``pid``.
 
     The group keeps Ctrl-C at the terminal from reaching the rank twice, and collects the rank's
@@ -35,7 +35,7 @@ class LocalRank(Rank):
     is the group's too, cannot be given to a stranger.
 
     Args:
-        index, slot, restart, newcomer: see :class:`Rank`.
+        index, slot, restart, newcomer: see :class:`JobProcess`.
         size: number of ranks of the job.
         argv, environment: what it executes.
         stdin: as of Popen.
@@ -210,7 +210,7 @@ class Sweep:
         killed: the names of those that had to be killed, with their numbers.
     """
 
-    def __init__(self, ranks: Sequence[Rank], linger: float) -> None:
+    def __init__(self, ranks: Sequence[JobProcess], linger: float) -> None:
         self._ranks = [rank for rank in ranks if not rank.is_released]
         self._kill_at = time.monotonic() + linger
         self._was_killed = False

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 from ...failure_report import Report
 from .meetings import Meetings
-from .source import Source
+from .source import OutputSource
 
 
-class Rank(ABC):
+class JobProcess(ABC):
     """A process of a job: one of this process's own (``process.py``), or another host's (``remote.py``).
 
     Attributes:
@@ -35,8 +35,8 @@ class Rank(ABC):
         stdout, stderr: what it writes.
     """
 
-    stdout: Source
-    stderr: Source
+    stdout: OutputSource
+    stderr: OutputSource
     meetings = Meetings()
 
     def __init__(self, index: int, slot: int, restart: int, *, newcomer: bool, host: str = "") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from .rank import Rank
+from .rank import JobProcess
 
 
 class Occupant(Protocol):
@@ -27,7 +27,7 @@ class Occupant(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalePlan:
     """What to do to have another number of processes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
     later: int = 0
 
 
-def last_of_slots(ranks: Iterable[Rank]) -> dict[int, Rank]:
+def last_of_slots(ranks: Iterable[JobProcess]) -> dict[int, JobProcess]:
     """The last process of each slot that has had one."""
     return {rank.slot: rank for rank in ranks}
 
@@ -53,7 +53,7 @@ def plan(
     waiting: Collection[int],
     *,
     spares: int = 0,
-) -> Plan:
+) -> ScalePlan:
     """What to do to have ``wanted`` members and ``spares`` beyond them.
 
     Args:
@@ -72,4 +72,4 @@ def plan(
     missing = max(0, room - len(joining))
     free = [slot for slot in usable if slot not in running and slot not in waiting]
     start = free[:missing]
-    return Plan(tuple(start), tuple(members[wanted:] + joining[room:]), missing - len(start))
+    return ScalePlan(tuple(start), tuple(members[wanted:] + joining[room:]), missing - len(start))

@@ -12,7 +12,7 @@ from typing import IO, Protocol
 CHUNK = 1 << 16
 
 
-class Source(Protocol):
+class OutputSource(Protocol):
     """stdout or stderr of one rank; nothing here blocks."""
 
     def read(self) -> bytes:

@@ -26,10 +26,10 @@ from ..agent_protocol import (
     FromAgent,
     Hello,
     NotStarted,
-    Output,
+    ProcessOutput,
     Ready,
-    Refused,
     Reported,
+    RequestRefused,
     Started,
     StdinTaken,
     Suspend,
@@ -37,7 +37,7 @@ from ..agent_protocol import (
     decode_from_agent,
 )
 from .hosts import Host
-from .link import Carrier, Link
+from .link import AgentConnection, Carrier
 from .rank import RemoteRank
 
 #: seconds in which an agent must tell of the end of a process that it was to kill, or say Bye
@@ -51,7 +51,7 @@ _SOON = 0.2
 
 
 class Listening(Protocol):
-    """What can be heard in a loop; see :class:`~shoal.launch.ranks.source.Source`."""
+    """What can be heard in a loop; see :class:`~shoal.launch.ranks.source.OutputSource`."""
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
     def ignore(self) -> None: ...
@@ -93,12 +93,12 @@ class Watcher:
         stdin_taken: rank 0 has taken so many bytes.
     """
 
-    lost: Callable[[Agency, list[RemoteRank]], None]
+    lost: Callable[[AgentClient, list[RemoteRank]], None]
     not_started: Callable[[RemoteRank, str], None]
     stdin_taken: Callable[[int], None]
 
 
-class Agency:
+class AgentClient:
     """The agent of one host.
 
     Args:
@@ -136,7 +136,7 @@ class Agency:
         self._is_ending = self._moves = False
         self._unread = self._untold = 0
         self._clock: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        self._link: Link[FromAgent] = Link(
+        self._link: AgentConnection[FromAgent] = AgentConnection(
             client.carrier, decode_from_agent, self._received, self._link_lost, preamble=PREAMBLE
         )
 
@@ -235,8 +235,8 @@ class Agency:
         self._link.close()
         # Of many that are lost at once the loop waits for one: the others need its beats.
         now = time.monotonic()
-        code = self.client.end(_SOON if now >= Agency._waits_at else 0.0)
-        Agency._waits_at = now + BEAT
+        code = self.client.end(_SOON if now >= AgentClient._waits_at else 0.0)
+        AgentClient._waits_at = now + BEAT
         parts = [why]
         if code is not None:
             parts.append(f"{self.client.name} ended with exit code {code}")
@@ -322,7 +322,7 @@ class Agency:
                 self._set_clock(frame)
             case Ready() if not self.is_ready:
                 self.is_ready = True
-            case Refused() if not self.is_ready:
+            case RequestRefused() if not self.is_ready:
                 raise WireError(frame.text)
             case Started() | NotStarted() if frame.index in self._pending:
                 self._pending.remove(frame.index)
@@ -332,7 +332,7 @@ class Agency:
                 elif self.watcher is not None:
                     self.watcher.not_started(rank, printable(frame.text))
                     rank.not_started()
-            case Output() | Reported() | Exited() | StdinTaken() | Bye() if self.is_ready:
+            case ProcessOutput() | Reported() | Exited() | StdinTaken() | Bye() if self.is_ready:
                 if self.is_held or self._held:
                     self._held.append(frame)
                     self._count(frame)
@@ -343,7 +343,7 @@ class Agency:
                 raise WireError(f"a {type(frame).__name__} came when none may come")
 
     def _count(self, frame: FromAgent) -> None:
-        if isinstance(frame, Output):
+        if isinstance(frame, ProcessOutput):
             self._moves = True
             self._unread += len(frame.data)
             if self._unread + self._untold > WINDOW + MOST_BYTES:
@@ -353,7 +353,7 @@ class Agency:
 
     def _handle(self, frame: FromAgent) -> None:
         match frame:
-            case Output():
+            case ProcessOutput():
                 self._rank(frame.index).wrote(frame)
             case Reported():
                 self._rank(frame.index).reported(frame)

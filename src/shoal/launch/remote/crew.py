@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError, ShoalError
-from ..agent_protocol import End, Start
-from ..agent_protocol import Stdin as StdinFrame
+from ..agent_protocol import End, Start, StdinData
 from ..job.crew import HostLost, Sweeping
 from ..output import summary
-from ..output.stdin import Stdin
+from ..output.stdin import StdinReader
 from ..ranks.environment import Job
-from ..ranks.rank import Rank
-from .agency import Agency, Watcher
+from ..ranks.rank import JobProcess
+from .agency import AgentClient, Watcher
 from .fleet import Fleet, failure
 from .rank import RemoteRank, Turns
 
@@ -56,13 +55,13 @@ class RemoteCrew:
         self._argv, self._job = tuple(argv), job
         self._stores, self._master, self._master_port = stores, master, master_port
         self._turns = Turns()
-        self._stdin = Stdin(lambda data: self._agencies[0].tell(StdinFrame(data)))
+        self._stdin = StdinReader(lambda data: self._agencies[0].tell(StdinData(data)))
         self._selector: selectors.BaseSelector | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         self._selector = selector
 
-        def gone(agency: Agency, ranks: Sequence[RemoteRank]) -> None:
+        def gone(agency: AgentClient, ranks: Sequence[RemoteRank]) -> None:
             if not agency.is_held:
                 lost(agency.host.name, agency.trouble, ranks)
 
@@ -71,12 +70,12 @@ class RemoteCrew:
                 raise LaunchError(f"host {rank.host}: {text}")
             say(summary.not_started(LaunchError(f"host {rank.host}: {text}"), ""))
 
-        agency_of = self._agency_of = dict[int, Agency]()
+        agency_of = self._agency_of = dict[int, AgentClient]()
         for agency in self._agencies:
             agency.watcher = Watcher(gone, not_started, self._stdin.taken)
             agency.watch(selector)
 
-    def first(self, slot: int) -> Rank:
+    def first(self, slot: int) -> JobProcess:
         agency, store = self._place(slot)
         host = agency.host
         count = max(0, min(self.size - host.first, host.slots))
@@ -85,7 +84,7 @@ class RemoteCrew:
         )
         return self._start(agency, slot, slot, 0, variables, newcomer=False)
 
-    def later(self, index: int, slot: int, restart: int) -> Rank:
+    def later(self, index: int, slot: int, restart: int) -> JobProcess:
         agency, store = self._place(slot)
         host = agency.host
         if not agency.is_well:
@@ -97,14 +96,14 @@ class RemoteCrew:
 
     def _start(
         self,
-        agency: Agency,
+        agency: AgentClient,
         index: int,
         slot: int,
         restart: int,
         variables: dict[str, str],
         *,
         newcomer: bool,
-    ) -> Rank:
+    ) -> JobProcess:
         host = agency.host
         rank = RemoteRank(
             index, slot, restart, host=host.name, agency=agency, turns=self._turns, size=self.size,
@@ -145,10 +144,10 @@ class RemoteCrew:
     def can_start(self, slot: int) -> bool:
         return self._place(slot)[0].is_well
 
-    def release(self, rank: Rank) -> None:
+    def release(self, rank: JobProcess) -> None:
         rank.release()
 
-    def sweep(self, ranks: Sequence[Rank], linger: float) -> Sweeping:
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
         self._stdin.close()
         for agency in self._agencies:
             agency.tell(End(linger))
@@ -186,7 +185,7 @@ class RemoteCrew:
         for agency in self._agencies:
             agency.leave()
 
-    def _place(self, slot: int) -> tuple[Agency, str]:
+    def _place(self, slot: int) -> tuple[AgentClient, str]:
         """The agency of a slot, and the URL of the store there."""
         for agency, store in zip(self._agencies, self._stores, strict=True):
             if slot in agency.host:
@@ -197,7 +196,7 @@ class RemoteCrew:
 class _Farewell:
     """Waits until every agent has ended what processes left behind, and sent all output."""
 
-    def __init__(self, agencies: Sequence[Agency]) -> None:
+    def __init__(self, agencies: Sequence[AgentClient]) -> None:
         self._agencies = agencies
         self.killed: list[str] = []
 

@@ -35,7 +35,7 @@ _TO_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.
 _WHERE = re.compile(r"(?:\[([0-9A-Fa-f:.%\w-]+)\]|([^:\[\]]*)):([0-9]{1,5})", re.ASCII)
 
 
-class Caller(msgspec.Struct, frozen=True):
+class NodeHello(msgspec.Struct, frozen=True):
     """The first message of an agent: the node on which it runs, as Slurm calls it."""
 
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
@@ -63,7 +63,7 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
         connection = connect(
             host, int(found[3]), secret=secret, purpose=PURPOSE, timeout=_PATIENCE, limit=FIRST_MESSAGE
         )
-        connection.send(msgspec.msgpack.encode(Caller(node)), _PATIENCE)
+        connection.send(msgspec.msgpack.encode(NodeHello(node)), _PATIENCE)
     except WireError as error:
         raise LaunchError(
             f"the agent of {node} cannot reach its launcher: {error}; the launcher listens on all addresses "
@@ -85,7 +85,7 @@ def ends_of(connection: Connection) -> tuple[str, str]:
         raise LaunchError(f"the launcher has ended the connection to its agent: {error.strerror}") from error
 
 
-class Told:
+class IgnoredStepSignal:
     """A context in which a signal that Slurm sends to all processes of a step does nothing to the agent.
 
     The agent's ranks have got it too, so what the launcher tells them by the same signal is nothing new.
@@ -95,7 +95,7 @@ class Told:
         self._at: dict[int, float] = {}
         self._former: dict[int, Any] = {}
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> IgnoredStepSignal:
         # A handler and not SIG_IGN, which the ranks would inherit.
         self._former = {number: signal.signal(number, self._heard) for number in _TO_ALL}
         return self

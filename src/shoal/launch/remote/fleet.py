@@ -15,7 +15,7 @@ from ...errors import LaunchError
 from ...rendezvous.host import address_towards, is_mine
 from ..agent_protocol import Begin
 from ..job.signals import STOP, Signals
-from .agency import Agency
+from .agency import AgentClient
 from .hosts import Host
 from .ssh import Client, command
 
@@ -48,7 +48,7 @@ class Fleet:
     """
 
     def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
-        self.agencies: list[Agency] = []
+        self.agencies: list[AgentClient] = []
         self._hosts = hosts
         self._signals = signals
         try:
@@ -60,7 +60,7 @@ class Fleet:
     def _start(self, python: str) -> None:
         for host in self._hosts:
             name = "the agent" if host.is_local else "ssh"
-            self.agencies.append(Agency(host, Client(command(host, python), name)))
+            self.agencies.append(AgentClient(host, Client(command(host, python), name)))
 
     def connect(self) -> None:
         """Wait until all agents have answered.
@@ -85,7 +85,7 @@ class Fleet:
             agency.tell(Begin(directory, dict(environment), count, bind))
         self._wait(lambda agency: agency.is_ready, "was not ready")
 
-    def _wait(self, done: Callable[[Agency], bool], what: str) -> None:
+    def _wait(self, done: Callable[[AgentClient], bool], what: str) -> None:
         end = time.monotonic() + _START
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
@@ -101,7 +101,7 @@ class Fleet:
                 for agency in self.agencies:
                     agency.leave()
 
-    def _look(self, done: Callable[[Agency], bool], end: float, what: str) -> None:
+    def _look(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
         """Raise if an agent cannot be used, or a signal ends the start."""
         for number in self._signals.read():
             if number in STOP:
@@ -146,7 +146,7 @@ class Fleet:
             return self.towards_hosts()[0]
         return first.hello.address or _bare(first.host)
 
-    def _towards(self, agency: Agency) -> str:
+    def _towards(self, agency: AgentClient) -> str:
         assert agency.hello is not None
         configured = config.INTERFACE.get()
         told = agency.hello.launcher
@@ -165,7 +165,7 @@ class Fleet:
         )
 
 
-def failure(agency: Agency) -> str:
+def failure(agency: AgentClient) -> str:
     """Why a host could not be used, with the last lines that came from there."""
     noise = bytes(agency.noise).decode(errors="replace").splitlines()[-5:]
     said = [*map(printable, noise), *agency.client.said]

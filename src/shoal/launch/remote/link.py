@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ...common.decoding import MalformedMessage, Raw
 from ...errors import WireError
-from ...net import FrameReader, Stream, frame_header
+from ...net import ByteStream, FrameReader, frame_header
 from ..agent_protocol import LIMIT, encode
 
 F = TypeVar("F")
@@ -38,13 +38,13 @@ class Carrier(Protocol):
     writing: int
 
     def recv_into(self, view: memoryview, /) -> int:
-        """As of :class:`shoal.net.Stream`."""
+        """As of :class:`shoal.net.ByteStream`."""
 
     def send(self, data: memoryview, /) -> int:
-        """As of :class:`shoal.net.Stream`."""
+        """As of :class:`shoal.net.ByteStream`."""
 
     def pending(self) -> bool:
-        """As of :class:`shoal.net.Stream`."""
+        """As of :class:`shoal.net.ByteStream`."""
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -75,13 +75,13 @@ class Descriptors:
 class OfStream:
     """A carrier that is a stream of :mod:`shoal.net`, whose connection has proved itself."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self.reading = self.writing = stream.fileno()
         self.recv_into, self.send = stream.recv_into, stream.send
         self.pending, self.close = stream.pending, stream.close
 
 
-class Link(Generic[F]):
+class AgentConnection(Generic[F]):
     """Sends frames, and hands over those that come.
 
     Args:

@@ -13,11 +13,11 @@ import msgspec
 
 from ...errors import WireError
 from ...failure_report import Report
-from ..agent_protocol import Close, Exited, Output, Release, Reported, Signal
-from ..ranks.rank import LOST, Rank
+from ..agent_protocol import Close, Exited, ProcessOutput, Release, Reported, Signal
+from ..ranks.rank import LOST, JobProcess
 
 
-class Agency(Protocol):
+class AgentInterface(Protocol):
     """What a rank needs of its agent."""
 
     def tell(self, frame: msgspec.Struct) -> None:
@@ -123,7 +123,7 @@ class Relay:
             self._turns.add(self)
 
 
-class RemoteRank(Rank):
+class RemoteRank(JobProcess):
     """A process that an agent has started, or is about to.
 
     Args:
@@ -142,7 +142,7 @@ class RemoteRank(Rank):
         restart: int,
         *,
         host: str,
-        agency: Agency,
+        agency: AgentInterface,
         turns: Turns,
         size: int,
         newcomer: bool,
@@ -163,7 +163,7 @@ class RemoteRank(Rank):
 
     # -- what the agent tells ------------------------------------------------------------------
 
-    def wrote(self, frame: Output) -> None:
+    def wrote(self, frame: ProcessOutput) -> None:
         """It wrote something."""
         (self._relays_stdout if frame.stream == 1 else self._relays_stderr).feed(frame.data)
 

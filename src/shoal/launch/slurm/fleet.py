@@ -18,11 +18,11 @@ from ...net import Acceptor, Connection, listen
 from ...rendezvous.environment import tcp_url
 from ...rendezvous.slurm import hosts_of
 from ..job.signals import Signals
-from ..remote.agency import Agency
-from ..remote.dial import PURPOSE, Caller
+from ..remote.agency import AgentClient
+from ..remote.dial import PURPOSE, NodeHello
 from ..remote.fleet import Fleet
 from ..remote.hosts import Host
-from .srun import Call, Srun, command, environment
+from .srun import AgentCall, Srun, command, environment
 
 #: seconds in which every agent must have called; Python starts from network disks in that time
 _START = 60.0
@@ -105,7 +105,7 @@ class SrunFleet(Fleet):
                 raise LaunchError(f"no agent can be heard: {error}") from error
             try:
                 host = self._host_of(connection)
-                self.agencies.append(Agency(host, Call(connection, self._srun)))
+                self.agencies.append(AgentClient(host, AgentCall(connection, self._srun)))
                 self.agencies[-1].watch(selector)
             except WireError as error:
                 connection.close()
@@ -123,7 +123,7 @@ class SrunFleet(Fleet):
                 agents, and one of those that are missing will not call.
         """
         try:
-            name = from_msgpack(connection.recv(_FIRST_WORD), Caller).host
+            name = from_msgpack(connection.recv(_FIRST_WORD), NodeHello).host
         except MalformedMessage as error:
             raise WireError(f"it did not say where it is: {error}") from error
         missing = self._missing()

@@ -75,7 +75,7 @@ class Srun:
         assert self._process.stderr is not None
         self.said = Said(self._process.stderr)
         self._selector: selectors.BaseSelector | None = None
-        self._calls: set[Call] = set()
+        self._calls: set[AgentCall] = set()
         self.pid = self._process.pid
 
     @property
@@ -97,12 +97,12 @@ class Srun:
             self.said.pipe.listen(selector, self.said.hear)
             selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
-    def join(self, call: Call, selector: selectors.BaseSelector) -> None:
+    def join(self, call: AgentCall, selector: selectors.BaseSelector) -> None:
         """An agent's connection is in use in the loop of ``selector``: it ends when srun does."""
         self._calls.add(call)
         self.watch(selector)
 
-    def part(self, call: Call) -> None:
+    def part(self, call: AgentCall) -> None:
         """It is no more."""
         self._calls.discard(call)
         if not self._calls:
@@ -131,7 +131,7 @@ class Srun:
             call.cut()
 
 
-class Call:
+class AgentCall:
     """The connection of an agent that has called: what leads to its host, as an agency sees it."""
 
     name = "srun"

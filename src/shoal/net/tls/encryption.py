@@ -11,10 +11,10 @@ import socket
 from typing import Protocol
 
 from ... import config
-from ..stream import Stream
+from ..stream import ByteStream
 
 
-class EncryptedStream(Stream, Protocol):
+class EncryptedStream(ByteStream, Protocol):
     """A stream that is plain until :meth:`encrypt` is called, and encrypted from then on."""
 
     def encrypt(self) -> bool:
@@ -39,7 +39,7 @@ class EncryptedStream(Stream, Protocol):
 class Side(Protocol):
     """How one side encrypts its connections."""
 
-    def stream(self, below: Stream, /) -> EncryptedStream:
+    def stream(self, below: ByteStream, /) -> EncryptedStream:
         """The stream on ``below``, which it owns from now on."""
 
 

@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 
 from ...errors import AuthenticationError, WireError
-from ..stream import Stream
+from ..stream import ByteStream
 
 #: most bytes that are encrypted before the stream below has taken what there is
 _CHUNK = 2**16
@@ -43,7 +43,7 @@ class TlsSide:
     context: ssl.SSLContext
     certificate: bytes = b""
 
-    def stream(self, below: Stream) -> TlsStream:
+    def stream(self, below: ByteStream) -> TlsStream:
         return TlsStream(below, self)
 
 
@@ -53,7 +53,7 @@ class TlsStream:
     One thread may send while another receives: OpenSSL's object is used by one at a time.
     """
 
-    def __init__(self, below: Stream, side: TlsSide) -> None:
+    def __init__(self, below: ByteStream, side: TlsSide) -> None:
         self._below = below
         self._side = side
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -10,13 +10,13 @@ from torch import nn
 
 from ...group import ProcessGroup
 from ..coalesced import CoalescedBroadcast, by_device
-from .members import Members, is_scripted
+from .members import ModuleTensors, is_scripted
 
 
 class BufferSync:
     """Makes the buffers of ``module`` that are ``members`` equal to those of one rank, in one message."""
 
-    def __init__(self, group: ProcessGroup, module: nn.Module, members: Members) -> None:
+    def __init__(self, group: ProcessGroup, module: nn.Module, members: ModuleTensors) -> None:
         self._group = group
         chosen = {id(buffer) for _, buffer in members.named_buffers()}
         # The places and not the tensors: a module may replace its buffer at any time.

@@ -33,7 +33,7 @@ def refuse_scripted(module: nn.Module, option: str) -> None:
             )
 
 
-class Members:
+class ModuleTensors:
     """What the wrapper of ``module`` looks after.
 
     Args:

@@ -27,7 +27,7 @@ from ...common.uncompiled import uncompiled
 from ...errors import UsageError
 from ..reducer.usage import outputs_with_graph
 from .batch_parts import is_packed
-from .members import Members, refuse_scripted
+from .members import ModuleTensors, refuse_scripted
 from .mirror import Mirror
 
 
@@ -77,7 +77,7 @@ class LowPrecision:
             part of the module.
     """
 
-    def __init__(self, module: nn.Module, precision: MixedPrecision, members: Members) -> None:
+    def __init__(self, module: nn.Module, precision: MixedPrecision, members: ModuleTensors) -> None:
         self._module = module
         self._members = members
         refuse_scripted(module, "mixed_precision")

@@ -21,7 +21,7 @@ from ..coalesced import obstacle
 from ..consistency import check_same, describe_parameter, describe_tensor
 from ..core import values_are
 from ..join import Joinable
-from .members import Members, is_scripted
+from .members import ModuleTensors, is_scripted
 
 _dtype = attrgetter("dtype")
 
@@ -30,7 +30,10 @@ _SHOWN = 10
 
 
 def check_same_model(
-    group: ProcessGroup, members: Members, settings: Mapping[str, object], problem: UsageError | None = None
+    group: ProcessGroup,
+    members: ModuleTensors,
+    settings: Mapping[str, object],
+    problem: UsageError | None = None,
 ) -> None:
     """Raise on every rank unless all ranks hold models alike.  Collective.
 
@@ -55,7 +58,7 @@ def check_same_model(
         raise problem
 
 
-def check_can_be_sent(group: ProcessGroup, members: Members) -> None:
+def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
     """Raise unless the parameters and buffers can be sent, and overwritten on other ranks.
 
     Raises:
@@ -97,7 +100,7 @@ class ModelWatch:
     A parameter that was replaced, added or thawed would be trained on each rank by itself, without any error.
     """
 
-    def __init__(self, module: nn.Module, members: Members, rank: int) -> None:
+    def __init__(self, module: nn.Module, members: ModuleTensors, rank: int) -> None:
         self._module = module
         self._ignored = members.ignored
         self._rank = rank
@@ -166,7 +169,7 @@ class ModelWatch:
         )
 
 
-def _describe(members: Members, settings: Mapping[str, object]) -> list[tuple[str, str]]:
+def _describe(members: ModuleTensors, settings: Mapping[str, object]) -> list[tuple[str, str]]:
     """The properties of a model that must be equal on all ranks, by name."""
     items = [
         (f"parameter {name!r}", describe_parameter(parameter))
@@ -177,7 +180,7 @@ def _describe(members: Members, settings: Mapping[str, object]) -> list[tuple[st
     return items
 
 
-def check_trainable(module: nn.Module, members: Members) -> None:
+def check_trainable(module: nn.Module, members: ModuleTensors) -> None:
     """Raise unless there is something to train.
 
     Raises:

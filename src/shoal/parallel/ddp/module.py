@@ -27,7 +27,7 @@ from ..reducer.participants import Participants
 from .batch_parts import move_to
 from .buffers import BufferSync
 from .copies import Copies, Device, pick_devices
-from .members import Members, delayed_parameters, sparse_dims
+from .members import ModuleTensors, delayed_parameters, sparse_dims
 from .mixed_precision import LowPrecision, MixedPrecision
 from .model_check import ModelWatch, check_can_be_sent, check_same_model, check_trainable
 from .uneven import Intent, Intents, Shadow, exchange_intents
@@ -123,12 +123,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         ranks = given_group(group, "DistributedDataParallel")
         self.module = module
         self.group = ranks
-        self._members = Members(module)
+        self._members = ModuleTensors(module)
         devices: tuple[torch.device, ...] = ()
         output_on: torch.device | None = None
         problem: UsageError | None = None
         try:  # what this rank finds, the others must know: they would wait for it
-            self._members = Members(module, params_and_buffers_to_ignore)
+            self._members = ModuleTensors(module, params_and_buffers_to_ignore)
             if not bucket_cap_mb > 0:
                 raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
             if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):

@@ -18,7 +18,7 @@ from ...future import Future
 from ...group import ProcessGroup
 from ..coalesced import broadcast_coalesced
 from ..join import JoinHook
-from .members import Members
+from .members import ModuleTensors
 
 
 class Intent(IntEnum):
@@ -84,7 +84,9 @@ class Shadow(JoinHook):
         shadow_step: takes part in one step of the others with gradients of zero.
     """
 
-    def __init__(self, group: ProcessGroup, members: Members, shadow_step: Callable[[Intents], None]) -> None:
+    def __init__(
+        self, group: ProcessGroup, members: ModuleTensors, shadow_step: Callable[[Intents], None]
+    ) -> None:
         self._group = group
         self._members = members
         self._shadow_step = shadow_step

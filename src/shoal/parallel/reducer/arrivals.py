@@ -22,7 +22,7 @@ from .usage import Graph
 OutputHook = Callable[[torch.Tensor], None]
 
 
-class Listener(Protocol):
+class PassListener(Protocol):
     """Hears what the hooks see of a backward pass: the reducer."""
 
     def enter(self, graph: Graph) -> None:
@@ -38,18 +38,18 @@ class Listener(Protocol):
         """A gradient has arrived in a further copy, in a pass that is not reduced."""
 
 
-def output_hook(reducer: Listener, graph: Graph) -> OutputHook:
+def output_hook(reducer: PassListener, graph: Graph) -> OutputHook:
     """For an output of a forward pass whose backward pass is to be reduced."""
     return partial(_enter, weakref.ref(reducer), graph)
 
 
 @uncompiled
-def _enter(owner: weakref.ref[Listener], graph: Graph, _: torch.Tensor) -> None:
+def _enter(owner: weakref.ref[PassListener], graph: Graph, _: torch.Tensor) -> None:
     if (alive := owner()) is not None:
         alive.enter(graph)
 
 
-def quiet_hook(_: Listener, graph: Graph) -> OutputHook:
+def quiet_hook(_: PassListener, graph: Graph) -> OutputHook:
     """For the others: keeps ``graph`` alive as long as the output lives."""
     return partial(_pass_by, graph)
 
@@ -88,7 +88,7 @@ class Hooks:
 
 
 def watch_gradients(
-    reducer: Listener,
+    reducer: PassListener,
     passes: Pass,
     gradients: Gradients,
     copies: Sequence[Sequence[torch.Tensor]],
@@ -128,7 +128,7 @@ def _one_at_a_time(
     return gradient_is_ready
 
 
-def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int, int, bool], None]:
+def _on_only_gradient(reducer: PassListener, gradients: Gradients) -> Callable[[int, int, bool], None]:
     """The function that the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
 
@@ -145,7 +145,7 @@ def _on_only_gradient(reducer: Listener, gradients: Gradients) -> Callable[[int,
 
 
 def _copy_hook(
-    reducer: Listener, passes: Pass, index: int, lock: threading.Lock, further: bool
+    reducer: PassListener, passes: Pass, index: int, lock: threading.Lock, further: bool
 ) -> Callable[[torch.Tensor], None]:
     """For one of several copies, whose backward may run in different threads; ``further``: not the first."""
     mark = passes.mark

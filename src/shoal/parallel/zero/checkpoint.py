@@ -122,7 +122,7 @@ def part_of_state(
     return {"state": state, "param_groups": parts}
 
 
-class _Pickler(pickle.Pickler):
+class _TensorlessPickler(pickle.Pickler):
     """Leaves tensors out, which travel by themselves."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -148,7 +148,7 @@ class _Unpickler(pickle.Unpickler):
 def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Any state as bytes, and the tensors in it, which travel by themselves."""
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _TensorlessPickler(file)
     pickler.dump(state)
     return file.getvalue(), pickler.tensors
 

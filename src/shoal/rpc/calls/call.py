@@ -25,8 +25,8 @@ from ...errors import AgentClosed, CallCancelled, CallTimeout, RemoteError, RpcE
 from ...future import Future, pool
 from ...streams import DeviceEvents
 from ..codec import devices, plain
-from ..codec.pickled import Message, decode, encode
-from ..connection.line import Line
+from ..codec.pickled import EncodedValue, decode, encode
+from ..connection.line import WorkerConnection
 from ..connection.numbering import NONE
 from ..connection.post import Call, Endpoint, Letter
 from .leases import LEASE
@@ -48,7 +48,7 @@ _names: dict[Callable[..., Any], str] = {}
 _MOST_NAMES = 4096
 
 
-class Failure(msgspec.Struct):
+class CallFailure(msgspec.Struct):
     """A failure at the callee, in words.
 
     Attributes:
@@ -104,7 +104,7 @@ def _name(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 def request(
     endpoint: Endpoint,
-    line: Line,
+    line: WorkerConnection,
     mailbox: int,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
@@ -134,7 +134,7 @@ def request(
                 )
             except ValueError as error:  # no letter can hold it
                 raise UsageError(f"{shown} cannot be sent: {error}") from error
-            source = _Source(endpoint, line, call, number, shown, timeout)
+            source = _CallSource(endpoint, line, call, number, shown, timeout)
             future: Future[Any] = Future(source, finish=source.result)
         else:
             call = devices.request(endpoint, line, mailbox, message, timeout, high_priority, shown, used)
@@ -149,7 +149,7 @@ def request(
 
 def post(
     endpoint: Endpoint,
-    line: Line,
+    line: WorkerConnection,
     mailbox: int,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
@@ -188,13 +188,13 @@ def post(
 
 
 def _message(
-    line: Line,
+    line: WorkerConnection,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     shown: str,
     post: bool = False,
-) -> tuple[Message, int, int]:
+) -> tuple[EncodedValue, int, int]:
     """A call to be sent, the number of its function, and a ticket, which is over when it was sent."""
     if line.plain:
         return plain.encode_call(fn, args, kwargs, shown), NONE, 0
@@ -215,7 +215,7 @@ def _message(
 def reads_arguments(future: Future[Any]) -> bool:
     """Whether the memory of a call's arguments may still be read; lent memory takes a copy at once."""
     source = future._source
-    return isinstance(source, _Source) and source.reads()
+    return isinstance(source, _CallSource) and source.reads()
 
 
 @refuses_copies(
@@ -223,13 +223,19 @@ def reads_arguments(future: Future[Any]) -> bool:
     "an operation in progress",
     "Wait for it and copy its value",
 )
-class _Source:
+class _CallSource:
     """A call, as its future sees it."""
 
     __slots__ = ("_call", "_endpoint", "_letters", "_line", "_number", "_shown", "_timeout")
 
     def __init__(
-        self, endpoint: Endpoint, line: Line, call: Call, number: int, shown: str, timeout: float | None
+        self,
+        endpoint: Endpoint,
+        line: WorkerConnection,
+        call: Call,
+        number: int,
+        shown: str,
+        timeout: float | None,
     ) -> None:
         self._endpoint = endpoint
         self._line = line
@@ -322,7 +328,7 @@ class _Source:
         return value
 
 
-class _Landing(_Source):
+class _Landing(_CallSource):
     """A call on a connection with a map of devices, where tensors of its result may arrive."""
 
     __slots__ = ("_high_priority",)
@@ -330,7 +336,7 @@ class _Landing(_Source):
     def __init__(
         self,
         endpoint: Endpoint,
-        line: Line,
+        line: WorkerConnection,
         call: Call,
         number: int,
         shown: str,
@@ -351,13 +357,13 @@ def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) 
         endpoint.keep(LEASE, travellers)  # it may be taking them up just now
 
 
-def failure(letter: Letter, line: Line, shown: str) -> BaseException:
+def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException:
     """The exception that a failed reply brings."""
     head = memoryview(letter.head)
     try:
         (length,) = FAILURE.unpack_from(head)
         at = FAILURE.size + length
-        told = from_msgpack(head[FAILURE.size : at], Failure)
+        told = from_msgpack(head[FAILURE.size : at], CallFailure)
     except (struct.error, MalformedMessage) as why:
         return RpcError(f"{shown} failed, and what came of that cannot be read: {in_words(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"

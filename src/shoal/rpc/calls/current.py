@@ -2,7 +2,7 @@
 
 def slow(x):
     for batch in x:
-        if shoal.rpc.calls.current().cancelled():
+        if shoal.rpc.current().cancelled():
             return None
         ...
 """
@@ -64,7 +64,7 @@ def current() -> Current:
     """
     found = _current.get()
     if found is None:
-        raise UsageError("shoal.rpc.calls.current(): this code was not called by another worker")
+        raise UsageError("shoal.rpc.current(): this code was not called by another worker")
     return found
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from ...common.keywords import checked_seconds
 from ...errors import UsageError
-from ..connection.meeting import Meeting
+from ..connection.meeting import WorkerMeeting
 from .current import current
 
 #: torch's word for a timeout that the agent's settings say
 UNSET = -1.0
 
 
-class _State:
+class _DefaultAgent:
     """The process's own agent, which ``init_rpc`` makes and ``shutdown`` ends.
 
     Attributes:
@@ -28,7 +28,7 @@ class _State:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agent: Any = None
-        self.meeting: Meeting | None = None
+        self.meeting: WorkerMeeting | None = None
         self._pid = 0
         self._changing = False
 
@@ -50,12 +50,12 @@ class _State:
         finally:
             self._changing = False
 
-    def set(self, agent: Any, meeting: Meeting | None = None) -> None:
+    def set(self, agent: Any, meeting: WorkerMeeting | None = None) -> None:
         """From now on ``agent`` is the process's own."""
         self._agent, self.meeting = agent, meeting
 
 
-state = _State()
+state = _DefaultAgent()
 
 
 def default_agent(operation: str) -> Any:

@@ -20,7 +20,7 @@ from ...common.wording import counted, in_words
 from ...errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ...future import Future, pool
 from ..connection.directory import Worker
-from ..connection.line import Line
+from ..connection.line import WorkerConnection
 from ..connection.post import Call
 from .call import PINS
 from .current import current
@@ -34,7 +34,7 @@ _FEW = 256
 _ATTEMPTS = 3
 
 
-class Held:
+class ObjectHold:
     """This worker's hold of one object of another.
 
     Attributes:
@@ -72,7 +72,7 @@ class References:
     def __init__(self, agent: Any, release: Callable[[int], None]) -> None:
         self._agent = agent
         self.ledger = Ledger(release)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ObjectHold] = {}
         #: of owners of whom this worker holds something
         self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._numbers = itertools.count(1)
@@ -82,7 +82,7 @@ class References:
         self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
         #: calls whose futures nobody has any more, their connections, and whether their replies are known to
         #: pin references; and how many there may be
-        self._unread: deque[tuple[Line, Call, bool]] = deque()
+        self._unread: deque[tuple[WorkerConnection, Call, bool]] = deque()
         self._most_unread = _FEW
         self._pid = os.getpid()
         self._look = agent.endpoint.lasting(partial(pool.submit, self._look_at_unread))
@@ -93,7 +93,7 @@ class References:
     def new_ident(self) -> str:
         return f"{self._agent.worker.incarnation}/{next(self._numbers)}"
 
-    def begin(self, owner: Worker, ident: str) -> tuple[Owned | None, Held | None]:
+    def begin(self, owner: Worker, ident: str) -> tuple[Owned | None, ObjectHold | None]:
         """One more reference of this process."""
         with self.ledger.lock:
             if owner.incarnation == self._agent.worker.incarnation:
@@ -103,7 +103,7 @@ class References:
                 account = self._accounts.get(owner.incarnation)
                 if account is None:
                     account = self._accounts[owner.incarnation] = Account(owner)
-                held = self._held[ident] = Held(account)
+                held = self._held[ident] = ObjectHold(account)
             held.objects += 1
             return None, held
 
@@ -129,7 +129,7 @@ class References:
             if self._follow(ident, held):
                 self._give_back(ident, held)
 
-    def making(self, ident: str, held: Held | None, created: Future[Any]) -> None:
+    def making(self, ident: str, held: ObjectHold | None, created: Future[Any]) -> None:
         """``created`` is the call by which this worker has an object made, its own one if not ``held``."""
         if held is None:
             created.add_done_callback(partial(self._made_here, ident))
@@ -147,7 +147,7 @@ class References:
             if each.created is not None and not each.settled and each.created.done():
                 self._follow(ident, each)
 
-    def _follow(self, ident: str, held: Held) -> bool:
+    def _follow(self, ident: str, held: ObjectHold) -> bool:
         """See to it that the owner of an object hears if the call fails which is to make it.
 
         Returns:
@@ -165,7 +165,7 @@ class References:
             created.add_done_callback(partial(self._created, ident, held))
         return False
 
-    def _created(self, ident: str, held: Held, created: Future[Any]) -> None:
+    def _created(self, ident: str, held: ObjectHold, created: Future[Any]) -> None:
         error = created.exception()
         if error is not None:
             self._call_off(ident, held.account.owner, error)
@@ -187,7 +187,7 @@ class References:
             except ShoalError:
                 return
 
-    def _give_back(self, ident: str, held: Held) -> None:
+    def _give_back(self, ident: str, held: ObjectHold) -> None:
         """The last reference of this process has gone, unless there are others."""
         with held.account.lock:
             with self.ledger.lock:
@@ -198,7 +198,7 @@ class References:
                 with contextlib.suppress(ShoalError):  # with the owner the object is gone too
                     self._agent.tell(held.account.owner, drop, ident, self._agent.worker.incarnation)
 
-    def confirm(self, ident: str, held: Held) -> None:
+    def confirm(self, ident: str, held: ObjectHold) -> None:
         """Tell the owner of a hold, unless it knows of one; it does when this returns."""
         account = held.account
         for _ in range(_ATTEMPTS):
@@ -314,7 +314,7 @@ class References:
     def unpin(self, line: int, call: int) -> None:
         self._pinned.pop((line, call), None)
 
-    def unread(self, line: Line, call: Call) -> None:
+    def unread(self, line: WorkerConnection, call: Call) -> None:
         """Nobody will look at the reply to ``call``: if references are in it, its callee must hear so.
 
         Called by finalizers, anywhere: nothing may block here.
@@ -329,7 +329,7 @@ class References:
             self._agent.endpoint.post.announce(self._look)
 
     def _look_at_unread(self) -> None:
-        pinned: dict[Line, list[int]] = {}
+        pinned: dict[WorkerConnection, list[int]] = {}
         for _ in range(len(self._unread)):
             try:
                 line, call, pins = self._unread.popleft()

@@ -29,7 +29,7 @@ from ..connection.directory import Worker
 from . import call
 from .current import current
 from .default import call_timeout, default_agent
-from .holds import Held
+from .holds import ObjectHold
 from .leases import Owned
 from .serving import Later, async_execution, deferred
 
@@ -52,7 +52,7 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
 
     _agent: Any
-    _held: Held | None
+    _held: ObjectHold | None
     _owned: Owned | None
 
     def __init__(self, value: T, agent: Any = None) -> None:

@@ -20,14 +20,14 @@ from ...common.wording import in_words, traceback_of
 from ...errors import AgentClosed, RpcError, UsageError
 from ...future import Future
 from ..codec import devices, plain
-from ..codec.pickled import Message, decode, encode
-from ..connection.line import Line
-from ..connection.links import Links
+from ..codec.pickled import EncodedValue, decode, encode
+from ..connection.line import WorkerConnection
+from ..connection.links import ConnectionManager
 from ..connection.numbering import NONE
 from ..connection.post import Endpoint, Letter
 from ..executor import CALLS, Executor
 from . import profiling
-from .call import FAILURE, FUNCTION, LEARNED, PINS, Failure, name_of
+from .call import FAILURE, FUNCTION, LEARNED, PINS, CallFailure, name_of
 from .current import Current, enter_call, leave_call
 from .holds import HOLDS
 
@@ -82,7 +82,7 @@ class Service:
     """
 
     def __init__(
-        self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: Links,
+        self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: ConnectionManager,
         served: Mapping[str, Callable[..., Any]] | None,
     ) -> None:  # fmt: skip
         self._agent = agent
@@ -109,7 +109,7 @@ class Service:
             with devices.handling(line, letter):
                 self.handle(letter, True)
             return
-        served = _Served(self, letter, line)
+        served = _ServedCall(self, letter, line)
         try:
             fn, args, kwargs = served.unpack()
             token = enter_call(Current(self._agent, line.worker.name, letter))
@@ -148,16 +148,16 @@ class Service:
             self.handle(letter)
             return
         with contextlib.suppress(KeyError):  # as in handle()
-            served = _Served(self, letter, self._links.line(letter.peer))
+            served = _ServedCall(self, letter, self._links.line(letter.peer))
             served.fail(AgentClosed(f"worker {self._name!r}: its agent was closed before the call began"))
 
 
-class _Served:
+class _ServedCall:
     """One call while it is served."""
 
     __slots__ = ("_flags", "_letter", "_line", "_name", "_service", "ended")
 
-    def __init__(self, service: Service, letter: Letter, line: Line) -> None:
+    def __init__(self, service: Service, letter: Letter, line: WorkerConnection) -> None:
         self._service = service
         self._letter = letter
         self._line = line
@@ -237,14 +237,14 @@ class _Served:
                 service._name, self._name, self._line.worker.name, trace,
             )  # fmt: skip
         else:
-            told = Failure(service._name, service._pid, service._host, in_words(error), trace, fatal)
+            told = CallFailure(service._name, service._pid, service._host, in_words(error), trace, fatal)
             words = msgspec.msgpack.encode(told)
-            said = Message(FAILURE.pack(len(words)) + words)
+            said = EncodedValue(FAILURE.pack(len(words)) + words)
             if not (fatal or self._line.plain):
                 with contextlib.suppress(BaseException):  # of the user's pickling; the words are enough
                     message = encode(error, self._line, "an exception")
                     if not message.staged:
-                        said = Message(
+                        said = EncodedValue(
                             said.head + message.head, message.parts, message.keep, message.travellers
                         )
             self._reply(said, failed=True)
@@ -274,7 +274,7 @@ class _Served:
         else:
             self.answer(result)
 
-    def _reply(self, message: Message, failed: bool = False) -> None:
+    def _reply(self, message: EncodedValue, failed: bool = False) -> None:
         letter, service, travellers = self._letter, self._service, message.travellers
         if travellers:
             service._agent.references.pin_reply(letter.peer, letter.call, travellers)

@@ -24,10 +24,10 @@ from ...common.wording import in_words
 from ...errors import RpcError
 from ...streams import DeviceEvents, current_streams, runtime_of, use_streams
 from ..connection.device_maps import DeviceMap
-from ..connection.line import Line
+from ..connection.line import WorkerConnection
 from ..connection.post import Call, Endpoint, Letter
 from ..executor import CALLS
-from .pickled import Message
+from .pickled import EncodedValue
 
 _logger = logging.getLogger("shoal")
 
@@ -39,7 +39,7 @@ LANDS = 2
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 
 
-class Watch:
+class EventWatcher:
     """Calls functions when events of devices have occurred, in the thread of an endpoint.
 
     Devices can only be asked, so that thread asks them as long as there is anything to wait for.
@@ -105,9 +105,9 @@ def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], Non
 
 def request(
     endpoint: Endpoint,
-    line: Line,
+    line: WorkerConnection,
     mailbox: int,
-    message: Message,
+    message: EncodedValue,
     timeout: float | None,
     high: bool,
     shown: str,
@@ -134,7 +134,7 @@ def request(
     return call
 
 
-def landing(line: Line, letter: Letter, high: bool) -> DeviceEvents | None:
+def landing(line: WorkerConnection, letter: Letter, high: bool) -> DeviceEvents | None:
     """The devices that tensors of a reply are copied to, whose events wait for nothing; None: no tensors."""
     if not letter.flags & LANDS:
         return None
@@ -144,7 +144,9 @@ def landing(line: Line, letter: Letter, high: bool) -> DeviceEvents | None:
     return events
 
 
-def post(endpoint: Endpoint, line: Line, mailbox: int, message: Message, timeout: float | None) -> bool:
+def post(
+    endpoint: Endpoint, line: WorkerConnection, mailbox: int, message: EncodedValue, timeout: float | None
+) -> bool:
     """Send a letter that nobody replies to; whether it is on its way."""
     held, room = endpoint.post.hold(line.number, mailbox, _bytes(message), timeout, one_way=True)
     if room is None or held.done():
@@ -154,8 +156,8 @@ def post(endpoint: Endpoint, line: Line, mailbox: int, message: Message, timeout
 
 
 def reply(
-    line: Line,
-    message: Message,
+    line: WorkerConnection,
+    message: EncodedValue,
     letter: Letter,
     send: Callable[[], None],
     fail: Callable[[BaseException], None],
@@ -180,11 +182,11 @@ def reply(
 
 def _send_held(
     endpoint: Endpoint,
-    line: Line,
+    line: WorkerConnection,
     held: Call,
     room: object,
     mailbox: int,
-    message: Message,
+    message: EncodedValue,
     high: bool,
     one_way: bool,
 ) -> None:
@@ -215,7 +217,7 @@ def _send_held(
         line.agent.watch.when(done, fill)
 
 
-def _staged(message: Message, events: DeviceEvents) -> DeviceEvents:
+def _staged(message: EncodedValue, events: DeviceEvents) -> DeviceEvents:
     """Enqueue the copies of what is on devices, behind ``events``, into parts on the host; their events."""
     parts, keep = list(message.parts), list(message.keep)
     with events.streams_behind(None):
@@ -230,33 +232,33 @@ def _staged(message: Message, events: DeviceEvents) -> DeviceEvents:
     return done
 
 
-def _sources(message: Message) -> Mapping[int, torch.Tensor]:
+def _sources(message: EncodedValue) -> Mapping[int, torch.Tensor]:
     return message.staged or {}
 
 
-def _bytes(message: Message) -> int:
+def _bytes(message: EncodedValue) -> int:
     return sum(source.numel() for source in _sources(message).values())
 
 
-def _map(line: Line) -> DeviceMap:
+def _map(line: WorkerConnection) -> DeviceMap:
     return cast(DeviceMap, line.devices)
 
 
 # -- handling -------------------------------------------------------------------------------------
 
 
-class _Local(threading.local):
+class _DeviceLocal(threading.local):
     #: in the thread of a mailbox whose letters are in order: when the last one's work on devices is done
     last: DeviceEvents | None = None
     #: in a handler's thread, the devices that have streams for it
     here: tuple[torch.device, ...] = ()
 
 
-_local = _Local()
+_local = _DeviceLocal()
 
 
 @contextmanager
-def handling(line: Line, letter: Letter) -> Iterator[None]:
+def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
     """A context in which each device of a connection's map has a fresh current stream, for one handler.
 
     The handlers of an ordered mailbox are in that order on the devices too.
@@ -283,7 +285,7 @@ def of_handler() -> DeviceEvents | None:
 
 
 def on_current_streams(
-    line: Line, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
+    line: WorkerConnection, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
 ) -> tuple[Coroutine[Any, Any, Any], Callable[[Any], None]]:
     """A coroutine and its end, each step of which runs on the streams that are current here."""
     streams = current_streams(_map(line).here)

@@ -60,7 +60,7 @@ class Route(Protocol):
 
 
 @dataclass(slots=True)
-class Message:
+class EncodedValue:
     """A value, ready to be sent.  The memory of ``parts`` must not change until it is sent.
 
     Attributes:
@@ -81,12 +81,12 @@ class Message:
     lands: bool = False
 
 
-class _Local(threading.local):
+class _PicklerLocal(threading.local):
     route: Any = None
     travellers: list[Any] | None = None
 
 
-_local = _Local()
+_local = _PicklerLocal()
 
 
 def traveller(obj: object) -> None:
@@ -118,7 +118,7 @@ class _On:
         _local.route, _local.travellers = self._before
 
 
-def encode(value: object, way: Route | None, where: str) -> Message:
+def encode(value: object, way: Route | None, where: str) -> EncodedValue:
     """Pack ``value``, or pickle it.
 
     Args:
@@ -131,14 +131,14 @@ def encode(value: object, way: Route | None, where: str) -> Message:
     if way is None or way.devices is None or not way.devices.maps_cpu:
         packed = pack(value, _PACKED_HEAD)
         if packed is not None:
-            return Message(packed)
+            return EncodedValue(packed)
     with _On(way) as travellers:
         message = _encode(value, where, travellers)
         message.travellers = travellers
         return message
 
 
-def _encode(value: object, where: str, travellers: list[Any]) -> Message:
+def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
     try:
         return _dump(_Pickler, value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -252,7 +252,7 @@ def _by_value() -> type[Any] | None:
 _value_pickler: type[Any] | None = None
 
 
-def _dump(pickler: type[Any], value: object) -> Message:
+def _dump(pickler: type[Any], value: object) -> EncodedValue:
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
         file.write(_NO_STORAGES)
@@ -264,12 +264,12 @@ def _dump(pickler: type[Any], value: object) -> Message:
         keep = [*collected.keep, *beside]
         check_count(parts)
         if not collected.spans:
-            return Message(file.getvalue(), parts, keep)
+            return EncodedValue(file.getvalue(), parts, keep)
         starts = struct.pack(
             f"<I{len(collected.spans)}Q", len(collected.spans), *(s[0] for s in collected.spans)
         )
         head = b"".join((starts, file.getbuffer()[_COUNT.size :]))
-    message = Message(head, parts, keep)
+    message = EncodedValue(head, parts, keep)
     if collected.on_devices:
         message.staged = collected.staged()
     message.lands = collected.lands

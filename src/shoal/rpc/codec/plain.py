@@ -21,7 +21,7 @@ from ...common.containers import is_tensor
 from ...common.decoding import msgpack_decoder
 from ...common.wording import in_words
 from ...errors import RpcError, UsageError
-from .pickled import Message
+from .pickled import EncodedValue
 from .tensors import MOST_PARTS, Part, check, check_count
 
 #: lists and dicts inside one another
@@ -65,11 +65,11 @@ class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _decode_layout = msgpack_decoder(_Layout)
 
 
-class _Refused(Exception):
+class _InvalidBytes(Exception):
     """Bytes have arrived that :func:`encode` does not make."""
 
 
-def encode(value: object, where: str) -> Message:
+def encode(value: object, where: str) -> EncodedValue:
     """Pack ``value``.
 
     Args:
@@ -88,10 +88,10 @@ def encode(value: object, where: str) -> Message:
     except (OverflowError, msgspec.MsgspecError, UnicodeError) as error:
         raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
     parts: list[Part] = [(x.data_ptr(), x.numel() * x.element_size()) for x in tensors]
-    return Message(head, parts, tensors)
+    return EncodedValue(head, parts, tensors)
 
 
-def encode_call(fn: object, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> Message:
+def encode_call(fn: object, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> EncodedValue:
     """Pack a call of what goes by the name ``fn``.
 
     Raises:
@@ -116,7 +116,7 @@ def decode(head: bytes, parts: Sequence[Any]) -> Any:
         _check_values(head)
         value = msgpack_decoder(Any, ext_hook=lambda code, data: _tensor(code, data, left))(head)
         _check(value, 0)
-    except (_Refused, ValueError, TypeError, RuntimeError) as error:
+    except (_InvalidBytes, ValueError, TypeError, RuntimeError) as error:
         raise RpcError(f"what came is no message of plain values: {in_words(error)}") from None
     return value
 
@@ -222,7 +222,7 @@ def _check_values(head: Any) -> None:
     while at < end:
         count += 1
         if count > MOST_VALUES:
-            raise _Refused(f"more than {MOST_VALUES} values")
+            raise _InvalidBytes(f"more than {MOST_VALUES} values")
         width, fixed = _LENGTHS[view[at]]
         at += 1
         if width:
@@ -261,45 +261,45 @@ def _check(value: Any, depth: int) -> None:
     if kind in _PLAIN or kind is torch.Tensor:
         return
     if depth == DEPTH:
-        raise _Refused(f"more than {DEPTH} lists and dicts inside one another")
+        raise _InvalidBytes(f"more than {DEPTH} lists and dicts inside one another")
     if kind is list:
         for each in value:
             _check(each, depth + 1)
     elif kind is dict:
         for key, each in value.items():
             if type(key) is not str:
-                raise _Refused(f"a {type(key).__qualname__} as a key")
+                raise _InvalidBytes(f"a {type(key).__qualname__} as a key")
             _check(each, depth + 1)
     else:
-        raise _Refused(f"a {kind.__qualname__}")
+        raise _InvalidBytes(f"a {kind.__qualname__}")
 
 
 def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     """The tensor that a field of msgpack describes; takes its memory out of ``left``."""
     if code != _TENSOR:
-        raise _Refused(f"unknown tag {code}")
+        raise _InvalidBytes(f"unknown tag {code}")
     layout: _Layout = _decode_layout(data)
     dtype = _DTYPES.get(layout.dtype)
     if dtype is None:
-        raise _Refused(f"unknown dtype {layout.dtype!r}")
+        raise _InvalidBytes(f"unknown dtype {layout.dtype!r}")
     if len(layout.strides) != len(layout.shape):
-        raise _Refused(f"{len(layout.strides)} strides of {len(layout.shape)} dimensions")
+        raise _InvalidBytes(f"{len(layout.strides)} strides of {len(layout.shape)} dimensions")
     if math.prod(max(size, 1) for size in layout.shape) >= _MOST_ELEMENTS:
-        raise _Refused(f"a tensor of shape {layout.shape}")
+        raise _InvalidBytes(f"a tensor of shape {layout.shape}")
     if 0 in layout.shape:
         left[_EMPTY] = left.get(_EMPTY, 0) + 1
         if left[_EMPTY] > MOST_PARTS:
-            raise _Refused(f"more than {MOST_PARTS} tensors without elements")
+            raise _InvalidBytes(f"more than {MOST_PARTS} tensors without elements")
         return torch.empty(layout.shape, dtype=dtype, device="cpu")
     part = left.pop(layout.part, None)
     count = math.prod(layout.shape)
     if part is None or len(part) != count * dtype.itemsize:
         there = "no part" if part is None else f"{len(part)} bytes"
-        raise _Refused(f"{layout.dtype} of shape {layout.shape} in {there}")
+        raise _InvalidBytes(f"{layout.dtype} of shape {layout.shape} in {there}")
     if not _is_dense(layout.shape, layout.strides):
-        raise _Refused(f"strides {layout.strides} of shape {layout.shape}")
+        raise _InvalidBytes(f"strides {layout.strides} of shape {layout.shape}")
     memory = torch.frombuffer(part, dtype=torch.uint8)
     if dtype is torch.bool and bool(memory.max() > 1):  # torch's kernels count on 0 and 1
-        raise _Refused("a bool that is neither true nor false")
+        raise _InvalidBytes("a bool that is neither true nor false")
     strides = [step if size > 1 else 1 for size, step in zip(layout.shape, layout.strides, strict=True)]
     return torch.empty(0, dtype=dtype, device="cpu").set_(memory.untyped_storage(), 0, layout.shape, strides)

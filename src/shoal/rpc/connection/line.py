@@ -18,7 +18,7 @@ from .directory import Worker
 from .numbering import Received, Sent
 
 
-class Hello(msgspec.Struct):
+class WorkerHello(msgspec.Struct):
     """The worker at one end says who it is, and what it expects at the other.
 
     Attributes:
@@ -44,7 +44,7 @@ class Hello(msgspec.Struct):
     refused: str = ""
 
 
-class Line:
+class WorkerConnection:
     """One connection, as the codec and the calls on it see it.
 
     Attributes:

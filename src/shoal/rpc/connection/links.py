@@ -40,7 +40,7 @@ from ...future import pool
 from ...net import Connection, Deadline
 from .device_maps import DeviceMap, inverse
 from .directory import Directory, Worker
-from .line import Hello, Line, main_program
+from .line import WorkerConnection, WorkerHello, main_program
 from .post import Endpoint
 
 _logger = logging.getLogger("shoal")
@@ -54,7 +54,7 @@ _LONG = 3600.0
 _PAUSE = 0.1
 
 
-class Links:
+class ConnectionManager:
     """Listens, connects, and knows all connections.
 
     Args:
@@ -78,7 +78,7 @@ class Links:
         interface: str,
         restricted: bool,
         device_maps: dict[str, DeviceMap],
-        lost: Callable[[Line], None],
+        lost: Callable[[WorkerConnection], None],
     ) -> None:
         self._agent = agent
         self._endpoint = endpoint
@@ -93,8 +93,8 @@ class Links:
         self._introductions = itertools.count()
         #: held while a connection to the name is made; those that nobody uses go
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        self._out: dict[str, Line] = {}
-        self._lines: dict[int, Line] = {}
+        self._out: dict[str, WorkerConnection] = {}
+        self._lines: dict[int, WorkerConnection] = {}
         self._ended: list[int] = []
         self._closed = False
         self.unix = f"shoal-rpc-{secrets.token_hex(12)}"
@@ -119,7 +119,7 @@ class Links:
             thread.start()
             self._threads.append(thread)
 
-    def line(self, number: int) -> Line:
+    def line(self, number: int) -> WorkerConnection:
         """The connection that the endpoint calls ``number``."""
         found = self._lines.get(number)
         if found is None:
@@ -127,7 +127,9 @@ class Links:
                 found = self._lines[number]
         return found
 
-    def to(self, name: str, directory: Directory, timeout: float, only: Worker | None = None) -> Line:
+    def to(
+        self, name: str, directory: Directory, timeout: float, only: Worker | None = None
+    ) -> WorkerConnection:
         """The connection for calls to ``name``, made if there is none.
 
         Args:
@@ -159,7 +161,7 @@ class Links:
                 only.name,
             )
 
-    def existing(self, name: str) -> Line | None:
+    def existing(self, name: str) -> WorkerConnection | None:
         """The connection for calls to ``name``, if there is one that is not lost."""
         line = self._out.get(name)
         if line is not None and self._endpoint.post.lost(line.number) is not None:
@@ -175,7 +177,7 @@ class Links:
             lines = list(self._lines.values())
         return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
 
-    def with_worker(self, name: str) -> list[Line]:
+    def with_worker(self, name: str) -> list[WorkerConnection]:
         """The connections to and from a worker, also to those that had its name before."""
         with self._lock:
             return [line for line in self._lines.values() if line.worker.name == name and not line.ended]
@@ -198,7 +200,9 @@ class Links:
 
     # -- making a connection -------------------------------------------------------------------
 
-    def _make(self, name: str, directory: Directory, deadline: Deadline, only: Worker | None) -> Line:
+    def _make(
+        self, name: str, directory: Directory, deadline: Deadline, only: Worker | None
+    ) -> WorkerConnection:
         if self._closed:
             raise AgentClosed(f"worker {self._me.name!r}: the agent is closed")
         try:
@@ -220,7 +224,7 @@ class Links:
                 f"{self._who(name)} (process {worker.pid}) cannot be reached: {error}", name
             ) from error
 
-    def _connect(self, worker: Worker, deadline: Deadline) -> Line:
+    def _connect(self, worker: Worker, deadline: Deadline) -> WorkerConnection:
         if worker.host == self._me.host:
             # A failure here only means that they do not share a network namespace.
             with contextlib.suppress(WireError, WireTimeout):
@@ -244,7 +248,7 @@ class Links:
     def _left(self, deadline: Deadline) -> float:
         return max(deadline.remaining(), 0.001)
 
-    def _introduce(self, connection: Connection, worker: Worker, deadline: Deadline) -> Line:
+    def _introduce(self, connection: Connection, worker: Worker, deadline: Deadline) -> WorkerConnection:
         with contextlib.closing(connection):
             devices = self._device_maps.get(worker.name)
             mine = self._hello(worker.incarnation, {} if devices is None else devices.words())
@@ -259,9 +263,9 @@ class Links:
                     self._out[worker.name] = line
             return line
 
-    def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> Hello:
+    def _hello(self, to: str, devices: dict[str, str], refused: str = "") -> WorkerHello:
         nth, restricted = next(self._introductions), self._restricted
-        return Hello(
+        return WorkerHello(
             self._me, self._place, to, main_program(), restricted, nth, self._lends, devices, refused
         )
 
@@ -271,13 +275,20 @@ class Links:
         return self._endpoint.post.lends and not self._restricted
 
     def _attach(
-        self, connection: Connection, theirs: Hello, devices: DeviceMap | None, calls: bool, timeout: float
-    ) -> Line:
+        self,
+        connection: Connection,
+        theirs: WorkerHello,
+        devices: DeviceMap | None,
+        calls: bool,
+        timeout: float,
+    ) -> WorkerConnection:
         """Hand the connection to the endpoint, with the memory that the other end lends from if both do."""
         same = theirs.worker.process == self._me.process
         same = same or bool(theirs.main and theirs.main == main_program())
         plain = self._restricted or theirs.restricted
-        line = Line(self._agent, theirs.worker, same, plain, None if plain else devices, calls, theirs.nth)
+        line = WorkerConnection(
+            self._agent, theirs.worker, same, plain, None if plain else devices, calls, theirs.nth
+        )
         pid = wire.peer_pid(connection) if connection.socket.family == socket.AF_UNIX else 0
         lost = partial(self._forget, line)
         with contextlib.ExitStack() as undo:
@@ -300,14 +311,14 @@ class Links:
         with open(self._endpoint.memory(), "rb", buffering=0) as mine:
             return wire.share_memory(connection, mine.fileno(), timeout)
 
-    def _end_earlier(self, line: Line) -> None:
+    def _end_earlier(self, line: WorkerConnection) -> None:
         """End the connections that a worker has given up which makes ``line`` in their place.
 
         They may not be known to have ended here: what came on them after what comes on ``line`` would be a
         method out of its order, or a hold after its end.
         """
 
-        def others() -> list[Line]:
+        def others() -> list[WorkerConnection]:
             lines = [each for each in self._lines.values() if not each.calls]
             return [each for each in lines if each.worker.incarnation == line.worker.incarnation]
 
@@ -319,7 +330,7 @@ class Links:
         if any(each.nth > line.nth for each in others()):
             raise WireError(f"{line.worker.name!r} has connected anew since")
 
-    def _forget(self, line: Line) -> None:
+    def _forget(self, line: WorkerConnection) -> None:
         """The connection has ended; letters that came on it may still have to be handled."""
         with self._lock:
             line.ended = True
@@ -355,7 +366,7 @@ class Links:
             pool.submit(partial(self._be_introduced, connection))
 
     def _be_introduced(self, connection: Connection) -> None:
-        def answer(theirs: Hello) -> Hello:
+        def answer(theirs: WorkerHello) -> WorkerHello:
             if (theirs.place, theirs.to) != (self._place, self._me.incarnation):
                 raise WireError(f"{theirs.worker.name!r} came to {self._me.name!r} by mistake")
             try:
@@ -366,6 +377,6 @@ class Links:
 
         devices: list[DeviceMap | None] = []
         with contextlib.closing(connection), contextlib.suppress(ShoalError):
-            theirs = wire.be_introduced(connection, Hello, answer, wire.HANDSHAKE_TIMEOUT)
+            theirs = wire.be_introduced(connection, WorkerHello, answer, wire.HANDSHAKE_TIMEOUT)
             if devices:
                 self._attach(connection, theirs, devices[0], False, wire.HANDSHAKE_TIMEOUT)

@@ -55,7 +55,7 @@ def keys_of(store: Store, kind: str, count: int) -> Store:
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
 
 
-class Entry(msgspec.Struct):
+class WorkerEntry(msgspec.Struct):
     """The entry of one worker, in its own words.
 
     Attributes:
@@ -83,7 +83,7 @@ class Working(Protocol):
         """Raise if a worker is lost."""
 
 
-class Meeting:
+class WorkerMeeting:
     """The meeting of ``size`` workers.
 
     Args:
@@ -104,9 +104,9 @@ class Meeting:
         self._size = size
         self._end = end
         #: the others, as far as they were seen
-        self._seen: dict[int, Entry] = {}
+        self._seen: dict[int, WorkerEntry] = {}
         #: all, as they were when they had told their names
-        self._gathered: list[Entry] = []
+        self._gathered: list[WorkerEntry] = []
         self.names: list[str] = []
         self._assemblies = itertools.count()
 
@@ -197,13 +197,13 @@ class Meeting:
     # -- inside --------------------------------------------------------------------------------
 
     def _tell(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
-        entry = Entry(self._name, self._me.machine, self._me.process, joined, failed, left)
+        entry = WorkerEntry(self._name, self._me.machine, self._me.process, joined, failed, left)
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
-    def _entry(self, rank: int, timeout: float) -> Entry:
+    def _entry(self, rank: int, timeout: float) -> WorkerEntry:
         raw = self._store.get(str(rank), timeout)
         try:
-            entry = from_msgpack(raw, Entry)
+            entry = from_msgpack(raw, WorkerEntry)
         except MalformedMessage as error:
             raise RendezvousError(
                 f"worker {self._name!r}: the entry of rank {rank} in the store cannot be read ({error}); "
@@ -212,10 +212,10 @@ class Meeting:
         self._seen[rank] = entry
         return entry
 
-    def _gone(self, entry: Entry) -> bool:
+    def _gone(self, entry: WorkerEntry) -> bool:
         return entry.machine == self._me.machine and process_is_gone(entry.process)
 
-    def _there(self, rank: int, timeout: float = 0.0) -> Entry | None:
+    def _there(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
         """The entry of ``rank``; None: it has not come, or has ended."""
         try:
             entry = self._entry(rank, timeout)
@@ -223,7 +223,7 @@ class Meeting:
             return None
         return None if self._gone(entry) else entry
 
-    def _await(self, rank: int, deadline: Deadline, joined: bool) -> Entry:
+    def _await(self, rank: int, deadline: Deadline, joined: bool) -> WorkerEntry:
         """The entry of ``rank``, as soon as it is there, or has ``joined``."""
         listens = time.monotonic() + _LOOK
         while True:
@@ -241,7 +241,7 @@ class Meeting:
                 listens = time.monotonic() + _LOOK
             time.sleep(_PAUSE)
 
-    def _ended(self, rank: int) -> Entry | None:
+    def _ended(self, rank: int) -> WorkerEntry | None:
         """The entry of ``rank`` if it joined this meeting and has ended since; who calls it hears that."""
         entry, before = self._seen.get(rank), self._gathered[rank]
         return entry if entry is not None and entry.joined and entry.process == before.process else None
@@ -307,7 +307,7 @@ class Meeting:
                 return False
         return not entry.left
 
-    def _look(self, entry: Entry, agent: Working, because: BaseException | None) -> None:
+    def _look(self, entry: WorkerEntry, agent: Working, because: BaseException | None) -> None:
         """Raise if a worker is dead."""
         if self._gone(entry):
             raise WorkerLost(

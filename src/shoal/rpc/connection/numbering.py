@@ -36,7 +36,7 @@ _POSTED = MOST // 2
 _KEPT_IN_ORDER = MOST // 2
 
 
-class _Entry:
+class _NumberedFunction:
     """A function that has a number."""
 
     __slots__ = ("found", "known", "number", "posted")
@@ -61,8 +61,8 @@ class Sent:
         self._in_use = in_use
         self._lock = threading.Lock()
         #: in the order of their last calls, the oldest first
-        self._entries: OrderedDict[Callable[..., Any], _Entry] = OrderedDict()
-        self._places: list[_Entry | None] = []
+        self._entries: OrderedDict[Callable[..., Any], _NumberedFunction] = OrderedDict()
+        self._places: list[_NumberedFunction | None] = []
         self._free: list[int] = []
         self._posted = 0
         #: numbers of calls that are being made
@@ -108,7 +108,7 @@ class Sent:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _new(self, fn: Callable[..., Any]) -> _Entry | None:
+    def _new(self, fn: Callable[..., Any]) -> _NumberedFunction | None:
         with self._lock:
             entry = self._entries.get(fn)
             if entry is not None:
@@ -121,7 +121,7 @@ class Sent:
                     self._make_room()
                 if not self._free or (number := self._free.pop()) >= NONE:
                     return None
-            entry = self._places[number % MOST] = _Entry(number)
+            entry = self._places[number % MOST] = _NumberedFunction(number)
             self._entries[fn] = entry
             return entry
 
@@ -150,7 +150,7 @@ class Sent:
             self._entries[fn] = entry
             self._entries.move_to_end(fn, last=False)
 
-    def _may_keep(self, entry: _Entry) -> bool:
+    def _may_keep(self, entry: _NumberedFunction) -> bool:
         """Let an entry that is posted keep its place, if few do."""
         with self._lock:
             if not entry.posted and self._posted < _POSTED:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import urllib3
 
 T = TypeVar("T")
-_Self = TypeVar("_Self", bound="Stream")
+_Self = TypeVar("_Self", bound="JsonStream")
 
 #: a request to etcd, encoded as JSON
 Body = Mapping[str, object]
@@ -68,7 +68,7 @@ class Unclear(Exception):
     """No answer came: what was asked for was done, or will be, or will never be."""
 
 
-class Broken(Exception):
+class StreamEnded(Exception):
     """A stream has ended."""
 
 
@@ -205,7 +205,7 @@ class Gateway:
                     raise StoreError("closed")  # the store says which
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def stream(self, path: str, bodies: Sequence[Body], silence: float) -> Stream:
+    def stream(self, path: str, bodies: Sequence[Body], silence: float) -> JsonStream:
         """Ask for an answer without end.
 
         Args:
@@ -220,11 +220,11 @@ class Gateway:
             response = self._send(at, path, raw, silence, self._token, whole=False)
         except (_NotSent, Unclear) as error:
             self._at = (at + 1) % len(self._urls)
-            raise Broken(str(error)) from error
+            raise StreamEnded(str(error)) from error
         if response.status != HTTPStatus.OK:
             response.close()
-            raise Broken(f"HTTP status {response.status}")
-        return Stream(response, self._http)
+            raise StreamEnded(f"HTTP status {response.status}")
+        return JsonStream(response, self._http)
 
     def _logged_in(self, at: int, patience: Deadline) -> str:
         """The token of this user; "" without one."""
@@ -330,7 +330,7 @@ class Gateway:
             raise StoreError(f"etcd at {server} talks no TLS: use etcd:// in place of etcds://") from error
 
 
-class Stream:
+class JsonStream:
     """An answer that goes on: documents of JSON, one a line.  A context manager, which closes it."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, http: Any) -> None:
@@ -354,8 +354,8 @@ class Stream:
         except self._http.exceptions.ReadTimeoutError:
             raise TimeoutError from None
         except (self._http.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            raise Broken(cause(error)) from error  # the last two: it was closed meanwhile
-        raise Broken("the server ended it")
+            raise StreamEnded(cause(error)) from error  # the last two: it was closed meanwhile
+        raise StreamEnded("the server ended it")
 
     def shutdown(self) -> None:
         """End it from another thread."""

@@ -11,7 +11,7 @@ import msgspec
 from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..external import job as outside_job
-from ..external.job import Line, OutsideJob
+from ..external.job import OutsideJob, WriteChannel
 from .gateway import Body, Full, Gateway, LeaseGone, Unclear
 
 #: seconds between two looks whether an earlier life of the job has ended
@@ -49,7 +49,7 @@ class Response(msgspec.Struct):
     response_delete_range: Deleted = msgspec.field(default_factory=Deleted)
 
 
-class Answer(msgspec.Struct):
+class TransactionReply(msgspec.Struct):
     """The answer to a transaction."""
 
     header: Header
@@ -67,7 +67,7 @@ class _Kept(msgspec.Struct):
     result: _Lease = msgspec.field(default_factory=_Lease)
 
 
-class EtcdLine(Line):
+class EtcdLine(WriteChannel):
     """A line, and the revision of the key where its number is; 0: there is none yet."""
 
     __slots__ = ("revision",)
@@ -100,7 +100,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
 
     def _lives(self, deadline: Deadline) -> bool:
         look = {"success": [{"request_range": at(self.life)}]}
-        answer = self.gateway.call("kv/txn", look, Answer, deadline, self._ended)
+        answer = self.gateway.call("kv/txn", look, TransactionReply, deadline, self._ended)
         found = answer.responses[0].response_range.kvs
         return bool(found) and found[0].create_revision == self.born
 
@@ -121,7 +121,9 @@ class EtcdJob(OutsideJob[EtcdLine]):
         full: Full | None = None
         while True:
             look = {"success": [{"request_range": {"key": self.life}}]}
-            found = call("kv/txn", look, Answer, deadline, self._ended).responses[0].response_range.kvs
+            found = (
+                call("kv/txn", look, TransactionReply, deadline, self._ended).responses[0].response_range.kvs
+            )
             if found:
                 lease = int(found[0].value)
                 # A lease that has ended may still have its keys for a moment.
@@ -140,7 +142,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
                     "success": [put(self.life, b"%d" % mine, mine)],
                 }
                 try:
-                    call("kv/txn", begin, Answer, deadline, self._ended, writes=True)
+                    call("kv/txn", begin, TransactionReply, deadline, self._ended, writes=True)
                 except (Unclear, LeaseGone):  # the next look will tell
                     pass
                 except Full as error:  # it may have been done all the same

@@ -40,9 +40,9 @@ from ..external import client as outside_client
 from ..external.client import parts
 from ..external.tls import tls_context
 from ..external.url import parse_outside
-from ..operations import C, Operations, R, Table
-from ..requests import Add, Request
-from .gateway import Body, Broken, Gateway, LeaseGone
+from ..operations import C, KeyTable, Operations, R
+from ..requests import Add, StoreRequest
+from .gateway import Body, Gateway, LeaseGone, StreamEnded
 from .job import EtcdJob, KeyValue, Range, at, put, under
 from .transactions import Changes, Done, Transactions
 from .values import stored, stored_counter, value_of
@@ -91,7 +91,7 @@ class EtcdStore(Store):
         StoreTimeout: no server answered in time.
     """
 
-    _backing: _Client
+    _backing: _EtcdClient
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class EtcdStore(Store):
         except BaseException:
             gateway.close()
             raise
-        super().__init__(_Client(job_keys), timeout)
+        super().__init__(_EtcdClient(job_keys), timeout)
 
     @property
     def prefix(self) -> str:
@@ -140,13 +140,13 @@ class _TooMuch(Exception):
     """Values are too long to be written in one step."""
 
 
-class _Client(Transactions):
+class _EtcdClient(Transactions):
     """One store of a job."""
 
     longest_key = MAX_ETCD_KEY
     longest_value = MAX_ETCD_VALUE
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         try:
             return super().execute(request, deadline)
         except LeaseGone as error:
@@ -190,7 +190,7 @@ class _Client(Transactions):
         ]
         try:
             stream = self.job.gateway.stream("watch", [{"create_request": each} for each in watched], silence)
-        except Broken:
+        except StreamEnded:
             self._paused(deadline)
             return
         with stream, self._watching(stream) as open_still:
@@ -204,7 +204,7 @@ class _Client(Transactions):
                         break
             except TimeoutError:
                 return
-            except Broken:
+            except StreamEnded:
                 pass
         self._paused(deadline)
 
@@ -254,7 +254,7 @@ class _Client(Transactions):
     ) -> tuple[bytes | None, bytes | None]:
         return self._step([key], lambda table: table._change(key, change))
 
-    def _step(self, keys: Sequence[str], work: Callable[[Table], R], adds: Mapping[str, int] = {}) -> R:
+    def _step(self, keys: Sequence[str], work: Callable[[KeyTable], R], adds: Mapping[str, int] = {}) -> R:
         """Do ``work`` on the values of ``keys``, and write what it has changed, in one step.
 
         Args:
@@ -268,8 +268,8 @@ class _Client(Transactions):
         changes = Changes([])
         results: list[R] = []
 
-        def done() -> Table:
-            table = Table()
+        def done() -> KeyTable:
+            table = KeyTable()
             table.longest_value = self.longest_value
             table.values.update(before)
             results.append(work(table))

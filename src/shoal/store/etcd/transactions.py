@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ..external.client import OutsideClient
 from .gateway import Body, Full, LeaseGone, Unclear
-from .job import Answer, EtcdJob, EtcdLine, KeyValue, Range, at, created, holds, modified, put
+from .job import EtcdJob, EtcdLine, KeyValue, Range, TransactionReply, at, created, holds, modified, put
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Done(NamedTuple):
 
     revision: int
     counters: list[KeyValue]
-    answer: Answer | None = None
+    answer: TransactionReply | None = None
 
 
 class _Seen(threading.local):
@@ -65,7 +65,7 @@ class Transactions(OutsideClient[EtcdJob]):
     def _looks(self, ranges: list[Body]) -> list[Body]:
         return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
 
-    def _checked(self, answer: Answer) -> list[Range]:
+    def _checked(self, answer: TransactionReply) -> list[Range]:
         """The ranges that :meth:`_looks` has asked for.  StoreError if the job's life has ended."""
         life, *found = (each.response_range for each in answer.responses)
         if not life.kvs or life.kvs[0].create_revision != self.job.born:
@@ -126,7 +126,9 @@ class Transactions(OutsideClient[EtcdJob]):
                 refusals += 1
                 self.refused(_between(keys, counters, before, found), refusals)
 
-    def _settle(self, line: EtcdLine, looks: list[Body], unclear: Unclear | Full) -> tuple[Answer, bool]:
+    def _settle(
+        self, line: EtcdLine, looks: list[Body], unclear: Unclear | Full
+    ) -> tuple[TransactionReply, bool]:
         """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
 
         Returns:
@@ -167,7 +169,7 @@ class Transactions(OutsideClient[EtcdJob]):
             return self._call("kv/range", at(line.key), Range).only.value
         return None
 
-    def _take(self, line: EtcdLine, answer: Answer) -> list[KeyValue]:
+    def _take(self, line: EtcdLine, answer: TransactionReply) -> list[KeyValue]:
         """The keys that were looked at; the line takes note of its own."""
         last, *found = [each.only for each in self._checked(answer)]
         line.revision = last.mod_revision
@@ -176,8 +178,8 @@ class Transactions(OutsideClient[EtcdJob]):
     def _name(self, key: str) -> bytes:
         return self.job.prefix + b"k/" + key.encode()
 
-    def _ask(self, transaction: Body, *, writes: bool = False) -> Answer:
-        return self._call("kv/txn", transaction, Answer, writes=writes)
+    def _ask(self, transaction: Body, *, writes: bool = False) -> TransactionReply:
+        return self._call("kv/txn", transaction, TransactionReply, writes=writes)
 
     def _call(self, path: str, body: Body, answer: type[T], *, writes: bool = False) -> T:
         gateway, deadline = self.job.gateway, self._calls.deadline

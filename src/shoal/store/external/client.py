@@ -13,7 +13,7 @@ from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..backing import Backing
 from ..base import timed_out
-from ..requests import Blocking, Request
+from ..requests import Blocking, StoreRequest
 from .job import OutsideJob
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ SILENCE = 5.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
-class Watch(Protocol):
+class CancellableWait(Protocol):
     """What a thread waits at."""
 
     def shutdown(self) -> None:
@@ -41,7 +41,7 @@ class OutsideClient(Backing, Generic[J]):
         self.job = job
         self.host = job.host
         self._lock = threading.Lock()
-        self._streams: set[Watch] = set()
+        self._streams: set[CancellableWait] = set()
         self._released = False
         job.acquire()
 
@@ -62,7 +62,7 @@ class OutsideClient(Backing, Generic[J]):
         if not released:
             self.job.release()
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         try:
             return super().execute(request, deadline)
         except AuthenticationError as error:  # it was another when the store was opened
@@ -84,7 +84,7 @@ class OutsideClient(Backing, Generic[J]):
             raise StoreError("closed")  # the store says which
 
     @contextlib.contextmanager
-    def _watching(self, stream: Watch) -> Iterator[bool]:
+    def _watching(self, stream: CancellableWait) -> Iterator[bool]:
         """Around a wait, which :meth:`close` ends; False: it has come before."""
         with self._lock:
             if not self.closed.is_set():

@@ -28,10 +28,10 @@ KEEPING = 20.0
 #: seconds in which closing waits for such a call
 _CLOSING = 2.0
 
-_Self = TypeVar("_Self", bound="OutsideJob[Line]")
+_Self = TypeVar("_Self", bound="OutsideJob[WriteChannel]")
 
 
-class Line:
+class WriteChannel:
     """Carries one write at a time.
 
     Attributes:
@@ -53,7 +53,7 @@ class Line:
         self.unclear = True
 
 
-L = TypeVar("L", bound=Line)
+L = TypeVar("L", bound=WriteChannel)
 
 
 class OutsideJob(abc.ABC, Generic[L]):

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...common.trusted_file import Descriptor
+from ...common.trusted_file import OpenedFile
 from ...common.wording import in_seconds
 from ...errors import StoreError, StoreTimeout
 from ...net import Deadline, close_in_forked_child
@@ -29,7 +29,7 @@ _MAGIC = b"shoallg1"
 _HEADER = struct.Struct("<II")
 
 
-class Log:
+class LogFile:
     """One process's view of the file.
 
     Args:
@@ -37,7 +37,7 @@ class Log:
         file: opened as ``trusted.py`` does; the log owns it from now on.
     """
 
-    def __init__(self, path: Path, file: Descriptor) -> None:
+    def __init__(self, path: Path, file: OpenedFile) -> None:
         self.path = path
         self._offset = len(_MAGIC)
         self._checked = False

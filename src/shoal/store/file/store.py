@@ -13,11 +13,11 @@ from ...common.trusted_file import open_trusted, reopen_trusted
 from ...common.wording import in_seconds
 from ...errors import StoreError, StoreTimeout
 from ...net import Deadline
-from ..backing import Executor
+from ..backing import RequestExecutor
 from ..base import Store
-from ..operations import Table
-from ..requests import Request, decode, encode
-from .log import Log
+from ..operations import KeyTable
+from ..requests import StoreRequest, decode, encode
+from .log import LogFile
 
 T = TypeVar("T")
 
@@ -61,18 +61,18 @@ class FileStore(Store):
         return self._backing.path
 
 
-class _File(Executor):
+class _File(RequestExecutor):
     """The log, and a table of all records that were read so far."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         super().__init__()
         self.path = path
         opened = open_trusted(path) if descriptor is None else reopen_trusted(descriptor, path)
-        self._log = Log(path, opened)
-        self._table = Table()
+        self._log = LogFile(path, opened)
+        self._table = KeyTable()
         self._mutex = threading.Lock()  # the file's lock does not hold among threads
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         with self._exclusive(deadline):
             if request.writes:
                 with self._log.locked(deadline):
@@ -90,7 +90,7 @@ class _File(Executor):
         with self._mutex:
             self._log.close()
 
-    def _write(self, request: Request[T]) -> T:
+    def _write(self, request: StoreRequest[T]) -> T:
         self._replay(locked=True)
         try:
             result = request.apply(self._table)
@@ -98,7 +98,7 @@ class _File(Executor):
                 self._log.append(encode(request))
         except BaseException:
             # The table may hold a change that the log does not: read the log anew.
-            self._table = Table()
+            self._table = KeyTable()
             self._log.rewind()
             raise
         self._table.touched.clear()
@@ -110,7 +110,7 @@ class _File(Executor):
                 decode(payload).apply(self._table)
         except MalformedMessage as error:
             # Nobody may go on without it: each call meets it again.
-            self._table = Table()
+            self._table = KeyTable()
             self._log.rewind()
             raise StoreError(f"file store {self.path} holds a record of another version: {error}") from error
         self._table.touched.clear()

@@ -50,7 +50,7 @@ _LATER = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "ASK", "ma
 _UNREADABLE = (ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-class Broken(Exception):
+class ConnectionLost(Exception):
     """There is no connection any more; what was sent may have been done."""
 
 
@@ -62,7 +62,7 @@ class _Moved(Exception):
     """Another server of a cluster has the keys."""
 
 
-class Link:
+class RedisClient:
     """One server of Redis.  All methods may be called from several threads at once.
 
     Args:
@@ -100,9 +100,9 @@ class Link:
         """Name or address of the server."""
         return _host_and_port(self._server)[0]
 
-    def clone(self) -> Link:
+    def clone(self) -> RedisClient:
         """Another one to the same server, which is closed by itself."""
-        return Link(*self._given)
+        return RedisClient(*self._given)
 
     def close(self) -> None:
         """Close all idle connections, and those in use when they are given back."""
@@ -187,7 +187,7 @@ class Link:
                 why, moves, refused = str(error), 0, True
             except _Later as error:
                 why, refused = str(error), True
-            except Broken as error:
+            except ConnectionLost as error:
                 unclear = unclear or began
                 if unclear and writes:
                     writes()
@@ -223,15 +223,15 @@ class Link:
                     connection.disconnect()  # type: ignore[no-untyped-call]  # it carries no calls
                     raise
                 if deadline.expired:
-                    raise Broken("given up")  # rather than wait for a server that may be gone
+                    raise ConnectionLost("given up")  # rather than wait for a server that may be gone
                 ending = Deadline(min(deadline.remaining(), _CONNECTING))
                 reply = self._exchange(connection, ("UNSUBSCRIBE", channel), ending.remaining())
                 while not ending.expired and _kind(reply) == b"message":
                     reply = self._read(connection, ending.remaining())
                 if _kind(reply) != b"unsubscribe":
-                    raise Broken("the subscription does not end")
+                    raise ConnectionLost("the subscription does not end")
             except (_Later, _Moved) as error:
-                raise Broken(str(error)) from error
+                raise ConnectionLost(str(error)) from error
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Link:
         if connection is None:
             try:
                 connection = self._connected(min(patience.remaining(), _CONNECTING))
-            except Broken:
+            except ConnectionLost:
                 self._server = self._named  # one that had the keys may be dead
                 raise
         try:
@@ -260,7 +260,7 @@ class Link:
             self._drop_idle()  # they lead to the same server
             if isinstance(error, _Moved):
                 self._server = str(error)
-            elif isinstance(error, Broken):
+            elif isinstance(error, ConnectionLost):
                 self._server = self._named
             raise
         self._give_back(connection)
@@ -329,10 +329,10 @@ class Link:
             if isinstance(error, errors.ResponseError):
                 raise refused(str(self), self._user, text) from error
             refuse_tls(self._server, self._tls is not None, self._answered, error)
-            raise Broken(cause(error)) from error
+            raise ConnectionLost(cause(error)) from error
         except errors.TimeoutError as error:
             refuse_tls(self._server, self._tls is not None, self._answered, error)
-            raise Broken(cause(error)) from error
+            raise ConnectionLost(cause(error)) from error
         except (errors.RedisError, *_UNREADABLE) as error:
             raise StoreError(
                 f"what answers at {self._server} is no Redis, or closes: {type(error).__name__}: {error}"
@@ -342,7 +342,7 @@ class Link:
 class Subscription:
     """A connection on which messages come."""
 
-    def __init__(self, link: Link, connection: redis.Connection) -> None:
+    def __init__(self, link: RedisClient, connection: redis.Connection) -> None:
         self._link = link
         self._connection = connection
 
@@ -357,7 +357,7 @@ class Subscription:
         except self._link._redis.exceptions.TimeoutError:
             return
         except (self._link._redis.exceptions.RedisError, *_UNREADABLE) as error:
-            raise Broken(cause(error)) from error
+            raise ConnectionLost(cause(error)) from error
 
     def shutdown(self) -> None:
         """End it from another thread."""

@@ -13,14 +13,14 @@ from ...common.decoding import MalformedMessage, converted
 from ...errors import AuthenticationError, StoreError
 from ...net import Deadline
 from ..external import job as outside_job
-from ..external.job import Line, OutsideJob
-from .connection import Argument, Link
+from ..external.job import OutsideJob, WriteChannel
+from .connection import Argument, RedisClient
 from .scripts import LIFE, Script
 
 T = TypeVar("T")
 
 
-class RedisJob(OutsideJob[Line]):
+class RedisJob(OutsideJob[WriteChannel]):
     """What clones share in this process: connections, lines, and the membership that it keeps alive."""
 
     other_ends = (
@@ -28,7 +28,7 @@ class RedisJob(OutsideJob[Line]):
         "it took over, or it evicts keys)"
     )
 
-    def __init__(self, link: Link, name: str, deadline: Deadline) -> None:
+    def __init__(self, link: RedisClient, name: str, deadline: Deadline) -> None:
         super().__init__(name, str(link))
         self.link = link
         self.key = f"{{shoal:{quote(name, safe='')}}}"
@@ -63,7 +63,7 @@ class RedisJob(OutsideJob[Line]):
         *,
         writes: Callable[[], None] | None = None,
     ) -> tuple[bytes, T | None]:
-        """The word that ``script`` answers, and what comes with it; ``writes``: as of :meth:`Link.run`.
+        """The word that ``script`` answers, and its values; ``writes``: as of :meth:`RedisClient.run`.
 
         Raises:
             StoreError: this life of the job has ended (but for ``LIFE``, which answers "gone"), or the answer
@@ -87,8 +87,8 @@ class RedisJob(OutsideJob[Line]):
     def disconnect(self) -> None:
         self.link.close()
 
-    def _new_line(self, ident: str) -> Line:
-        return Line("o" + ident)
+    def _new_line(self, ident: str) -> WriteChannel:
+        return WriteChannel("o" + ident)
 
     def _live(self, what: str, deadline: Deadline, *more: str) -> tuple[bytes, bytes]:
         milliseconds = int(outside_job.OUTLIVING * 1000)
@@ -116,7 +116,7 @@ class RedisJob(OutsideJob[Line]):
         self._live("leave", deadline, *lines)
 
 
-def _losses(link: Link, deadline: Deadline, closed: threading.Event) -> list[str]:
+def _losses(link: RedisClient, deadline: Deadline, closed: threading.Event) -> list[str]:
     """Why ``link``'s server may lose what it has acknowledged, as far as it may be asked."""
     found: dict[str, str] = {}
     try:

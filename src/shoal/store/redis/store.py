@@ -31,9 +31,20 @@ from ..external import client as outside_client
 from ..external.client import OutsideClient, parts
 from ..external.tls import tls_context
 from ..external.url import parse_outside
-from ..operations import MAX_VALUE, Refused, counted, too_long
-from ..requests import SHORT, Add, Append, Call, CompareSet, Delete, Outcome, Set, Together, too_long_found
-from .connection import Argument, Broken, Link
+from ..operations import MAX_VALUE, ValueRefused, counted, too_long
+from ..requests import (
+    SHORT,
+    Add,
+    Append,
+    Call,
+    CompareSet,
+    Delete,
+    Set,
+    Together,
+    TogetherResult,
+    too_long_found,
+)
+from .connection import Argument, ConnectionLost, RedisClient
 from .job import RedisJob
 from .scripts import READ, WRITE
 
@@ -66,7 +77,7 @@ class RedisStore(Store):
         StoreTimeout: the server did not answer in time.
     """
 
-    _backing: _Client
+    _backing: _RedisClient
 
     def __init__(
         self,
@@ -81,13 +92,13 @@ class RedisStore(Store):
     ) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
         deadline = Deadline(timeout)
-        link = Link(server, database, tls, user, password)
+        link = RedisClient(server, database, tls, user, password)
         try:
             life = RedisJob(link, job, deadline)
         except BaseException:
             link.close()
             raise
-        super().__init__(_Client(life), timeout)
+        super().__init__(_RedisClient(life), timeout)
         try:
             life.warn(deadline)
         except BaseException:  # a warning may be an error
@@ -119,7 +130,7 @@ def open_redis(url: SplitResult, *, job: str, timeout: float | None) -> RedisSto
     )
 
 
-class _Client(OutsideClient[RedisJob]):
+class _RedisClient(OutsideClient[RedisJob]):
     """One store of a job."""
 
     longest_key = MAX_REDIS_KEY
@@ -169,7 +180,7 @@ class _Client(OutsideClient[RedisJob]):
             ):
                 if open_still and self.missing([key]):
                     messages.wait(silence.remaining())
-        except (Broken, AuthenticationError, StoreTimeout):
+        except (ConnectionLost, AuthenticationError, StoreTimeout):
             self._paused(deadline)  # the look will tell
 
     def _read(self, kind: type[T], what: str, *arguments: Argument) -> T:
@@ -219,14 +230,14 @@ class _Client(OutsideClient[RedisJob]):
                 raise self.job.unreadable(reply)
             try:
                 results.append(self._result(call, word, value))
-            except Refused as error:
-                return Outcome(results, str(error))
+            except ValueRefused as error:
+                return TogetherResult(results, str(error))
             if isinstance(call, CompareSet) and results[-1] != call.desired:
                 break
             if isinstance(call, Add) and word == b"held":  # the script has ended there
                 rest = Together(list(calls[len(results) :])).apply(self)
-                return Outcome([*results, *rest.results], rest.failure)
-        return Outcome(results)
+                return TogetherResult([*results, *rest.results], rest.failure)
+        return TogetherResult(results)
 
     def _one(self, call: Call) -> Any:
         return self._result(call, *self._write(*_change(call)))
@@ -243,7 +254,7 @@ class _Client(OutsideClient[RedisJob]):
                 raise self.job.unreadable(value) from None
         if isinstance(call, CompareSet):
             if word == b"long":
-                raise Refused(too_long_found(self._length(value)))
+                raise ValueRefused(too_long_found(self._length(value)))
             return {b"done": call.desired, b"unchanged": call.expected}.get(word, value)
         if isinstance(call, Delete):
             return word == b"done"

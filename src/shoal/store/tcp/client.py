@@ -24,9 +24,9 @@ from ... import config
 from ...common.wording import in_seconds
 from ...errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
 from ...net import HANDSHAKE_TIMEOUT, Connection, Deadline, connect
-from ..backing import Executor
+from ..backing import RequestExecutor
 from ..base import Store, timed_out
-from ..requests import Blocking, Request
+from ..requests import Blocking, StoreRequest
 from .protocol import MAX_MESSAGE, MAX_WELCOME, PURPOSE, Welcome, decode_reply, decode_welcome, encode_request
 from .replies import REMEMBERED
 
@@ -60,11 +60,11 @@ class TCPStore(Store):
         WireError: the listener there is no store.
     """
 
-    _backing: _Client
+    _backing: _TcpClient
 
     def __init__(self, host: str, port: int, secret: bytes = b"", *, timeout: float | None = None) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
-        super().__init__(_Client(host, port, secret, timeout), timeout)
+        super().__init__(_TcpClient(host, port, secret, timeout), timeout)
 
     @property
     def host(self) -> str:
@@ -87,7 +87,7 @@ class TCPStore(Store):
         return self._backing.connections
 
 
-class _Line:
+class _Connection:
     """Carries one request at a time; ``connection`` is None while it has none."""
 
     __slots__ = ("connection", "name", "number")
@@ -98,7 +98,7 @@ class _Line:
         self.connection: Connection | None = None
 
 
-class _Client(Executor):
+class _TcpClient(RequestExecutor):
     """Lines to one server, idle and busy ones."""
 
     host: str
@@ -120,11 +120,11 @@ class _Client(Executor):
         self._secret = secret
         self._welcome = welcome
         self._lock = threading.Lock()
-        self._idle: list[_Line] = []
+        self._idle: list[_Connection] = []
         #: idle lines without a connection: a name is used again, for the server keeps something for each
-        self._bare: list[_Line] = []
-        self._busy: set[_Line] = set()
-        line = _Line()
+        self._bare: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        line = _Connection()
         line.connection = self._first_connection(Deadline(timeout), patient=patient)
         self._idle.append(line)
 
@@ -133,11 +133,11 @@ class _Client(Executor):
         with self._lock:
             return len(self._idle) + sum(line.connection is not None for line in self._busy)
 
-    def clone(self, timeout: float) -> _Client:
-        return _Client(self.host, self.port, self._secret, timeout, self._welcome, patient=False)
+    def clone(self, timeout: float) -> _TcpClient:
+        return _TcpClient(self.host, self.port, self._secret, timeout, self._welcome, patient=False)
 
-    def clone_anew(self, timeout: float) -> _Client:
-        return _Client(self.host, self.port, self._secret, timeout, patient=False)
+    def clone_anew(self, timeout: float) -> _TcpClient:
+        return _TcpClient(self.host, self.port, self._secret, timeout, patient=False)
 
     def close(self) -> None:
         with self._lock:
@@ -152,7 +152,7 @@ class _Client(Executor):
     def __str__(self) -> str:
         return f"connection to the store at {self.address}"
 
-    def execute(self, request: Request[T], deadline: Deadline) -> T:
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         line = self._take()
         try:
             try:
@@ -168,7 +168,7 @@ class _Client(Executor):
         finally:
             self._put_back(line)
 
-    def _ask(self, line: _Line, request: Request[T], deadline: Deadline) -> bytes:
+    def _ask(self, line: _Connection, request: StoreRequest[T], deadline: Deadline) -> bytes:
         """Send the request, as often as connections are lost, and return the reply."""
         if request.writes:
             line.number += 1
@@ -194,7 +194,7 @@ class _Client(Executor):
                 losses += 1
 
     def _reconnect(
-        self, line: _Line, request: Request[T], deadline: Deadline, patience: Deadline, losses: int
+        self, line: _Connection, request: StoreRequest[T], deadline: Deadline, patience: Deadline, losses: int
     ) -> Connection:
         """Give the line a connection, as soon as the server can be reached and while there is patience."""
         # The first loss may be an accident; a server that loses one after the other is left some peace.
@@ -224,15 +224,15 @@ class _Client(Executor):
             connection.close()
             raise StoreError("closed")  # the store says which
 
-    def _take(self) -> _Line:
+    def _take(self) -> _Connection:
         with self._lock:
             if self.closed.is_set():
                 raise StoreError("closed")  # the store says which
-            line = self._idle.pop() if self._idle else self._bare.pop() if self._bare else _Line()
+            line = self._idle.pop() if self._idle else self._bare.pop() if self._bare else _Connection()
             self._busy.add(line)
             return line
 
-    def _put_back(self, line: _Line) -> None:
+    def _put_back(self, line: _Connection) -> None:
         with self._lock:
             self._busy.discard(line)
             if line.connection is not None and not self.closed.is_set() and len(self._idle) < _KEPT:
@@ -243,7 +243,7 @@ class _Client(Executor):
         if connection is not None:
             connection.close()
 
-    def _disconnect(self, line: _Line) -> None:
+    def _disconnect(self, line: _Connection) -> None:
         with self._lock:
             connection, line.connection = line.connection, None
         if connection is not None:
@@ -298,7 +298,7 @@ class _Client(Executor):
         return refused and not (self._welcome is not None and self._welcome.durable)
 
     def _silent(
-        self, request: Request[T], deadline: Deadline, why: str = "", *, sent: bool = True
+        self, request: StoreRequest[T], deadline: Deadline, why: str = "", *, sent: bool = True
     ) -> StoreTimeout:
         """The error of a request that has no answer; ``why``: there is no connection."""
         silence = f"the store at {self.address} did not answer"

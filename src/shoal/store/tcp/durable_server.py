@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from ...errors import ShoalError, StoreError, UsageError, WireError
 from ...net import HANDSHAKE_TIMEOUT
-from ..operations import Table
+from ..operations import KeyTable
 from ..requests import MultiSet
 from .journal import InDoubt, Journal, NotWritten, Snapshot
 from .protocol import Numbered, Status, Welcome, decode_request, encode_reply, encode_request
-from .replies import Line, Replies
-from .server import TCPStoreServer, _Client
+from .replies import LastWrite, Replies
+from .server import TCPStoreServer, _StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _REPAIR_PAUSE = 1.0
 _FAILURES = (OSError, ShoalError, InDoubt)
 
 
-class _UndoableTable(Table):
+class _UndoableTable(KeyTable):
     """A table that remembers what its keys held before: ``before`` is emptied by the owner."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _UndoableTable(Table):
 class _Taken(NamedTuple):
     """A message of the present round, and where it came from."""
 
-    session: _Client
+    session: _StoreClient
     message: bytearray
     asked: Numbered
 
@@ -102,7 +102,7 @@ class DurableStoreServer(TCPStoreServer):
         handshake_timeout: float = HANDSHAKE_TIMEOUT,
     ) -> None:
         self._taken: list[_Taken] = []
-        self._kept: dict[bytes, Line | None] = {}
+        self._kept: dict[bytes, LastWrite | None] = {}
         #: why nothing can be written until the log was begun anew; "": it can
         self._broken = ""
         self._repair_at = 0.0
@@ -154,7 +154,7 @@ class DurableStoreServer(TCPStoreServer):
         self._table.touched.clear()
         self._table.before.clear()
 
-    def received(self, session: _Client, message: bytearray) -> None:
+    def received(self, session: _StoreClient, message: bytearray) -> None:
         self._refuse_second(session)
         if any(each.session is session for each in self._taken[-1:]):
             raise WireError("the client sent a request before the last one was answered")

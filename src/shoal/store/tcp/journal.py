@@ -28,10 +28,10 @@ from typing import cast
 import msgspec
 
 from ...common.decoding import MalformedMessage, msgpack_decoder
-from ...common.trusted_file import Descriptor, open_trusted
+from ...common.trusted_file import OpenedFile, open_trusted
 from ...errors import ConfigurationError, StoreError
 from ...net import close_in_forked_child
-from .replies import Line
+from .replies import LastWrite
 
 _MAGIC = b"shoal store log 1\n"
 _HEADER, _CHECK = struct.Struct("<QI"), struct.Struct("<I")
@@ -62,7 +62,7 @@ class _Pairs(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class _Lines(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    lines: list[Line]
+    lines: list[LastWrite]
 
 
 class _End(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -86,7 +86,7 @@ class Snapshot(msgspec.Struct):
 
     name: bytes
     pairs: dict[str, bytes]
-    lines: list[Line]
+    lines: list[LastWrite]
 
 
 class Journal:
@@ -102,7 +102,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: Descriptor | None = None
+        self._file: OpenedFile | None = None
         self._end = 0
         self._snapshot_size = 0
         self._due = SNAPSHOT_BYTES
@@ -213,7 +213,7 @@ class Journal:
         self._end = self._snapshot_size = end
         self._due = max(SNAPSHOT_BYTES, _SNAPSHOT_TIMES * end)
         try:
-            folder = Descriptor(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            folder = OpenedFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder.fileno())
             finally:
@@ -334,7 +334,7 @@ def _records_of(snapshot: Snapshot) -> Iterator[_Identity | _Pairs | _Lines | _E
     yield _End()
 
 
-def _parts(lines: list[Line]) -> Iterable[list[Line]]:
+def _parts(lines: list[LastWrite]) -> Iterable[list[LastWrite]]:
     return (lines[at : at + 64] for at in range(0, len(lines), 64))
 
 

@@ -21,7 +21,7 @@ from ...common.decoding import MalformedMessage, Raw, msgpack_decoder
 from ...errors import StoreError, WireError
 from ..base import timed_out
 from ..operations import MAX_VALUE
-from ..requests import RESULTS, Request, decode, encode, encode_into
+from ..requests import RESULTS, StoreRequest, decode, encode, encode_into
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Numbered(NamedTuple):
         number: of the request on that line; each is greater than the one before.
     """
 
-    request: Request[Any]
+    request: StoreRequest[Any]
     line: bytes = b""
     number: int = 0
 
@@ -79,7 +79,7 @@ _keys = msgpack_decoder(list[str])
 _text = msgpack_decoder(str)
 
 
-def encode_request(request: Request[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
+def encode_request(request: StoreRequest[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
     """The message that carries ``request``, a write with its number.
 
     Raises:
@@ -133,7 +133,7 @@ def encode_reply(status: Status, body: object) -> bytearray:
     return message
 
 
-def decode_reply(request: Request[T], message: bytes, timeout: float) -> T:
+def decode_reply(request: StoreRequest[T], message: bytes, timeout: float) -> T:
     """The result of ``request``.
 
     Raises:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...errors import WireError
-from ..requests import CompareSet, Request
+from ..requests import CompareSet, StoreRequest
 from .protocol import Status, encode_reply
 
 #: seconds for which a line is remembered after its client has gone
@@ -27,7 +27,7 @@ REMEMBERED = 600.0
 _LONGEST = 64 * 2**10
 
 
-class Line(NamedTuple):
+class LastWrite(NamedTuple):
     """The last write of a line that changed something, and its reply; b"": too long to be kept."""
 
     name: bytes
@@ -54,7 +54,7 @@ class Replies:
         now: their clients have gone, as far as is known, at this moment.
     """
 
-    def __init__(self, lines: Iterable[Line] = (), now: float = 0.0) -> None:
+    def __init__(self, lines: Iterable[LastWrite] = (), now: float = 0.0) -> None:
         self._lines: dict[bytes, _Heard] = {}
         #: since when there is no client, the one that went first at the front
         self._gone: dict[bytes, float] = {}
@@ -63,7 +63,7 @@ class Replies:
             self.gone(line.name, 0, now)
 
     def repeated(
-        self, name: bytes, connection: int, number: int, request: Request[object]
+        self, name: bytes, connection: int, number: int, request: StoreRequest[object]
     ) -> bytes | bytearray | None:
         """The reply of a write that was done already; None: it is to be done.
 
@@ -87,7 +87,7 @@ class Replies:
         return encode_reply(Status.DONE, request.desired)
 
     def keep(
-        self, name: bytes, number: int, reply: bytes | bytearray, request: Request[object] | None = None
+        self, name: bytes, number: int, reply: bytes | bytearray, request: StoreRequest[object] | None = None
     ) -> None:
         """Note the reply of a write that changed something; ``request``: which one, if it is known."""
         heard = self._lines.get(name)
@@ -97,12 +97,12 @@ class Replies:
         is_known = isinstance(request, CompareSet) and len(reply) > _LONGEST
         heard.reply = b"" if is_known else bytes(reply)
 
-    def last(self, name: bytes) -> Line | None:
+    def last(self, name: bytes) -> LastWrite | None:
         """What is kept of a line; None: nothing."""
         heard = self._lines.get(name)
-        return Line(name, heard.number, heard.reply) if heard is not None and heard.number >= 0 else None
+        return LastWrite(name, heard.number, heard.reply) if heard is not None and heard.number >= 0 else None
 
-    def restore(self, name: bytes, line: Line | None) -> None:
+    def restore(self, name: bytes, line: LastWrite | None) -> None:
         """Let :meth:`last` return ``line`` again: what was done since was undone."""
         heard = self._lines.get(name)
         if heard is not None:
@@ -118,9 +118,11 @@ class Replies:
             oldest = next(iter(self._gone))
             del self._gone[oldest], self._lines[oldest]
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LastWrite]:
         """All that is kept."""
-        return [Line(name, each.number, each.reply) for name, each in self._lines.items() if each.number >= 0]
+        return [
+            LastWrite(name, each.number, each.reply) for name, each in self._lines.items() if each.number >= 0
+        ]
 
     def __len__(self) -> int:
         return len(self._lines)

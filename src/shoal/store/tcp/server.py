@@ -17,24 +17,24 @@ import msgspec
 from ...errors import StoreError, WireError
 from ...net import (
     HANDSHAKE_TIMEOUT,
+    ClientConnection,
     Deadline,
     PendingHandshake,
     Server,
-    Session,
     listen,
     raise_descriptor_limit,
 )
 from ..base import checked_key, checked_value
-from ..operations import KeysMissing, Table
+from ..operations import KeysMissing, KeyTable
 from ..requests import Blocking
 from .protocol import MAX_MESSAGE, PURPOSE, Numbered, Status, Welcome, decode_request, encode_reply
 from .replies import Replies
-from .waiting import Waiting
+from .waiting import WaitIndex
 
 logger = logging.getLogger(__name__)
 
 
-class _Client(Session):
+class _StoreClient(ClientConnection):
     """One connection.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Client(Session):
     line = b""
 
 
-class TCPStoreServer(Server[_Client]):
+class TCPStoreServer(Server[_StoreClient]):
     """Hosts a store on a TCP port, in a daemon thread.
 
     Binds at once, so that :attr:`port` is known; serves between :meth:`start` and :meth:`close`.
@@ -77,7 +77,7 @@ class TCPStoreServer(Server[_Client]):
     ) -> None:
         checked = {checked_key(key): checked_value(value) for key, value in (records or {}).items()}
         self._welcome = msgspec.msgpack.encode(self._hold(checked))
-        self._waiting: Waiting[_Client] = Waiting()
+        self._waiting: WaitIndex[_StoreClient] = WaitIndex()
         self._orders = itertools.count(1)
         listener = listen(host, port, secret=secret)
         self.host = host
@@ -103,21 +103,21 @@ class TCPStoreServer(Server[_Client]):
         """The URL of this store, for :func:`~shoal.store.open_store`."""
         return f"tcp://{self.address}"
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> _Client:
-        session = _Client(handshake, name, limit)
+    def session(self, handshake: PendingHandshake, name: str, limit: int) -> _StoreClient:
+        session = _StoreClient(handshake, name, limit)
         session.order = next(self._orders)
         return session
 
-    def greeted(self, session: _Client) -> None:
+    def greeted(self, session: _StoreClient) -> None:
         session.send(self._welcome)
 
     def _hold(self, records: Mapping[str, bytes]) -> Welcome:
         """Begin to hold the data."""
-        self._table, self._replies = Table(), Replies()
+        self._table, self._replies = KeyTable(), Replies()
         self._table.values.update(records)
         return Welcome(secrets.token_bytes(16))
 
-    def received(self, session: _Client, message: bytearray) -> None:
+    def received(self, session: _StoreClient, message: bytearray) -> None:
         self._refuse_second(session)
         reply = self._execute(session, decode_request(message))
         touched, self._table.touched = self._table.touched, []
@@ -126,12 +126,12 @@ class TCPStoreServer(Server[_Client]):
         if reply is not None:
             session.send(reply)
 
-    def _refuse_second(self, session: _Client) -> None:
+    def _refuse_second(self, session: _StoreClient) -> None:
         """Raise WireError if the client still waits for a reply."""
         if session.parked is not None:
             raise WireError("the client sent a request before the last one was answered")
 
-    def _execute(self, session: _Client, asked: Numbered) -> bytes | bytearray | None:
+    def _execute(self, session: _StoreClient, asked: Numbered) -> bytes | bytearray | None:
         """Execute a request: its reply; None if it is parked."""
         request, line, number = asked
         if line:
@@ -164,13 +164,13 @@ class TCPStoreServer(Server[_Client]):
             self._replies.keep(line, number, reply, request)
         return reply
 
-    def overdue(self, session: _Client) -> None:
+    def overdue(self, session: _StoreClient) -> None:
         assert session.parked is not None
         keys = session.parked.keys
         self._unpark(session)
         self.send_later(session, encode_reply(Status.MISSING, self._table.missing(keys)))
 
-    def dropped(self, session: _Client) -> None:
+    def dropped(self, session: _StoreClient) -> None:
         self._waiting.remove(session)
         if session.line:
             self._replies.gone(session.line, session.order, time.monotonic())
@@ -196,7 +196,7 @@ class TCPStoreServer(Server[_Client]):
             self._unpark(session)
             self.send_later(session, reply)
 
-    def _unpark(self, session: _Client) -> None:
+    def _unpark(self, session: _StoreClient) -> None:
         session.parked = None
         self._waiting.remove(session)
         self.alarms.cancel(session)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Waiting(Generic[T]):
+class WaitIndex(Generic[T]):
     """Items that wait until all of their keys have appeared, indexed by key.
 
     A key that appears costs time for those that wait for it, not for all that wait.

@@ -17,7 +17,7 @@ from .case import ITEMSIZE, OPERATIONS, Case, Size
 from .contenders import BY_NAME, entries
 from .environments import checkout
 from .race import Race
-from .result import Result, Setting
+from .result import BenchResult, Setting
 from .table import show
 
 Read = Callable[[click.Context, click.Parameter, Any], Any]
@@ -122,7 +122,7 @@ def bench(
     console = Console() if sys.stdout.isatty() else Console(width=132)
     dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
     cases = plan.cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)
-    result = Result(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))
+    result = BenchResult(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))
     _run(cases, ranks or ((2,) if quick else plan.RANKS), names, result, console)
     show(result, console)
     _save(result, out, console, pictures=pictures)
@@ -134,7 +134,7 @@ def bench(
 
 
 def _run(
-    cases: Sequence[Case], ranks: Sequence[int], names: Sequence[str], result: Result, console: Console
+    cases: Sequence[Case], ranks: Sequence[int], names: Sequence[str], result: BenchResult, console: Console
 ) -> None:
     variants = [variant for name in names for variant in BY_NAME[name].variants]
 
@@ -161,7 +161,7 @@ def _run(
                     race.futex(result.rounds)
 
 
-def _save(result: Result, out: Path, console: Console, *, pictures: bool) -> None:
+def _save(result: BenchResult, out: Path, console: Console, *, pictures: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     result.save(out / "bench.json")
     if not pictures:

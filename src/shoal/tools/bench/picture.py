@@ -8,7 +8,7 @@ from pathlib import Path
 from .case import Size
 from .contenders import FLOOR, OWN
 from .machine import machine
-from .result import Result, Setting
+from .result import BenchResult, Setting
 from .table import size_name
 
 _COLOURS = {
@@ -20,7 +20,7 @@ _COLOURS = {
 _LATENCY_TO = 256 * 2**10
 
 
-def draw(result: Result, settings: Sequence[Setting], path: Path) -> None:
+def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
     """Write a PNG with a row of two panels for each setting."""
     import matplotlib
 

@@ -11,8 +11,8 @@ from . import plan
 from .case import Case
 from .contenders import Contender, Variant
 from .environments import Absent
-from .result import Result
-from .running import Running, Unmeasured
+from .result import BenchResult
+from .running import RunningContender, Unmeasured
 
 #: aimed length of a sample; together with its untimed parts it is at most _OVERHEAD times as long
 SAMPLE_SECONDS = 0.015
@@ -21,14 +21,14 @@ _MOST = 5000
 
 
 @dataclass
-class Entry:
+class ContenderVariant:
     """One variant of a contender that runs.
 
     Attributes:
         repeat: operations in a sample; 0: its buffers have not been made.
     """
 
-    running: Running
+    running: RunningContender
     variant: Variant
     repeat: int = 0
 
@@ -66,18 +66,18 @@ class Race:
     """
 
     def __init__(
-        self, contenders: Sequence[Contender], ranks: int, result: Result, say: Callable[[str], None]
+        self, contenders: Sequence[Contender], ranks: int, result: BenchResult, say: Callable[[str], None]
     ) -> None:
         self._ranks, self._result, self._say = ranks, result, say
         self._contenders = contenders
-        self._running: list[Running] = []
+        self._running: list[RunningContender] = []
         self._said: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Race:
         try:
             for contender in self._contenders:
                 try:
-                    running = Running(contender, self._ranks)
+                    running = RunningContender(contender, self._ranks)
                 except Absent as reason:
                     self._absent(contender.name, "", str(reason))
                 else:
@@ -99,7 +99,7 @@ class Race:
     def measure(self, case: Case, rounds: int) -> None:
         """Take ``rounds`` samples of every variant in turns, in an order that rotates."""
         racing = [
-            Entry(running, variant)
+            ContenderVariant(running, variant)
             for running in self._running
             for variant in running.contender.variants
             if variant.takes(case)
@@ -112,7 +112,7 @@ class Race:
                     racing.remove(entry)
         self._release()
 
-    def _turn(self, entry: Entry, case: Case, *, frugal: bool) -> bool:
+    def _turn(self, entry: ContenderVariant, case: Case, *, frugal: bool) -> bool:
         """One sample more; whether there can be a next."""
         running = entry.running
         if running not in self._running:
@@ -159,7 +159,7 @@ class Race:
         variants = [v for r in self._running for v in r.contender.variants if v.takes(case)]
         return plan.seconds(case, self._ranks, len(variants), rounds)
 
-    def _lose(self, running: Running, case: str, reason: str) -> None:
+    def _lose(self, running: RunningContender, case: str, reason: str) -> None:
         self._running.remove(running)
         running.stop(kill=True)
         self._absent(running.contender.name, case, f"fell out: {reason}")

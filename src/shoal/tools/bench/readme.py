@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .case import Size
 from .picture import draw
-from .result import Result, Setting
+from .result import BenchResult, Setting
 from .table import markdown
 
 SIZES = [Size.parse(text) for text in ("8", "16K", "1M", "25M", "64M", "256M")]
@@ -15,7 +15,7 @@ SETTINGS = [Setting("all_reduce", "fp32", ranks) for ranks in (2, 4)]
 PICTURE = "docs/all_reduce.png"
 
 
-def rewrite(result: Result, root: Path) -> None:
+def rewrite(result: BenchResult, root: Path) -> None:
     """Put the measured tables into README.md, and the picture if every case was measured."""
     page = root / "README.md"
     text = page.read_text()

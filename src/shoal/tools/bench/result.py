@@ -58,7 +58,7 @@ class Cell:
 
 
 @dataclass
-class Result:
+class BenchResult:
     """One run.
 
     Attributes:

@@ -35,7 +35,7 @@ class Unmeasured(Exception):
         self.wrong = wrong
 
 
-class Running:
+class RunningContender:
     """A contender's ranks, started and waiting for orders.
 
     Raises:

@@ -15,7 +15,7 @@ from rich.table import Table
 from .contenders import entries
 from .environments import Absent
 from .machine import machine
-from .running import Running, Unmeasured
+from .running import RunningContender, Unmeasured
 from .table import time_name
 
 _ROUNDS = 11
@@ -26,12 +26,12 @@ Answers = list[list[dict[str, Any]]]
 
 def _ask(names: Sequence[str], ranks: int, rounds: int, name: str, **arguments: Any) -> dict[str, Answers]:
     """The answers of every contender, by name: one list a round, in the order of ranks.  They take turns."""
-    running: list[Running] = []
+    running: list[RunningContender] = []
     answers: dict[str, Answers] = {}
     try:
         for contender in entries(names, ranks):
             try:
-                running.append(Running(contender, ranks))
+                running.append(RunningContender(contender, ranks))
             except Absent as reason:
                 click.echo(f"{contender.name} is absent: {reason}", err=True)
         for _ in range(rounds):
@@ -51,7 +51,7 @@ def _ask(names: Sequence[str], ranks: int, rounds: int, name: str, **arguments: 
     return answers
 
 
-def _stop(running: Iterable[Running], *, kill: bool) -> None:
+def _stop(running: Iterable[RunningContender], *, kill: bool) -> None:
     for one in running:
         one.stop(kill=kill)
 

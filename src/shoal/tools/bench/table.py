@@ -10,7 +10,7 @@ from rich.table import Table
 from .case import REDUCTIONS, Size
 from .contenders import FLOOR, MPI, OWN, PEERS
 from .machine import description
-from .result import Result, Setting
+from .result import BenchResult, Setting
 
 #: characters of the column of names, and of each other column
 _NAME, _COLUMN = 33, 16
@@ -39,7 +39,7 @@ def _rate(ratio: float | None) -> str:
     return f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
 
 
-def rows(result: Result, setting: Setting, sizes: Sequence[Size]) -> list[list[str]]:
+def rows(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> list[list[str]]:
     """Times of each variant, then how many times as fast each of shoal's is as its peers and the floor."""
 
     def cell(name: str, size: Size) -> str:
@@ -56,7 +56,7 @@ def rows(result: Result, setting: Setting, sizes: Sequence[Size]) -> list[list[s
     return table
 
 
-def errors(result: Result, setting: Setting) -> str:
+def errors(result: BenchResult, setting: Setting) -> str:
     """The largest relative error of each contender's sums, where they are rounded; else empty."""
     if setting.dtype != "bf16" or setting.operation not in REDUCTIONS:
         return ""
@@ -68,7 +68,7 @@ def errors(result: Result, setting: Setting) -> str:
     return "largest relative error: " + ", ".join(f"{name} {error:.3%}" for name, error in largest.items())
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: BenchResult, console: Console) -> None:
     """Every table on the terminal, each in pieces that fit."""
     columns = max(1, (console.width - _NAME) // _COLUMN)
     for setting in result.cells:
@@ -90,7 +90,7 @@ def show(result: Result, console: Console) -> None:
         console.print(line, markup=False)
 
 
-def facts(result: Result) -> list[str]:
+def facts(result: BenchResult) -> list[str]:
     """The figures that are measured once: the memory's speed, and the cost of a wake-up."""
     found = []
     for setting in result.cells:
@@ -108,7 +108,7 @@ def facts(result: Result) -> list[str]:
     return found
 
 
-def markdown(result: Result, setting: Setting, sizes: Sequence[Size]) -> str:
+def markdown(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> str:
     """README's table of one setting."""
     body = rows(result, setting, sizes)
     lines = [

@@ -18,7 +18,7 @@ from typing import Any
 from ..case import Case, Size
 from .data import WrongResult
 from .engine import Engine, Unsupported
-from .timing import Job
+from .timing import TimedCase
 
 #: name of an engine -> module and class
 ENGINES = {
@@ -35,11 +35,11 @@ class Rank:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, TimedCase] = {}
 
     def prepare(self, variant: str, operation: str, dtype: str, nbytes: int, offset: int) -> dict[str, Any]:
         """Make the buffers of a case and check its result."""
-        job = Job(self._engine, Case(operation, dtype, Size(nbytes, offset)), variant)
+        job = TimedCase(self._engine, Case(operation, dtype, Size(nbytes, offset)), variant)
         self._jobs[variant] = job
         return {"error": job.error}
 

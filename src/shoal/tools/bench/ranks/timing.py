@@ -11,7 +11,7 @@ from .data import check, encode, fill
 from .engine import STORAGE, Engine, Values
 
 
-class Job:
+class TimedCase:
     """Buffers and the call for one variant of one case, its result already compared with the exact one.
 
     Attributes:
