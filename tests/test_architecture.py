@@ -42,6 +42,30 @@ def test_no_import_leads_in_a_circle() -> None:
     assert not ways, "imports in a circle: " + "; ".join(" -> ".join([*way, way[0]]) for way in ways)
 
 
+def test_no_folder_has_more_than_21_files() -> None:
+    for folder in {path.parent for path in SOURCES}:
+        count = len(list(folder.glob("*.py")))
+        assert count <= 21, f"{folder} has {count} files: give its topics folders of their own"
+
+
+def test_sibling_folders_do_not_import_each_other_in_circles() -> None:
+    graph = import_graph()
+    found = {}
+    for folder in {name.rpartition(".")[0] for name in graph}:
+        depth = folder.count(".") + 2
+        children: dict[str, set[str]] = {}
+        for name, targets in graph.items():
+            if name.startswith(folder + "."):
+                child = ".".join(name.split(".")[:depth])
+                inside = {
+                    ".".join(each.split(".")[:depth]) for each in targets if each.startswith(folder + ".")
+                }
+                children.setdefault(child, set()).update(inside - {child})
+        if ways := circles(children):
+            found[folder] = ways
+    assert found.keys() == {"shoal.parallel"}, f"imports in a circle: {found}"
+
+
 def _includes() -> dict[str, set[str]]:
     """Each file of the core and what it includes, of the core (``engine/group.h``) and others (``<new>``)."""
     files = {str(path.relative_to(CPP)): path for path in CPP.rglob("*") if path.suffix in (".cc", ".h")}

@@ -214,7 +214,9 @@ def test_it_is_named_every_time(
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
     try:
         for run, rank in itertools.product(range(_TIMES), (0, 1)):
-            code, err = launch(launcher, tmp_path, end, rank=rank, size=size, backend=backend)
+            code, err = launch(
+                launcher, tmp_path, end, rank=rank, size=size, backend=backend, CULPRIT_GRACE=60.0
+            )
             assert (code, f"shoal: rank {rank} failed first: " in err) == (ENDS[end], True), (run, err)
     finally:
         for process in busy:
