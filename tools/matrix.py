@@ -36,7 +36,7 @@ QUICK = (
     "tests/compat/test_groups.py", "tests/compat/test_functional.py", "tests/compat/test_failures.py",
     "tests/compat/test_reductions.py", "tests/compat/ecosystem/test_ddp.py",
     "tests/compat/ecosystem/test_fsdp.py", "tests/parallel/ddp/test_training.py",
-    "tests/test_torch_release.py", "tests/compat/test_hooks.py",
+    "tests/common/test_torch_release.py", "tests/compat/test_hooks.py",
 )  # fmt: skip
 OPTIONS = ("-q", "-m", "not stress", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 

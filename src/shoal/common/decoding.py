@@ -5,8 +5,8 @@ Two properties of msgspec (0.22) make a common place necessary:
 - A malformed message raises ``MsgspecError``, ``UnicodeDecodeError`` or, if it is nested too deeply,
   ``RecursionError``.  Here it raises :class:`MalformedMessage`.
 - The first use of a ``Struct`` collects what msgspec knows of it, and other threads can see that half done:
-  they end the process by SIGSEGV (``tests/test_decoding.py`` reproduces it).  Here decoders are made one at a
-  time, and used when they are complete.
+  they end the process by SIGSEGV (``tests/common/test_decoding.py`` reproduces it).  Here decoders are made
+  one at a time, and used when they are complete.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 import shoal
 from shoal.common import torch_release
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 
 REFUSED = "shoal needs torch>=2.11,<2.16, but torch {} is installed: pip install 'torch>=2.11,<2.16'"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "src" / "shoal"
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "shoal"
 #: the module for differences between releases, and the one that checks the release
 ALLOWED = {PACKAGE / "common" / "torch_features.py", PACKAGE / "common" / "torch_release.py"}
 
