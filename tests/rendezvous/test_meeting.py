@@ -207,7 +207,7 @@ def test_who_timed_out_without_a_rank_may_come_again(store: MemoryStore) -> None
 
 def test_a_foreign_value_under_our_keys_is_reported(store: MemoryStore) -> None:
     store.set("job/0/0/record", b"something else")
-    with pytest.raises(StoreError, match="a Record in the store cannot be read"):
+    with pytest.raises(StoreError, match="a MeetingRecord in the store cannot be read"):
         meet_in(store, 0, 2)
 
 

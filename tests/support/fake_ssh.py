@@ -29,7 +29,7 @@ os.environ["SHOAL_HOST_ID"] = host
 os.environ["SSH_CONNECTION"] = "127.0.0.1 1000 127.0.0.1 22"
 os.environ.pop("SHOAL_TEST_AT_HEAD", None)
 if host == "cut":
-    program = "import os, shoal.launch.commands.agent as a; a.Agent._leave = lambda *_: os._exit(9); "
+    program = "import os, shoal.launch.commands.agent as a; a.AgentServer._leave = lambda *_: os._exit(9); "
     os.execv(sys.executable, [sys.executable, "-c", program + "a.agent(['--stdio'])"])
 os.execv("/bin/sh", ["sh", "-c", " ".join(command)])
 """

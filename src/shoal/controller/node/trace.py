@@ -20,7 +20,7 @@ Event = tuple[int, int, int, int, str, int, int]
 
 
 class RunningBatch(Protocol):
-    """The batch that a stream executes; see :class:`.outcome.Outcome`."""
+    """The batch that a stream executes; see :class:`.outcome.BatchReply`."""
 
     stream: int
     batch: int
