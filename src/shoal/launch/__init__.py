@@ -2,51 +2,50 @@
 
 How data flows in ``shoal run``::
 
-    run.py          options, errors, exit code
-     ├─ command.py      which program a command line means
-     ├─ environment.py  what each rank is told
-     ├─ job_store.py    the store in which the ranks meet: the launcher's, or one that is named
-     ├─ guardian.py     a process of its own that ends the ranks should the launcher be killed
-     ├─ crew.py         the processes of a job: the ranks that meet first, and those that join later
-     └─ supervisor.py   the loop: exits, signals, deadlines, output
-         ├─ rank.py         what is known of one rank, wherever it runs
-         ├─ process.py      one rank of this machine: start, signal, exit status
-         ├─ restarts.py     starts the whole job again after a failure
-         ├─ control.py      what ``shoal scale`` asks for
-         ├─ slots.py        which places to fill, or to empty, for another number of processes
-         ├─ respawn.py      when a rank that failed is started again
-         ├─ reports.py      what a rank reported of its failure
-         ├─ interrupts.py   a second Ctrl-C, told from the first
-         ├─ suspension.py   Ctrl-Z: stops and continues the whole job
-         ├─ unannounced.py  ranks that ended without leaving a group, while others run
-         ├─ meetings.py     which process has which rank of a later meeting
-         ├─ evictions.py    ends the processes without which the other ranks go on
-         ├─ notes.py        which ranks have ended, for those that wait for them
-         ├─ causes.py       which rank failed first
-         ├─ lines.py        bytes of a pipe -> whole lines and progress updates
-         ├─ sink.py         whole lines -> this terminal, file or pipe
-         └─ summary.py      what the user reads when a rank failed
+    commands/run.py         options, errors, exit code
+     ├─ ranks/program.py       the program that a command line names
+     ├─ ranks/environment.py   the variables of each rank
+     ├─ ranks/guardian.py      a process that ends the ranks if the launcher is killed
+     ├─ job/job_store.py       the store in which the ranks meet: the launcher's, or one that is named
+     ├─ job/crew.py            the processes of a job: the ranks that meet first, and those that join later
+     └─ job/supervisor.py      the loop: exits, signals, deadlines, output
+         ├─ ranks/process.py      one rank of this machine, which is a ``JobProcess`` (``ranks/rank.py``)
+         ├─ ranks/reports.py      the reports of a rank about its failure
+         ├─ ranks/slots.py        which places to fill, or to empty, for another number of processes
+         ├─ ranks/respawn.py      when a rank that failed is started again
+         ├─ ranks/meetings.py     which process has which rank of a later meeting
+         ├─ ranks/notes.py        which ranks have ended, for those that wait for them
+         ├─ job/restarts.py       starts the whole job again after a failure
+         ├─ job/evictions.py      ends the processes without which the other ranks go on
+         ├─ job/control.py        requests of ``shoal scale``
+         ├─ job/interrupts.py     a second Ctrl-C
+         ├─ job/suspension.py     Ctrl-Z: stops and continues the whole job
+         ├─ output/output.py      bytes of a pipe -> whole lines and progress updates
+         ├─ output/sink.py        whole lines -> this terminal, file or pipe
+         ├─ output/causes.py      which rank failed first
+         ├─ output/unannounced.py ranks that ended without leaving a group, while others run
+         └─ output/summary.py     the launcher's own lines about a job that failed
 
-With ``--hosts`` the same loop has another crew, whose ranks live at agents::
+With ``--hosts`` the same loop has another crew, whose ranks are started by agents::
 
-    on_hosts.py         what is passed on, and the order of the start
-     ├─ hosts.py           --hosts and --hostfile
-     ├─ fleet.py           the agents of all hosts, and the addresses between them
-     │   ├─ ssh.py            the process that leads to a host
-     │   └─ agency.py         one agent as the launcher sees it: beats, clock, loss
-     │       └─ link.py          frames over two descriptors, or over a connection of shoal.net
-     │           └─ frames.py       what is said
-     ├─ remote_crew.py     starts ranks by asking agents
-     │   ├─ remote.py         one rank at an agent, and its output
-     │   └─ stdin.py          the launcher's stdin for rank 0
-     └─ agent.py           the other side: a server of processes on each host
+    commands/on_hosts.py    what is passed on, and the order of the start
+     ├─ remote/hosts.py        --hosts and --hostfile
+     ├─ remote/fleet.py        the agents of all hosts, and the addresses between them
+     │   ├─ remote/ssh.py         the process that leads to a host
+     │   └─ remote/agency.py      one agent as the launcher sees it: heartbeats, clock, loss
+     │       └─ remote/link.py       frames over two descriptors, or over a connection of shoal.net
+     │           └─ agent_protocol.py   the frames
+     ├─ remote/crew.py         starts ranks by asking agents
+     │   ├─ remote/rank.py        one rank at an agent, and its output
+     │   └─ output/stdin.py       the launcher's stdin for rank 0
+     └─ commands/agent.py      the other side: a server of processes on each host
 
-With ``--srun`` the agents of the nodes call back::
+With ``--srun`` the agents of the nodes connect to the launcher::
 
-    allocation.py       the nodes of this allocation of Slurm, and how many ranks each takes
-    srun_fleet.py       takes in the agents that call, and names those that do not
-     ├─ srun.py            the process that starts agents on the nodes
-     └─ dial.py            the other side: how an agent calls, and says where it is
+    slurm/allocation.py     the nodes of this allocation of Slurm, and how many ranks each takes
+    slurm/fleet.py          accepts the agents that connect, and names those that do not
+     ├─ slurm/srun.py          the process that starts agents on the nodes
+     └─ remote/dial.py         the other side: an agent connects and names its node
 
 Nothing here imports torch: the command starts in a tenth of a second and stays small.
 """

@@ -11,8 +11,8 @@ has succeeded nothing else is read.  After it the connection carries frames (``c
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
-With ``SHOAL_TLS=1`` what follows the greetings is TLS (``encryption.py``), unless a side says ``plain=True``
-because its socket will be detached.
+With ``SHOAL_TLS=1`` the greetings are followed by TLS (``tls/encryption.py``), unless a side says
+``plain=True`` because its socket will be detached.
 
 A subclass of :class:`Server` serves any number of clients from one thread.
 

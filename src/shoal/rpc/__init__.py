@@ -6,10 +6,11 @@
 
 ``functional`` has the functions of torch.distributed.rpc over an agent of the process.
 
-Bytes move in the native endpoint (``post``), everything else is here: ``directory`` knows who has joined
-under which name, ``links`` makes connections, ``codec`` packs and pickles, ``call`` is the caller's half and
-``serving`` the callee's, whose threads are the ``executor``'s.  Whoever can call a worker can run any code
-there; ``docs/security.md`` says how strangers are kept out.
+Bytes move in the native endpoint (``connection/post.py``), everything else is here: ``connection`` has the
+directory of workers and makes connections, ``codec`` encodes values, and ``calls`` has the caller's half
+(``call.py``), the callee's (``serving.py``), whose threads are in ``executor.py``, and references.
+
+Whoever can call a worker can run any code there; ``docs/security.md`` says how strangers are kept out.
 """
 
 from . import functions

@@ -66,9 +66,8 @@ class Workers:
                 place = self._of_launcher(secret, timeout)
             else:
                 place = self._at(url, workers, secret, timeout)
-            import_module(
-                "shoal.controller.tensor.prediction"
-            )  # it takes a second, as the start of processes does
+            # It takes a second, as the start of processes does.
+            import_module("shoal.controller.tensor.prediction")
             self.agent = _master(place)
             self._stack.callback(self.agent.close, graceful=False)
             self._arrivals = arrivals_at(self.agent)
