@@ -199,7 +199,10 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
         (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
         (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
-        (PREAMBLE + framed(*STARTED, *[ProcessOutput(0, 1, bytes(1 << 16))] * 66), "it sent more output"),
+        (
+            PREAMBLE + framed(*STARTED, *[ProcessOutput(0, 1, bytes(1 << 16))] * 66),
+            "it sent more output than",
+        ),
         (
             PREAMBLE + framed(*STARTED, {"type": "ProcessOutput", "index": 0, "stream": 3, "data": b""}),
             "no frame",

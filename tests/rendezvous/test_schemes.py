@@ -370,7 +370,7 @@ def test_numbers_that_make_no_sense_are_refused(rank: Any, size: Any, message: s
 
 @pytest.mark.parametrize("url", ["", "localhost:29400", "tcp:/x", "tcp://[::1"])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(UsageError, match="url"):
+    with pytest.raises(UsageError, match="rendezvous url"):
         rendezvous(url, rank=0, size=1)
 
 

@@ -108,8 +108,8 @@ def holder(trial: Trial) -> None:
 def forwarder(trial: Trial) -> None:
     trial.peer.post(work.forward_on_and_on, trial.choose.random())
     trial.kill(0.1)
-    # What came was held before its lender's holds ended, and works on; but the last calls that were to make
-    # objects may have died with the victim, whose messages to the other survivor went by another connection.
+    # A survivor can use each object that it was passed.  Exception: the call that makes it may be lost
+    # with the victim, since it goes by another connection than the reference.
     for name in SURVIVORS:
         for wrong in trial.crew.ask(name, work.use_kept):
             assert "was never made: the worker that asked for it is lost" in wrong

@@ -11,7 +11,7 @@ from shoal.store.external.url import Outside, parse_outside, redacted, split_url
 
 
 def _parsed(url: str) -> Outside:
-    parts = split_url(url)
+    parts = split_url("store", url)
     if parts.scheme.startswith("redis"):
         return parse_outside(parts, 6379, tls=parts.scheme == "rediss", databases=True)
     return parse_outside(parts, 2379, tls=parts.scheme == "etcds")
@@ -55,7 +55,7 @@ def test_a_url_that_makes_no_sense_is_named_without_its_password(url: str) -> No
 
 @pytest.mark.parametrize("url", ["etcd://[::1", "tcp://[::1:29400", "etcd://u:pass@[::1"])
 def test_a_url_with_half_a_bracket_is_refused_as_a_usage_error(url: str) -> None:
-    with pytest.raises(UsageError, match="Invalid IPv6 URL") as raised:
+    with pytest.raises(UsageError, match=r"store .*Invalid IPv6 URL") as raised:
         open_store(url)
     assert "pass" not in str(raised.value)
 

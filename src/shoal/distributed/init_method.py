@@ -39,7 +39,7 @@ def meeting_place(
 
 
 def _without_query(url: str) -> tuple[str, dict[str, str]]:
-    parts = split_url(url)
+    parts = split_url("init_method", url)
     pairs = parse_qsl(parts.query)
     ours = {name: value for name, value in pairs if name in (_RANK, _SIZE)}
     others = [(name, value) for name, value in pairs if name not in (_RANK, _SIZE, _LIBUV)]

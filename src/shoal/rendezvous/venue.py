@@ -141,7 +141,7 @@ def parse_url(url: str) -> SplitResult:
     if not isinstance(url, str):
         raise UsageError(f"rendezvous url {url!r}: expected a str")
     shown = redacted(url)
-    parts = split_url(url)
+    parts = split_url("rendezvous url", url)
     if "://" not in url:
         raise UsageError(
             f"rendezvous url {shown!r}: expected one that starts with {known_schemes(_handlers)}"

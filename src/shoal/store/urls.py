@@ -117,7 +117,7 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
     """
     if secret is None:
         secret = config.secret()
-    parts = split_url(url)
+    parts = split_url("store", url)
     if not load_scheme(parts.scheme):
         raise UsageError(f"store {redacted(url)!r}: unknown scheme, expected one of {known_schemes()}")
     return open_parts(parts, secret=secret, timeout=timeout)

@@ -51,7 +51,7 @@ _SOON = 0.2
 
 
 class Listening(Protocol):
-    """What can be heard in a loop; see :class:`~shoal.launch.ranks.source.OutputSource`."""
+    """A descriptor that a loop waits for, as :class:`~shoal.launch.ranks.source.OutputSource` is."""
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
     def ignore(self) -> None: ...

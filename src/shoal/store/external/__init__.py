@@ -1,1 +1,1 @@
-"""What the stores on servers that are not part of shoal (Redis, etcd) have in common."""
+"""Common parts of the stores in Redis and etcd: URLs, TLS, and the connections of a job."""

@@ -84,10 +84,13 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: 
     )
 
 
-def split_url(url: str) -> SplitResult:
+def split_url(what: str, url: str) -> SplitResult:
     """Split ``url`` into its parts; its authority may be a list of hosts, separated by commas.
 
     ``urllib.parse.urlsplit`` of newer Python releases refuses a list that begins with an IPv6 address.
+
+    Args:
+        what: the kind of URL, for the error.
 
     Raises:
         UsageError: the URL has no valid form.
@@ -98,7 +101,7 @@ def split_url(url: str) -> SplitResult:
             return urlsplit(listed[1] + listed[3])._replace(netloc=listed[2])
         return urlsplit(url)
     except ValueError as error:
-        raise UsageError(f"url {redacted(url)!r}: {error}") from None
+        raise UsageError(f"{what} {redacted(url)!r}: {error}") from None
 
 
 def redacted(url: str) -> str:
