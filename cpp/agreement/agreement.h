@@ -56,6 +56,7 @@ enum class Outcome {
   kDecided,   // this member goes on with the others
   kLeftOut,   // the others go on without it
   kNoQuorum,  // the deadline has passed
+  kClosed,    // this member has closed the group
 };
 
 // Not thread-safe.

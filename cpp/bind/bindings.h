@@ -9,6 +9,7 @@ void bind_interrupt(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_packed(nanobind::module_& m);
 void bind_post(nanobind::module_& m);
+void bind_record(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_shortcut(nanobind::module_& m);
 void bind_source(nanobind::module_& m);

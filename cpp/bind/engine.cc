@@ -47,19 +47,15 @@ nb::object str(const std::string& bytes) {
   return nb::steal(text);
 }
 
-nb::object error_tuple(const Error& error) {
+// The error for the user, with all losses that are known by now; None if there is none.
+nb::object latest(Group& group, Error error) {
   if (error.code == ErrorCode::kNone) return nb::none();
-  return nb::make_tuple(static_cast<int>(error.code), str(error.text), error.ranks, error.completed);
-}
-
-// An error as it is told to the user: with all that is known by then.
-nb::object told(Group& group, Error error) {
   if (error.code == ErrorCode::kPeerLost) {
     nb::gil_scoped_release release;
     group.context().look_for_deaths();
     error = group.with_all_lost(std::move(error));
   }
-  return error_tuple(error);
+  return nb::cast(std::move(error));
 }
 
 OperationPtr submit(Group& group, Request request) {
@@ -102,10 +98,18 @@ OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::u
   return submit(group, std::move(request));
 }
 
-// A received message: (bytes or None, source, tag, dtype, dims).
-nb::object received(Operation& op) {
+// A received message.
+struct Message {
+  nb::object data;  // its bytes; None if they are in the user's buffer
+  std::uint32_t source;
+  std::uint64_t tag;
+  int dtype;
+  std::vector<std::uint64_t> dims;
+};
+
+std::optional<Message> received(Operation& op) {
   const auto& incoming = op.received;
-  if (!incoming) return nb::none();
+  if (!incoming) return std::nullopt;
   const Shape& shape = incoming->header.shape;
   std::vector<std::uint64_t> dims(shape.sizes, shape.sizes + std::min<int>(shape.dims, kMaxDims));
   nb::object data = nb::none();
@@ -115,7 +119,7 @@ nb::object received(Operation& op) {
     std::size_t extent[1] = {static_cast<std::size_t>(incoming->header.total)};
     data = nb::cast(Bytes(owner, 1, extent, capsule));
   }
-  return nb::make_tuple(data, incoming->header.source, op.request().tag, shape.dtype, dims);
+  return Message{data, incoming->header.source, op.request().tag, shape.dtype, std::move(dims)};
 }
 
 Bytes allocate(Group& group, std::size_t bytes) {
@@ -130,30 +134,39 @@ Bytes allocate(Group& group, std::size_t bytes) {
 
 // -- agreements ----------------------------------------------------------------------------------
 
-// (outcome, op, value, ranks, request); outcomes are of enum Outcome, or 4: the group was closed.  A request
-// is (ballot, what is proposed or None), for ask_witness.
-nb::object agreed(Group& group, std::uint64_t number, double timeout) {
+// What a wait for an agreement returns.
+struct AgreementNews {
+  agreement::Outcome outcome;
+  std::optional<agreement::Op> op;      // of the decision
+  nb::bytes value;                      // of the decision
+  std::vector<agreement::Op> called;    // the ops that `ranks` called, if they differ
+  std::vector<int> ranks;               // that go on
+  std::optional<std::uint64_t> ballot;  // of a request to the witness, see ask_witness
+  nb::object proposal = nb::none();     // of that request: bytes, or None
+};
+
+AgreementNews agreed(Group& group, std::uint64_t number, double timeout) {
   Agreements::News news;
   {
     nb::gil_scoped_release release;
     news = group.agreements().wait(number, until(timeout));
   }
-  nb::object op = nb::none(), value = nb::none(), ranks = nb::none(), request = nb::none();
+  AgreementNews result{news.outcome, {}, nb::bytes("", 0), {}, {}, {}};
   if (const auto& decision = news.decision) {
-    op = nb::int_(static_cast<int>(decision->op));
-    value = nb::bytes(decision->value.data(), decision->value.size());
-    ranks = nb::cast(decision->ranks.list());
+    result.op = decision->op;
+    if (decision->op == agreement::Op::kDiffers)
+      for (const char op : decision->value) result.called.push_back(static_cast<agreement::Op>(op));
+    result.value = nb::bytes(decision->value.data(), decision->value.size());
+    result.ranks = decision->ranks.list();
   }
   if (const auto& asked = news.request) {
     agreement::Witness proposed;
     proposed.ask(*asked);
     const std::string bytes = proposed.bytes(group.size());
-    nb::object proposal = nb::none();
-    if (asked->decision) proposal = nb::bytes(bytes.data(), bytes.size());
-    request = nb::make_tuple(asked->ballot, proposal);
+    result.ballot = asked->ballot;
+    if (asked->decision) result.proposal = nb::bytes(bytes.data(), bytes.size());
   }
-  const int outcome = news.closed ? 4 : static_cast<int>(news.outcome);
-  return nb::make_tuple(outcome, op, value, ranks, request);
+  return result;
 }
 
 // Asks the witness of which `kept` is kept; afterwards it is what is to be kept.
@@ -187,9 +200,87 @@ void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std:
   group.agreements().answer(number, answer);
 }
 
+void bind_records(nb::module_& m) {
+  nb::enum_<ErrorCode>(m, "ErrorCode", "Why a group or an operation failed.")
+      .value("PEER_LOST", ErrorCode::kPeerLost)
+      .value("MISMATCH", ErrorCode::kMismatch)
+      .value("TIMEOUT", ErrorCode::kTimeout)
+      .value("ABORTED", ErrorCode::kAborted)
+      .value("CLOSED", ErrorCode::kClosed)
+      .value("OUT_OF_MEMORY", ErrorCode::kOutOfMemory)
+      .value("FORKED", ErrorCode::kForked)
+      .value("WIRE", ErrorCode::kWire)
+      .value("CANCELLED", ErrorCode::kCancelled);
+  nb::enum_<Kind>(m, "Kind", "The kind of an operation.")
+      .value("ALL_REDUCE", Kind::kAllReduce)
+      .value("REDUCE", Kind::kReduce)
+      .value("BROADCAST", Kind::kBroadcast)
+      .value("ALL_GATHER", Kind::kAllGather)
+      .value("REDUCE_SCATTER", Kind::kReduceScatter)
+      .value("GATHER", Kind::kGather)
+      .value("SCATTER", Kind::kScatter)
+      .value("ALL_TO_ALL", Kind::kAllToAll)
+      .value("BARRIER", Kind::kBarrier)
+      .value("SEND", Kind::kSend)
+      .value("RECV", Kind::kRecv);
+  nb::enum_<Fault>(m, "Fault", "A point where a process can be made to die, for tests.")
+      .value("NONE", Fault::kNone)
+      .value("WRITING", Fault::kWriting)
+      .value("REDUCED", Fault::kReduced)
+      .value("FINISHED", Fault::kFinished)
+      .value("GAVE_UP", Fault::kGaveUp);
+  nb::enum_<agreement::Outcome>(m, "AgreementOutcome", "What became of an agreement on this rank.")
+      .value("OPEN", agreement::Outcome::kOpen)
+      .value("DECIDED", agreement::Outcome::kDecided)
+      .value("LEFT_OUT", agreement::Outcome::kLeftOut)
+      .value("NO_QUORUM", agreement::Outcome::kNoQuorum)
+      .value("CLOSED", agreement::Outcome::kClosed);
+  nb::enum_<agreement::Op>(m, "AgreementOp", "How votes become one value.")
+      .value("DIFFERS", agreement::Op::kDiffers)
+      .value("AND", agreement::Op::kAnd)
+      .value("OR", agreement::Op::kOr)
+      .value("MIN", agreement::Op::kMin)
+      .value("MAX", agreement::Op::kMax)
+      .value("SUM", agreement::Op::kSum)
+      .value("COMMON", agreement::Op::kCommon)
+      .value("GATHER", agreement::Op::kGather)
+      .value("REBUILD", agreement::Op::kRebuild)
+      .value("GROW", agreement::Op::kGrow);
+
+  nb::class_<LostRank>(m, "LostRank", "The loss of one rank of a group.")
+      .def_ro("rank", &LostRank::rank)
+      .def_prop_ro("cause", [](const LostRank& loss) { return str(loss.cause); })
+      .def_ro("reporter", &LostRank::reporter, "The rank that observed the loss; -1: this one.");
+  nb::class_<Error>(m, "Error", "Why a group or an operation failed, see cpp/engine/error.h.")
+      .def_ro("code", &Error::code)
+      .def_prop_ro("text", [](const Error& error) { return str(error.text); })
+      .def_ro("ranks", &Error::ranks)
+      .def_ro("lost", &Error::lost)
+      .def_ro("reporter", &Error::reporter)
+      .def_prop_ro("subject", [](const Error& error) { return str(error.subject); })
+      .def_prop_ro("operation", [](const Error& error) { return str(error.operation); })
+      .def_ro("absence", &Error::absence)
+      .def_ro("completed", &Error::completed, "Number of the last completed operation, or -1.");
+  nb::class_<Message>(m, "Message", "A received message.")
+      .def_ro("data", &Message::data, "An array of its bytes; None if the receive had a buffer.")
+      .def_ro("source", &Message::source)
+      .def_ro("tag", &Message::tag)
+      .def_ro("dtype", &Message::dtype)
+      .def_ro("dims", &Message::dims);
+  nb::class_<AgreementNews>(m, "AgreementNews", "The state of an agreement.")
+      .def_ro("outcome", &AgreementNews::outcome)
+      .def_ro("op", &AgreementNews::op)
+      .def_ro("value", &AgreementNews::value)
+      .def_ro("called", &AgreementNews::called)
+      .def_ro("ranks", &AgreementNews::ranks)
+      .def_ro("ballot", &AgreementNews::ballot)
+      .def_ro("proposal", &AgreementNews::proposal);
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+  bind_records(m);
   nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
     try {
       std::rethrow_exception(pointer);
@@ -219,8 +310,8 @@ void bind_engine(nb::module_& m) {
           nb::arg("timeout"),
           "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
       .def(
-          "error", [](const Operation& op) { return told(op.group(), op.error()); },
-          "None, or (code, text, ranks, number of the last operation completed or -1).")
+          "error", [](const Operation& op) { return latest(op.group(), op.error()); },
+          "The Error of a done operation, or None.")
       .def("announce", &Operation::announce, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
       .def("cancel", &Operation::cancel, nb::call_guard<nb::gil_scoped_release>(),
@@ -237,7 +328,7 @@ void bind_engine(nb::module_& m) {
       .def("failure",
            [](Group& group) -> nb::object {
              auto error = group.failure();
-             return error ? told(group, *error) : nb::none();
+             return error ? latest(group, *error) : nb::none();
            })
       .def(
           "abort",
@@ -251,8 +342,8 @@ void bind_engine(nb::module_& m) {
           nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "agree",
-          [](Group& group, int op, nb::bytes value, double timeout) -> nb::object {
-            agreement::Vote vote{static_cast<agreement::Op>(op), {value.c_str(), value.size()}};
+          [](Group& group, agreement::Op op, nb::bytes value, double timeout) -> nb::object {
+            agreement::Vote vote{op, {value.c_str(), value.size()}};
             if (const char* flaw = agreement::flaw_of(vote, group.size())) throw std::invalid_argument(flaw);
             std::optional<std::uint64_t> number;
             {
@@ -277,7 +368,7 @@ void bind_engine(nb::module_& m) {
           "Ends the processes of lost ranks of this host; returns those that have not ended.")
       .def("vote_limit", [](const Group& group) { return agreement::vote_limit(group.size()); })
       .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
-           "What comes of an agreement: (outcome, op, value, ranks, request).")
+           "Wait for an outcome or a request to the witness.")
       .def("ask_witness", &ask_witness, nb::arg("ballot"), nb::arg("proposal").none(), nb::arg("kept"),
            "What the witness would keep in the place of `kept`; None: it refuses.")
       .def("tell_witness", &tell_witness, nb::arg("number"), nb::arg("ballot"), nb::arg("proposal").none(),
@@ -360,7 +451,6 @@ void bind_engine(nb::module_& m) {
           "hush", [](Context& context, bool silent) { context.peers().hush(silent); }, nb::arg("silent"),
           "Stop sending heartbeats, for tests.")
       .def(
-          "die_at", [](Context& context, int point) { context.die_at(static_cast<Fault>(point)); },
-          nb::arg("point"),
+          "die_at", [](Context& context, Fault point) { context.die_at(point); }, nb::arg("point"),
           "Be killed where an operation reaches a point, for tests; see cpp/engine/context.h.");
 }

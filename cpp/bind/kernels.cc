@@ -47,6 +47,16 @@ void bind_kernels(nb::module_& core) {
 
   m.attr("DTYPE_COUNT") = shoal::kDTypeCount;
   m.attr("REDOP_COUNT") = shoal::kRedOpCount;
+  nb::enum_<RedOp>(m, "RedOp", "A reduction.")
+      .value("SUM", RedOp::kSum)
+      .value("AVG", RedOp::kAvg)
+      .value("PRODUCT", RedOp::kProduct)
+      .value("MIN", RedOp::kMin)
+      .value("MAX", RedOp::kMax)
+      .value("BAND", RedOp::kBand)
+      .value("BOR", RedOp::kBor)
+      .value("BXOR", RedOp::kBxor)
+      .value("PREMUL_SUM", RedOp::kPremulSum);
   m.def("dtype_name", [](int dtype) { return std::string(shoal::name(static_cast<DType>(dtype))); });
   m.def("redop_name", [](int op) { return std::string(shoal::name(static_cast<RedOp>(op))); });
   m.def("itemsize", [](int dtype) { return shoal::itemsize(static_cast<DType>(dtype)); });

@@ -10,6 +10,7 @@ NB_MODULE(_core, m) {
   bind_kernels(m);
   bind_packed(m);
   bind_post(m);
+  bind_record(m);
   bind_reducer(m);
   bind_source(m);
   bind_shortcut(m);

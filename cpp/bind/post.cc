@@ -120,6 +120,12 @@ struct Pending {
 };
 
 // Room among what is on its way to a peer, given back when Python lets go of this.
+// Why a call has no reply.
+struct CallFailure {
+  CallEnd end;
+  std::string text;
+};
+
 struct Room {
   std::shared_ptr<Post> post;
   int peer;
@@ -331,8 +337,19 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("text"));
 
-  nb::class_<Pending> call(m, "Call", "A request on its way.");
-  call.def_prop_ro("peer", [](const Pending& self) { return self.call->peer; })
+  nb::enum_<CallEnd>(m, "CallEnd", "Why a call has no reply.")
+      .value("TIMEOUT", CallEnd::kTimeout)
+      .value("CANCELLED", CallEnd::kCancelled)
+      .value("LOST", CallEnd::kLost)
+      .value("CLOSED", CallEnd::kClosed)
+      .value("REFUSED", CallEnd::kRefused)
+      .value("UNSENT", CallEnd::kUnsent);
+  nb::class_<CallFailure>(m, "CallFailure", "Why a call has no reply, and details.")
+      .def_ro("end", &CallFailure::end)
+      .def_prop_ro("text", [](const CallFailure& failure) { return str(failure.text); });
+
+  nb::class_<Pending>(m, "Call", "A request on its way.")
+      .def_prop_ro("peer", [](const Pending& self) { return self.call->peer; })
       .def_prop_ro("reads", [](const Pending& self) { return !self.memory.expired(); })
       .def_prop_ro("number", [](const Pending& self) { return self.call->number.load(); })
       .def("done", [](const Pending& self) { return self.call->done(); })
@@ -347,8 +364,7 @@ void bind_post(nb::module_& m) {
       .def("error",
            [](const Pending& self) -> nb::object {
              const auto [how, text] = self.call->error();
-             if (how == CallEnd::kNone) return nb::none();
-             return nb::make_tuple(static_cast<int>(how), str(text));
+             return how == CallEnd::kNone ? nb::none() : nb::cast(CallFailure{how, text});
            })
       .def("reply",
            [](const Pending& self) {
@@ -369,12 +385,6 @@ void bind_post(nb::module_& m) {
           "cancel",
           [](const Pending& self) { return used(self).done() ? false : self.post->cancel(self.call); },
           nb::call_guard<nb::gil_scoped_release>());
-  call.attr("TIMEOUT") = static_cast<int>(CallEnd::kTimeout);
-  call.attr("CANCELLED") = static_cast<int>(CallEnd::kCancelled);
-  call.attr("LOST") = static_cast<int>(CallEnd::kLost);
-  call.attr("CLOSED") = static_cast<int>(CallEnd::kClosed);
-  call.attr("REFUSED") = static_cast<int>(CallEnd::kRefused);
-  call.attr("UNSENT") = static_cast<int>(CallEnd::kUnsent);
 
   nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
 

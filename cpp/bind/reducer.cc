@@ -20,6 +20,7 @@ namespace nb = nanobind;
 using shoal::reducer::Actions;
 using shoal::reducer::Mark;
 using shoal::reducer::Pass;
+using PassEnd = shoal::reducer::End;
 
 namespace {
 
@@ -95,7 +96,7 @@ nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, b
     const nb::object gradient = parameter.attr(grad());
     const bool taken =
         places.hold(index, gradient) || (like && opened && bring(places, *like, index, parameter, gradient));
-    if (!taken || mark != Mark::kArrived) arrived(index, static_cast<int>(mark), taken);
+    if (!taken || mark != Mark::kArrived) arrived(index, mark, taken);
   });
 }
 
@@ -149,6 +150,16 @@ void bind_reducer(nb::module_& m) {
       "`taken`: the gradient is the view of its place.");
   m.def("values_are", &values_are, nb::arg("dictionaries"), nb::arg("values"));
   m.attr("OUTCOME") = shoal::reducer::kOutcome;
+  nb::enum_<Mark>(m, "Mark", "What follows from the arrival of a gradient.")
+      .value("IGNORED", Mark::kIgnored, "No pass is open: the gradient is not reduced.")
+      .value("ARRIVED", Mark::kArrived, "It is recorded; nothing else is to do.")
+      .value("PROCEED", Mark::kProceed, "It was the first of its pass, or more buckets are ready.")
+      .value("UNEXPECTED", Mark::kUnexpected, "It had arrived as often as expected.");
+  nb::enum_<PassEnd>(m, "PassEnd", "How a pass ended.")
+      .value("NOTHING", PassEnd::kNothing, "No gradient arrived; the expected pass may still come.")
+      .value("WELL", PassEnd::kWell, "The averages are delivered.")
+      .value("TROUBLE", PassEnd::kTrouble,
+             "Gradients are missing on some rank, or ranks are in different steps.");
   nb::class_<Pass>(
       m, "Pass",
       "One backward pass after another: what is sent when, and whether it went well.\n"
@@ -174,8 +185,8 @@ void bind_reducer(nb::module_& m) {
       .def("ignore", &Pass::ignore, "A forward pass whose backward pass stays local.")
       .def("open", &Pass::open, "Open a pass before its first gradient.")
       .def(
-          "mark", [](Pass& self, std::uint32_t parameter) { return static_cast<int>(self.mark(parameter)); },
-          nb::arg("parameter"), "Record a gradient: 0 ignored, 1 recorded, 2 begin or launch, 3 unexpected.")
+          "mark", [](Pass& self, std::uint32_t parameter) { return self.mark(parameter); },
+          nb::arg("parameter"), "Record a gradient.")
       .def(
           "begin",
           [](Pass& self, nb::handle actions, const Members& unreached) {
@@ -194,10 +205,10 @@ void bind_reducer(nb::module_& m) {
           "finish",
           [](Pass& self, nb::handle actions, bool interrupted, bool shadow) {
             Methods methods(actions);
-            return static_cast<int>(self.finish(methods, interrupted, shadow));
+            return self.finish(methods, interrupted, shadow);
           },
           nb::arg("actions"), nb::arg("interrupted") = false, nb::arg("shadow") = false,
-          "Send the rest and wait for all: 0 there was no gradient, 1 all went well, 2 there was trouble.")
+          "Send the rest and wait for all buckets.")
       .def("tail", &Pass::tail, "What this rank says of the pass in the tail of a bucket.")
       .def("flags", &Pass::flags, nb::arg("present"), "The same for a message of its own.")
       .def(

@@ -13,6 +13,7 @@
 
 #include "bind/bindings.h"
 #include "bind/calls.h"
+#include "bind/record.h"
 #include "bind/source.h"
 #include "bind/tensors.h"
 #include "engine/group.h"
@@ -22,7 +23,6 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-constexpr Py_ssize_t kNumber = 2;  // the place of a call's number in its record
 // Odd, so that the multiples of it are all different modulo 2**64; as in shoal/group/submission.py.
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
 
@@ -67,7 +67,7 @@ std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const Pl
   }
 }
 
-// The dtype and count of the call's first tensor, for its record.
+// The dtype and element count of the first tensor, for the record.
 struct Noted {
   DType dtype = DType::kUInt8;  // what stands for no tensor
   std::uint64_t count = 0;
@@ -96,32 +96,6 @@ std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, P
   request.out.assign(1, to->span);
   noted = {to->dtype, from->count};
   return request;
-}
-
-// A record as FlightRecorder.add makes it; null with an exception set.
-PyObject* new_record(PyObject* future, PyObject* kind, const Noted& noted, std::uint64_t number, int root) {
-  PyObject* record = PyList_New(12);
-  if (record == nullptr) return nullptr;
-  PyObject* elements[12] = {PyLong_FromLongLong(now_ns()),
-                            Py_NewRef(kind),
-                            PyLong_FromUnsignedLongLong(number),
-                            PyLong_FromLong(0),
-                            Py_NewRef(PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(noted.dtype))),
-                            PyLong_FromUnsignedLongLong(noted.count),
-                            PyLong_FromLong(root),
-                            PyLong_FromLong(-1),
-                            PyLong_FromLong(-1),
-                            PyWeakref_NewRef(future, nullptr),
-                            PyLong_FromLong(0),
-                            Py_NewRef(Py_None)};
-  bool whole = true;
-  for (Py_ssize_t i = 0; i < 12; ++i) {
-    whole &= elements[i] != nullptr;
-    PyList_SET_ITEM(record, i, elements[i]);
-  }
-  if (whole) return record;
-  Py_DECREF(record);
-  return nullptr;
 }
 
 bool truth(PyObject* object) {  // takes the reference
@@ -182,7 +156,13 @@ PyObject* future_of(Shortcut& self, const Given& call) {
   if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), call.out));
   const bool recorded = self.append != Py_None;
   if (future.is_valid() && recorded)
-    record = nb::steal(new_record(future.ptr(), call.kind, noted, self.number, call.root));
+    record = nb::steal(reinterpret_cast<PyObject*>(new_record({
+        .future = future.ptr(),
+        .kind = call.kind,
+        .dtype = PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(noted.dtype)),
+        .count = noted.count,
+        .root = call.root,
+    })));
   if (!future.is_valid() || (recorded && !record.is_valid())) return nullptr;
   OperationPtr operation = go(self, std::move(*request));
   if (!operation) Py_RETURN_NONE;
@@ -190,8 +170,8 @@ PyObject* future_of(Shortcut& self, const Given& call) {
   reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
   set_key(future.ptr(), self.ident + number * kOdd);
   if (recorded) {
-    PyList_SetItem(record.ptr(), kNumber, PyLong_FromUnsignedLongLong(number));
-    set_record(future.ptr(), record.ptr());
+    as_record(record.ptr())->number = static_cast<std::int64_t>(number);
+    set_record(future.ptr(), as_record(record.ptr()));
     Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
   }
   if (PyErr_Occurred()) PyErr_Clear();  // a lack of memory for a key or a record does not stop the call

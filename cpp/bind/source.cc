@@ -4,8 +4,10 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <structmember.h>
 
-#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "bind/bindings.h"
@@ -24,28 +26,29 @@ constexpr double kSlice = 0.1;
 PyTypeObject* source_type = nullptr;
 PyObject* name_blocking = nullptr;  // interned, as the names of keywords are
 
-// The class of futures, and where its instances have what `__slots__` names.
-struct FutureClass {
-  PyTypeObject* type = nullptr;
-  PyObject* wait = nullptr;  // the base class's
-  Py_ssize_t done = 0, claims = 0, source = 0, finish = 0, value = 0, key = 0, keep = 0, device = 0,
-             error = 0, subscribers = 0, record = 0, callbacks = 0;
-} future;
+// The fields of a future (shoal.future.state.FutureState); none is null.  Python reads members that are
+// objects (T_OBJECT_EX) as fast as slots, and others not.
+struct FutureFields {
+  PyObject_HEAD PyObject* done;  // True or False
+  PyObject* claims;
+  PyObject* source;
+  PyObject* finish;
+  PyObject* value;
+  PyObject* key;
+  PyObject* keep;
+  PyObject* device;
+  PyObject* error;
+  PyObject* subscribers;
+  PyObject* record;
+  PyObject* callbacks;  // an int
+};
 
-PyObject*& slot(PyObject* object, Py_ssize_t offset) {
-  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-}
+PyTypeObject* future_type = nullptr;  // of the futures of the core, a subclass
+PyObject* python_wait = nullptr;      // Future.wait
 
-void set(PyObject* object, Py_ssize_t offset, PyObject* value) {
-  PyObject* before = std::exchange(slot(object, offset), value);
+void set(PyObject*& field, PyObject* value) {
+  PyObject* before = std::exchange(field, value);
   Py_XDECREF(before);
-}
-
-Py_ssize_t offset_of(PyTypeObject* type, const char* name) {
-  nb::object member = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), name);
-  if (!Py_IS_TYPE(member.ptr(), &PyMemberDescr_Type))
-    throw std::invalid_argument(std::string("the class of futures has no slot ") + name);
-  return reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
 }
 
 // -- sources --------------------------------------------------------------------------------------
@@ -192,38 +195,101 @@ PyType_Spec source_spec{"shoal._core.Source", sizeof(Source), 0, Py_TPFLAGS_DEFA
 
 // -- futures --------------------------------------------------------------------------------------
 
-// Whether the outcome is a value that is known.
-bool has_value(PyObject* self) {
-  return slot(self, future.done) == Py_True && slot(self, future.error) == Py_None &&
-         slot(self, future.device) == Py_None;
+FutureFields* as_future(PyObject* object) { return reinterpret_cast<FutureFields*>(object); }
+
+// All fields.
+auto references(FutureFields* self) {
+  return std::array{&self->done,  &self->claims,      &self->source, &self->finish,
+                    &self->value, &self->key,         &self->keep,   &self->device,
+                    &self->error, &self->subscribers, &self->record, &self->callbacks};
 }
 
-// Does what Future._settle and Future._publish do, where nothing went wrong, no other thread has begun to and
+// A pending future without a source.
+PyObject* future_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyObject* object = type->tp_alloc(type, 0);
+  if (object == nullptr) return nullptr;
+  FutureFields* self = as_future(object);
+  for (PyObject** field : references(self)) *field = Py_NewRef(Py_None);
+  set(self->done, Py_NewRef(Py_False));
+  set(self->callbacks, PyLong_FromLong(0));
+  set(self->claims, PyList_New(0));
+  if (self->claims != nullptr) return object;
+  Py_DECREF(object);
+  return nullptr;
+}
+
+int future_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  for (PyObject** field : references(as_future(object))) Py_VISIT(*field);
+  return 0;
+}
+
+int future_clear(PyObject* object) {
+  for (PyObject** field : references(as_future(object))) Py_CLEAR(*field);
+  return 0;
+}
+
+void future_dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  future_clear(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMemberDef future_members[] = {
+    {"_claims", T_OBJECT_EX, offsetof(FutureFields, claims), 0, nullptr},
+    {"_source", T_OBJECT_EX, offsetof(FutureFields, source), 0, nullptr},
+    {"_finish", T_OBJECT_EX, offsetof(FutureFields, finish), 0, nullptr},
+    {"_value", T_OBJECT_EX, offsetof(FutureFields, value), 0, nullptr},
+    {"key", T_OBJECT_EX, offsetof(FutureFields, key), 0, nullptr},
+    {"_keep", T_OBJECT_EX, offsetof(FutureFields, keep), 0, nullptr},
+    {"_device", T_OBJECT_EX, offsetof(FutureFields, device), 0, nullptr},
+    {"_error", T_OBJECT_EX, offsetof(FutureFields, error), 0, nullptr},
+    {"_subscribers", T_OBJECT_EX, offsetof(FutureFields, subscribers), 0, nullptr},
+    {"record", T_OBJECT_EX, offsetof(FutureFields, record), 0, nullptr},
+    {"_callbacks", T_OBJECT_EX, offsetof(FutureFields, callbacks), 0, nullptr},
+    {"_done", T_OBJECT_EX, offsetof(FutureFields, done), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot future_slots[] = {
+    {Py_tp_members, future_members},
+    {Py_tp_traverse, reinterpret_cast<void*>(future_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(future_clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(future_dealloc)},
+    {Py_tp_new, reinterpret_cast<void*>(future_new)},
+    {0, nullptr},
+};
+PyType_Spec future_spec{"shoal._core.FutureFields", sizeof(FutureFields), 0,
+                        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, future_slots};
+
+// Whether the outcome is a value that is known.
+bool has_value(const FutureFields& self) {
+  return self.done == Py_True && self.error == Py_None && self.device == Py_None;
+}
+
+// Does what FutureState._settle and _publish do, where nothing went wrong, no other thread has begun to and
 // no callback waits; otherwise does nothing and returns false.
-bool publish(PyObject* self, Source* source) {
-  if (slot(self, future.done) == Py_True) return has_value(self);
-  PyObject *claims = slot(self, future.claims), *record = slot(self, future.record);
-  if (source->op->error().code != ErrorCode::kNone || !PyList_CheckExact(claims) ||
-      PyList_GET_SIZE(claims) > 0 || slot(self, future.finish) != Py_None ||
-      slot(self, future.device) != Py_None || slot(self, future.subscribers) != Py_None)
+bool publish(FutureFields& self, Source* source) {
+  if (self.done == Py_True) return has_value(self);
+  if (source->op->error().code != ErrorCode::kNone || self.claims == nullptr ||
+      !PyList_CheckExact(self.claims) || PyList_GET_SIZE(self.claims) > 0 || self.finish != Py_None ||
+      self.device != Py_None || self.subscribers != Py_None)
     return false;
-  const bool recorded = record != nullptr && PyList_CheckExact(record);
-  PyObject* ended = recorded ? PyLong_FromLongLong(now_ns()) : nullptr;
-  if ((recorded && ended == nullptr) || PyList_Append(claims, Py_None) < 0) {
-    Py_XDECREF(ended);
+  if (PyList_Append(self.claims, Py_None) < 0) {
     PyErr_Clear();
     return false;
   }
-  if (recorded) PyList_SetItem(record, PyList_GET_SIZE(record) - kEndedFromBehind, ended);
-  set(self, future.done, Py_NewRef(Py_True));
-  set(self, future.source, Py_NewRef(Py_None));
+  if (Record* record = as_record(self.record)) record->ended = now_ns();
+  set(self.done, Py_NewRef(Py_True));
+  set(self.source, Py_NewRef(Py_None));
   return true;
 }
 
 // Waits for a slice of time and publishes the outcome, as long as all is as usual.
-bool settled(PyObject* self) {
-  if (slot(self, future.done) == Py_True) return has_value(self);
-  PyObject* object = slot(self, future.source);
+bool settled(FutureFields& self) {
+  if (self.done == Py_True) return has_value(self);
+  PyObject* object = self.source;
   if (object == nullptr || !Py_IS_TYPE(object, source_type)) return false;
   Py_INCREF(object);  // another thread may publish meanwhile
   const int waited = wait(as_source(object), kSlice);
@@ -242,10 +308,10 @@ bool plain_wait(Py_ssize_t count, PyObject* names) {
 
 // Future.wait; whatever is unusual goes on in Python.
 PyObject* future_wait(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-  if (plain_wait(count, names) && settled(self)) return Py_NewRef(slot(self, future.value));
+  if (plain_wait(count, names) && settled(*as_future(self))) return Py_NewRef(as_future(self)->value);
   std::vector<PyObject*> all{self};
   all.insert(all.end(), arguments, arguments + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
-  return PyObject_Vectorcall(future.wait, all.data(), static_cast<std::size_t>(count) + 1, names);
+  return PyObject_Vectorcall(python_wait, all.data(), static_cast<std::size_t>(count) + 1, names);
 }
 
 PyMethodDef wait_method{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(future_wait)),
@@ -253,27 +319,13 @@ PyMethodDef wait_method{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<v
 
 void learn_futures(nb::handle type, nb::object wait) {
   auto* futures = reinterpret_cast<PyTypeObject*>(type.ptr());
-  FutureClass learned{futures,
-                      nullptr,
-                      offset_of(futures, "_done"),
-                      offset_of(futures, "_claims"),
-                      offset_of(futures, "_source"),
-                      offset_of(futures, "_finish"),
-                      offset_of(futures, "_value"),
-                      offset_of(futures, "key"),
-                      offset_of(futures, "_keep"),
-                      offset_of(futures, "_device"),
-                      offset_of(futures, "_error"),
-                      offset_of(futures, "_subscribers"),
-                      offset_of(futures, "record"),
-                      offset_of(futures, "_callbacks")};
   nb::object method = nb::steal(PyDescr_NewMethod(futures, &wait_method));
   if (!method.is_valid()) throw nb::python_error();
   nb::setattr(type, "wait", method);
   nb::setattr(type, "result", method);
   Py_INCREF(futures);  // for as long as the process lives
-  learned.wait = wait.release().ptr();
-  future = learned;
+  future_type = futures;
+  python_wait = wait.release().ptr();
 }
 
 }  // namespace
@@ -288,28 +340,20 @@ Source* new_source(PyObject* channel, PyObject* keep) {
 }
 
 PyObject* new_future(Source* source, PyObject* value) {
-  PyObject* claims = PyList_New(0);
-  PyObject* self = claims == nullptr ? nullptr : future.type->tp_alloc(future.type, 0);
-  if (self == nullptr) {
-    Py_XDECREF(claims);
-    return nullptr;
-  }
-  slot(self, future.done) = Py_NewRef(Py_False);
-  slot(self, future.claims) = claims;
-  slot(self, future.source) = Py_NewRef(reinterpret_cast<PyObject*>(source));
-  slot(self, future.value) = Py_NewRef(value);
-  slot(self, future.callbacks) = PyLong_FromLong(0);
-  for (Py_ssize_t offset : {future.finish, future.key, future.keep, future.device, future.error,
-                            future.subscribers, future.record})
-    slot(self, offset) = Py_NewRef(Py_None);
-  return self;
+  PyObject* object = future_new(future_type, nullptr, nullptr);
+  if (object == nullptr) return nullptr;
+  set(as_future(object)->source, Py_NewRef(reinterpret_cast<PyObject*>(source)));
+  set(as_future(object)->value, Py_NewRef(value));
+  return object;
 }
 
 void set_key(PyObject* self, std::uint64_t key) {
-  if (PyObject* value = PyLong_FromUnsignedLongLong(key)) set(self, future.key, value);
+  if (PyObject* value = PyLong_FromUnsignedLongLong(key)) set(as_future(self)->key, value);
 }
 
-void set_record(PyObject* self, PyObject* record) { set(self, future.record, Py_NewRef(record)); }
+void set_record(PyObject* self, Record* record) {
+  set(as_future(self)->record, Py_NewRef(reinterpret_cast<PyObject*>(record)));
+}
 
 }  // namespace shoal
 
@@ -319,6 +363,9 @@ void bind_source(nb::module_& m) {
   shoal::source_type = reinterpret_cast<PyTypeObject*>(type);
   shoal::name_blocking = PyUnicode_InternFromString("blocking");
   m.attr("Source") = nb::borrow(type);
+  PyObject* fields = PyType_FromSpec(&shoal::future_spec);
+  if (fields == nullptr) throw nb::python_error();
+  m.attr("FutureFields") = nb::steal(fields);
   m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"),
         "Take over `wait` of a class of futures; `wait` is what it does in unusual cases.");
 }

@@ -1,4 +1,4 @@
-// The source of a future of the core: one operation, the tensors that it uses, and the future's own slots.
+// The source of a future of the core (one operation, and the tensors that it uses), and the future's fields.
 //
 // All of this runs under the GIL, which the module asks for: where nothing here calls Python, several steps
 // are one to other threads.
@@ -6,6 +6,7 @@
 
 #include <Python.h>
 
+#include "bind/record.h"
 #include "engine/operation.h"
 
 namespace shoal {
@@ -23,9 +24,6 @@ Source* new_source(PyObject* channel, PyObject* keep);
 // A pending future of `source` and `value`; null with an exception set.  Takes the reference to `key`.
 PyObject* new_future(Source* source, PyObject* value);
 void set_key(PyObject* future, std::uint64_t key);
-void set_record(PyObject* future, PyObject* record);
-
-// The element of a flight recorder's record that the future sets to the time of its end, counted from behind.
-constexpr Py_ssize_t kEndedFromBehind = 2;
+void set_record(PyObject* future, Record* record);
 
 }  // namespace shoal

@@ -128,11 +128,10 @@ Task receive(Operation& op) {
   mine.kind = static_cast<std::uint8_t>(Kind::kRecv);
   mine.dtype = request.shape.dtype;
   mine.count = request.out[0].bytes / itemsize(static_cast<DType>(mine.dtype));
-  Error error{ErrorCode::kMismatch,
-              "a message with tag " + std::to_string(request.tag) + " does not fit its receiver:\n  rank " +
-                  std::to_string(header.source) + ": " + describe(theirs) + "\n  rank " +
-                  std::to_string(group.rank()) + ": " + describe(mine),
-              {}};
+  Error error{ErrorCode::kMismatch, "a message with tag " + std::to_string(request.tag) +
+                                        " does not fit its receiver:\n  rank " +
+                                        std::to_string(header.source) + ": " + describe(theirs) +
+                                        "\n  rank " + std::to_string(group.rank()) + ": " + describe(mine)};
   if (group.pairwise())
     op.end(std::move(error));
   else

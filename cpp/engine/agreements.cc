@@ -64,19 +64,19 @@ Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
   auto news = [&] {
     std::lock_guard lock(mutex_);
     Entry& entry = agreements_.at(number);
-    News result{entry.agreement.outcome(), {}, entry.agreement.take_request(), false};
-    result.closed = closed_ && result.outcome == Outcome::kOpen;
-    if (result.outcome == Outcome::kOpen && group_.context().given_up()) {
-      entry.told = true;
-      return News{Outcome::kLeftOut, {}, {}, false};
-    }
+    News result{entry.agreement.outcome(), {}, entry.agreement.take_request()};
     if (result.outcome != Outcome::kOpen) {
       result.decision = entry.agreement.decision();
       entry.told = true;
+    } else if (group_.context().given_up()) {
+      entry.told = true;
+      return News{Outcome::kLeftOut, {}, {}};
+    } else if (closed_) {
+      result.outcome = Outcome::kClosed;
     }
     return result;
   };
-  auto any = [](const News& it) { return it.outcome != Outcome::kOpen || it.request || it.closed; };
+  auto any = [](const News& it) { return it.outcome != Outcome::kOpen || it.request; };
   struct Attention {
     std::atomic<int>& waiting;
     explicit Attention(std::atomic<int>& w) : waiting(w) { waiting.fetch_add(1, std::memory_order_seq_cst); }

@@ -33,7 +33,6 @@ class Agreements {
     agreement::Outcome outcome = agreement::Outcome::kOpen;
     std::optional<agreement::Decision> decision;
     std::optional<agreement::WitnessRequest> request;  // of the leader, each once; answer() brings the answer
-    bool closed = false;                               // the group was, before there was an outcome
   };
 
   Agreements(Group& group, const Rules& rules);

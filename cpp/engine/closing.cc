@@ -140,7 +140,7 @@ void Group::close(std::int64_t deadline) {
   }
   const std::uint64_t abandoned = std::min(given_up_.load(), lanes_.first_pending());
   if (lanes_.pending()) {
-    fail({ErrorCode::kClosed, "the group was closed before the operation had finished", {}}, false);
+    fail({ErrorCode::kClosed, "the group was closed before the operation had finished"}, false);
     bool waiting = false;
     while (lanes_.pending()) lanes_.progress(waiting);
   }

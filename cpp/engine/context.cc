@@ -320,7 +320,8 @@ void Context::refuse(Group& group, int peer, const char* flaw) {
 // Hands a control frame to its group, at once or when the group is made.
 void Context::deliver(Group& group, int peer, const FrameHeader& header, const std::string& text) {
   const char* flaw = flaw_in_group(header, peer, group.ranks());
-  if (flaw == nullptr && header.type == FrameType::kBroken) flaw = flaw_of_text(text, group.size());
+  Error error;
+  if (flaw == nullptr && header.type == FrameType::kBroken) flaw = decode(text, group.size(), error);
   if (flaw != nullptr) return refuse(group, peer, flaw);
   const int source = static_cast<int>(header.source);
   switch (header.type) {
@@ -331,7 +332,8 @@ void Context::deliver(Group& group, int peer, const FrameHeader& header, const s
       group.inquiry().on_reply(source, header);
       break;
     case FrameType::kBroken:
-      group.on_broken(source, static_cast<ErrorCode>(header.code), text);
+      error.code = static_cast<ErrorCode>(header.code);
+      group.on_broken(source, std::move(error));
       break;
     case FrameType::kAgree:
       if ((flaw = group.agreements().on_frame(source, header, text)) != nullptr) refuse(group, peer, flaw);

@@ -1,54 +1,26 @@
 // How a group ends before its time: deaths, aborts, and what the peers report.
 
 #include <algorithm>
-#include <charconv>
-#include <string_view>
 
 #include "engine/context.h"
 #include "engine/group.h"
 
 namespace shoal {
-namespace {
-
-const std::string kReported = " (reported by rank ";
-
-// The numbers of a line, separated by spaces, up to the first thing that is none.
-std::vector<int> numbers(std::string_view line) {
-  std::vector<int> found;
-  const char* at = line.data();
-  for (const char* const end = at + line.size(); at < end;) {
-    int number = 0;
-    const auto [next, error] = std::from_chars(at, end, number);
-    if (error != std::errc{}) break;
-    found.push_back(number);
-    at = next;
-    while (at < end && *at == ' ') ++at;
-  }
-  return found;
-}
-const std::string kGaveItUp = "; the others gave it up: ";
-
-void add_loss(Error& error, int rank, const std::string& why) {
-  error.text += (error.text.empty() ? "" : "; ") + ("rank " + std::to_string(rank)) + " is lost: " + why;
-  error.ranks.push_back(rank);
-}
-
-}  // namespace
 
 // The error of a rank that was given up, from the mark alone.
 Error Group::error_of_given_up() const {
-  const std::string absence = context_->peers().absence();
-  Error error{ErrorCode::kPeerLost, {}, {}};
-  add_loss(error, rank(), kStoppedText);
-  error.text = (absence.empty() ? "this rank was stopped" : absence) + kGaveItUp + error.text;
+  Error error;
+  error.code = ErrorCode::kPeerLost;
+  error.add({rank(), kStoppedText});
+  error.absence = context_->peers().absence();
+  if (error.absence.empty()) error.absence = "this rank was stopped";
   return error;
 }
 
 void Group::fail(Error error, bool announce) {
   // The others have cut their connections and gone on, and who gave this rank up may have died before it said
   // so: whatever is seen first, that is the cause.
-  if (error.code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, rank()) == 0 &&
-      context_->given_up()) {
+  if (error.code == ErrorCode::kPeerLost && !error.blames(rank()) && context_->given_up()) {
     error = error_of_given_up();
     announce = false;
   }
@@ -70,11 +42,7 @@ void Group::fail(Error error, bool announce) {
 void Group::tell_failure() {
   FrameHeader header = frame(FrameType::kBroken);
   header.code = static_cast<std::uint16_t>(error_.code);
-  std::string text;
-  for (int rank : error_.ranks) text += std::to_string(rank) + " ";
-  // The others are told the loss, and not for how long this rank stood still.
-  const std::size_t own = error_.text.find(kGaveItUp);
-  tell_all(header, text + "\n" + error_.text.substr(own == std::string::npos ? 0 : own + kGaveItUp.size()));
+  tell_all(header, encode(error_));
 }
 
 std::optional<Error> Group::failure() {
@@ -85,23 +53,17 @@ std::optional<Error> Group::failure() {
   return error;
 }
 
-void Group::on_broken(int rank, ErrorCode code, const std::string& text) {
-  Error error;
-  error.code = code;
-  const std::string_view line = std::string_view(text).substr(0, text.find('\n'));
-  error.ranks = numbers(line);
-  if (code == ErrorCode::kPeerLost)
+void Group::on_broken(int rank, Error error) {
+  for (LostRank& loss : error.lost)
+    if (loss.reporter < 0) loss.reporter = rank;
+  if (error.reporter < 0) error.reporter = rank;
+  if (error.code == ErrorCode::kPeerLost) {
     for (int lost : error.ranks) context_->peers().lost_to_others(global(lost));
-  error.text = text.size() > line.size() ? text.substr(line.size() + 1) : "";
-  if (code == ErrorCode::kPeerLost && std::ranges::count(error.ranks, this->rank()) > 0) {
-    const std::string absence = context_->peers().absence();
-    error.text =
-        (absence.empty() ? "the connection to this rank was lost" : absence) + kGaveItUp + error.text;
+    if (error.blames(this->rank())) {
+      error.absence = context_->peers().absence();
+      if (error.absence.empty()) error.absence = "the connection to this rank was lost";
+    }
   }
-  // A table names all ranks, and an abort the one that called it.
-  const bool names = code == ErrorCode::kMismatch || code == ErrorCode::kAborted;
-  if (!names && error.text.find(kReported) == std::string::npos)
-    error.text += kReported + std::to_string(rank) + ")";
   fail(std::move(error), false);
 }
 
@@ -116,7 +78,7 @@ bool Group::on_peers_lost(const std::vector<Loss>& losses) {
       if (rank < 0 || member(rank).departed != ~0ULL) continue;  // it had closed this group
       if (error.ranks.empty()) error.code = loss.code;
       if (!member(rank).loss) member(rank).loss = loss;
-      add_loss(error, rank, loss.why);
+      error.add({rank, loss.why});
     }
     if (pairwise() && !error.ranks.empty()) any_lost_.store(true, std::memory_order_release);
   }
@@ -151,7 +113,7 @@ std::optional<Error> Group::lost_for(Operation& op) {
     const Member& peer = member(r);
     if (peer.loss) {
       error.code = peer.loss->code;
-      add_loss(error, r, peer.loss->why);
+      error.add({r, peer.loss->why});
     } else if (request.peer < 0 && peer.departed == ~0ULL) {
       return std::nullopt;  // it may still send
     }
@@ -163,10 +125,10 @@ std::optional<Error> Group::lost_for(Operation& op) {
 // The cause of the group's end stays the first; who else has died since belongs to what the user is told.
 Error Group::with_all_lost(Error error) {
   if (error.code != ErrorCode::kPeerLost) return error;
-  if (std::ranges::count(error.ranks, rank()) > 0) return error;  // it is this rank that was given up
+  if (error.blames(rank())) return error;  // it is this rank that was given up
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
-    if (member(r).loss && std::ranges::count(error.ranks, r) == 0) add_loss(error, r, member(r).loss->why);
+    if (member(r).loss && !error.blames(r)) error.add({r, member(r).loss->why});
   std::ranges::sort(error.ranks);
   return error;
 }

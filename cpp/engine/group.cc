@@ -66,10 +66,11 @@ void Group::check(std::int64_t now, std::int64_t& next) {
       continue;
     }
     Error error{ErrorCode::kTimeout,
-                describe(request) + " did not finish within its timeout of " + seconds(request.timeout) +
+                "did not finish within its timeout of " + seconds(request.timeout) +
                     (request.kind == Kind::kRecv ? ": no matching message came"
                                                  : ": the receiver took no notice of it"),
-                {}};
+                {},
+                describe(request)};
     if (request.peer >= 0) error.ranks.push_back(request.peer);
     if (pairwise()) {
       op->end(std::move(error));

@@ -88,7 +88,7 @@ class Group : public std::enable_shared_from_this<Group> {
   bool lost(int rank);
   void on_peer_closed(int rank, std::uint64_t next_number, Departure why);
   void on_peer_closing(int rank, const FrameHeader& closing);
-  void on_broken(int rank, ErrorCode code, const std::string& text);
+  void on_broken(int rank, Error error);
 
   // Nothing more is submitted here: says so to the peers.  close() does it too, but groups that are closed
   // one after another say so all at once, since members may close them in different orders.

@@ -125,7 +125,7 @@ std::optional<Error> Group::closing_for(Operation& op) {
                                   : std::nullopt;
     for (int r = 0; r < size(); ++r)
       if (r != rank() && !leaves(r)) return std::nullopt;
-    return Error{ErrorCode::kClosed, "all ranks close the group, and none has sent such a message", {}};
+    return Error{ErrorCode::kClosed, "all ranks close the group, and none has sent such a message"};
   }
   for (int r = 0; !request.keyed() && r < size(); ++r)
     if (r != rank() && member(r).leaving <= request.channel) return closing(r, " and does not take part");

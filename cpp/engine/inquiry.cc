@@ -221,13 +221,14 @@ Error Inquiry::mismatch_error(const Question& question) const {
   std::string text = different_lanes(question);
   if (text.empty()) text = table(question);
   if (!calls_differ(question)) text += "\nThe sizes of their parts do not fit one another.";
-  return {ErrorCode::kMismatch, std::move(text), {}};
+  return {ErrorCode::kMismatch, std::move(text)};
 }
 
 Error Inquiry::timeout_error(const Question& question) const {
   Error error{ErrorCode::kTimeout,
-              question.operation + " did not finish within its timeout of " + seconds(question.timeout),
-              {}};
+              "did not finish within its timeout of " + seconds(question.timeout),
+              {},
+              question.operation};
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
   std::string absent, silent;
   bool differ = false;

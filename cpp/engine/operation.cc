@@ -123,14 +123,7 @@ void Operation::complete() {
 void Operation::fail(Error error) {
   if (done()) return;
   error.completed = group_->lanes().last_completed();
-  const std::string subject = describe(request_);
-  // A cause that speaks of this very operation goes on where its subject stands already.
-  const bool of_this = error.text.starts_with(subject + " ");
-  error.text =
-      subject + " on rank " + std::to_string(group_->rank()) + " of group '" + group_->name() +
-      (error.completed >= 0 ? "' (last operation completed here: " + std::to_string(error.completed) + ")"
-                            : "' (no operation had completed here)") +
-      (of_this ? error.text.substr(subject.size()) : " failed: " + error.text);
+  error.operation = describe(request_);
   error_ = std::move(error);
   // A member that resumes late may still write its slice here, whichever group's memory it is.
   const Arena& arena = *group_->context().arena();
@@ -151,7 +144,7 @@ void Operation::end(Error error) {
 
 bool Operation::cancel() {
   if (request_.collective() || done() || group_->context().forked()) return false;
-  end({ErrorCode::kCancelled, describe(request_) + " was cancelled here", {}});
+  end({ErrorCode::kCancelled, "was cancelled here", {}, describe(request_)});
   while (!done())
     if (!group_->lanes().drive(*this)) sched_yield();  // another thread holds the token
   return error_.code == ErrorCode::kCancelled;

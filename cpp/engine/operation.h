@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/error.h"
 #include "engine/task.h"
 #include "kernels/reduce.h"
 #include "transport/frame.h"
@@ -21,13 +22,6 @@ class Messages;
 class Operation;
 
 constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
-
-struct Error {
-  ErrorCode code = ErrorCode::kNone;
-  std::string text;
-  std::vector<int> ranks;       // in the group
-  std::int64_t completed = -1;  // Lanes::last_completed() when the operation failed
-};
 
 // Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws
 // it.

@@ -1,7 +1,6 @@
 #include "transport/check.h"
 
 #include <algorithm>
-#include <charconv>
 #include <limits>
 
 #include "kernels/types.h"
@@ -201,19 +200,6 @@ const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector
   if (call && header.call.root >= static_cast<int>(ranks.size()))
     return "a root that is no rank of the group";
   return nullptr;
-}
-
-const char* flaw_of_text(const std::string& text, int size) {
-  const char* at = text.data();
-  const char* end = at + text.size();
-  while (at != end && *at != '\n') {
-    int rank = -1;
-    auto [next, error] = std::from_chars(at, end, rank);
-    if (error != std::errc() || rank < 0 || rank >= size || next == end || *next != ' ')
-      return "an error of ranks that are not in the group";
-    at = next + 1;
-  }
-  return at == end ? "an error that is not one" : nullptr;
 }
 
 std::size_t clipped(const char* text, std::size_t bytes, std::size_t limit) {

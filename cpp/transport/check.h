@@ -39,9 +39,6 @@ const char* flaw_of(const FrameHeader& header, const LinkState& link);
 // The same for what depends on the group: its members' global ranks, in order.
 const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector<int>& ranks);
 
-// The same for the payload of a kBroken frame of a group of `size` ranks.
-const char* flaw_of_text(const std::string& text, int size);
-
 // The same for the shape of a point-to-point message of `total` bytes.
 const char* flaw_of_shape(const Shape& shape, std::uint64_t total);
 

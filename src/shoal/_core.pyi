@@ -1,15 +1,20 @@
 """The native module, as far as Python uses it; the classes are described in ``cpp/``."""
 
+import enum
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Lock
 from types import CodeType, FrameType
 from typing import Any, Protocol
+from weakref import ReferenceType
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
 from .future import Future
+from .future.source import FutureSource
 from .spec import OpKind
+from .streams import DeviceEvents
 
 # -- cpp/reducer --------------------------------------------------------------------------------
 
@@ -24,11 +29,26 @@ def gradient_hook(
     views: list[Tensor],
     addresses: list[int],
     as_view: bool,
-    arrived: Callable[[int, int, bool], None],
+    arrived: Callable[[int, Mark, bool], None],
 ) -> Callable[[Tensor], None]: ...
 def values_are(dictionaries: list[Any], values: list[object]) -> bool: ...
 
 OUTCOME: int
+
+class Mark(enum.Enum):
+    """What follows from the arrival of a gradient."""
+
+    IGNORED = ...  # no pass is open: the gradient is not reduced
+    ARRIVED = ...  # it is recorded; nothing else is to do
+    PROCEED = ...  # it was the first of its pass, or more buckets are ready
+    UNEXPECTED = ...  # it had arrived as often as expected
+
+class PassEnd(enum.Enum):
+    """How a pass ended."""
+
+    NOTHING = ...  # no gradient arrived; the expected pass may still come
+    WELL = ...  # the averages are delivered
+    TROUBLE = ...  # gradients are missing on some rank, or ranks are in different steps
 
 class _Actions(Protocol):
     def fill(self, bucket: int) -> bool: ...
@@ -52,10 +72,10 @@ class Pass:
     def expect(self, counts: bool, copies: int) -> None: ...
     def ignore(self) -> None: ...
     def open(self) -> None: ...
-    def mark(self, parameter: int) -> int: ...
+    def mark(self, parameter: int) -> Mark: ...
     def begin(self, actions: _Actions, unreached: Sequence[int]) -> None: ...
     def launch(self, actions: _Actions) -> None: ...
-    def finish(self, actions: _Actions, interrupted: bool = False, shadow: bool = False) -> int: ...
+    def finish(self, actions: _Actions, interrupted: bool = False, shadow: bool = False) -> PassEnd: ...
     def tail(self) -> list[float]: ...
     def flags(self, present: Sequence[bool]) -> list[int]: ...
     def decode_tail(self, mean: Sequence[float], epsilon: float) -> None: ...
@@ -82,16 +102,166 @@ class Pass:
 # -- cpp/engine ---------------------------------------------------------------------------------
 
 def learn_tensors(tensor_class: type[Tensor]) -> None: ...
-def learn_calls(scope: ContextVar[Any], dtypes: tuple[dtype, ...]) -> None: ...
+def learn_calls(scope: ContextVar[Any], dtypes: tuple[torch.dtype, ...]) -> None: ...
 def learn_futures(future_class: type[Future[Any]], wait: Callable[..., Any]) -> None: ...
+
+class ErrorCode(enum.Enum):
+    PEER_LOST = ...
+    MISMATCH = ...
+    TIMEOUT = ...
+    ABORTED = ...
+    CLOSED = ...
+    OUT_OF_MEMORY = ...
+    FORKED = ...
+    WIRE = ...
+    CANCELLED = ...
+
+class Kind(enum.Enum):
+    """The kind of an operation; the names and values are those of :class:`shoal.spec.OpKind`."""
+
+    ALL_REDUCE = ...
+    REDUCE = ...
+    BROADCAST = ...
+    ALL_GATHER = ...
+    REDUCE_SCATTER = ...
+    GATHER = ...
+    SCATTER = ...
+    ALL_TO_ALL = ...
+    BARRIER = ...
+    SEND = ...
+    RECV = ...
+
+class Fault(enum.Enum):
+    """A point where a process can be made to die, for tests."""
+
+    NONE = ...
+    WRITING = ...
+    REDUCED = ...
+    FINISHED = ...
+    GAVE_UP = ...
+
+class AgreementOutcome(enum.Enum):
+    """The names are those of :class:`shoal.backend.agreements.AgreementOutcome`."""
+
+    OPEN = ...
+    DECIDED = ...
+    LEFT_OUT = ...
+    NO_QUORUM = ...
+    CLOSED = ...
+
+class AgreementOp(enum.Enum):
+    """The names are those of :class:`shoal.backend.agreements.Op`."""
+
+    DIFFERS = ...
+    AND = ...
+    OR = ...
+    MIN = ...
+    MAX = ...
+    SUM = ...
+    COMMON = ...
+    GATHER = ...
+    REBUILD = ...
+    GROW = ...
+
+class LostRank:
+    """The loss of one rank of a group."""
+
+    rank: int
+    cause: str
+    reporter: int  # the rank that observed the loss; -1: this one
+
+class Error:
+    """Why a group or an operation failed, see ``cpp/engine/error.h``."""
+
+    code: ErrorCode
+    text: str
+    ranks: list[int]
+    subject: str
+    lost: list[LostRank]
+    reporter: int
+    operation: str
+    absence: str
+    completed: int
+
+class Message:
+    """A received message; ``data`` is None if the receive had a buffer."""
+
+    data: Any
+    source: int
+    tag: int
+    dtype: int
+    dims: list[int]
+
+class AgreementNews:
+    """The state of an agreement."""
+
+    outcome: AgreementOutcome
+    op: AgreementOp | None
+    value: bytes
+    called: list[AgreementOp]
+    ranks: list[int]
+    ballot: int | None
+    proposal: bytes | None
 
 class Operation:
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> bool: ...
-    def error(self) -> tuple[int, str, list[int], int] | None: ...
+    def error(self) -> Error | None: ...
     def announce(self, ticket: int) -> bool: ...
     def cancel(self) -> bool: ...
-    def received(self) -> tuple[Any, int, int, int, list[int]]: ...
+    def received(self) -> Message: ...
+
+class Record:
+    """The flight recorder's record of one operation, see :class:`shoal.recorder.Entry`."""
+
+    submitted: int
+    ended: int
+    number: int
+    key: int
+    count: int
+    tag: int
+    root: int
+    peer: int
+    kind: OpKind
+    dtype: torch.dtype | None
+    future: ReferenceType[Any]
+    failure: str | None
+
+    def __init__(
+        self,
+        future: object,
+        kind: OpKind,
+        number: int,
+        key: int,
+        dtype: torch.dtype | None,
+        count: int,
+        root: int = -1,
+        peer: int = -1,
+        tag: int = -1,
+    ) -> None:
+        """Record an operation that is submitted now; ``future`` is referenced weakly."""
+
+class FutureFields:
+    """The fields of :class:`shoal.future.state.FutureState`, which the core reads and writes.
+
+    Attributes:
+        _claims: one list for each thread that met the completion; the thread of the first one publishes the
+            outcome.
+        _subscribers: called on completion, in order.  If not None, the source was asked to notify.
+    """
+
+    _claims: list[list[Any]]
+    _source: FutureSource | None
+    _finish: Callable[[], Any] | None
+    _value: Any
+    key: int | None
+    _keep: object
+    _device: DeviceEvents | None
+    _error: BaseException | None
+    _subscribers: list[Callable[[Any], None]] | None
+    record: Record | None
+    _callbacks: int
+    _done: bool
 
 class Source:
     def __init__(self, channel: object, operation: Operation, keep: object) -> None: ...
@@ -110,7 +280,7 @@ class Shortcut:
         channel: object,
         lock: Lock,
         ident: int,
-        append: Callable[[list[Any]], None] | None,
+        append: Callable[[Record], None] | None,
     ) -> None: ...
     def submit(
         self,
@@ -150,15 +320,13 @@ class Group:
         timeout: float,
     ) -> Operation: ...
     def broken(self) -> bool: ...
-    def failure(self) -> tuple[int, str, list[int], int] | None: ...
+    def failure(self) -> Error | None: ...
     def abort(self, reason: str) -> None: ...
     def last_completed(self) -> int: ...
     def fence(self, ranks: list[int], timeout: float) -> list[int]: ...
     def vote_limit(self) -> int: ...
-    def agree(self, op: int, value: bytes, timeout: float) -> int | None: ...
-    def agreed(
-        self, number: int, timeout: float
-    ) -> tuple[int, int | None, bytes | None, list[int] | None, tuple[int, bytes | None] | None]: ...
+    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> int | None: ...
+    def agreed(self, number: int, timeout: float) -> AgreementNews: ...
     def ask_witness(self, ballot: int, proposal: bytes | None, kept: bytes) -> bytes | None: ...
     def tell_witness(self, number: int, ballot: int, proposal: bytes | None, kept: bytes) -> None: ...
     def losses(self) -> tuple[list[int], list[int]]: ...
@@ -212,7 +380,7 @@ class Context:
     def sever(self, peer: int) -> None: ...
     def held(self) -> tuple[int, int, int, int]: ...
     def hush(self, silent: bool) -> None: ...
-    def die_at(self, point: int) -> None: ...
+    def die_at(self, point: Fault) -> None: ...
 
 # -- cpp/bind/packed.cc ---------------------------------------------------------------------------
 
@@ -276,18 +444,27 @@ class Letter:
     def describe(self, text: str) -> None:
         """Say what runs for this call, for the error of a caller whose time is over; at most 200 bytes."""
 
+class CallEnd(enum.Enum):
+    """Why a call has no reply."""
+
+    TIMEOUT = ...  # the deadline passed
+    CANCELLED = ...  # by Call.cancel
+    LOST = ...  # the peer ended, or was dropped
+    CLOSED = ...  # the post was closed
+    REFUSED = ...  # the mailbox is closed at the callee, or one of the two has no memory for the letter
+    UNSENT = ...  # by Post.give_up
+
+class CallFailure:
+    """Why a call has no reply."""
+
+    end: CallEnd
+    text: str
+
 class Call:
     """A request on its way.  Any thread may use it; letting go of it does not cancel the call.
 
     A call ends exactly once: with a reply, or with an error (see :meth:`error`).
     """
-
-    TIMEOUT: int
-    CANCELLED: int
-    LOST: int
-    CLOSED: int
-    REFUSED: int
-    UNSENT: int
 
     @property
     def peer(self) -> int: ...
@@ -314,15 +491,12 @@ class Call:
         call goes on.  None waits as long as the call lasts.
         """
 
-    def error(self) -> tuple[int, str] | None:
-        """None if the call is pending or has a reply, else (code, text); does not block.
+    def error(self) -> CallFailure | None:
+        """The failure of the call; None while it is pending, or if it has a reply.  Does not block.
 
-        ``TIMEOUT``: its deadline passed; the text says what the callee's post knew of the call if it has
-        answered ("never received", "queued behind 3", "running for 3.2 s in fn"), else what is known
-        here ("takes nothing for 5 s, 812 letters queued").  ``CANCELLED``: by :meth:`cancel`.  ``LOST``:
-        the peer ended, or was dropped; the text says why.  ``CLOSED``: the post was closed.  ``REFUSED``:
-        the mailbox is closed at the callee, or one of the two has no memory for the letter.  ``UNSENT``: by
-        :meth:`Post.give_up`, with its text.
+        The text of a timeout is what the callee's post knew of the call, if it has answered ("never
+        received", "queued behind 3", "running for 3.2 s in fn"), else what is known here ("takes nothing for
+        5 s, 812 letters queued").
         """
 
     def reply(self) -> Letter:
@@ -592,6 +766,11 @@ def guarded_handler(handler: object) -> Callable[[int, FrameType | None], Any] |
 # -- cpp/kernels --------------------------------------------------------------------------------
 
 class kernels:
+    class RedOp(enum.Enum):
+        """A reduction; the names and values are those of :class:`shoal.spec.ReduceOp`."""
+
+        SUM = ...
+
     class Reduction:
         def __init__(self, dtype: int, op: int, divisor: int = 1) -> None: ...
 

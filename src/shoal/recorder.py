@@ -1,9 +1,9 @@
 """The flight recorder: the last operations of a group, for the moment when something hangs or fails.
 
-It is always on, so recording costs next to nothing: one list of plain values per operation, appended
-to a ring.  No group or engine marks completion: the future itself writes the time and what failed into
-that list (its ``record``) when somebody first sees it complete; and for operations that nobody waited
-for, reading the record asks the future.  A record refers to its future weakly: it keeps no tensor alive.
+It is always on, so recording costs next to nothing: one small object of the core per operation, appended
+to a ring.  No group or engine marks completion: the future writes the time and the failure to its ``record``
+when a thread first sees it complete, and reading the record of an operation that no thread waited for asks
+the future.  A record refers to its future weakly: it keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
-from weakref import ref
 
 import msgspec
 import torch
 
+from ._core import Record
 from .common.copy_refusal import refuses_copies
 from .future import Future
 from .spec import OpKind
-
-#: Elements of a record before the last two, which the future fills in: time and failure.
-_FIELDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +77,9 @@ class FlightRecorder:
     def __init__(self, group: str, rank: int, size: int = 1024) -> None:
         self._group = group
         self._rank = rank
-        self._ring: deque[list[Any]] = deque(maxlen=size)
-        #: Takes a record as :meth:`add` makes it: cpp/bind/shortcut.cc makes its own.
-        self.append: Callable[[list[Any]], None] = self._ring.append
+        self._ring: deque[Record] = deque(maxlen=size)
+        #: Adds a record, for :meth:`add` and for cpp/bind/shortcut.cc.
+        self.append: Callable[[Record], None] = self._ring.append
 
     def add(
         self,
@@ -97,7 +94,7 @@ class FlightRecorder:
         tag: int = -1,
     ) -> None:
         """Record that an operation was submitted; the arguments are as in :class:`Entry`."""
-        record = [monotonic_ns(), kind, number, key, dtype, count, root, peer, tag, ref(future), 0, None]
+        record = Record(future, kind, number, key, dtype, count, root, peer, tag)
         self.append(record)
         future.note_in(record)
 
@@ -142,31 +139,30 @@ class FlightRecorder:
         )
 
 
-def _entry(record: list[Any]) -> Entry:
-    submitted, kind, number, key, dtype, count, root, peer, tag, reference = record[:_FIELDS]
-    future = reference()
+def _entry(record: Record) -> Entry:
+    future = record.future()
     if future is not None:
-        future.done()  # the future takes note of a completion that nobody has seen yet
-    ended, failure = record[_FIELDS:]
-    if ended:
-        state = "completed" if failure is None else "failed"
+        future.done()  # the future writes a completion that no thread has seen yet to the record
+    if record.ended:
+        state = "completed" if record.failure is None else "failed"
     elif future is None:
         state = "released"
     else:
         state = "submitted"
+    dtype = record.dtype
     return Entry(
-        kind=OpKind(kind).name.lower(),
-        number=number,
-        key=key,
-        dtype="" if dtype is None or kind == OpKind.BARRIER else str(dtype).removeprefix("torch."),
-        count=count,
-        root=root,
-        peer=peer,
-        tag=tag,
+        kind=record.kind.name.lower(),
+        number=record.number,
+        key=record.key,
+        dtype="" if dtype is None or record.kind is OpKind.BARRIER else str(dtype).removeprefix("torch."),
+        count=record.count,
+        root=record.root,
+        peer=record.peer,
+        tag=record.tag,
         state=state,
-        submitted=submitted,
-        ended=ended,
-        failure=failure or "",
+        submitted=record.submitted,
+        ended=record.ended,
+        failure=record.failure or "",
     )
 
 

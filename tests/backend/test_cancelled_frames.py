@@ -24,6 +24,7 @@ from .test_frames import (
     RECV,
     SEND,
     WITHDRAWN,
+    ErrorCode,
     Frame,
     Rank,
     control,
@@ -96,7 +97,7 @@ def test_the_rest_of_a_message_that_was_granted_is_dropped(rank: Rank) -> None:
     rank.send(rest())
     meet(rank, 2)
     assert bool((x == GIVEN_BACK).all())
-    assert operation.error()[0] == 9
+    assert operation.error().code is ErrorCode.CANCELLED
     assert not rank.group.broken()
 
 
@@ -139,7 +140,7 @@ def test_the_rest_of_a_message_that_was_taken_back_ends_the_connection(rank: Ran
     assert heard(rank.peer) == (GRANT, 0)
     rank.send(withdrawn(), rest())
     assert operation.wait(PATIENCE)
-    assert operation.error()[0] == 8
+    assert operation.error().code is ErrorCode.WIRE
     assert bool((x[EAGER // 4 :] == 0).all())
 
 
@@ -155,7 +156,7 @@ def test_an_unread_message_that_is_taken_back_is_dropped(by: str) -> None:
             meet(rank, 3)
         else:
             rank.peer.close()
-            assert rank.receive(rank.group).error()[0] == 1
+            assert rank.receive(rank.group).error().code is ErrorCode.PEER_LOST
         until(lambda: rank.context.held()[1] == 0)
     finally:
         rank.close()
@@ -192,7 +193,7 @@ def test_a_receive_from_anybody_forgets_the_half_message_of_one_that_died() -> N
         ends[0][1].sendall(first().encoded()[:-10])
         ends[0][1].close()
         assert doomed.wait(PATIENCE)
-        assert (doomed.error()[0], doomed.error()[2]) == (1, [1])
+        assert (doomed.error().code, doomed.error().ranks) == (ErrorCode.PEER_LOST, [1])
         assert context.lost() == [1]
         twos = torch.full((EAGER // 4,), 2.0).numpy().tobytes()
         ends[1][1].sendall(first(source=2, payload=twos).encoded())

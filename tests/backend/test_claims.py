@@ -36,7 +36,6 @@ def test_an_outcome_that_python_publishes_while_c_is_about_to_is_published_once(
     def between(group: ProcessGroup) -> None:
         channel: Any = group._channel
         core = channel._core.collective(OpKind.BARRIER, [], [], 0, 0, SUM.code, -1, [], 0, 0, 30.0)
-        record: list[Any] = [0, OpKind.BARRIER, -1, 0, None]
         told: list[int] = []
         children: list[Future[None]] = []
 
@@ -47,12 +46,13 @@ def test_an_outcome_that_python_publishes_while_c_is_about_to_is_published_once(
                 getattr(future, how)()
 
         future: Future[int] = _CoreFuture(_core.Source(channel, core, Last(meddle)), value=7)
+        record = _core.Record(future, OpKind.BARRIER, -1, 0, None, 0)
         future.note_in(record)
         assert future.wait() == 7
-        ended = record[-2]
+        ended = record.ended
         assert ended > 0
         assert future.then(lambda f: f.value()).wait(30) == 7
-        assert record[-2] == ended
+        assert record.ended == ended
         for child in children:
             child.wait(30)
         assert told == [7] * (how == "then")
@@ -93,10 +93,10 @@ def test_waits_questions_and_callbacks_at_once_agree_on_one_outcome(restless: No
         answers = list(threads.map(together, (lambda future: future.wait(), poll, tell)))
         assert all(answer is x for answer in (future.wait(), *answers))
         assert record is not None
-        ended = record[-2]
+        ended = record.ended
         assert told == [future]
         assert ended > 0
-        assert record[-2] == ended
+        assert record.ended == ended
 
     def at_once(group: ProcessGroup) -> None:
         with ThreadPoolExecutor(3) as threads:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from shoal import _core
-from shoal.backend.native.channel import error_of
+from shoal.backend.native.errors import exception_of
 from shoal.backend.native.shapes import packed
 from shoal.errors import GroupError, ProtocolError, WireError
 
@@ -25,6 +26,7 @@ PATIENCE = 30.0
 GROUP, LATE = 77, 78
 
 MESSAGE, MORE, GRANT, QUERY, REPLY, BROKEN, CLOSED, BYE, HEARTBEAT, CREDIT = range(1, 11)
+ErrorCode = _core.ErrorCode
 WITHDRAWN = 12
 SEND, RECV, ALL_REDUCE, BARRIER = 10, 11, 1, 9
 FLOAT32 = 1
@@ -40,6 +42,26 @@ def call(kind: int = ALL_REDUCE, dtype: int = FLOAT32, op: int = 0, root: int = 
 def shape(*sizes: int, dtype: int = FLOAT32, dims: int | None = None) -> bytes:
     head = struct.pack("<BB6x", dtype, len(sizes) if dims is None else dims)
     return (head + struct.pack(f"<{len(sizes)}Q", *sizes)).ljust(72, b"\0")
+
+
+def broken(
+    text: bytes = b"",
+    ranks: Sequence[int] = (),
+    lost: Sequence[tuple[int, int, bytes]] = (),
+    reporter: int = -1,
+) -> bytes:
+    """The payload of a BROKEN frame, see cpp/engine/error.h."""
+    losses = b"".join(struct.pack("<iiI", *loss[:2], len(loss[2])) + loss[2] for loss in lost)
+    head = struct.pack(f"<I{len(ranks)}i", len(ranks), *ranks)
+    return head + struct.pack("<I", len(lost)) + losses + struct.pack("<iI", reporter, 0) + text
+
+
+def check_cut_off(error: _core.Error) -> None:
+    """The connection to rank 1 was cut because of what it sent."""
+    assert (error.code, error.ranks, error.text) == (ErrorCode.WIRE, [1], "")
+    (loss,) = error.lost
+    assert (loss.rank, loss.reporter) == (1, -1)
+    assert loss.cause.startswith("it sent ")
 
 
 @dataclass(frozen=True)
@@ -124,11 +146,23 @@ LIES: dict[str, list[Frame]] = {
     "a question in another's name": [control(QUERY, source=0x7FFFFFF0)],
     "a reply of no kind": [control(REPLY, code=3)],
     "a reply in another's name": [control(REPLY, source=5)],
-    "an end without a cause": [control(BROKEN, payload=b"\n")],
-    "an end of an unknown cause": [control(BROKEN, code=99, payload=b"\n")],
+    "an end without a cause": [control(BROKEN, payload=broken())],
+    "an end of an unknown cause": [control(BROKEN, code=99, payload=broken())],
     "an end with a text too long": [control(BROKEN, code=4, payload=bytes(65537))],
-    "an end by ranks outside": [control(BROKEN, code=1, payload=b"0 2000000000 \nlost")],
-    "an end in another's name": [control(BROKEN, code=4, source=0x7FFFFFF0, payload=b"\n")],
+    "an end by ranks outside": [control(BROKEN, code=1, payload=broken(ranks=[0, 2_000_000_000]))],
+    "an end by a negative rank": [control(BROKEN, code=1, payload=broken(ranks=[-1]))],
+    "an end by the loss of a rank outside": [control(BROKEN, code=1, payload=broken(lost=[(2, -1, b"")]))],
+    "an end with a reporter outside the ranks": [control(BROKEN, code=1, payload=broken(reporter=2))],
+    "a loss with a reporter outside the ranks": [control(BROKEN, code=1, payload=broken(lost=[(1, 9, b"")]))],
+    "an end that breaks off in a rank number": [control(BROKEN, code=1, payload=broken(ranks=[1])[:7])],
+    "a rank count beyond the end": [control(BROKEN, code=1, payload=struct.pack("<I", 1 << 31))],
+    "a cause of a rank beyond the end": [
+        control(BROKEN, code=1, payload=struct.pack("<IIiiI", 0, 1, 1, -1, 0xFFFFFFF0) + bytes(40))
+    ],
+    "a subject of a rank beyond the end": [
+        control(BROKEN, code=4, payload=struct.pack("<IIiI", 0, 0, -1, 5) + b"four")
+    ],
+    "an end in another's name": [control(BROKEN, code=4, source=0x7FFFFFF0, payload=broken())],
     "a goodbye in another's name": [control(CLOSED, source=0x7FFFFFF0)],
     "a goodbye with a text": [control(CLOSED, payload=b"x")],
     "a goodbye for an unknown reason": [control(CLOSED, code=2)],
@@ -193,11 +227,10 @@ def test_a_frame_that_cannot_be_ends_the_connection(rank: Rank, lie: str) -> Non
     rank.send(*LIES[lie])
     rank.heard()
     operation = rank.receive(rank.group, tag=2)
-    code, text, ranks, _ = operation.error()
-    assert (code, ranks) == (8, [1])
-    assert "rank 1 is lost: it sent " in text
-    error = error_of(operation.error())
+    check_cut_off(operation.error())
+    error = exception_of(operation.error(), 0, "pair")
     assert isinstance(error, ProtocolError)
+    assert re.match(r"recv .* on rank 0 of group 'pair' .* failed: rank 1 is lost: it sent ", str(error))
     assert isinstance(error, (WireError, GroupError))
     assert error.ranks == (1,)
 
@@ -210,8 +243,8 @@ def test_a_frame_that_came_before_its_group_is_checked_when_the_group_is_made(ra
     assert rank.receive(rank.group).error() is None  # so what was sent before has arrived, too
     late = rank.make(LATE)
     rank.heard()
-    assert rank.receive(late).error()[0] == 8
-    assert rank.receive(rank.group, tag=2).error()[0] == 8
+    assert rank.receive(late).error().code is ErrorCode.WIRE
+    assert rank.receive(rank.group, tag=2).error().code is ErrorCode.WIRE
 
 
 @pytest.mark.parametrize("lie", OF_THE_GROUP)
@@ -219,33 +252,33 @@ def test_a_group_ends_by_such_a_frame_of_a_peer_that_has_left_since(rank: Rank, 
     rank.send(*(replace(frame, group=LATE) for frame in LIES[lie]))
     rank.send(control(CLOSED, group=LATE, channel=9), ours(BYE))
     rank.peer.close()
-    assert rank.receive(rank.group).error()[0] == 5  # so the goodbyes have arrived, and all before them
+    assert (
+        rank.receive(rank.group).error().code is ErrorCode.CLOSED
+    )  # so the goodbyes have arrived, and all before them
     late = rank.make(LATE)
     barrier = late.collective(BARRIER, [], [], 0, 0, 0, -1, [], 0, 0, PATIENCE / 3)
     assert barrier.wait(PATIENCE)
-    code, text, ranks, _ = barrier.error()
-    assert (code, ranks) == (8, [1])
-    assert "rank 1 is lost: it sent " in text
+    check_cut_off(barrier.error())
 
 
 def test_the_frames_that_lies_are_made_of_are_legal(rank: Rank) -> None:
-    text = control(BROKEN, code=4, group=LATE, payload=b"1 \nbecause of \xff\xfe")
+    text = control(BROKEN, code=4, group=LATE, payload=broken(b"because of \xff\xfe", ranks=[1]))
     rank.send(
         Frame(), ours(HEARTBEAT), control(QUERY), control(QUERY, code=1, rest=call()), control(REPLY), text
     )
     rank.send(replace(WITHHELD, message=2), Frame(message=3, total=0, rest=shape(0), payload=b""))
     first = rank.receive(rank.group)
     assert first.error() is None
-    _, source, tag, dtype, dims = first.received()
-    assert (source, tag, dtype, dims) == (1, 1, FLOAT32, [5])
+    message = first.received()
+    assert (message.source, message.tag, message.dtype, message.dims) == (1, 1, FLOAT32, [5])
     second = rank.group.message(RECV, [], 1, 1, 0, [], PATIENCE)
     rank.send(Frame(MORE, message=2, payload=bytes(range(20))))
     assert second.wait(PATIENCE)
-    assert torch.from_dlpack(second.received()[0]).tolist() == list(range(20))
-    assert rank.receive(rank.group).received()[4] == [0]
-    code, message, ranks, _ = rank.make(LATE).failure()
-    assert (code, ranks) == (4, [1])
-    assert message.startswith("because of \\xff\\xfe")
+    assert torch.from_dlpack(second.received().data).tolist() == list(range(20))
+    assert rank.receive(rank.group).received().dims == [0]
+    failure = rank.make(LATE).failure()
+    assert (failure.code, failure.ranks, failure.reporter) == (ErrorCode.ABORTED, [1], 1)
+    assert failure.text == "because of \\xff\\xfe"
     assert not rank.group.broken()
 
 
@@ -271,7 +304,7 @@ def test_the_rest_of_a_message_is_what_was_announced(rank: Rank, wrong: Callable
         pass
     rank.send(wrong(Frame(MORE)))
     assert operation.wait(PATIENCE)
-    assert operation.error()[0] == 8
+    assert operation.error().code is ErrorCode.WIRE
 
 
 @pytest.mark.parametrize("sizes", [[2] * 10, [1] * 30 + [3], [0] * 12, [1] * 9])
@@ -283,7 +316,7 @@ def test_a_shape_of_many_dimensions_is_legal(rank: Rank, sizes: list[int]) -> No
     rank.send(Frame(total=4 * count, rest=shape(*words), payload=bytes(4 * count)))
     operation = rank.receive(rank.group)
     assert operation.error() is None
-    assert operation.received()[4] == words
+    assert operation.received().dims == words
 
 
 def test_memory_that_a_peer_could_cut_is_not_mapped() -> None:

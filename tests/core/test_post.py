@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal._core import Call, Letter, Part, Post
+from shoal._core import Call, CallEnd, Letter, Part, Post
 from shoal.testing.leaks import no_leaks
 from tests.support.waiting import until
 
@@ -103,9 +103,10 @@ def open_files() -> Iterator[str]:
             yield os.readlink(f"/proc/self/fd/{name}")
 
 
-def outcome(call: Call) -> tuple[int, str] | None:
+def outcome(call: Call) -> tuple[CallEnd, str] | None:
     assert call.wait(BACKSTOP), "the call hangs"
-    return call.error()
+    failure = call.error()
+    return failure and (failure.end, failure.text)
 
 
 def test_heads_and_parts_of_all_sizes_come_back_as_they_were(two: Two) -> None:
@@ -158,8 +159,8 @@ def test_an_overdue_call_says_what_its_callee_knows_of_it(two: Two) -> None:
         letter = letters[0]
         letter.describe("module.fn")
         queued = [two.call(timeout=timeout) for _ in range(2)]
-        ends = [outcome(call) or (0, "") for call in (running, *queued)]
-        assert [code for code, _ in ends] == [Call.TIMEOUT] * 3
+        ends = [outcome(call) or (None, "") for call in (running, *queued)]
+        assert [end for end, _ in ends] == [CallEnd.TIMEOUT] * 3
         until(letter.cancelled)
         until(lambda: two.callee.waiting(0) == 0)
         # Nor has the machine stood still between the call and its description.
@@ -180,7 +181,7 @@ def test_a_cancelled_call_ends_at_once_and_its_handler_hears_of_it(two: Two) -> 
     assert running.cancel()
     assert not running.cancel()
     assert queued.cancel()
-    assert outcome(running) == outcome(queued) == (Call.CANCELLED, "cancelled")
+    assert outcome(running) == outcome(queued) == (CallEnd.CANCELLED, "cancelled")
     assert two.callee.completions(BACKSTOP) == [77]
     assert letter.cancelled()
     assert letter.announce(78)
@@ -201,7 +202,7 @@ def test_tickets_tell_of_calls_of_the_neglected_inbox_and_of_a_loss(two: Two) ->
     two.callee.close(BACKSTOP)
     assert two.caller.completions(BACKSTOP) == [1]
     assert two.caller.lost(two.to) == "it has left"
-    assert outcome(two.call()) == (Call.LOST, "it has left")
+    assert outcome(two.call()) == (CallEnd.LOST, "it has left")
     assert not two.caller.post(two.to, 0, b"", [], None, 1.0)
 
 
@@ -238,7 +239,7 @@ def test_a_dropped_peer_fails_its_calls_and_keeps_what_it_sent(two: Two) -> None
     until(lambda: two.callee.waiting(3) == 1)
     call = two.call()
     two.caller.drop(two.to, "no more of this")
-    assert outcome(call) == (Call.LOST, "no more of this")
+    assert outcome(call) == (CallEnd.LOST, "no more of this")
     assert two.callee.completions(BACKSTOP) == [1]
     assert two.taken(3).head == b"before"
 
@@ -248,8 +249,8 @@ def test_a_flooding_caller_waits_and_learns_that_nothing_is_taken(two: Two) -> N
     calls = []
     while two.caller.stats()["queued"] <= (64 << 20) - len(head):
         calls.append(two.call(head))
-    code, text = outcome(two.call(head, timeout=0.2)) or (0, "")
-    assert code == Call.TIMEOUT
+    end, text = outcome(two.call(head, timeout=0.2)) or (None, "")
+    assert end is CallEnd.TIMEOUT
     assert re.fullmatch(r"takes nothing for [\d.]+ s, 3\d\d letters queued", text)
     assert two.callee.stats()["letters"] * len(head) <= 8 << 20
     assert two.caller.stats()["queued"] <= 65 << 20
@@ -298,9 +299,9 @@ def test_a_released_mailbox_refuses_calls_and_wakes_its_reader(two: Two) -> None
     two.callee.release(4)
     reader.join(BACKSTOP)
     assert answers == [None]
-    assert outcome(two.call(mailbox=4)) == (Call.REFUSED, "its mailbox is closed")
+    assert outcome(two.call(mailbox=4)) == (CallEnd.REFUSED, "its mailbox is closed")
     assert two.callee.take(4, BACKSTOP, 1) is None
-    assert outcome(two.call(mailbox=6)) == (Call.REFUSED, "its mailbox is closed")
+    assert outcome(two.call(mailbox=6)) == (CallEnd.REFUSED, "its mailbox is closed")
     two.callee.open(4)
     call = two.call(mailbox=4)
     assert two.callee.reply(two.taken(4), b"", [], None)
@@ -329,8 +330,8 @@ def test_a_close_ends_whatever_waits() -> None:
             thread.join(BACKSTOP)
         assert sorted(ends, key=str) == [None, [1]]
         assert two.caller.completions(None) is None
-        assert outcome(call) == (Call.CLOSED, "the post was closed")
-        assert outcome(two.call()) == (Call.CLOSED, "the post is closed")
+        assert outcome(call) == (CallEnd.CLOSED, "the post was closed")
+        assert outcome(two.call()) == (CallEnd.CLOSED, "the post is closed")
         two.close()
 
 
@@ -339,8 +340,8 @@ def test_silence_counts_as_death_where_no_process_is_watched() -> None:
         two = Two("tcp", heartbeat=0.4)
         call = two.call()
         two.callee.hush(True)
-        code, text = outcome(call) or (0, "")
-        assert code == Call.LOST
+        end, text = outcome(call) or (None, "")
+        assert end is CallEnd.LOST
         assert text.startswith("nothing was heard from its host for ")
         two.close()
 
@@ -441,8 +442,8 @@ def test_a_killed_peer_fails_its_calls_after_its_last_words() -> None:
         until(lambda: post.waiting(8) == 1)
         child.send_signal(signal.SIGKILL)
         child.wait()
-        code, text = outcome(call) or (0, "")
-        assert code == Call.LOST
+        end, text = outcome(call) or (None, "")
+        assert end is CallEnd.LOST
         assert text in ("its process has ended", "its connection closed")
         assert post.completions(BACKSTOP) == [1]
         letters = post.take(8, 0.0, 5)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any, SupportsIndex
+from typing import Any
 
 import pytest
 
@@ -31,16 +31,25 @@ pytestmark = pytest.mark.concurrency
 FILES = {future.__file__, state.__file__}
 
 
-class Record(list[Any]):
-    """A recorder's list that knows how often completion was noted in it."""
+class Record:
+    """A recorder's record that counts how often completion was written to it."""
+
+    kind = OpKind.BARRIER
+    number = -1
+    failure: str | None = None
 
     def __init__(self) -> None:
-        super().__init__([0, OpKind.BARRIER, -1, 0, None])
         self.notes = 0
+        self._ended = 0
 
-    def __setitem__(self, index: SupportsIndex | slice, value: Any) -> None:
-        super().__setitem__(index, value)
-        self.notes += index == -2
+    @property
+    def ended(self) -> int:
+        return self._ended
+
+    @ended.setter
+    def ended(self, moment: int) -> None:
+        self._ended = moment
+        self.notes += 1
 
 
 class YieldingSource(ManualSource):
@@ -140,7 +149,7 @@ def _many_at_once(
     assert outcomes == [expected] * len(actors)
     assert called == [expected] * 2
     assert record.notes == 1
-    assert (record[-1] is None) == (error is None)
+    assert (record.failure is None) == (error is None)
     outcome = "done with int" if error is None else "failed with PeerLost"
     assert repr(subject) == f"<shoal.Future of barrier {outcome}>"
 

@@ -26,6 +26,7 @@ from shoal.errors import (
 )
 from shoal.rpc import Agent, Peer
 from shoal.rpc import closing as ends
+from shoal.rpc.connection.post import CallEnd
 from shoal.testing import Agents, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -121,7 +122,7 @@ def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
     (after,) = incoming(b, "a")
     assert before < after
     assert letter.wait(PATIENCE)
-    assert letter.error()[0] == letter.LOST
+    assert letter.error().end is CallEnd.LOST
     assert log.noted().wait() == [1, 2]
 
 

@@ -3,49 +3,61 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, Protocol, TypeAlias
-
-#: of a leader to the witness: its ballot, and what it proposes; None: it asks for a promise
-WitnessRequest: TypeAlias = tuple[int, bytes | None]
+from typing import NamedTuple, Protocol
 
 
-class Op(enum.IntEnum):
-    """How votes become one value; the numbers are those of ``cpp/agreement/decision.h``."""
+class WitnessRequest(NamedTuple):
+    """A leader's request to the witness.
 
-    DIFFERS = 0  # only of a decision: the ranks called with different ones; its value has one byte for each
-    AND = 1
-    OR = 2
-    MIN = 3
-    MAX = 4
-    SUM = 5
-    COMMON = 6
-    GATHER = 7
-    REBUILD = 8  # as GATHER, of a call of ``rebuild``
-    GROW = 9  # as AND, of ranks that take others in: waits for every rank that lives
+    Attributes:
+        ballot: of the leader.
+        proposal: the decision that it proposes; None: it asks for a promise.
+    """
+
+    ballot: int
+    proposal: bytes | None
 
 
-class AgreementOutcome(enum.IntEnum):
-    """What became of an agreement on this rank."""
+class Op(enum.Enum):
+    """The operation that makes one value of the votes."""
 
-    OPEN = 0
-    DECIDED = 1
-    LEFT_OUT = 2  # the others go on without this rank
-    NO_QUORUM = 3  # the time is up
-    CLOSED = 4  # this rank has closed the group
+    DIFFERS = enum.auto()  # only of a decision: the ranks called with different ones
+    AND = enum.auto()
+    OR = enum.auto()
+    MIN = enum.auto()
+    MAX = enum.auto()
+    SUM = enum.auto()
+    COMMON = enum.auto()
+    GATHER = enum.auto()
+    REBUILD = enum.auto()  # as GATHER, for a call of ``rebuild``
+    GROW = enum.auto()  # as AND, for ranks that admit others: waits for every surviving rank
+
+
+class AgreementOutcome(enum.Enum):
+    """The outcome of an agreement on this rank."""
+
+    OPEN = enum.auto()
+    DECIDED = enum.auto()
+    LEFT_OUT = enum.auto()  # the others continue without this rank
+    NO_QUORUM = enum.auto()  # the timeout expired
+    CLOSED = enum.auto()  # this rank has closed the group
 
 
 class News(NamedTuple):
     """What is known of an agreement.
 
     Attributes:
-        op: of the decision, with its value and the ranks that go on (after DIFFERS: those whose ops the value
-            has); None: there is none.
-        request: for the witness, to be told once it is answered.
+        op: of the decision; None: there is none.
+        value: of the decision.
+        called: if ``op`` is DIFFERS, the operation that each of ``ranks`` called.
+        ranks: of the decision: the ranks that continue.
+        request: for the witness; its answer goes to :meth:`Agreeing.tell_witness`.
     """
 
     outcome: AgreementOutcome
     op: Op | None
     value: bytes
+    called: tuple[Op, ...]
     ranks: tuple[int, ...]
     request: WitnessRequest | None
 

@@ -41,7 +41,7 @@ class Future(FutureState[T]):
         device: for results on devices.
 
     Attributes:
-        record: the flight recorder's list (see :meth:`note_in`).
+        record: the flight recorder's record, or None (see :meth:`note_in`).
 
     Giving up a wait (a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
     """
@@ -197,7 +197,7 @@ class Future(FutureState[T]):
             state = f"{ended} with {type(by).__name__}"
         words = [state] if self.key is None else [f"{self.key:#x}", state]
         if (record := self.record) is not None:
-            words.insert(0, f"of {record[1].name.lower()}" + f" #{record[2]}" * (record[2] >= 0))
+            words.insert(0, f"of {record.kind.name.lower()}" + f" #{record.number}" * (record.number >= 0))
         return f"<shoal.Future {' '.join(words)}>"
 
     # -- inside --------------------------------------------------------------------------------

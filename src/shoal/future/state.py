@@ -27,6 +27,7 @@ from itertools import starmap
 from time import monotonic_ns
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+from .. import _core
 from ..common.copy_refusal import refuses_copies
 from ..common.wording import in_words
 from ..errors import InvalidFutureState, UsageError
@@ -51,27 +52,13 @@ WAIT_SLICE = 0.1
     "an operation in progress",
     "Wait for it and copy its value",
 )
-class FutureState(Generic[T]):
+class FutureState(_core.FutureFields, Generic[T]):
     """The inside of a future: its source, then its value or error, and its subscribers.
 
     Args: as for :class:`~shoal.Future`, whose only base this is.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_claims",
-        "_device",
-        "_done",
-        "_error",
-        "_finish",
-        "_keep",
-        "_source",
-        "_subscribers",
-        "_value",
-        "key",
-        "record",
-    )
+    __slots__ = ("__weakref__",)  # the core has the other fields
 
     _value: T
 
@@ -85,20 +72,12 @@ class FutureState(Generic[T]):
         keep: object = None,
         device: DeviceEvents | None = None,
     ) -> None:
-        self._done = False
-        #: A list of each thread that met the completion; the thread of the first one publishes the outcome.
-        self._claims: list[list[Any]] = []
         self._source = source
         self._finish = finish
         self._value = cast(T, value)
         self.key = key
         self._keep = keep
         self._device = device
-        self._error: BaseException | None = None
-        #: Called on completion, in order.  Once not None, the source was asked to notify.
-        self._subscribers: list[Callable[[Any], None]] | None = None
-        self.record: list[Any] | None = None
-        self._callbacks = 0
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -233,7 +212,7 @@ class FutureState(Generic[T]):
                 self._error = failure
                 self._device = None
                 if self.record is not None:
-                    self.record[-1] = in_words(failure)
+                    self.record.failure = in_words(failure)
 
     def _take_up(self, source: FutureSource, claim: list[Any]) -> None:
         """Go on where Ctrl-C cut :meth:`_settle` off."""
@@ -274,8 +253,8 @@ class FutureState(Generic[T]):
         record = self.record
         if record is not None:
             if error is not None:
-                record[-1] = in_words(error)
-            record[-2] = monotonic_ns()
+                record.failure = in_words(error)
+            record.ended = monotonic_ns()
         self._done = True
         self._source = self._finish = self._keep = None
         if self.record is not record:  # it was handed over meanwhile
@@ -285,13 +264,8 @@ class FutureState(Generic[T]):
 
     # -- the flight recorder -------------------------------------------------------------------
 
-    def note_in(self, record: list[Any]) -> None:
-        """Have completion noted in ``record``, once; at once if the future is complete.
-
-        Its second and third say which operation it is: the kind, a member of an enumeration, and the number.
-        Its last two elements, 0 and None before, become the time of ``time.monotonic_ns`` and the failure in
-        words, or None.
-        """
+    def note_in(self, record: _core.Record) -> None:
+        """Write the time of completion and the failure to ``record``, once; now if the future is complete."""
         # In words, because an exception would keep alive what its traceback refers to.
         self.record = record
         if self._done:
@@ -301,10 +275,10 @@ class FutureState(Generic[T]):
         """Note a completion that met the handing over of the record."""
         with pool.lock:
             record = self.record
-            if record is not None and not record[-2]:
+            if record is not None and not record.ended:
                 if self._error is not None:
-                    record[-1] = in_words(self._error)
-                record[-2] = monotonic_ns()
+                    record.failure = in_words(self._error)
+                record.ended = monotonic_ns()
 
     # -- subscribers ---------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from .validation.arguments import OperationCall
 T_co = TypeVar("T_co", covariant=True)
 
 #: those that ``agree`` takes
-_OPS = {op.name.lower(): op for op in Op if Op.AND <= op <= Op.GATHER}
+_OPS = {op.name.lower(): op for op in (Op.AND, Op.OR, Op.MIN, Op.MAX, Op.SUM, Op.COMMON, Op.GATHER)}
 _INTEGER = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
 _LOOK = 60.0  # seconds between looks at an agreement that says nothing
@@ -269,7 +269,7 @@ class _Following:
         return Agreement(_value(news.op, news.value), news.ranks, lost)
 
     def _differs(self, where: str, news: News) -> GroupError:
-        called = {rank: Op(op) for rank, op in zip(news.ranks, news.value, strict=True)}
+        called = dict(zip(news.ranks, news.called, strict=True))
         called.setdefault(self.spec.rank, self.op)
         ranks = {op: [rank for rank, other in called.items() if other is op] for op in called.values()}
         told = "; ".join(f"{ranks_named(those)} called {_call(op)}" for op, those in ranks.items())

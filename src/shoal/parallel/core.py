@@ -16,11 +16,11 @@ Pass = _core.Pass
 #: Stands for the outcome of a pass where ``Pass`` names a bucket.
 OUTCOME: int = _core.OUTCOME
 
-#: ``Pass.mark`` returns one of these.
-IGNORED, ARRIVED, PROCEED, UNEXPECTED = range(4)
+#: What ``Pass.mark`` returns.
+Mark = _core.Mark
 
-#: ``Pass.finish`` returns one of these.
-NOTHING, WELL, TROUBLE = range(3)
+#: What ``Pass.finish`` returns.
+PassEnd = _core.PassEnd
 
 #: Makes the hook of a gradient, which copies it into its bucket (``cpp/bind/reducer.cc``).
 gradient_hook = _core.gradient_hook

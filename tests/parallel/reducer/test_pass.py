@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.core import ARRIVED, IGNORED, NOTHING, OUTCOME, PROCEED, TROUBLE, UNEXPECTED, WELL, Pass
+from shoal.parallel.core import OUTCOME, Mark, Pass, PassEnd
 
 
 class Actions:
@@ -57,7 +57,7 @@ class Actions:
 def arrive(passes: Pass, actions: Actions, indices: Iterable[int], unreached: Sequence[int] = ()) -> None:
     """Gradients come, and the frontend does what their marks say."""
     for index in indices:
-        if passes.mark(index) == PROCEED:
+        if passes.mark(index) is Mark.PROCEED:
             if passes.arrived == 1:
                 passes.begin(actions, unreached)
             passes.launch(actions)
@@ -66,12 +66,12 @@ def arrive(passes: Pass, actions: Actions, indices: Iterable[int], unreached: Se
 def test_buckets_become_ready_in_the_order_of_their_index_only() -> None:
     passes = Pass([[2, 3], [0], [1]], [1] * 4)
     passes.open()
-    assert passes.mark(0) == PROCEED  # the first; bucket 1 is full but not bucket 0
-    assert passes.mark(3) == ARRIVED
+    assert passes.mark(0) is Mark.PROCEED  # the first; bucket 1 is full but not bucket 0
+    assert passes.mark(3) is Mark.ARRIVED
     assert passes.ready == 0
-    assert passes.mark(2) == PROCEED
+    assert passes.mark(2) is Mark.PROCEED
     assert passes.ready == 2
-    assert passes.mark(1) == PROCEED
+    assert passes.mark(1) is Mark.PROCEED
     assert passes.ready == 3
 
 
@@ -95,7 +95,7 @@ def test_any_order_of_arrival_makes_all_buckets_ready(sizes, random) -> None:
             left[index] -= 1
             full = [not any(left[member] for member in bucket) for bucket in members]
             assert passes.ready <= (full.index(False) if False in full else len(full))
-            assert mark == (PROCEED if passes.ready > before or passes.arrived == 1 else ARRIVED)
+            assert mark == (Mark.PROCEED if passes.ready > before or passes.arrived == 1 else Mark.ARRIVED)
         if arrivals:
             assert passes.ready == len(members) or not any(
                 expected[member] for bucket in members[passes.ready :] for member in bucket
@@ -108,8 +108,8 @@ def test_any_order_of_arrival_makes_all_buckets_ready(sizes, random) -> None:
 def test_a_gradient_that_comes_twice_is_noticed_and_those_that_do_not_come_are_listed() -> None:
     passes = Pass([[2, 1, 0]], [1] * 3)
     passes.open()
-    assert passes.mark(1) == PROCEED
-    assert passes.mark(1) == UNEXPECTED
+    assert passes.mark(1) is Mark.PROCEED
+    assert passes.mark(1) is Mark.UNEXPECTED
     assert passes.missing() == [0, 2]
     assert passes.arrived == 1
 
@@ -117,12 +117,12 @@ def test_a_gradient_that_comes_twice_is_noticed_and_those_that_do_not_come_are_l
 def test_a_gradient_is_complete_when_it_came_as_often_as_expected() -> None:
     passes = Pass([[0, 1]], [2, 0])
     passes.open()
-    assert passes.mark(0) == PROCEED
+    assert passes.mark(0) is Mark.PROCEED
     assert passes.ready == 0
     assert passes.missing() == [0]
-    assert passes.mark(0) == PROCEED
+    assert passes.mark(0) is Mark.PROCEED
     assert passes.ready == 1
-    assert passes.mark(1) == UNEXPECTED
+    assert passes.mark(1) is Mark.UNEXPECTED
 
 
 def test_a_skipped_gradient_that_comes_after_all_counts_until_its_bucket_is_ready() -> None:
@@ -130,45 +130,45 @@ def test_a_skipped_gradient_that_comes_after_all_counts_until_its_bucket_is_read
     passes.open()
     passes.begin(Actions(passes), [0, 2])
     assert passes.ready == 0
-    assert passes.mark(0) == PROCEED
+    assert passes.mark(0) is Mark.PROCEED
     assert passes.ready == 0
-    assert passes.mark(1) == PROCEED
+    assert passes.mark(1) is Mark.PROCEED
     assert passes.ready == 2
-    assert passes.mark(2) == UNEXPECTED
+    assert passes.mark(2) is Mark.UNEXPECTED
 
 
 def test_the_pass_that_is_learned_from_sends_nothing_before_its_end_and_shows_what_to_expect() -> None:
     passes = Pass([[0], [1], [2]], [1] * 3, learn=True)
     actions = Actions(passes)
     passes.open()
-    assert [passes.mark(index) for index in (0, 1, 0)] == [PROCEED, ARRIVED, ARRIVED]
+    assert [passes.mark(index) for index in (0, 1, 0)] == [Mark.PROCEED, Mark.ARRIVED, Mark.ARRIVED]
     passes.begin(actions, [])
     passes.launch(actions)
     assert not actions.calls
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
     assert actions.used == [True, True, False]
     assert passes.expected == [2, 1, 0]
     assert passes.take_order() == [1, 0, 2]
     passes.rebuild([[1], [0], [2]], passes.expected)
     passes.open()
-    assert [passes.mark(index) for index in (1, 0, 0)] == [PROCEED, ARRIVED, PROCEED]
+    assert [passes.mark(index) for index in (1, 0, 0)] == [Mark.PROCEED, Mark.ARRIVED, Mark.PROCEED]
     assert passes.ready == 3
 
 
 def test_gradients_count_only_in_a_pass_and_the_first_one_opens_an_armed_pass() -> None:
     passes = Pass([[1, 0]], [1, 1])
-    assert passes.mark(0) == IGNORED
+    assert passes.mark(0) is Mark.IGNORED
     assert passes.arrived == 0
     passes.expect(True, 1)
     assert not passes.opened
-    assert passes.mark(0) == PROCEED
+    assert passes.mark(0) is Mark.PROCEED
     assert passes.opened
     passes.close()
     assert not passes.opened
-    assert passes.mark(0) == IGNORED  # closing disarmed it
+    assert passes.mark(0) is Mark.IGNORED  # closing disarmed it
     passes.expect(True, 1)
     passes.ignore()
-    assert passes.mark(0) == IGNORED
+    assert passes.mark(0) is Mark.IGNORED
 
 
 def test_a_pass_without_gradients_stays_armed() -> None:
@@ -176,7 +176,7 @@ def test_a_pass_without_gradients_stays_armed() -> None:
     passes.expect(True, 1)
     passes.open()
     passes.close()
-    assert passes.mark(0) == PROCEED
+    assert passes.mark(0) is Mark.PROCEED
 
 
 @pytest.mark.parametrize("buckets", [[[0], [0]], [[0, 2]], [[1]]])
@@ -192,7 +192,7 @@ def test_buckets_are_sent_as_they_become_ready_and_the_outcome_costs_no_message(
     arrive(passes, actions, [1, 2])
     assert actions.calls == [("send", 0)]
     arrive(passes, actions, [0])
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
     assert actions.calls[1:] == [("send", 1), ("wait", 0), ("wait", 1), ("wait", OUTCOME)]
     assert actions.used == [True] * 3
     assert passes.number == 1
@@ -205,11 +205,11 @@ def test_a_pass_without_gradients_is_none_and_the_expected_one_may_yet_come() ->
     actions = Actions(passes)
     passes.expect(True, 1)
     passes.open()
-    assert passes.finish(actions) == NOTHING
+    assert passes.finish(actions) is PassEnd.NOTHING
     assert not actions.calls
     assert passes.number == 0
     arrive(passes, actions, [0])
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -219,7 +219,7 @@ def test_missing_gradients_are_filled_sent_and_told_of(separate: bool) -> None:
     actions = Actions(passes)
     passes.expect(True, 1)
     arrive(passes, actions, [1])
-    assert passes.finish(actions) == TROUBLE
+    assert passes.finish(actions) is PassEnd.TROUBLE
     assert passes.missing() == [0]
     assert passes.number == 1
     assert actions.used is None
@@ -232,7 +232,7 @@ def test_a_shadow_gives_zeros_in_the_place_of_gradients_and_is_no_trouble() -> N
     actions = Actions(passes)
     passes.open()
     passes.begin(actions, [])
-    assert passes.finish(actions, shadow=True) == WELL
+    assert passes.finish(actions, shadow=True) is PassEnd.WELL
     assert actions.names("fill") == actions.names("send") == [0, 1]
 
 
@@ -241,7 +241,7 @@ def test_an_exception_that_ended_backward_is_told_to_the_others() -> None:
     actions = Actions(passes)
     passes.expect(True, 1)
     arrive(passes, actions, [0])
-    assert passes.finish(actions, interrupted=True) == TROUBLE
+    assert passes.finish(actions, interrupted=True) is PassEnd.TROUBLE
 
 
 def test_a_bucket_that_no_rank_needs_is_neither_sent_nor_waited_for() -> None:
@@ -249,7 +249,7 @@ def test_a_bucket_that_no_rank_needs_is_neither_sent_nor_waited_for() -> None:
     actions = Actions(passes, unneeded={1})
     passes.expect(True, 1)
     arrive(passes, actions, [0], unreached=[1])
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
     assert actions.names("send") == actions.names("wait") == [0, OUTCOME]
     assert actions.used == [True, False]
 
@@ -263,7 +263,7 @@ def test_forward_passes_beyond_the_first_are_in_the_tail_before_its_bucket_is_se
     arrive(passes, actions, [0])
     assert actions.calls == [("fill", OUTCOME), ("send", 0)]
     assert passes.tail() == [0, 1, 1]
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
     passes.close()
     assert passes.extra == 0
 
@@ -291,7 +291,7 @@ def test_ranks_that_ran_different_numbers_of_forward_passes_are_found_out(extras
         actions.wait = wait  # type: ignore[method-assign]
         passes.open()
         arrive(passes, actions, [0])
-        assert passes.finish(actions) == (WELL if extras[0] == extras[1] else TROUBLE)
+        assert passes.finish(actions) == (PassEnd.WELL if extras[0] == extras[1] else PassEnd.TROUBLE)
 
 
 def test_small_batches_that_occupy_some_of_the_copies_miss_nothing() -> None:
@@ -300,7 +300,7 @@ def test_small_batches_that_occupy_some_of_the_copies_miss_nothing() -> None:
     passes.expect(True, 1)
     arrive(passes, actions, [0, 1])
     assert passes.missing() == []
-    assert passes.finish(actions) == WELL
+    assert passes.finish(actions) is PassEnd.WELL
 
 
 def test_an_exception_of_an_action_leaves_the_pass_to_be_closed() -> None:

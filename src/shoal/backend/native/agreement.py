@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import _core
 from ...errors import GroupError
 from ..agreements import AgreementOutcome, News, Op, WitnessRequest
 from ..base import GroupSpec
@@ -17,7 +18,7 @@ class NativeAgreement:
     """
 
     def __init__(self, core: Any, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
-        number = core.agree(op, value, timeout)
+        number = core.agree(_core.AgreementOp[op.name], value, timeout)
         if number is None:
             raise GroupError(
                 f"agree on rank {spec.rank} of group {spec.name!r}: 64 agreements are under way; wait for "
@@ -27,13 +28,14 @@ class NativeAgreement:
         self.number = number
 
     def wait(self, timeout: float) -> News:
-        outcome, op, value, ranks, request = self._core.agreed(self.number, timeout)
+        news = self._core.agreed(self.number, timeout)
         return News(
-            AgreementOutcome(outcome),
-            None if op is None else Op(op),
-            value or b"",
-            tuple(ranks or ()),
-            request,
+            AgreementOutcome[news.outcome.name],
+            None if news.op is None else Op[news.op.name],
+            news.value,
+            tuple(Op[op.name] for op in news.called),
+            tuple(news.ranks),
+            None if news.ballot is None else WitnessRequest(news.ballot, news.proposal),
         )
 
     def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:

@@ -35,7 +35,8 @@ from ...spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceO
 from ..agreements import Agreeing, Op
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .agreement import NativeAgreement
-from .errors import error_of, limits
+from .codes import check_codes
+from .errors import caused_by_others, exception_of, limits
 from .mesh import OfferedMemory, connect
 from .options import checked_heartbeat, checked_limit, checked_transport
 from .shapes import packed, unpacked
@@ -44,10 +45,9 @@ T = TypeVar("T")
 
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH = 1.0  # seconds between looks at whether the backend is still open
-_OF_OTHERS = (1, 4, 5)  # codes of PeerLost, GroupAborted and GroupClosed
-_FAULTS = ("", "writing", "reduced", "finished", "gave up")  # enum Fault of cpp/engine/context.h
 
 _core.learn_tensors(torch.Tensor)
+check_codes()
 _core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
 
 
@@ -263,7 +263,7 @@ class NativeBackend(Backend):
 
     def die_at(self, point: str) -> None:
         """Be killed where an operation next reaches ``point``; see :func:`shoal.testing.faults.die_at`."""
-        self._context.die_at(_FAULTS.index(point))
+        self._context.die_at(_core.Fault[point.upper().replace(" ", "_")])
 
 
 class NativeChannel(DataChannel):
@@ -353,12 +353,12 @@ class NativeChannel(DataChannel):
                 self._failure = latest
         return self._failure
 
-    def error(self, error: tuple[int, str, list[int], int] | None) -> GroupError | None:
-        """The exception for an error of the core, of which the launcher hears if another rank caused it."""
-        if error is not None and error[0] in _OF_OTHERS and self._spec.rank not in error[2]:
-            ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error[2])
+    def error(self, error: _core.Error | None) -> GroupError | None:
+        """The exception for an error of the core; reports it to the launcher if another rank caused it."""
+        if error is not None and caused_by_others(error, self._spec.rank):
+            ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error.ranks)
             failure_report.told(ranks, self._backend.meeting)
-        return error_of(error)
+        return exception_of(error, self._spec.rank, self._spec.name)
 
     def report(self, failure: GroupError) -> None:
         self.reported = True
@@ -388,7 +388,7 @@ class NativeChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
-        failure = error_of(self._core.failure())
+        failure = exception_of(self._core.failure(), self._spec.rank, self._spec.name)
         self._core = _CLOSED
         if self._shortcut is not None:
             self._shortcut.detach()
@@ -476,17 +476,14 @@ def _counts(operation: Operation) -> tuple[int, list[int]]:
 
 def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
     """The value of a receive: tensor, source, tag."""
-    data, source, tag, code, dims = core.received()
+    message = core.received()
     if outputs:
-        return outputs[0], source, tag
-    dtype = DTYPES_BY_CODE[code]
-    dims = unpacked(dims)
-    raw = from_dlpack(data)
-    return (
-        raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype, device="cpu"),
-        source,
-        tag,
-    )
+        return outputs[0], message.source, message.tag
+    dtype = DTYPES_BY_CODE[message.dtype]
+    dims = unpacked(message.dims)
+    raw = from_dlpack(message.data)
+    tensor = raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype, device="cpu")
+    return tensor, message.source, message.tag
 
 
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:

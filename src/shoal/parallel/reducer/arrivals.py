@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...common.uncompiled import uncompiled
-from ..core import ARRIVED, IGNORED, Pass, gradient_hook
+from ..core import Mark, Pass, gradient_hook
 from .gradients import Gradients
 from .usage import Graph
 
@@ -31,7 +31,7 @@ class PassListener(Protocol):
     def keep_references(self) -> None:
         """A gradient is about to be written into its bucket."""
 
-    def on_gradient(self, index: int, mark: int) -> None:
+    def on_gradient(self, index: int, mark: Mark) -> None:
         """The gradient of parameter ``index`` has arrived, and ``mark`` (not ARRIVED) says what follows."""
 
     def fold_later(self) -> None:
@@ -128,17 +128,17 @@ def _one_at_a_time(
     return gradient_is_ready
 
 
-def _on_only_gradient(reducer: PassListener, gradients: Gradients) -> Callable[[int, int, bool], None]:
+def _on_only_gradient(reducer: PassListener, gradients: Gradients) -> Callable[[int, Mark, bool], None]:
     """The function that the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
 
     @uncompiled
-    def arrived(index: int, mark: int, taken: bool) -> None:
+    def arrived(index: int, mark: Mark, taken: bool) -> None:
         if (alive := owner()) is not None:
             if not taken:
                 alive.keep_references()
                 gradients.take(index)
-            if mark != ARRIVED:
+            if mark is not Mark.ARRIVED:
                 alive.on_gradient(index, mark)
 
     return arrived
@@ -155,9 +155,9 @@ def _copy_hook(
     def gradient_is_ready(_: torch.Tensor) -> None:
         with lock:
             result = mark(index)
-            if result == ARRIVED or (alive := owner()) is None:
+            if result is Mark.ARRIVED or (alive := owner()) is None:
                 return
-            if result != IGNORED:
+            if result is not Mark.IGNORED:
                 alive.on_gradient(index, result)
             elif further:
                 alive.fold_later()

@@ -33,7 +33,7 @@ from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
-from ..core import NOTHING, OUTCOME, UNEXPECTED, WELL, Pass
+from ..core import OUTCOME, Mark, Pass, PassEnd
 from ..hooks.bucket import CommHook, GradBucket
 from ..hooks.calling import HookedReduction
 from .arrivals import OutputHook, output_hook, quiet_hook, watch_gradients
@@ -326,9 +326,9 @@ class Reducer:
             self._end_of_pass = weakref.ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def on_gradient(self, index: int, mark: int) -> None:
+    def on_gradient(self, index: int, mark: Mark) -> None:
         """The gradient of parameter ``index`` has arrived, and there is something to do."""
-        if mark == UNEXPECTED:
+        if mark is Mark.UNEXPECTED:
             where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
             raise UsageError(unexpected(where, static=self._options.static_graph, tolerant=self._tolerant))
         self._queue_finish()  # if the pass came through no output that we know
@@ -446,18 +446,18 @@ class Reducer:
             began = time.monotonic()
             end = self._pass.finish(self, interrupted, shadow)
             self.waited += time.monotonic() - began
-            if end == NOTHING:  # only the gradients of inputs were asked for; the expected pass may yet come
+            if end is PassEnd.NOTHING:  # only gradients of inputs were computed; the pass may still come
                 self._entered = []
                 self._references_kept = False
                 return
-            if end != WELL:
+            if end is not PassEnd.WELL:
                 self._explain(interrupted)
                 return
             self._adopt_order()
             for fn in self.after_pass:
                 fn()
         finally:
-            if end != NOTHING:
+            if end is not PassEnd.NOTHING:
                 self._graphs.difference_update(self._entered)
                 self._gradients.drop_copies()
                 self._forget_pass()

@@ -28,7 +28,7 @@ from ..codec import devices, plain
 from ..codec.pickled import EncodedValue, decode, encode
 from ..connection.line import WorkerConnection
 from ..connection.numbering import NONE
-from ..connection.post import Call, Endpoint, Letter
+from ..connection.post import Call, CallEnd, Endpoint, Letter
 from .leases import LEASE
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -275,9 +275,9 @@ class _CallSource:
         failed = self._call.error()
         if failed is None:
             return None
-        code, text = failed
+        text = failed.text
         worker = self._line.worker
-        if code == Call.TIMEOUT:
+        if failed.end is CallEnd.TIMEOUT:
             recorder = self._line.agent.recorder
             late = CallTimeout(
                 f"{self._shown} had no reply within {in_seconds(self._timeout or 0.0)}: {text}"
@@ -285,13 +285,13 @@ class _CallSource:
             )
             recorder.timed_out(late)
             return late
-        if code == Call.CANCELLED:
+        if failed.end is CallEnd.CANCELLED:
             return CallCancelled(f"{self._shown} was cancelled")
-        if code == Call.CLOSED:
+        if failed.end is CallEnd.CLOSED:
             return AgentClosed(f"{self._shown} ended with the agent of this worker, which was closed")
-        if code == Call.UNSENT:
+        if failed.end is CallEnd.UNSENT:
             return RpcError(f"{self._shown} was not sent: {text}")
-        if code == Call.REFUSED:
+        if failed.end is CallEnd.REFUSED:
             return RpcError(f"{self._shown} was refused: {text}")
         return WorkerLost(
             f"{self._shown}: the worker (process {worker.pid}) was lost before it replied: {text}",

@@ -21,7 +21,7 @@ from ...errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ...future import Future, pool
 from ..connection.directory import Worker
 from ..connection.line import WorkerConnection
-from ..connection.post import Call
+from ..connection.post import Call, CallEnd
 from .call import PINS
 from .current import current
 from .leases import LEASE, Ledger, Owned
@@ -382,7 +382,7 @@ def _may_pin(call: Call) -> bool:
     failed = call.error()
     if failed is None:
         return bool(call.reply().flags & PINS) if call.number else False
-    return failed[0] in (Call.CANCELLED, Call.TIMEOUT)  # its reply may have been on its way
+    return failed.end in (CallEnd.CANCELLED, CallEnd.TIMEOUT)  # its reply may have been on its way
 
 
 def unpin(*numbers: int) -> None:

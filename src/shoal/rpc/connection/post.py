@@ -23,6 +23,7 @@ from ...errors import OutOfResources, RpcError
 _logger = logging.getLogger("shoal")
 
 Call = _core.Call
+CallEnd = _core.CallEnd
 Letter = _core.Letter
 pack = _core.pack
 unpack = _core.unpack

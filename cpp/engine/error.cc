@@ -1,0 +1,115 @@
+#include "engine/error.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "transport/check.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kRoomForText = kTextLimit / 2;  // bytes that ranks and losses leave for the text
+
+template <class Number>
+void put(std::string& bytes, Number number) {
+  bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
+}
+
+// Reads numbers and texts one after another; after the first one that is not there, nothing is.
+class Reader {
+ public:
+  explicit Reader(const std::string& bytes) : bytes_(bytes) {}
+
+  bool well() const { return well_; }
+
+  template <class Number>
+  Number number() {
+    Number number{};
+    if (room(sizeof number)) {
+      std::memcpy(&number, bytes_.data() + at_, sizeof number);
+      at_ += sizeof number;
+    }
+    return number;
+  }
+
+  std::string text(std::size_t bytes) {
+    if (!room(bytes)) return {};
+    at_ += bytes;
+    return bytes_.substr(at_ - bytes, bytes);
+  }
+
+  std::string rest() { return well_ ? bytes_.substr(at_) : std::string(); }
+
+ private:
+  bool room(std::size_t bytes) {
+    well_ = well_ && bytes <= bytes_.size() - at_;
+    return well_;
+  }
+
+  const std::string& bytes_;
+  std::size_t at_ = 0;
+  bool well_ = true;
+};
+
+}  // namespace
+
+void Error::add(LostRank loss) {
+  ranks.push_back(loss.rank);
+  lost.push_back(std::move(loss));
+}
+
+bool Error::blames(int rank) const { return std::ranges::find(ranks, rank) != ranks.end(); }
+
+std::string encode(const Error& error) {
+  const std::size_t room = kTextLimit - kRoomForText;
+  std::string bytes;
+  const std::size_t ranks = std::min(error.ranks.size(), room / 2 / sizeof(std::int32_t));
+  put(bytes, static_cast<std::uint32_t>(ranks));
+  for (std::size_t i = 0; i < ranks; ++i) put(bytes, static_cast<std::int32_t>(error.ranks[i]));
+  std::string losses;
+  std::uint32_t count = 0;
+  for (const LostRank& loss : error.lost) {
+    std::string one;
+    put(one, static_cast<std::int32_t>(loss.rank));
+    put(one, static_cast<std::int32_t>(loss.reporter));
+    put(one, static_cast<std::uint32_t>(loss.cause.size()));
+    one += loss.cause;
+    if (bytes.size() + losses.size() + one.size() > room) break;
+    losses += one;
+    ++count;
+  }
+  put(bytes, count);
+  bytes += losses;
+  put(bytes, static_cast<std::int32_t>(error.reporter));
+  put(bytes, static_cast<std::uint32_t>(error.subject.size()));
+  bytes += error.subject;
+  bytes.append(error.text, 0, clipped(error.text.data(), error.text.size(), kTextLimit - bytes.size()));
+  return bytes;
+}
+
+const char* decode(const std::string& payload, int size, Error& error) {
+  Reader reader(payload);
+  bool members = true;
+  auto rank = [&](int least) {
+    const int number = reader.number<std::int32_t>();
+    members &= number >= least && number < size;
+    return number;
+  };
+  for (auto left = reader.number<std::uint32_t>(); reader.well() && left > 0; --left)
+    error.ranks.push_back(rank(0));
+  for (auto left = reader.number<std::uint32_t>(); reader.well() && left > 0; --left) {
+    LostRank loss;
+    loss.rank = rank(0);
+    loss.reporter = rank(-1);
+    loss.cause = reader.text(reader.number<std::uint32_t>());
+    error.lost.push_back(std::move(loss));
+  }
+  error.reporter = rank(-1);
+  error.subject = reader.text(reader.number<std::uint32_t>());
+  error.text = reader.rest();
+  if (!reader.well()) return "an error that is not one";
+  return members ? nullptr : "an error of ranks that are not in the group";
+}
+
+}  // namespace shoal
