@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -114,6 +116,30 @@ def a_program(context: Context) -> None:
     with pytest.raises(ValueError, match="no such thing"):
         rpc.rpc_sync(other, handlers.fail, ("value",))
     rpc.shutdown()
+
+
+LIBRARY = """
+import torch
+import torch.distributed.rpc as rpc
+from torch.distributed.rpc import RRef, TensorPipeRpcBackendOptions, rpc_sync
+
+options = TensorPipeRpcBackendOptions(init_method="file://PLACE")
+rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+assert rpc_sync("alone", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
+ref = rpc.remote("alone", dict, kwargs={"x": 1})
+assert isinstance(ref, RRef) and ref.to_here() == {"x": 1}
+rpc.shutdown()
+print("done by", type(ref).__module__)
+"""
+
+
+def test_code_that_cannot_be_edited_gets_shoal_under_the_name_of_torch(tmp_path: Path) -> None:
+    lines = PAGE.read_text().partition("**Code that cannot be edited**")[2].partition("```python\n")[2]
+    program = lines.partition("```")[0] + LIBRARY.replace("PLACE", str(tmp_path / "place"))
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=handlers.PATIENCE * 2
+    )
+    assert ran.stdout == "done by shoal.rpc.calls.reference\n", ran.stderr
 
 
 def test_a_program_needs_another_import_and_no_more(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""The backend "shoal" of torch.distributed; ``rpc`` puts shoal behind torch.distributed.rpc too.
+"""The backend "shoal" of torch.distributed.
 
     import torch.distributed as dist
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from .torch_store import TorchStore as TorchStore
     from .work import TorchWork as TorchWork
 
-if TYPE_CHECKING:
-    from . import rpc as rpc
-
 _MODULES = {"TorchProcessGroup": "process_group", "TorchStore": "torch_store", "TorchWork": "work"}
 
 __all__ = ["TorchProcessGroup", "TorchStore", "TorchWork"]
@@ -31,8 +28,6 @@ __all__ = ["TorchProcessGroup", "TorchStore", "TorchWork"]
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "rpc":
-        return import_module(".rpc", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -69,7 +69,7 @@ _NOT_HERE = {
     ),
     **dict.fromkeys(
         ("AllGatherStates", "api", "constants", "internal", "method_factory", "new_method"),
-        "it is inside torch; code that needs it keeps its import after shoal.compat.rpc.install()",
+        "it is internal to torch",
     ),
 }
 

@@ -219,31 +219,6 @@ class References:
                     raise
         # It is dead, as whoever uses the reference will hear.
 
-    def give_up(self) -> list[tuple[str, Worker]]:
-        """Let go of all objects of others; each of those whose owner must be told, and the owner.
-
-        References that are left are of no use any more.
-        """
-        with self.ledger.lock:
-            held = list(self._held.items())
-        given = []
-        for ident, each in held:
-            if each.created is not None:  # whose call must come before what takes the hold back
-                with contextlib.suppress(Exception):
-                    each.created.wait()
-            with each.account.lock, self.ledger.lock:
-                if self._held.get(ident) is each:
-                    del self._held[ident]
-                    if each.told:
-                        given.append((ident, each.account.owner))
-        return given
-
-    def pending(self) -> int:
-        """How many objects of others are being made for this worker."""
-        with self.ledger.lock:
-            held = list(self._held.values())
-        return sum(each.created is not None and not each.created.done() for each in held)
-
     def standing(self) -> list[str]:
         """The holds of this worker, and those that it keeps for replies on their way, in words."""
         with self.ledger.lock:

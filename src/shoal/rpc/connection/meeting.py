@@ -19,7 +19,6 @@ termination detection", 1987.)
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections import Counter
 from typing import Protocol
@@ -108,7 +107,6 @@ class WorkerMeeting:
         #: all, as they were when they had told their names
         self._gathered: list[WorkerEntry] = []
         self.names: list[str] = []
-        self._assemblies = itertools.count()
 
     def gather(self, deadline: Deadline) -> None:
         """Wait until all have told their names.
@@ -153,15 +151,6 @@ class WorkerMeeting:
     def leave(self) -> None:
         """Tell that this worker ends without waiting for the others."""
         self._tell(joined=True, left=True)
-
-    def assemble(self, agent: Working, deadline: Deadline) -> None:
-        """Wait until all that have not left have come here as often as this worker.
-
-        Raises:
-            WorkerLost: one is dead.
-            UnknownWorker: time is up.
-        """
-        self._come(f"all/{next(self._assemblies)}", b"", agent, deadline)
 
     def part(self, agent: Working, deadline: Deadline) -> None:
         """Wait until all have come here, and no call is pending or served at any of them.
