@@ -1,30 +1,30 @@
-"""How long thousands of ranks take to meet in one store, and what that costs its server.
+"""Measure how long thousands of ranks take to meet in one store, and the cost for its server.
 
     python benchmarks/bootstrap.py                                  # 100 to 10,000 ranks, 3 minutes
-    python benchmarks/bootstrap.py --kinds shoal etcd Redis         # stores on other servers beside it
+    python benchmarks/bootstrap.py --kinds shoal etcd Redis         # with stores on other servers
     python benchmarks/bootstrap.py --ranks 100 1000 --rounds 3 --out /tmp --picture /tmp/bootstrap.png
 
-It writes benchmarks/results/bootstrap.json and docs/bootstrap.png, and says whether the bars of a meeting of
-10,000 are met: 10 s, 3 s of the server's processor time and 150 MB of its memory, also where a tenth of
-the ranks come again.
+Writes benchmarks/results/bootstrap.json and docs/bootstrap.png, and prints whether a meeting of 10,000 ranks
+is within its bars: 10 s, and 3 s of CPU time and 150 MB of memory of the server, also if a tenth of the ranks
+reconnect.
 
-The server is a process of its own.  The ranks share one other process, each with a connection of its own, and
-run the package's own code: connect, prove that they hold the secret, and meet, as ``shoal.init`` does before
-the ranks connect to each other (``bootstrap_ranks.py`` says how).  Hosts of 8 ranks are pretended.  A row
-"cut" is the same while a tenth of the ranks lose their connection at some moment and come again.
+The server is a separate process. All ranks share another process, with one connection each, and run the
+package's
+code: they connect, prove that they know the secret, and meet, as in ``shoal.init`` before ranks connect to
+each other (see ``bootstrap_ranks.py``). Hosts of 8 ranks are simulated. In rows "cut" a tenth of the ranks
+lose their connection at a random moment and reconnect.
 
-Beside it, in turn, torch's TCPStore: 256 threads make the clients, each of which sets a descriptor and adds
-to a counter; then each gets the key that the last one set, and that of its host.  That is less than a
-meeting: nobody waits for anybody there, no secret is proved, and nobody looks for earlier jobs.  It looks up
-names, which takes a tenth of a second a client where no name server answers: so its processes look them up in
-files alone, in a mount namespace, and 300 clients are the most where that is not allowed.
+torch's TCPStore is measured in turns with shoal: 256 threads create the clients, each of which sets a
+descriptor and increments a counter, then gets the last descriptor and that of its host. This is less than a
+meeting: clients do not wait for one another, prove no secret and do not check for earlier jobs. TCPStore
+resolves names, which takes 0.1 s per client if no name server answers. So its processes resolve names from
+files only, in a mount namespace; without permission for that, at most 300 clients are used.
 
-With ``--kinds etcd Redis`` the same ranks meet in stores on these servers: each rank of etcd's is a thread
-with connections of its own, 1,000 at most, and each of Redis's has one connection for its calls and one that
-it waits at.
+With ``--kinds etcd Redis`` the ranks meet in stores on these servers. A rank of etcd is a thread with its own
+connections, at most 1,000; a rank of Redis has a connection for calls and another for waiting.
 
-Seconds are those until the last rank is through; the processor time and the memory are the server's.  Needs
-``greenlet`` and ``matplotlib``, and for etcd and Redis their programs, ``shoal[etcd]`` and ``shoal[redis]``.
+Times are until the last rank has finished; CPU time and memory are the server's. Requires ``greenlet`` and
+``matplotlib``, and for etcd and Redis their programs, ``shoal[etcd]`` and ``shoal[redis]``.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from rich.console import Console
 from rich.table import Table
 
 SECRET = b"of the benchmark"
-#: descriptors that each side needs beside the ranks'
+#: number of descriptors that each side needs besides the ranks' connections
 SPARE = 100
-#: that make torch's clients, and the most clients where names are looked up at a name server
+#: threads that create torch's clients, and maximum number of clients if a name server is used
 THREADS, MOST = 256, 300
 #: flags of ``unshare`` and ``mount``
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
-#: ranks that meet in etcd, at most
+#: maximum number of ranks that meet in etcd
 MOST_IN_ETCD = 1000
 PATIENCE = 120.0
 
 HERE = Path(__file__).resolve().parent
-#: what a meeting of so many ranks may take, by the first three of FIGURES
+#: bars for a meeting of this many ranks, for the first three of FIGURES
 BAR_RANKS, BARS = 10_000, (10.0, 3.0, 150.0)
 
-#: of one meeting
+#: figures of one meeting
 FIGURES = ("seconds", "server CPU, s", "server memory, MB", "connections cut")
 Figures = dict[str, float]
 
@@ -151,7 +151,7 @@ def torch_meets(port: int, ranks: int, cut: float) -> tuple[float, int]:
 
 
 TORCH = "torch TCPStore"
-#: what serves, what meets there, and the share of the ranks whose connection is cut
+#: kind -> (server, meeting, share of ranks whose connection is cut)
 KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[float, int]], float]] = {
     "shoal": (serve_shoal, shoal_meets, 0.0),
     "shoal, a tenth cut": (serve_shoal, shoal_meets, 0.1),
@@ -163,7 +163,7 @@ KINDS: dict[str, tuple[Callable[[], None], Callable[[int, int, float], tuple[flo
 
 @contextlib.contextmanager
 def server(kind: str) -> Iterator[tuple[psutil.Process, int]]:
-    """A process that serves a store, and its port; it ends when its input does, as when this process dies."""
+    """Start a process that serves a store; yield it and its port. It exits when its stdin is closed."""
     command = [sys.executable, __file__, "--serve", kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -172,7 +172,6 @@ def server(kind: str) -> Iterator[tuple[psutil.Process, int]]:
 
 
 def measure(kind: str, ranks: int) -> Figures:
-    """One meeting with a server of its own."""
     _, meet, cut = KINDS[kind]
     if kind == TORCH:
         look_names_up_in_files()
@@ -186,7 +185,7 @@ def measure(kind: str, ranks: int) -> Figures:
 
 
 def look_names_up_in_files() -> bool:
-    """Let this process, and those that it starts, ask no name server; False: it may not do that."""
+    """Make this process and its children resolve names from files only; return False if not permitted."""
     libc = ctypes.CDLL(None)
     with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
         file.write("hosts: files\n")
@@ -200,7 +199,6 @@ def look_names_up_in_files() -> bool:
 
 
 def may_look_names_up_in_files() -> bool:
-    """Whether that works here."""
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not look_names_up_in_files()))
     child.start()
     child.join()
@@ -208,7 +206,7 @@ def may_look_names_up_in_files() -> bool:
 
 
 def measured(kind: str, ranks: int) -> Figures:
-    """The same in a process of its own: what thousands of ranks leave behind is no later one's burden."""
+    """Measure in a new process, so that earlier meetings do not affect later ones."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(measure(kind, ranks)))
     child.start()
@@ -225,9 +223,9 @@ def measured(kind: str, ranks: int) -> Figures:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[100, 300, 1000, 3000, 10000])
-    parser.add_argument("--rounds", type=int, default=3, help="the kinds take turns; a figure is the median")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of turns; medians are shown")
     parser.add_argument(
-        "--kinds", nargs="+", default=[*KINDS][:3], choices=list(KINDS), help="etcd and Redis if named"
+        "--kinds", nargs="+", default=[*KINDS][:3], choices=list(KINDS), help="default: without servers"
     )
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of bootstrap.json")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs" / "bootstrap.png")
@@ -277,7 +275,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def held_against_bars(record: dict[str, dict[str, Figures]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """The figures that have a bar, and the bar, by kind and name."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for kind, results in record.items():
         if KINDS[kind][0] is serve_shoal and str(BAR_RANKS) in results:

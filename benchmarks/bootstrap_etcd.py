@@ -1,4 +1,4 @@
-"""An etcd for ``bootstrap.py``, and the ranks that meet there, each of which is a thread."""
+"""An etcd for ``bootstrap.py``, and ranks as threads that meet there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve() -> None:
-    """Become etcd, which ends with the process that started this one."""
+    """Exec etcd, which ends with the parent process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     ports = []
     for _ in range(2):
@@ -42,13 +42,13 @@ def serve() -> None:
 
 
 def meet(port: int, ranks: int, patience: float) -> float:
-    """Let ``ranks`` threads meet in the etcd at ``port``: the seconds until the last is through."""
+    """Let ``ranks`` threads meet in the etcd at ``port``; return the seconds until the last has finished."""
     end = time.monotonic() + patience
     while not listens("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
         time.sleep(0.05)
     me, ends, failures = here(), [0.0] * ranks, []
     url = f"etcd://127.0.0.1:{port}"
-    open_store(url, secret=b"of the benchmark", timeout=patience).close()  # it answers
+    open_store(url, secret=b"of the benchmark", timeout=patience).close()  # wait until it answers
 
     def rank(number: int) -> None:
         name = f"host {number // PER_HOST}"

@@ -1,9 +1,8 @@
-"""Thousands of ranks that meet in one process: each runs the package's own code, on connections of its own.
+"""Thousands of ranks that meet in one process; each runs the package's code on its own connections.
 
-A rank is a greenlet, a function with a stack of its own that shares its thread with the others.  Where a
-connection would wait for the kernel, or the code sleeps, the next rank runs; nothing else is replaced.  So
-the bytes and the order of requests are those of real ranks, and every connection is a socket of the kernel's.
-There are not thousands of Pythons, though, and all ranks share one core.
+A rank is a greenlet. When a connection would block or the code sleeps, another rank runs; nothing else is
+replaced. So the bytes and the order of requests are those of real ranks, and every connection is a kernel
+socket. But there is one Python interpreter, and all ranks share one core.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from shoal.rendezvous.meeting import Meeting
 from shoal.store import PrefixStore, Store, TCPStore
 from shoal.store.tcp import client as tcp
 
-#: ranks that share a host, as the meeting is told
+#: number of ranks per simulated host
 PER_HOST = 8
-#: ranks that start in a second; see ``rendezvous.schemes``
+#: number of ranks that start per second; see ``rendezvous.schemes``
 PER_SECOND = 2500
 
 
 class Hub:
-    """Runs greenlets, each until it waits for a descriptor or for a moment."""
+    """Runs greenlets, each until it waits for a descriptor or a time."""
 
     def __init__(self) -> None:
         self._main = greenlet.getcurrent()
@@ -47,8 +46,6 @@ class Hub:
         self._alive = 0
 
     def spawn(self, function: Callable[[], None], delay: float) -> None:
-        """Run ``function`` after ``delay`` seconds."""
-
         def run(_: bool) -> None:
             try:
                 function()
@@ -63,12 +60,12 @@ class Hub:
         self._main.switch()
 
     def wait(self, fd: int, events: int, seconds: float) -> bool:
-        """Wait until the descriptor is ready; False when time runs out."""
+        """Wait until the descriptor is ready; return False at the timeout."""
         events |= select.EPOLLONESHOT
         if fd in self._known:
             try:
                 self._poll.modify(fd, events)
-            except FileNotFoundError:  # the number belongs to another socket now
+            except FileNotFoundError:  # the number was reused for another socket
                 self._poll.register(fd, events)
         else:
             self._known.add(fd)
@@ -81,7 +78,6 @@ class Hub:
         return ready
 
     def run(self) -> None:
-        """Run until all have ended."""
         while self._alive:
             now = time.monotonic()
             while self._alarms and self._alarms[0][0] <= now:
@@ -101,7 +97,7 @@ class Hub:
 
 @contextmanager
 def cooperative(hub: Hub) -> Iterator[None]:
-    """Let connections wait in ``hub``."""
+    """Context in which connections wait in ``hub``."""
 
     def wait(self: Any, poll: select.poll, deadline: Deadline, what: str) -> None:
         self._check_open()
@@ -125,7 +121,7 @@ def cooperative(hub: Hub) -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What a meeting took: when the last rank was through, in seconds, and how many connections were cut."""
+    """The seconds until the last rank had finished, and the number of cut connections."""
 
     seconds: float
     cut: int = 0
@@ -133,7 +129,7 @@ class Outcome:
 
 
 class _Patience:
-    """The event of a client that nobody closes while it waits."""
+    """The ``closed`` event of a client that is not closed while it waits."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -157,13 +153,7 @@ def meet(
     patience: float,
     cooperative: Callable[[Hub], AbstractContextManager[None]] = cooperative,
 ) -> Outcome:
-    """Let ``ranks`` ranks meet.
-
-    Args:
-        open_store: called for each.
-        cut: the share that loses a connection, of those to a server of shoal's.
-        cooperative: lets the stores' connections wait in a hub.
-    """
+    """Let ``ranks`` ranks meet; a share of ``cut`` loses its connection (shoal's server only)."""
     hub, me, chosen = Hub(), here(), random.Random(ranks)
     outcome = Outcome(0.0)
     stores: list[Store] = []

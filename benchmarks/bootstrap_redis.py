@@ -1,4 +1,4 @@
-"""A Redis for ``bootstrap.py``, and the ranks of ``bootstrap_ranks`` that meet there, over other sockets."""
+"""A Redis for ``bootstrap.py``, and the ranks of ``bootstrap_ranks`` with sockets for Redis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from shoal.store.redis import connection as redis_link
 from shoal.store.redis.store import RedisStore
 
 _PR_SET_PDEATHSIG = 1
-#: connections that the server takes
+#: maximum number of connections of the server
 CONNECTIONS = 30_000
 
 
 def serve() -> None:
-    """Become a Redis, and end with the process that started this one."""
+    """Exec Redis, which ends with the parent process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -42,8 +42,6 @@ def serve() -> None:
 
 
 class Socket:
-    """A socket that waits in a hub."""
-
     def __init__(self, sock: socket.socket, hub: Hub) -> None:
         sock.setblocking(False)
         self._sock, self._hub = sock, hub
@@ -75,7 +73,7 @@ class Socket:
 
 @contextmanager
 def cooperative(hub: Hub) -> Iterator[None]:
-    """Let connections to Redis wait in ``hub``; no thread keeps the job's keys, which outlive a meeting."""
+    """Context in which Redis connections wait in ``hub``; no thread keeps the job's keys alive."""
 
     class Connection(redis.Connection):
         def _connect(self) -> Any:
@@ -91,7 +89,6 @@ def cooperative(hub: Hub) -> Iterator[None]:
 
 
 def meet(port: int, ranks: int, patience: float) -> Outcome:
-    """Let ``ranks`` ranks meet in the Redis at ``port``."""
     warnings.filterwarnings("ignore", "Redis at .* may lose changes")
     return meet_in(
         lambda: RedisStore(f"127.0.0.1:{port}", timeout=patience), ranks, 0.0, patience, cooperative

@@ -1,14 +1,14 @@
-"""Deaths, standstills, joins and leaves at random moments: what `docs/failures.md` promises, put to the test.
+"""Chaos tests of `docs/failures.md`: ranks die, stop, join and leave at random moments.
 
     python benchmarks/chaos.py
     python benchmarks/chaos.py --long --at-once 2   # 33 minutes
-    python benchmarks/chaos.py --at-once 2          # in less time, with times that say less
+    python benchmarks/chaos.py --at-once 2          # faster, with less accurate times
     python benchmarks/chaos.py --only "two deaths" --seed 1234 --times 0.01
 
-Each row of the table is a program that runs on four processes, and what is done to some of them.  A trial is
-bad if a rank to which nothing was done does not come to its end, if ranks end with different results, or if
-anything is left behind.  The results go to `benchmarks/results/chaos.json` and into the table of
-`docs/failures.md`, the trials to `out/chaos.jsonl`; a bad one is played again with its seed.
+Each row of the table is a program on four processes, with faults for some of them. A trial is bad if an
+unharmed rank does not return, if ranks return different results, or if resources leak. Results are written to
+`benchmarks/results/chaos.json` and to the table of `docs/failures.md`, trials to `out/chaos.jsonl`. A bad
+trial is repeated with its seed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Row:
     """One kind of trial.
 
     Attributes:
-        count: of trials, in CI.
-        long: of trials with ``--long``.
-        how: further arguments of :func:`shoal.testing.chaos.trials`; with a ``plan``, which makes the harms
-            of a seed, of :func:`shoal.testing.chaos.play`.
+        count: number of trials in CI.
+        long: number of trials with ``--long``.
+        how: further arguments of :func:`shoal.testing.chaos.trials`; or, with a ``plan`` (maps a seed to its
+            faults), of :func:`shoal.testing.chaos.play`.
     """
 
     name: str
@@ -60,23 +60,23 @@ class Row:
 
 
 def store_dies(seed: int) -> tuple[chaos.Harm, ...]:
-    """The store dies; processes come before, meanwhile or later; perhaps a rank dies, perhaps rank 0."""
+    """The store dies; processes join before, meanwhile and later; sometimes a rank dies too, even rank 0."""
     choose = random.Random(seed)
     harms = [chaos.Harm(chaos.NOBODY, "store", choose.uniform(0.0, 0.5))]
     harms += [chaos.Harm(RANKS + n, "join", choose.uniform(0.0, 1.8)) for n in range(choose.choice((1, 2)))]
     if choose.random() < 0.5:
         harms.append(chaos.Harm(choose.randrange(RANKS), "kill", choose.uniform(0.0, 1.6)))
-    # Newcomers have their numbers in the order in which they come.
+    # Newcomers are numbered in the order of their starts.
     times = iter(sorted(harm.after for harm in harms if harm.kind == "join"))
     return tuple(replace(harm, after=next(times)) if harm.kind == "join" else harm for harm in harms)
 
 
 COLLECTIVES = {"within": 0.2, "ready": True}
 TWO_GB = {"args": (2000,), **COLLECTIVES}
-#: in training: not while the model is wrapped, which no rank may miss
+#: faults during training only, not while the model is wrapped, when no rank may be lost
 TRAINING = {"within": 0.3, "ready": True}
 STANDSTILLS = {"kinds": ("kill", "stop"), "most": 2, "apart": 1.0, **TRAINING}
-#: 9 s each
+#: 9 s per trial
 CHURN = {
     "kinds": ("kill", "stop", "join", "join", "leave"), "least": 6, "most": 10, "apart": 1.6, "within": 0.5,
     "ready": True, "args": (1300, 0.003),
@@ -85,7 +85,7 @@ MOVES = {
     "kinds": ("join", "leave"), "least": 2, "most": 4, "apart": 0.6, "within": 0.3,
     "ready": True, "args": (200, 0.005),
 }  # fmt: skip
-#: a store that is gone for 1 s, and is empty when it is back
+#: the store is down for 1 s, and empty afterwards
 STORE = {"plan": store_dies, "ready": True, "args": (700, 0.004, 10.0), "join_within": 15.0}
 ROWS = (
     Row("a death in collectives", 150, 1000, collectives, COLLECTIVES),
@@ -101,14 +101,14 @@ ROWS = (
 )
 
 
-# -- all of them ------------------------------------------------------------------------------------------
+# -- all rows ---------------------------------------------------------------------------------------------
 
 
 def summed_up(row: Row, trials: Sequence[chaos.Trial]) -> dict[str, Any]:
-    """One row of the table, and of the file of results.
+    """Compute one row of the table and of the results.
 
-    A death counts for the time from a kill to going on only where nothing stood still: the agreement on a
-    rebuild waits for a rank that was stopped until that is given up, too.
+    The time from a kill counts only in trials without stopped ranks, because the agreement on a rebuild waits
+    until a stopped rank is evicted.
     """
     harms = [(harm, trial) for trial in trials for harm in trial.harms]
     joined = [each for trial in trials for each in trial.joined_after if each is not None]
@@ -134,7 +134,7 @@ def summed_up(row: Row, trials: Sequence[chaos.Trial]) -> dict[str, Any]:
 
 
 def figures(seconds: Sequence[float], unit: float = 1.0) -> dict[str, float]:
-    """Their number, median, 99th percentile and maximum."""
+    """The count, median, 99th percentile and maximum."""
     ordered = sorted(seconds)
     at_99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
     found = {"median": statistics.median(ordered), "p99": at_99, "max": ordered[-1]}
@@ -142,7 +142,6 @@ def figures(seconds: Sequence[float], unit: float = 1.0) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of the page."""
     heads = (
         "trials", "killed", "stopped", "left", "joined", "bad", "after a kill, ms", "after a stop, ms",
         "to join, ms",
@@ -163,7 +162,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def write_page(rows: Sequence[dict[str, Any]]) -> None:
-    """Put the table into the page."""
     page = PAGE.read_text()
     head, _, rest = page.partition(MARKS[0])
     _, _, tail = rest.partition(MARKS[1])
@@ -171,7 +169,7 @@ def write_page(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def play(place: int, count: int, seed: int) -> list[chaos.Trial]:
-    """Trials of the row at a place of the table."""
+    """Run trials of the row at this index of the table."""
     row = ROWS[place]
     how = dict(row.how)
     arguments = how.pop("args", ())
@@ -185,24 +183,23 @@ def play(place: int, count: int, seed: int) -> list[chaos.Trial]:
 
 
 def prepare() -> None:
-    """Spare ranks what they would import, each one by itself."""
+    """Preload the modules that ranks would import."""
     preload("torch._dynamo", "chaos_programs", "shoal.backend.native.channel")
 
 
 def main() -> int:
-    """Play what the command line asks for; 1 if a trial was bad."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--long", action="store_true", help="more trials: half an hour, two at a time")
-    parser.add_argument("--times", type=float, default=1.0, help="so many times as many trials")
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial of each row")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many trials at a time")
+    parser.add_argument("--times", type=float, default=1.0, help="factor for the number of trials")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first trial of each row")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="number of concurrent trials")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="rows whose names contain it; writes no results"
+        "--only", default="", metavar="TEXT", help="run rows whose names contain TEXT; write no results"
     )
     given = parser.parse_args()
     RECORD.parent.mkdir(exist_ok=True)
     rows, bad = [], 0
-    # In processes of their own, because a trial looks for what is left behind in its process.
+    # In separate processes, because a trial checks its process for leaks.
     with ProcessPoolExecutor(
         given.at_once, mp_context=multiprocessing.get_context("spawn"), initializer=prepare
     ) as pool:

@@ -1,4 +1,4 @@
-"""The programs whose ranks `chaos.py` kills, stops, tells to leave, and lets join."""
+"""The programs of `chaos.py`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ import shoal
 from shoal import elastic
 from shoal.testing import chaos
 
-#: operations, or steps, that come after the last harm
+#: number of operations or steps after the last fault
 AFTER = 50
 LENGTH, BATCH = 500, 40
 
 
 def collectives(group: shoal.ProcessGroup, resident: int = 0) -> tuple[int, int]:
-    """All-reduce, each operation with its right result, in as many groups as that needs.
-
-    Args:
-        resident: MB that each rank holds.
-
-    Returns:
-        Epoch and size of the last group, which all that live agree on.
-    """
+    """All-reduce, check and rebuild; return epoch and size of the last group, equal on all survivors."""
     held = torch.ones(resident * 2**18)
     chaos.ready(group)
     left = group.size - len(chaos.planned())
@@ -50,7 +43,7 @@ def collectives(group: shoal.ProcessGroup, resident: int = 0) -> tuple[int, int]
         except shoal.PeerLost:
             group = rebuilt(group, done)
             assert group.rebuilt is not None
-            done = min(int(note) for note in group.rebuilt.notes.values())  # of who completed the fewest
+            done = min(int(note) for note in group.rebuilt.notes.values())  # of the slowest rank
     group = rebuilt(group, done)
     group.close()
     del held
@@ -58,7 +51,7 @@ def collectives(group: shoal.ProcessGroup, resident: int = 0) -> tuple[int, int]
 
 
 def rebuilt(group: shoal.ProcessGroup, done: int) -> shoal.ProcessGroup:
-    """The next group, with a note that says how far this rank is."""
+    """Rebuild the group, with a note of this rank's progress."""
     new = group.rebuild(note=str(done).encode())
     assert new is not None
     return new
@@ -72,17 +65,17 @@ def training(
 ) -> str:
     """Train a small model in a session.
 
-    Each rank compares the samples that it takes in each step with those of training without a fault.
+    Each rank compares its samples of each step with those of training without faults.
 
     Args:
-        steps: None: until some after the last harm, if none joins or leaves.
-        pace: seconds that a step takes at least.
-        longest: seconds from one commit to the next at most: nobody waits for a store.
+        steps: number of steps; None means until some steps after the last fault, without joins or leaves.
+        pace: minimum seconds per step.
+        longest: maximum seconds between two commits; no rank may wait for a store longer.
 
     Returns:
-        A digest of the parameters, the optimiser and the size of the group after every step.
+        A digest of the parameters, the optimizer and the size of the group after every step.
     """
-    torch.manual_seed(0 if group is not None else 1)  # newcomers begin with other parameters
+    torch.manual_seed(0 if group is not None else 1)  # newcomers start with other parameters
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(LENGTH, 16, generator=generator)
     y = x.sum(1, keepdim=True)
@@ -100,7 +93,7 @@ def training(
             if number < 0:
                 undisturbed.advance(BATCH * step.number)
             elif step.number != number:
-                raise AssertionError(f"step {step.number} comes in the place of {number}")
+                raise AssertionError(f"got step {step.number} instead of {number}")
             number = step.number
             events = session.events
             if steps is None and sum(len(each.lost) for each in events) == harms and (

@@ -1,7 +1,6 @@
-"""The parts that benchmarks of several libraries have in common: options, turns, medians, bars, results.
+"""Common parts of benchmarks of several libraries: options, turns, medians, bars, results.
 
-In each round every library has its turn.  A turn gives figures by their names; a library leaves out those
-that it has not.
+In each round every library has a turn, which returns figures by name; a library omits figures that it lacks.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from panels import draw
 import shoal
 
 Figures = dict[str, float]
-#: says how much is timed
+#: a data class with the amounts of work
 W = TypeVar("W")
 
-#: libraries of actors, which run in environments of their own, if those are named
+#: actor libraries, measured in separate environments if those are given
 ACTORS = {"ray": "Ray and torch", "monarch": "torchmonarch and torch"}
 
 
@@ -34,9 +33,9 @@ class Bar(NamedTuple):
     """A bar for one figure of one row.
 
     Attributes:
-        most: it may be at most so much; None: it is a rate.
-        least: the rate must be at least so much.
-        of: the row and the figure of which ``most`` is a multiple; None: it is a number.
+        most: upper limit; None if there is a lower one.
+        least: lower limit of a rate.
+        of: (row, figure) that ``most`` is a multiple of; None if it is absolute.
     """
 
     row: str
@@ -47,14 +46,9 @@ class Bar(NamedTuple):
 
 
 def options(doc: str | None, work: W, texts: Mapping[str, str]) -> tuple[argparse.Namespace, W]:
-    """The words of the command line, and how much is timed, as they say.
-
-    Args:
-        work: an instance of the data class that says how much is timed, which gives the defaults.
-        texts: of its fields that have an option, what they are.
-    """
+    """Parse the command line, with `work` as the defaults; return the options and the amounts of work."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each library's turn comes (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (3)")
     for field, text in texts.items():
         default = getattr(work, field)
         parser.add_argument(f"--{field}", type=int, default=default, help=f"{text} ({default:,})")
@@ -67,16 +61,16 @@ def options(doc: str | None, work: W, texts: Mapping[str, str]) -> tuple[argpars
 
 
 def actors(options: argparse.Namespace) -> dict[str, str]:
-    """The Python of each library of actors that takes part."""
+    """The Python of each actor library that takes part."""
     named = {name: getattr(options, name) for name in ACTORS}
     for name, python in named.items():
         if not python:
-            print(f"{name}: left out, as --{name} names no environment that has it")
+            print(f"{name}: left out, because --{name} names no environment that has it")
     return {name: python for name, python in named.items() if python}
 
 
 def turn_of(script: str, name: str, python: str, work: Any) -> Figures:
-    """One turn of one library in a process of its own, which runs a script that prints its figures last."""
+    """Run one turn of one library in a process: a script that prints its figures in its last line."""
     path = Path(__file__).with_name(script)
     words = json.dumps(dataclasses.asdict(work))
     done = subprocess.run([python, str(path), name, words], stdout=subprocess.PIPE, text=True, check=True)
@@ -85,7 +79,7 @@ def turn_of(script: str, name: str, python: str, work: Any) -> Figures:
 
 
 def in_turns(rounds: int, contenders: Mapping[str, Callable[[int], Figures]]) -> dict[str, list[Figures]]:
-    """The figures of each library in each round, whose number its turn is given."""
+    """Return each library's figures of each round; a turn is called with the number of its round."""
     taken: dict[str, list[Figures]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, take_turn in contenders.items():
@@ -98,7 +92,6 @@ def in_turns(rounds: int, contenders: Mapping[str, Callable[[int], Figures]]) ->
 
 
 def medians_of(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
-    """The medians of each library's figures, over the rounds that have them."""
     return {
         name: {
             what: statistics.median(each[what] for each in figures if what in each) for what in figures[-1]
@@ -108,13 +101,13 @@ def medians_of(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, Figures]:
 
 
 def against_bars(medians: Mapping[str, Mapping[str, float]], bars: Sequence[Bar]) -> dict[str, float]:
-    """How many times each figure is as good as its bar: from 1 on the bar is met."""
+    """The ratio of each figure to its bar, where at least 1 means that the bar is met."""
     result: dict[str, float] = {}
     for bar in bars:
         try:
             value = medians[bar.row][bar.figure]
             anchor = 1.0 if bar.of is None else medians[bar.of[0]][bar.of[1]]
-        except KeyError:  # a row that did not take part
+        except KeyError:  # the row did not take part
             continue
         if bar.most is None:
             result[f"{bar.row}: {bar.figure} at least {bar.least:,}"] = value / bar.least
@@ -131,11 +124,7 @@ def conclude(
     bars: Sequence[Bar],
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print how good the medians are, and write what the options ask for.
-
-    Args:
-        more: what else goes into the JSON file, by its name.
-    """
+    """Print the ratios to the bars and write the output files; ``more`` is added to the JSON."""
     medians = medians_of(rounds)
     ratios = against_bars(medians, bars)
     for bar, ratio in ratios.items():

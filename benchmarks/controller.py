@@ -1,17 +1,16 @@
-"""This benchmark measures what an operation of the master-worker mode costs, beside local torch and peers.
+"""Measure the cost of operations in the master-worker mode, compared with local torch and other libraries.
 
     python benchmarks/controller.py --rounds 3 --out controller.json --picture controller.png
     python benchmarks/controller.py --ray envs/ray/bin/python --monarch envs/monarch/bin/python
 
-In each round every library has its turn in processes of its own.  What is timed stands in
-controller_figures.py, a function for each row.  ``local`` is torch in the same process: its copies of 64 MB
-are one memcpy.  ``ranks`` is a program of four ranks without a master, for the collectives.  Ray and Monarch
-do the same by actors, in environments of their own, which need torch too, and only if those are named.  In
-the last round a million operations, --soak, must leave nothing behind.
+In each round every library has a turn in new processes. controller_figures.py has a function for each row.
+``local`` is torch in the same process, where a copy of 64 MB is one memcpy. ``ranks`` is a program of four
+ranks without a master, for the collectives. Ray and Monarch do the same with actors, in separate environments
+(with torch), only if those are given. In the last round a million operations, --soak, must leave nothing
+behind.
 
-The figures, their medians, and how many times each is as good as its bar go to standard output and, with
---out, as JSON into a file; --picture draws the medians.  Figures of one machine say little about another; run
-it where nothing else runs.
+Prints the figures, their medians and the ratios to their bars; --out writes them as JSON, --picture plots the
+medians. Run it on an otherwise idle machine; figures are not comparable between machines.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ SCRIPT = "controller_turns.py"
 def main() -> int:
     texts = {
         "operations": "operations of 20 x 20",
-        "fetches": "numbers that are fetched",
+        "fetches": "numbers to fetch",
         "steps": "training steps",
         "large": "copies of 64 MB, and averages of 20 MB",
-        "soak": "operations after which nothing may have grown, 0: none",
+        "soak": "operations after which memory may not have grown, 0: none",
     }
     given, work = options(__doc__, Work(), texts)
     pythons = {"shoal": sys.executable, "local": sys.executable, "ranks": sys.executable, **actors(given)}
 
     def turn(name: str, number: int) -> Figures:
-        last = number == given.rounds - 1  # what a million operations leave is looked at once
+        last = number == given.rounds - 1  # the soak runs once
         return turn_of(SCRIPT, name, pythons[name], work if last else dataclasses.replace(work, soak=0))
 
     rounds = in_turns(given.rounds, {name: lambda number, name=name: turn(name, number) for name in pythons})

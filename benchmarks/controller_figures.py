@@ -1,7 +1,6 @@
-"""The operations that the benchmark of the master-worker mode times, the same for every library.
+"""The operations that the benchmark of the master-worker mode times, independent of the library.
 
-A library gives functions that issue operations, and one that waits for all that was issued; this module
-imports none of them.
+A library provides functions that issue operations, and one that waits for them. This module imports none.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from dataclasses import dataclass
 
 Figures = dict[str, float]
 
-#: elements of the small tensors, by row and column, and bytes of the large one
+#: shape of the small tensors
 SMALL = (20, 20)
 LARGE = 64 * 2**20
-#: what is averaged: how many tensors, and bytes of each
+#: number of averaged tensors, and bytes of each
 GRADIENTS, GRADIENT = 20, 2**20
-#: nodes of a place
+#: number of nodes of a place
 PLACE = 4
-#: of the network: features of its input, width, and rows of a batch
+#: input features, width and batch size of the network
 FEATURES, WIDTH, ROWS = 20, 64, 32
 
 ADD, ADD_CPU = "x + y [1/s]", "x + y [us of the caller's thread]"
@@ -30,20 +29,20 @@ FETCH, STEP, ADAM = "fetch", "MLP step [ms]", "MLP step, Adam [ms]"
 LARGE_MS, BACK_MS, BETWEEN_MS = "64 MB [ms]", "64 MB back [ms]", "64 MB between nodes [ms]"
 AVERAGE_MS = "average 20 x 1 MB [ms]"
 DIGITS_MS = "digits step on 4 [ms]"
-#: operations of a recorded step, and images of a step of the digits
+#: operations of a recorded step, and images per step of the digits
 RECORDED, IMAGES = 500, 32
 
 
 @dataclass
 class Work:
-    """How much is timed.
+    """Amounts of work.
 
     Attributes:
-        operations: of 20 x 20, one after another, of which nothing is waited for until the end.
-        fetches: of a number, one after another.
+        operations: operations on 20 x 20 tensors, with one wait at the end.
+        fetches: fetches of a number, one after another.
         steps: training steps of a small network.
         large: copies of 64 MB, and averages of 20 MB.
-        soak: operations after which the master and its node must have grown by nothing; 0: none.
+        soak: operations after which the memory of master and node may not have grown; 0 means none.
     """
 
     operations: int = 20_000
@@ -55,20 +54,20 @@ class Work:
 
 @dataclass
 class Library:
-    """One library's operations; None where it has no such figure.
+    """A library's operations; None if it lacks one.
 
     Attributes:
-        wait: for all that was issued.
+        wait: wait for everything issued.
         add: issue this many x + y.
         add_team: the same on a place of four nodes.
         replay: issue this many recorded steps of 500 operations each.
-        fetch: get a number whose tensor is there.
+        fetch: fetch a number that was already computed.
         step: issue a training step.
         adam: the same with Adam, whose operations take lists of tensors.
-        large: bring 64 MB to where they are used, and wait for it.
-        back: bring 64 MB from there.
-        between: bring 64 MB from one node to another, and wait for it.
-        average: average 20 tensors of 1 MB over four nodes, and wait for it.
+        large: copy 64 MB to the device, and wait.
+        back: copy 64 MB back.
+        between: copy 64 MB from one node to another, and wait.
+        average: average 20 tensors of 1 MB over four nodes, and wait.
         digits: issue this many training steps of the digits network on four nodes.
     """
 
@@ -86,11 +85,11 @@ class Library:
     digits: Callable[[int], object] | None = None
 
 
-# -- rows: each has the figures of its own, or none ------------------------------------------------
+# -- rows -----------------------------------------------------------------------------------------
 
 
 def eager(library: Library, work: Work) -> Figures:
-    """Operations one after another, waited for at the end, and what they cost the thread that issues them."""
+    """Operations with one wait at the end, and their cost in the issuing thread."""
     if library.add is None:
         return {}
     rate, used = rate_of(library.add, library, work)
@@ -98,12 +97,11 @@ def eager(library: Library, work: Work) -> Figures:
 
 
 def eager_on_a_place(library: Library, work: Work) -> Figures:
-    """The same on a place of four nodes."""
     return {} if library.add_team is None else {ADD_TEAM: rate_of(library.add_team, library, work)[0]}
 
 
 def replayed(library: Library, work: Work) -> Figures:
-    """The same as recorded steps, of which the first calls are no replays."""
+    """The same as recorded steps, after the calls that record."""
     if library.replay is None:
         return {}
     library.replay(5)
@@ -116,7 +114,7 @@ def replayed(library: Library, work: Work) -> Figures:
 
 
 def fetched(library: Library, work: Work) -> Figures:
-    """Numbers from an idle node, in microseconds."""
+    """Fetches of numbers from an idle node, in microseconds."""
     if library.fetch is None:
         return {}
     times(library.fetch, max(1, work.fetches // 10))
@@ -127,7 +125,6 @@ def fetched(library: Library, work: Work) -> Figures:
 
 
 def stepped(library: Library, work: Work) -> Figures:
-    """Training steps of a small network, with SGD and with Adam."""
     figures: Figures = {}
     for name, step in ((STEP, library.step), (ADAM, library.adam)):
         if step is not None:
@@ -141,18 +138,15 @@ def stepped(library: Library, work: Work) -> Figures:
 
 
 def moved(library: Library, work: Work) -> Figures:
-    """Large tensors to a node, back, and from one to another."""
     ways = {LARGE_MS: library.large, BACK_MS: library.back, BETWEEN_MS: library.between}
     return {name: each(way, work) for name, way in ways.items() if way is not None}
 
 
 def averaged(library: Library, work: Work) -> Figures:
-    """A collective of four nodes."""
     return {} if library.average is None else {AVERAGE_MS: each(library.average, work)}
 
 
 def trained(library: Library, work: Work) -> Figures:
-    """Training steps with gradients that four nodes average."""
     if library.digits is None:
         return {}
     library.digits(max(10, work.steps // 10))
@@ -167,16 +161,15 @@ ROWS_OF_FIGURES = (eager, eager_on_a_place, replayed, fetched, stepped, moved, a
 
 
 def measure(library: Library, work: Work) -> Figures:
-    """The figures of one library."""
     figures: Figures = {}
     for row in ROWS_OF_FIGURES:
-        gc.collect()  # or one collection, of all of torch, falls among the few operations of a row
+        gc.collect()  # avoids a slow collection, of all of torch, in a short row
         figures |= row(library, work)
     return figures
 
 
 def rate_of(issue: Callable[[int], object], library: Library, work: Work) -> tuple[float, float]:
-    """Operations a second, and microseconds of the thread that issues each."""
+    """Return operations per second, and microseconds of the issuing thread per operation."""
     issue(max(1, work.operations // 10))
     library.wait()
     begun, thread = time.perf_counter(), time.thread_time()
@@ -187,13 +180,13 @@ def rate_of(issue: Callable[[int], object], library: Library, work: Work) -> tup
 
 
 def each(fn: Callable[[], object], work: Work) -> float:
-    """The milliseconds of a call of which there are few."""
-    fn()  # its memory is mapped now
+    """Return the median milliseconds of a call."""
+    fn()  # maps its memory
     return statistics.median(times(fn, work.large)) * 1e3
 
 
 def times(fn: Callable[[], object], count: int) -> list[float]:
-    """The seconds of each of ``count`` calls."""
+    """Return the seconds of each of ``count`` calls."""
     taken = []
     for _ in range(count):
         begun = time.perf_counter()

@@ -1,9 +1,9 @@
-"""One library's turn in benchmarks/controller.py, in a process of its own; prints its figures as JSON.
+"""One library's turn in benchmarks/controller.py, in a process; prints its figures as JSON.
 
     python benchmarks/controller_turns.py shoal '{"operations": 2000}'
 
-``shoal`` and ``local`` run the same program: on a node, and on this process's own CPU.  In Ray and Monarch an
-actor keeps two tensors, and each of its methods is one operation on them.
+``shoal`` and ``local`` run the same program, on a node and on this process's CPU. In Ray and Monarch an actor
+keeps two tensors, and each of its methods is one operation on them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 
 def on(device: str, wait: Callable[[], object]) -> Library:
-    """The operations, on a device of torch."""
     x, y = torch.randn(SMALL, device=device), torch.randn(SMALL, device=device)
     number = torch.ones((), device=device)
     layers = [torch.nn.Linear(FEATURES, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)]
@@ -87,19 +86,17 @@ def on(device: str, wait: Callable[[], object]) -> Library:
 
 
 def local(work: Work) -> Figures:
-    """Torch alone: the operations cost what they cost, and 64 MB are one memcpy to memory that is mapped."""
+    """Torch alone: 64 MB are one memcpy to mapped memory."""
     library = on("cpu", lambda: None)
     library.between = library.large
     return measure(library, work)
 
 
 def on_nodes(work: Work) -> Figures:
-    """The operations on one node, and on a place of four."""
     return on_one(work) | on_a_place(PLACE, work)
 
 
 def on_one(work: Work) -> Figures:
-    """The operations on one node, and what they leave."""
     import shoal
 
     with shoal.init_master_worker(workers=1) as master:
@@ -112,7 +109,7 @@ def on_one(work: Work) -> Figures:
 
 
 def replaying(master: Any) -> Callable[[int], object]:
-    """Issues operations as recorded steps of so many."""
+    """Return a function that issues recorded steps."""
     x, y = torch.randn(SMALL, device="node:0"), torch.randn(SMALL, device="node:0")
 
     @master.recorded  # type: ignore[untyped-decorator]
@@ -128,7 +125,6 @@ def replaying(master: Any) -> Callable[[int], object]:
 
 
 def on_a_place(count: int, work: Work) -> Figures:
-    """One operation that ``count`` nodes execute."""
     import shoal
 
     with shoal.init_master_worker(workers=count) as master:
@@ -158,7 +154,7 @@ def on_a_place(count: int, work: Work) -> Figures:
 
 
 def digits_of_nodes(master: Any) -> Callable[[int], object]:
-    """Issues training steps of examples/controller_digits.py, recorded, at one rate."""
+    """Return a function that issues recorded training steps of examples/controller_digits.py."""
     from controller_digits import parts
     from digits import load, make_network
 
@@ -185,7 +181,7 @@ def digits_of_nodes(master: Any) -> Callable[[int], object]:
 
 
 def digits_of_ranks(group: Any) -> Callable[[int], object]:
-    """The same steps as a rank does them, with DistributedDataParallel."""
+    """Return a function that makes the same steps on a rank, with DistributedDataParallel."""
     from digits import load, make_network
 
     import shoal
@@ -207,14 +203,13 @@ def digits_of_ranks(group: Any) -> Callable[[int], object]:
 
 
 def batches(count: int, steps: int) -> Iterator[torch.Tensor]:
-    """Indices of the images of each step."""
     shuffle = torch.Generator().manual_seed(0)
     for _ in range(steps):
         yield torch.randperm(count, generator=shuffle)[:IMAGES]
 
 
 def of_ranks(work: Work) -> Figures:
-    """The collectives of a program of four ranks, which nobody drives."""
+    """The collectives of a program of four ranks without a master."""
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +220,7 @@ def of_ranks(work: Work) -> Figures:
 
 
 def rank(number: int, folder: str, work: Work, out: str) -> None:
-    """Be one of the ranks; the first one measures."""
+    """Main function of a rank; rank 0 measures."""
     import shoal
 
     torch.set_num_threads(1)
@@ -246,7 +241,7 @@ def rank(number: int, folder: str, work: Work, out: str) -> None:
 
 
 def soaked(master: Any, add: Callable[[int], object], operations: int) -> Figures:
-    """How much the master and its node have grown by so many operations."""
+    """Measure the growth of the master and its node after this many operations."""
 
     def now() -> Figures:
         master.synchronize()
@@ -268,7 +263,6 @@ def soaked(master: Any, add: Callable[[int], object], operations: int) -> Figure
 
 
 def resident(pid: int) -> float:
-    """The memory of a process, in MB."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -276,8 +270,6 @@ def resident(pid: int) -> float:
 
 
 class Held:
-    """Two tensors, and the operations on them."""
-
     def __init__(self) -> None:
         self.x, self.y = torch.randn(SMALL), torch.randn(SMALL)
         self.sum = self.x
@@ -293,7 +285,7 @@ class Held:
 
 
 def with_ray(work: Work) -> Figures:
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the user's home
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise it writes a token into the user's home
     import ray  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -327,7 +319,7 @@ def with_monarch(work: Work) -> Figures:
 def acted(
     actor: Any, begin: Callable[..., Any], end: Callable[[Any], Any], work: Work, window: int = 500
 ) -> Figures:
-    """The operations by an actor, whose calls are done in their order: a window of them is pending."""
+    """The operations of an actor, with a window of pending calls that complete in order."""
     large = torch.ones(LARGE // 4)
 
     def add(count: int) -> None:
@@ -359,7 +351,6 @@ TURNS: dict[str, Callable[[Work], Figures]] = {
 
 
 def main(name: str, words: str) -> None:
-    """Take the turn."""
     torch.set_num_threads(1)
     print(json.dumps(TURNS[name](Work(**json.loads(words)))))
 

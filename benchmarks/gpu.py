@@ -2,11 +2,10 @@
 
     make gpu PYTHON=python3 WHEELS=folder
 
-uses the torch of ``PYTHON``, which must see a GPU, and nothing else that is installed for shoal: it builds
-shoal from this checkout into ``build/gpu``, with wheels from the folder ``WHEELS`` for packages that are
-missing (without it: from pip's index).  It runs the tests that are marked ``gpu``, and trains over
-``init_process_group("cpu:shoal,cuda:nccl")`` with one rank for each GPU, and over ``"cpu:shoal,cuda:gloo"``
-with two ranks, which may share a GPU (NCCL refuses that).  The results go to
+Uses the torch of ``PYTHON``, which must see a GPU. Builds shoal from this checkout into ``build/gpu``, with
+wheels from the folder ``WHEELS`` for missing packages (default: from pip's index). Runs the tests marked
+``gpu``, and trains with ``init_process_group("cpu:shoal,cuda:nccl")`` and one rank per GPU, and with
+``"cpu:shoal,cuda:gloo"`` and two ranks, which may share a GPU (NCCL refuses that). Writes
 ``benchmarks/results/gpu-<card>.json``.
 """
 
@@ -27,15 +26,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu"
-#: packages that shoal imports at run time and torch does not bring along; their modules have the same names
+#: packages that shoal imports at run time and torch does not depend on; the modules have the same names
 NEEDS = ("click", "msgspec", "psutil", "rich")
-#: seconds until a step is taken for hung
+#: timeout of a step in seconds
 LIMIT_S = 240
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__)
-    parser.add_argument("--wheels", help="folder of wheels; nothing is downloaded then")
+    parser.add_argument("--wheels", help="folder of wheels, to download nothing")
     parser.add_argument("--results", default=ROOT / "benchmarks" / "results", type=Path, help="folder")
     given = parser.parse_args()
     import torch
@@ -54,8 +53,8 @@ def main() -> int:
     cards = torch.cuda.device_count()
     record["tests"] = _tests(environment)
     record["nccl"] = _program(cards, "nccl", environment)
-    # FSDP2 gathers several tensors at once.  Gloo (torch 2.11) copies those of a GPU as if they were in the
-    # host's memory, and the process dies.
+    # FSDP2 gathers several tensors at once. Gloo (torch 2.11) copies GPU tensors as if they were in host
+    # memory, which crashes the process.
     record["gloo"] = _program(max(2, cards), "gloo", environment, without=("fsdp2",))
     given.results.mkdir(parents=True, exist_ok=True)
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
@@ -76,7 +75,7 @@ def main() -> int:
 
 
 def _build(wheels: str | None) -> float:
-    """Build and install shoal and what it lacks; return the seconds of the build."""
+    """Build and install shoal and missing packages; return the seconds of the build."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     source = ["--no-index", "--find-links", str(Path(wheels).resolve())] if wheels else []
     missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
@@ -109,7 +108,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _tests(environment: dict[str, str]) -> dict[str, Any]:
-    """Run the tests that are marked; only their files are read, since others need more packages."""
+    """Run the marked tests; only their files are collected, because others need more packages."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -134,7 +133,7 @@ def _tests(environment: dict[str, str]) -> dict[str, Any]:
 def _program(
     ranks: int, engine: str, environment: dict[str, str], without: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run the checks but those in ``without``."""
+    """Run the checks except those in ``without``."""
     program = [str(ROOT / "benchmarks" / "gpu_programs.py"), "--engine", engine]
     if without:
         program += ["--without", *without]

@@ -3,8 +3,8 @@
     shoal run -n 1 benchmarks/gpu_programs.py --device cuda --engine nccl
     shoal run -n 2 benchmarks/gpu_programs.py --device cpu
 
-Every check compares with a reference in the same process.  A check that fails does not end the others; rank 0
-prints one JSON object at the end: ``{"<check>": {"outcome": "passed" | "failed", "seconds": ..., ...}}``.
+Every check compares with a reference in the same process, and all checks run even if some fail. Rank 0 prints
+one JSON object at the end: ``{"<check>": {"outcome": "passed" | "failed", "seconds": ..., ...}}``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 
 STEPS = 20
-BATCH = 16  # images for each rank
+BATCH = 16  # images per rank
 
 Figures = dict[str, Any]
 
 
 def small_cnn() -> nn.Module:
-    """Return a network of 20,000 parameters for images of 3 x 16 x 16, equal in every process."""
+    """Return a network with 20,000 parameters for images of 3 x 16 x 16, equal in every process."""
     torch.manual_seed(7)
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -49,19 +49,13 @@ def small_cnn() -> nn.Module:
 
 
 def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images of a step on ``size`` ranks, with labels that depend on them."""
     torch.manual_seed(11)
     x = torch.randn(BATCH * size, 3, 16, 16)
     return x, (x.mean((1, 2, 3)) * 200).long().remainder(10)
 
 
 class Checks:
-    """The checks of one rank.
-
-    Args:
-        device: of the tensors.
-        folder: shared by the ranks.
-    """
+    """The checks of one rank; ``folder`` is shared by the ranks."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device = device
@@ -73,7 +67,6 @@ class Checks:
         self.mine = self.whole[0][mine], self.whole[1][mine]
 
     def train(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-        """Train for STEPS steps; return the losses."""
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         losses = []
         for _ in range(STEPS):
@@ -94,7 +87,7 @@ class Checks:
     # -- the checks ----------------------------------------------------------------------------
 
     def collectives(self) -> Figures:
-        """Collectives of tensors on the device, and on the CPU, in one group."""
+        """Collectives of tensors on the device and on the CPU, in one group."""
         expected = float(sum(range(1, self.size + 1)))
         for device in {self.device, torch.device("cpu")}:
             x = torch.full((1000,), self.rank + 1.0, device=device)
@@ -114,7 +107,6 @@ class Checks:
         return {}
 
     def objects(self) -> Figures:
-        """Collectives of objects, which go over the CPU."""
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, {"rank": self.rank, "x": torch.full((2,), self.rank)})
         assert [each["rank"] for each in every] == list(range(self.size))
@@ -124,7 +116,7 @@ class Checks:
         return {}
 
     def ddp(self) -> Figures:
-        """torch's DDP of a small CNN, against the same training in one process."""
+        """torch's DDP of a small CNN, compared with the same training in one process."""
         ids = [self.device.index] if self.device.type == "cuda" else None
         model = DistributedDataParallel(small_cnn().to(self.device), device_ids=ids)
         started = time.perf_counter()
@@ -135,11 +127,11 @@ class Checks:
         return {"distance": distance, "ms_per_step": round(1000 * seconds / STEPS, 3)}
 
     def checkpoint(self) -> Figures:
-        """A distributed checkpoint of a trained network: saved, loaded into a new one, equal to it."""
+        """A distributed checkpoint of a trained network, loaded into a new network and compared."""
         model = small_cnn().to(self.device)
         self.train(model, self.whole)
         for each in model.state_dict().values():
-            dist.broadcast(each, src=0)  # sums on a GPU may differ from process to process
+            dist.broadcast(each, src=0)  # GPU sums may differ between processes
         folder = self.folder / "checkpoint"
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
         fresh = small_cnn().to(self.device)
@@ -150,7 +142,7 @@ class Checks:
         return {}
 
     def fsdp2(self) -> Figures:
-        """FSDP2, against the same training in one process."""
+        """FSDP2, compared with the same training in one process."""
         from torch.distributed.device_mesh import init_device_mesh
 
         model = small_cnn().to(self.device)
@@ -169,7 +161,7 @@ class Checks:
         return {"distance": distance, "ms_per_step": round(1000 * seconds / STEPS, 3)}
 
     def refusal(self) -> Figures:
-        """A tensor of a GPU in a group of shoal alone is an error that says so, and the group goes on."""
+        """A GPU tensor in a group of shoal alone raises a clear error, and the group stays usable."""
         if self.device.type != "cuda":
             return {}
         group = dist.new_group(backend="shoal")
@@ -186,7 +178,7 @@ class Checks:
         return {"message": said}
 
     def latency(self) -> Figures:
-        """The time of an all_reduce of 25 MB on the device and on the CPU, in milliseconds."""
+        """The milliseconds of an all_reduce of 25 MB on the device and on the CPU."""
         figures = {}
         for device in sorted({self.device.type, "cpu"}):
             x = torch.ones(25 * 2**18, device=device)
@@ -207,7 +199,6 @@ CHECKS = ("collectives", "objects", "ddp", "checkpoint", "fsdp2", "refusal", "la
 
 
 def _distance(a: nn.Module, b: nn.Module) -> float:
-    """The largest difference between the parameters of two networks."""
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return max(float((x - y).abs().max()) for x, y in pairs)
 
@@ -226,13 +217,13 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--engine", default="nccl", help="torch's backend for the device (default: nccl)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
-    parser.add_argument("--without", nargs="+", choices=CHECKS, default=(), help="checks to leave out")
+    parser.add_argument("--without", nargs="+", choices=CHECKS, default=(), help="checks to skip")
     given = parser.parse_args()
     device = torch.device("cpu")
     if given.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        # Results of different sums are compared, so that TF32 must not round them differently.
+        # Results of different summations are compared, so TF32 rounding is disabled.
         torch.backends.cudnn.allow_tf32 = False
     backend = "cpu:shoal" if given.device == "cpu" else f"cpu:shoal,cuda:{given.engine}"
     dist.init_process_group(backend)
@@ -243,7 +234,7 @@ def main() -> int:
     figures = {name: _checked(getattr(checks, name)) for name in given.checks if name not in given.without}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, figures)
-    for other in every:  # a check passed if it passed on every rank
+    for other in every:  # a check passes if it passed on every rank
         for name, result in other.items():
             if result["outcome"] == "failed":
                 figures[name] = result

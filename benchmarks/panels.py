@@ -1,4 +1,4 @@
-"""The picture of a benchmark: a panel for each figure, a bar for each library."""
+"""The plot of a benchmark: a panel for each figure, with a bar for each library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-#: panels beside each other
+#: number of panels per row
 ROW = 5
 
 
 def draw(medians: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """A panel for each figure, a bar for each library that has it."""
+    """Write the plot; a panel has bars for the libraries with that figure."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,13 @@
-"""How long it takes to go on after a death: from SIGKILL to the first all-reduce of the rebuilt group.
+"""Measure recovery after a death: from SIGKILL to the first all-reduce of the rebuilt group.
 
     python benchmarks/recovery.py
     python benchmarks/recovery.py --trials 1000 --ranks 2 4 --resident 0
     python benchmarks/recovery.py --json recovery.json
 
-Ranks are processes that all-reduce without end.  At a random moment one of them kills itself; the others
-raise PeerLost, rebuild the group and all-reduce in it.  *detected* is from the kill to PeerLost, *gone on* to
-the end of that all-reduce, both on the rank where it took longest.  Each rank holds ``--resident`` MB, which
-the kernel frees before it closes the sockets of the dead.
+Ranks are processes that all-reduce in a loop. At a random moment one kills itself; the others raise PeerLost,
+rebuild the group and all-reduce in it. ``detected`` is the time from the kill to PeerLost, ``gone on`` the
+time to the end of that all-reduce, both on the slowest rank. Each rank allocates ``--resident`` MB, which the
+kernel frees before it closes the sockets of the dead process.
 """
 
 from __future__ import annotations
@@ -31,21 +31,16 @@ from rich.table import Table
 import shoal
 from shoal.testing import processes
 
-#: seconds that a trial may take
+#: maximum seconds of a trial
 PATIENCE = 120.0
-#: seconds before the kill, at most
+#: maximum seconds before the kill
 BEFORE = 0.02
 _KILLED = "killed at"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Times of groups of one size, in milliseconds.
-
-    Attributes:
-        resident: MB that each rank holds.
-        bad: trials in which a survivor did not go on, or got a wrong sum.
-    """
+    """Times for groups of one size, in milliseconds; `bad` counts failed recoveries and wrong sums."""
 
     ranks: int
     resident: int
@@ -56,7 +51,7 @@ class Case:
 
 
 def survive(group: shoal.ProcessGroup, seed: int, resident: int) -> tuple[float, float]:
-    """All-reduce until a rank is killed, and once in the group of the others: seconds since the kill."""
+    """All-reduce until a rank is killed, and once in the rebuilt group; return seconds since the kill."""
     held = torch.ones(resident * 2**18)
     choose = random.Random(seed)
     victim, delay = choose.randrange(group.size), choose.uniform(0.0, BEFORE)
@@ -84,13 +79,12 @@ def survive(group: shoal.ProcessGroup, seed: int, resident: int) -> tuple[float,
 
 
 def kill(store: shoal.Store) -> None:
-    """End this process, and leave behind when."""
     store.set(_KILLED, repr(time.monotonic()).encode())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def measure(ranks: int, resident: int, trials: int) -> Case:
-    """Let a rank die in ``trials`` groups, one after the other."""
+    """Let a rank die in ``trials`` groups, one after another."""
     detected, gone_on, bad = [], [], 0
     for seed in range(trials):
         with processes(survive, ranks, seed, resident, timeout=PATIENCE) as running:
@@ -106,7 +100,6 @@ def measure(ranks: int, resident: int, trials: int) -> Case:
 
 
 def summed_up(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum in milliseconds."""
     if not seconds:
         return {}
     ordered = sorted(each * 1e3 for each in seconds)
@@ -115,12 +108,11 @@ def summed_up(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what the command line asks for, and print it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trials", type=int, default=100, help="groups in which a rank dies, of each case")
+    parser.add_argument("--trials", type=int, default=100, help="number of trials of each case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sizes of groups")
-    parser.add_argument("--resident", type=int, nargs="+", default=[0, 2000], help="MB that each rank holds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--resident", type=int, nargs="+", default=[0, 2000], help="MB allocated by a rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for the results")
     given = parser.parse_args()
     cases = []
     table = Table(title="milliseconds after SIGKILL")
@@ -129,7 +121,7 @@ def main() -> None:
         table.add_column(heading, justify="right")
     for ranks in given.ranks:
         for resident in given.resident:
-            # A tenth with memory: filling it takes longer than all else.
+            # A tenth of the trials with memory, because filling it takes the most time.
             case = measure(ranks, resident, given.trials if resident < 100 else math.ceil(given.trials / 10))
             cases.append(asdict(case))
             figures = [f"{value:.1f}" for value in (*case.detected.values(), *case.gone_on.values())]

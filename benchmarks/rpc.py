@@ -1,18 +1,16 @@
-"""This benchmark measures what a call costs: shoal.rpc beside torch.distributed.rpc, in turns on one machine.
+"""Measure the cost of calls: shoal.rpc and torch.distributed.rpc, in turns on one machine.
 
     python benchmarks/rpc.py --rounds 3 --out rpc.json --picture rpc.png
     python benchmarks/rpc.py --ray envs/ray/bin/python --monarch envs/monarch/bin/python
 
-In each round every library has its turn between two fresh processes, one of which calls functions of the
-other: one that does nothing and one that returns a tensor of 20 x 20, call after call; many calls at once, of
-one thread and of four; and one that takes 64 MB.  ``shoal tcp`` and ``torch tcp`` are kept from what only
-processes of one host have.  ``floor`` sends the same bytes through bare sockets and memory: rpc_floor.py says
-how.  Ray and Monarch, actors both, run in environments of their own, which need torch too, and only if those
-are named.
+In each round every library has a turn with two new processes, one of which calls functions of the other: an
+empty one and one that returns a tensor of 20 x 20, call after call; many calls at once, from one thread and
+from four; and one that takes 64 MB. ``shoal tcp`` and ``torch tcp`` do not use what only processes of one
+host have. ``floor`` sends the same bytes through bare sockets and memory (see rpc_floor.py). The actor
+libraries Ray and Monarch run in separate environments (with torch), only if those are given.
 
-The figures, the ratios of shoal's medians to torch's, and how many times each is as good as its bar
-go to standard output and, with --out, as JSON into a file; --picture draws the figures.
-Figures of one machine say little about another; run it where nothing else runs.
+Prints the figures, the ratios of shoal's medians to torch's, and the ratios to the bars; --out writes them as
+JSON, --picture plots them. Run it on an otherwise idle machine; figures are not comparable between machines.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from rpc_floor import floor
 
 import shoal
 
-#: each of shoal's rows, and the row of torch that it is divided by
+#: row of shoal -> row of torch that it is divided by
 AGAINST = {"shoal": "torch", "shoal tcp": "torch tcp"}
 
 _NO_OP, _ECHO, _LARGE = "no-op [us, p50]", "echo 20x20 [us, p50]", "64 MB [ms]"
-#: 64 MB have to move at 0.8 of the speed of their anchor: over TCP a raw loop, on one host a memcpy
+#: 64 MB must move at 0.8 of the speed of a raw loop (TCP) or of a memcpy (one host)
 BARS = (
     Bar("shoal", _NO_OP, 100),
     Bar("shoal", _NO_OP, 0.5, of=("torch", _NO_OP)),
@@ -55,7 +53,7 @@ BARS = (
 
 
 def nothing() -> None:
-    """The function that is called."""
+    """The empty function."""
 
 
 def echo(x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +68,7 @@ def main() -> int:
     texts = {
         "calls": "calls one after another",
         "pipelined": "calls at once, all together",
-        "window": "of these, pending at a time",
+        "window": "pending calls at a time, for pipelined calls",
         "large": "calls with 64 MB",
     }
     given, work = options(__doc__, Work(), texts)
@@ -92,7 +90,6 @@ def main() -> int:
 
 
 def to_torch(medians: Mapping[str, Figures]) -> dict[str, Figures]:
-    """The medians of shoal divided by those of torch."""
     return {
         name: {what: value / medians[other][what] for what, value in medians[name].items()}
         for name, other in AGAINST.items()
@@ -104,7 +101,6 @@ def to_torch(medians: Mapping[str, Figures]) -> dict[str, Figures]:
 
 
 def between_processes(name: str, work: Work) -> Figures:
-    """One turn of one library."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         mp.spawn(rank, args=(name, folder, work, str(out)), nprocs=2)  # type: ignore[no-untyped-call]
@@ -113,7 +109,7 @@ def between_processes(name: str, work: Work) -> Figures:
 
 
 def rank(number: int, name: str, folder: str, work: Work, out: str) -> None:
-    """Be one of the two processes; the first one calls."""
+    """Main function of the two processes; the first one calls."""
     torch.set_num_threads(1)
     OVER[name](number, folder, work, out)
 
@@ -131,7 +127,7 @@ def over_shoal_tcp(number: int, folder: str, work: Work, out: str) -> None:
 
 
 def over_torch(number: int, folder: str, work: Work, out: str, **how: Any) -> None:
-    warnings.simplefilter("ignore", UserWarning)  # of torch about itself
+    warnings.simplefilter("ignore", UserWarning)  # torch's warnings about its own code
     options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store", **how)
     torch_rpc.init_rpc(f"w{number}", rank=number, world_size=2, rpc_backend_options=options)
     if number == 0:
@@ -144,7 +140,6 @@ def over_torch_tcp(number: int, folder: str, work: Work, out: str) -> None:
 
 
 def write(begin: Callable[..., Callable[[], Any]], work: Work, out: str) -> None:
-    """Measure and leave the figures in a file."""
     small, large = torch.randn(SMALL), torch.zeros(LARGE // 4)
     library = Library(lambda: begin(nothing), lambda: begin(echo, small), lambda: begin(elements, large))
     Path(out).write_text(json.dumps(measure(library, work)))

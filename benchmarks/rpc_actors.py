@@ -1,8 +1,8 @@
-"""A library of actors, Ray or Monarch, is timed for benchmarks/rpc.py, in an environment of its own.
+"""The turn of an actor library, Ray or Monarch, for benchmarks/rpc.py, in a separate environment.
 
     python benchmarks/rpc_actors.py ray '{"calls": 2000}'
 
-Prints the figures as JSON in its last line.  Both libraries keep the called object in a process of its own.
+Prints the figures as JSON in its last line. Both libraries keep the called object in another process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from rpc_figures import LARGE, SMALL, Library, Work, measure
 
 
 class Methods:
-    """The object whose methods are called."""
-
     def nothing(self) -> None:
         pass
 
@@ -32,7 +30,7 @@ class Methods:
 
 
 def over_ray(work: Work) -> dict[str, float]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the user's home
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # otherwise it writes a token into the user's home
     import ray  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""The calls that the benchmark times, the same for every library; this module imports none of them.
+"""The calls that the benchmark times, independent of the library; this module imports none.
 
-A library gives three functions, each of which begins a call and returns a function that waits for its result:
-a call without arguments, one that returns a small tensor, and one that takes a large tensor.
+A library provides three functions that begin a call and return a function that waits for its result: a call
+without arguments, one that returns a small tensor, and one that takes a large tensor.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 Begin = Callable[[], Callable[[], Any]]
 
-#: elements of the small tensor, by row and column, and bytes of the large one
+#: shape of the small tensor
 SMALL = (20, 20)
 LARGE = 64 * 2**20
 
 
 @dataclass
 class Work:
-    """How much is timed.
+    """Amounts of work.
 
     Attributes:
-        calls: one after another.
-        pipelined: many at once.
-        window: of these, pending at a time.
+        calls: calls one after another.
+        pipelined: calls at once.
+        window: maximum number of these that are pending at a time.
         large: calls with the large tensor.
-        callers: threads of the last figure.
+        callers: number of threads for the last figure.
     """
 
     calls: int = 2000
@@ -41,15 +41,12 @@ class Work:
 
 @dataclass
 class Library:
-    """One library's calls; None where it has no such figure."""
-
     nothing: Begin | None = None
     echo: Begin | None = None
     large: Begin | None = None
 
 
 def measure(library: Library, work: Work) -> dict[str, float]:
-    """The figures of one library."""
     figures: dict[str, float] = {}
     if library.nothing is not None:
         figures |= latency("no-op", library.nothing, work.calls)
@@ -59,20 +56,20 @@ def measure(library: Library, work: Work) -> dict[str, float]:
         figures["1 caller [calls/s]"] = work.pipelined / pipelined(library.nothing, work.pipelined, work)
         figures[f"{work.callers} callers [calls/s]"] = work.pipelined / at_once(library.nothing, work)
     if library.large is not None:
-        library.large()()  # its memory is mapped now
+        library.large()()  # maps its memory
         figures["64 MB [ms]"] = statistics.median(times(library.large, work.large)) * 1e3
     return figures
 
 
 def latency(name: str, begin: Begin, calls: int) -> dict[str, float]:
-    """One call after another, in microseconds."""
+    """Return latency percentiles of consecutive calls, in microseconds."""
     times(begin, calls // 10)
     taken = sorted(times(begin, calls))
     return {f"{name} [us, p{p}]": taken[min(calls - 1, calls * p // 100)] * 1e6 for p in (10, 50, 99)}
 
 
 def times(begin: Begin, calls: int) -> list[float]:
-    """The seconds of each of ``calls`` calls, one after another."""
+    """Return the seconds of each of ``calls`` consecutive calls."""
     taken = []
     for _ in range(calls):
         before = time.perf_counter()
@@ -82,7 +79,7 @@ def times(begin: Begin, calls: int) -> list[float]:
 
 
 def pipelined(begin: Begin, calls: int, work: Work) -> float:
-    """The seconds of ``calls`` calls, a window of which is pending at a time."""
+    """Return the seconds of ``calls`` calls, with a window of pending calls."""
     before = time.perf_counter()
     window = min(work.window, calls)
     pending = [begin() for _ in range(window)]

@@ -1,9 +1,10 @@
-"""The floor under calls: the same bytes through bare sockets, and to shared memory, for benchmarks/rpc.py.
+"""The lower limit of calls ("floor"): the same bytes through bare sockets and shared memory, for rpc.py.
 
-A raw loop sends 64 MB from a tensor's memory, and the other process reads them into memory.  *Warm* memory
-has been written to before, like that of a program which receives into one buffer again and again.  *Fresh*
-memory is mapped anew each time, like that of a tensor which an allocator has just made: the kernel zeroes its
-pages, and takes a fault for each.  In one process, a memcpy fills warm pages of shared memory.
+A raw loop sends 64 MB from a tensor, and the other process reads them into memory. *Warm* memory has been
+written before, like a buffer that is reused. *Fresh* memory is newly mapped each time, like a tensor that was
+just
+allocated: the kernel zeroes its pages, with a fault for each. In one process, a memcpy fills warm pages of
+shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WARM, FRESH = b"w", b"f"
 
 
 def floor(number: int, place: Path, work: Work) -> dict[str, float]:
-    """Be one of the two processes; the first one has the figures."""
+    """Main function of the two processes; the first one returns the figures."""
     figures: dict[str, float] = {}
     if number == 1:
         for kind in KINDS:
@@ -60,12 +61,12 @@ def floor(number: int, place: Path, work: Work) -> dict[str, float]:
 
 
 def _median(begin: Callable[[], Callable[[], Any]], work: Work) -> float:
-    """Milliseconds; the first time does not count, in which memory is mapped."""
+    """Return the median in milliseconds, without the first call, which maps memory."""
     return statistics.median(times(begin, work.large + 1)[1:]) * 1e3
 
 
 def listening(kind: str, place: Path) -> socket.socket:
-    """A listener that the other process finds by a file."""
+    """Create a listener that the other process finds through a file."""
     if kind == "unix":
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(place / "socket"))
@@ -79,7 +80,7 @@ def listening(kind: str, place: Path) -> socket.socket:
 
 
 def connected(kind: str, place: Path) -> socket.socket:
-    while True:  # until the other one listens
+    while True:  # until the other process listens
         try:
             if kind == "tcp":
                 stream = socket.create_connection(("127.0.0.1", int((place / "port").read_text())))
@@ -97,14 +98,14 @@ def connected(kind: str, place: Path) -> socket.socket:
 
 
 def ping(stream: socket.socket, body: Any, memory: bytes = WARM) -> Callable[[], Any]:
-    """Send a head and a body; what is returned waits for the answer."""
+    """Send a head and a body; return a function that waits for the answer."""
     stream.sendall(memory + len(body).to_bytes(8, "little"))
     stream.sendall(body)
     return lambda: stream.recv(1)
 
 
 def answer(stream: socket.socket) -> None:
-    """Answer each body with its last byte until the other end closes."""
+    """Answer each body with its last byte until the peer closes the connection."""
     warm = memoryview(bytearray(b"\xff" * LARGE))
     while head := stream.recv(9, socket.MSG_WAITALL):
         left = length = int.from_bytes(head[1:], "little")

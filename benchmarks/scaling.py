@@ -1,18 +1,17 @@
-"""How the cost of a group grows with its ranks, on one machine.
+"""Measure how the cost of a group grows with its number of ranks, on one machine.
 
     make scaling                            # 2, 4, 8, 16, 32 and 64 ranks
     make scaling ARGS="--ranks 2 4 8"
     SHOAL_TRANSPORT=tcp make scaling ARGS="--ranks 2 4 8 16 --out out/tcp"
 
-The ranks of each size are forked from one process that has imported torch and shoal, which is allowed
-before ``shoal.init`` and saves 1.4 s of import a rank.  A forked rank shares the imported modules with
-its parent, so what they take is measured once, in the parent, and added to what each rank takes beyond
-an idle forked child.
+The ranks are forked from a process that has imported torch and shoal, which saves 1.4 s per rank and is
+allowed before ``shoal.init``. Forked ranks share the imported modules, so their memory is measured once, in
+the parent, and added to the memory that each rank uses beyond an idle forked child.
 
-A *growth* is the exponent p of cost ~ ranks^p between two sizes, for the cost of ONE rank.  On fewer cores
-than ranks the wall-clock time of an operation is the processor time of all ranks together; its growth
-is given for the time divided by the ranks that share a core.  What grows faster than linearly (p > 1.1) is
-marked, and the script then ends with status 1.  Writes out/scaling.json and out/scaling.png.
+A *growth* is the exponent p of cost ~ ranks^p between two sizes, for the cost of ONE rank. With fewer cores
+than ranks, the time of an operation is the CPU time of all ranks, so its growth is computed from the time
+divided by the ranks per core. Costs that grow faster than linearly (p > 1.1) are marked, and the script then
+exits with status 1. Writes out/scaling.json and out/scaling.png.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from rich.table import Table
 from scaling_rank import OPERATIONS, Rank
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 300.0  # seconds for all ranks to answer one order
-LINEAR = 1.1  # a greater exponent is faster than linear; the rest is noise
+PATIENCE = 300.0  # seconds for all ranks to answer an order
+LINEAR = 1.1  # larger exponents count as faster than linear, to allow for noise
 
-#: what is measured -> (unit in the table, factor to it); all of one rank
+#: kind of quantity -> (unit in the table, factor); all per rank
 UNITS = {"seconds": ("ms", 1e3), "cpu": ("ms", 1e3), "bytes": ("MB", 1e-6), "count": ("", 1.0)}
 FOOTPRINT = {
     "memory (USS)": "bytes",
@@ -55,7 +54,6 @@ FOOTPRINT = {
 
 
 def rows_of_interest() -> dict[str, str]:
-    """Every measured quantity and its unit, in the order of the table."""
     rows = {}
     for name in ("init", "split", "close of the split", "close", *OPERATIONS):
         rows[f"{name}: time"] = "seconds"
@@ -64,7 +62,7 @@ def rows_of_interest() -> dict[str, str]:
 
 
 class World:
-    """Some forked ranks that wait for orders."""
+    """Forked ranks that wait for orders."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -80,7 +78,7 @@ class World:
             self._processes.append(process)
 
     def ask(self, order: str, *arguments: Any) -> list[Any]:
-        """Have all ranks do ``order`` at once; their answers in rank order."""
+        """Let all ranks execute ``order`` concurrently; return the answers in rank order."""
         for pipe in self._pipes:
             pipe.send((order, arguments))
         answers = []
@@ -97,7 +95,6 @@ class World:
         return answers
 
     def close(self) -> None:
-        """End the ranks."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -108,18 +105,18 @@ class World:
 
 
 def measure(size: int, imported: int, rounds: int, seconds: float) -> dict[str, float]:
-    """All quantities for one number of ranks.
+    """Measure all quantities for one number of ranks.
 
     Args:
-        size: ranks.
+        size: number of ranks.
         imported: bytes that importing shoal takes beyond torch.
-        rounds: samples of each operation and split, of which the median is taken.
-        seconds: that one sample of an operation should take.
+        rounds: samples of each operation and split; the median is used.
+        seconds: target duration of a sample.
     """
     found: dict[str, float] = {}
 
     def take(name: str, answers: Sequence[tuple[float, float]], repeat: int = 1) -> tuple[float, float]:
-        """The slowest rank's time and the mean rank's processor time."""
+        """Record the slowest rank's time and the mean CPU time of the ranks."""
         time = max(wall for wall, _ in answers) / repeat
         cpu = statistics.fmean(cpu for _, cpu in answers) / repeat
         found[f"{name}: time"], found[f"{name}: CPU"] = time, cpu
@@ -139,7 +136,7 @@ def measure(size: int, imported: int, rounds: int, seconds: float) -> dict[str, 
     world = World(size)
     try:
         idle = world.ask("footprint")
-        with socket.socket() as probe:  # rank 0 will serve the store at this port
+        with socket.socket() as probe:  # rank 0 serves the store at this port
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         take("init", world.ask("init", f"tcp://127.0.0.1:{port}"))
@@ -161,10 +158,7 @@ def measure(size: int, imported: int, rounds: int, seconds: float) -> dict[str, 
 
 
 def growth(results: Mapping[int, Mapping[str, float]], name: str, cores: int) -> float | None:
-    """The exponent with which one rank's share of ``name`` grows over the upper half of the sizes.
-
-    None where it is too small to say, or there are not two sizes.
-    """
+    """Return the exponent of a rank's ``name`` over the upper half of the sizes, or None if unknown."""
     sizes = [size for size in results if size >= 8] if max(results) >= 16 else list(results)
     if len(sizes) < 2:
         return None
@@ -172,7 +166,7 @@ def growth(results: Mapping[int, Mapping[str, float]], name: str, cores: int) ->
     for size in (min(sizes), max(sizes)):
         value = results[size][name]
         if name.endswith(": time"):
-            value /= max(1.0, size / cores)  # so many ranks take turns on a core
+            value /= max(1.0, size / cores)  # the ranks that share a core take turns
         ends.append(value)
     if min(ends) <= 0:
         return None
@@ -180,7 +174,7 @@ def growth(results: Mapping[int, Mapping[str, float]], name: str, cores: int) ->
 
 
 def show(results: Mapping[int, Mapping[str, float]], cores: int, console: Console) -> list[str]:
-    """Print the table.  Gives the quantities that grow faster than linearly."""
+    """Print the table; return the quantities that grow faster than linearly."""
     table = Table(title=f"cost of one rank by number of ranks, on {cores} cores")
     table.add_column("")
     for size in results:
@@ -204,7 +198,7 @@ def show(results: Mapping[int, Mapping[str, float]], cores: int, console: Consol
 
 
 def draw(results: Mapping[int, Mapping[str, float]], path: Path) -> None:
-    """The log-log picture: times, processor times and footprint by ranks."""
+    """Plot times, CPU times and footprint by ranks, log-log."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -235,7 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How the cost of a group grows with its ranks.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=5, help="samples of each operation")
-    parser.add_argument("--sample", type=float, default=0.2, help="seconds that a sample should take")
+    parser.add_argument("--sample", type=float, default=0.2, help="target duration of a sample in seconds")
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for JSON and picture")
     arguments = parser.parse_args()
     console = Console()

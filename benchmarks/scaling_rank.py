@@ -1,4 +1,4 @@
-"""One rank of ``scaling.py``: does what it is told, and says what it cost."""
+"""One rank of ``scaling.py``: executes orders and reports their costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-#: name -> (bytes, whether the tensor is registered); None: a barrier
+#: name -> (bytes, whether the tensor is registered); None means a barrier
 OPERATIONS: dict[str, tuple[int, bool] | None] = {
     "barrier": None,
     "all_reduce 8 B": (8, False),
@@ -25,11 +25,7 @@ OPERATIONS: dict[str, tuple[int, bool] | None] = {
 
 
 class Rank:
-    """Carries out orders on one process group.
-
-    Args:
-        rank, size: of this process in the group it will make.
-    """
+    """Executes orders on one process group."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -39,14 +35,14 @@ class Rank:
 
     @staticmethod
     def imports() -> int:
-        """Import torch, then shoal; the bytes of unique memory that the second took."""
+        """Import torch, then shoal; return the unique memory in bytes that the latter took."""
         import torch
 
         torch.set_num_threads(1)
         before = psutil.Process().memory_full_info().uss
         import shoal
 
-        # The names of the package are loaded when they are first used; a group of one uses them all.
+        # The package loads its names at their first use; a group of one rank uses all of them.
         with shoal.init("env://") as group:
             group.barrier().wait()
         gc.collect()
@@ -54,11 +50,11 @@ class Rank:
 
     @classmethod
     def serve(cls, rank: int, size: int, orders: Connection, inherited: Sequence[Connection]) -> None:
-        """The life of a forked rank: (method, arguments) comes, an answer or a traceback goes."""
+        """Main loop of a forked rank: receive (method, arguments), send the answer or a traceback."""
         for pipe in inherited:
             pipe.close()
         me = cls(rank, size)
-        with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
+        with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has exited
             while True:
                 order, arguments = orders.recv()
                 try:
@@ -68,7 +64,7 @@ class Rank:
                 orders.send(answer)
 
     def footprint(self) -> dict[str, float]:
-        """What this process holds, after a collection of garbage."""
+        """Return the resources of this process after a garbage collection."""
         gc.collect()
         me = psutil.Process()
         memory = me.memory_full_info()
@@ -111,7 +107,6 @@ class Rank:
         return self._timed(self.rows.close)
 
     def operate(self, name: str, repeat: int) -> tuple[float, float]:
-        """``repeat`` operations one after another."""
         operation = OPERATIONS[name]
         if operation is None:
             work = self.group.barrier
@@ -137,7 +132,7 @@ class Rank:
 
 
 def _shared() -> int:
-    """Bytes of the memory that this process shares, as far as pages of it exist."""
+    """Return the bytes of allocated memory that this process shares with others."""
     for entry in sorted(os.scandir("/proc/self/fd"), key=lambda entry: int(entry.name)):
         with contextlib.suppress(OSError):
             if os.readlink(entry.path).startswith("/memfd:shoal"):

@@ -1,13 +1,12 @@
-"""What a step costs more in a session of `shoal.elastic` than the same step without, when nobody dies.
+"""Measure the cost that a session of `shoal.elastic` adds to a step without failures.
 
     python benchmarks/session_step.py
     python benchmarks/session_step.py --steps 100 --width 256 --out out/session_step.json
 
-Two ranks train two models of one shape in turns, in one loop: one by DistributedDataParallel alone, the other
-in a session.  Which of the two comes first changes from turn to turn, because each starts with what the one
-before has left in the caches.  A step is forward, backward, update and zeroing the gradients; in the session
-also everything between two steps, and the commit.  The ratio is that of medians; its interval is of 2,000
-resamplings of pairs of steps.
+Two ranks train two models of one shape in turns, in one loop: one with DistributedDataParallel alone, the
+other in a session. Their order alternates, because each starts with the caches that the other has left. A
+step is forward, backward, update and zeroing the gradients; in the session also everything between two steps,
+and the commit. The ratio is that of medians; its interval is from 2,000 resamplings of pairs of steps.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from shoal import elastic
 from shoal.testing import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = 20  # steps that are not counted: Adam's state, the order of buckets, the first commit
+WARM = 20  # uncounted steps: creation of Adam's state, reordering of buckets, first commit
 BATCH = 64
 
 
 def network(width: int) -> nn.Module:
-    """A perceptron of six layers."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(6):
@@ -43,7 +41,7 @@ def network(width: int) -> nn.Module:
 
 
 def turns(group: shoal.ProcessGroup, width: int, steps: int) -> list[tuple[float, float]]:
-    """Train both models; the seconds of each step without and with the session."""
+    """Train both models; return the seconds of each step without and with the session."""
     torch.set_num_threads(1)
     data = torch.randn(4096, width)
     order = torch.randperm(len(data))
@@ -85,7 +83,7 @@ def turns(group: shoal.ProcessGroup, width: int, steps: int) -> list[tuple[float
 
 
 def interval(pairs: list[tuple[float, float]], times: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the ratio of medians."""
+    """Return the 95 % confidence interval of the ratio of medians."""
     choose = random.Random(0)
     ratios = []
     for _ in range(times):
@@ -96,15 +94,13 @@ def interval(pairs: list[tuple[float, float]], times: int = 2000) -> tuple[float
 
 
 def ratio(pairs: list[tuple[float, float]]) -> float:
-    """The median of a step with the session over that without."""
     return statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
 
 
 def main() -> int:
-    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=600, help="that are counted, of each kind")
-    parser.add_argument("--width", type=int, nargs="+", default=[256, 512, 1024], help="of the layers")
+    parser.add_argument("--steps", type=int, default=600, help="counted steps of each kind")
+    parser.add_argument("--width", type=int, nargs="+", default=[256, 512, 1024], help="widths of the layers")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "session_step.json", help="the record"
     )

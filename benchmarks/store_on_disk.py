@@ -1,9 +1,9 @@
-"""What a change costs in a store whose data is on disk, beside one in memory, in turns.
+"""Measure the cost of a change in a store on disk and in memory, in turns.
 
     python -m benchmarks.store_on_disk [FOLDER]
 
-One client sets a key again and again; then many do at once, each over a connection of its own.  Beside them
-stands the time of the disk alone: a write of the same size and its ``fdatasync``.  Medians of the rounds.
+One client sets a key repeatedly; then several clients do so concurrently, each with its own connection. The
+time of the disk alone is shown too: a write of the same size and its ``fdatasync``. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ CLIENTS, ALONE, TOGETHER, ROUNDS = 100, 200, 20, 5
 
 
 def alone(store: TCPStore) -> float:
-    """Seconds for one set by one client."""
     start = time.perf_counter()
     for number in range(ALONE):
         store.set("key", b"%064d" % number)
@@ -33,7 +32,7 @@ def alone(store: TCPStore) -> float:
 
 
 def together(stores: list[TCPStore]) -> float:
-    """Seconds for one set when all clients set at once: the time of all, by the number of sets."""
+    """Return the total time of concurrent clients divided by the number of sets."""
     ready = threading.Barrier(len(stores) + 1)
 
     def work(number: int, store: TCPStore) -> None:
@@ -51,7 +50,7 @@ def together(stores: list[TCPStore]) -> float:
 
 
 def disk(folder: Path) -> float:
-    """Seconds for one write at the end of a file and its sync."""
+    """Return the seconds of one append to a file and its sync."""
     with (folder / "alone").open("wb", buffering=0) as file:
         start = time.perf_counter()
         for _ in range(ALONE):

@@ -1,21 +1,21 @@
-"""What a training step with DDP costs beyond computing alone, beside torch's DDP over Gloo.
+"""Measure the cost that DDP adds to a training step, for shoal and for torch's DDP over Gloo.
 
     make training                                        # four models on 1, 2 and 4 ranks, 14 minutes
     make training ARGS="--models mlp --ranks 2"
     make training ARGS="--models mlp --ranks 2 --contenders alone shoal@1 shoal@8 shoal@25"
-    make training ARGS="--timeline out/timeline.png --contenders shoal@5"    # a picture of one step
+    make training ARGS="--timeline out/timeline.png --contenders shoal@5"    # a plot of one step
 
-A step is ``zero_grad()``, forward and backward, on one thread a rank.  The contenders live in the same
-processes and take turns in an order that is drawn anew in each round: ``alone`` (the model without DDP, on
-all ranks at the same time), ``shoal``, ``gloo`` (torch's DDP over Gloo with ``gradient_as_bucket_view=True``)
-and ``gloo-copying`` (with torch's default, False).  ``shoal@8`` has buckets of 8 MiB.  With
-``--contenders``: ``torch-shoal`` is torch's DDP on the backend "shoal", with views; ``fsdp-shoal`` and
-``fsdp-gloo`` are torch's ``fully_shard`` of each linear layer and of the model.
+A step is ``zero_grad()``, forward and backward, on one thread per rank. The contenders run in the same
+processes and take turns in a random order per round: ``alone`` (the model without DDP, on all ranks
+concurrently), ``shoal``, ``gloo`` (torch's DDP over Gloo with ``gradient_as_bucket_view=True``) and
+``gloo-copying`` (with torch's default, False). ``shoal@8`` has buckets of 8 MiB. Further contenders:
+``torch-shoal`` is torch's DDP on the backend "shoal", with views; ``fsdp-shoal`` and ``fsdp-gloo`` are
+torch's ``fully_shard`` of each linear layer and of the model.
 
-Before each step all ranks meet in a barrier.  A step lasts from the earliest rank's start to the latest
-rank's end.  Overhead is the difference from ``alone`` in the same round; its median over the rounds is shown
-with a bootstrap 95 % confidence interval.  docs/performance.md says more.  Writes training.json (every
-sample), training.md and training.png to --out.
+Before each step all ranks meet in a barrier. A step lasts from the earliest rank's start to the latest rank's
+end. Overhead is the difference from ``alone`` in the same round; the median over the rounds is shown with a
+bootstrap 95 % confidence interval. See docs/performance.md. Writes training.json (all samples), training.md
+and training.png to --out.
 """
 
 from __future__ import annotations
@@ -44,18 +44,14 @@ from shoal.tools.bench.machine import description, machine
 from shoal.tools.measuring import cleaning_up, installed
 
 ROOT = Path(__file__).resolve().parent.parent
-#: For glibc: what is freed stays with the process.  Else the gradients of a model alone may or may not be new
-#: pages in each step, depending on what lies behind them in memory, which takes milliseconds.
+#: Settings of glibc that keep freed memory in the process. Otherwise the gradients of a model alone may be
+#: newly mapped in each step, which takes milliseconds.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-PATIENCE = 300.0  # seconds for the ranks beyond those that they measure for
+PATIENCE = 300.0  # seconds that ranks get in addition to their measurements
 
 
 def run(ranks: int, seconds: float, *options: str) -> list[Any]:
-    """Run ``training_rank.py`` on so many ranks; what they found, in rank order.
-
-    Raises:
-        RuntimeError: a rank failed; with what the ranks printed.
-    """
+    """Run ``training_rank.py``; return the ranks' results, or raise ``RuntimeError`` with their output."""
     with tempfile.TemporaryDirectory(prefix="shoal-training-") as folder:
         result = Path(folder) / "result.json"
         script = str(Path(__file__).with_name("training_rank.py"))
@@ -71,13 +67,11 @@ def run(ranks: int, seconds: float, *options: str) -> list[Any]:
 
 
 def measure(task: str, ranks: int, contenders: Sequence[str], seconds: float, *options: str) -> Race:
-    """Race the contenders on one model."""
     answers = run(ranks, seconds, "--task", task, "--contenders", *contenders, *options)
     return race(task, answers)
 
 
 def save(races: Sequence[Race], out: Path) -> None:
-    """Write the record and the tables in Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     entry = {
         "date": datetime.date.today().isoformat(),
@@ -97,14 +91,14 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=TASKS, default=models)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--contenders", nargs="+", default=["alone", "shoal", "gloo", "gloo-copying"])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each model and number of ranks")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration per model and number of ranks")
     parser.add_argument("--keep", action="store_true", help="zero_grad(set_to_none=False)")
-    parser.add_argument("--timeline", type=Path, metavar="PNG", help="draw one step of the first model")
-    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for what is written")
+    parser.add_argument("--timeline", type=Path, metavar="PNG", help="plot one step of the first model")
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="output folder")
     arguments = parser.parse_args()
     if "alone" not in arguments.contenders:
-        parser.error("--contenders must have 'alone', from which the overhead is measured")
-    # A file or a pipe has no width; this one holds a table.
+        parser.error("--contenders must include 'alone', the reference for the overhead")
+    # Files and pipes have no width; this one fits a table.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     options = ["--keep"] if arguments.keep else []
     if not (pictures := installed("matplotlib")):
@@ -125,7 +119,7 @@ def main() -> int:
             with console.status(f"{TASKS[task].title}, {ranks} ranks"):
                 races.append(measure(task, ranks, arguments.contenders, arguments.seconds, *options))
             show(races[-1], console)
-            save(races, arguments.out)  # each time: what was measured is kept if a later model fails
+            save(races, arguments.out)  # each time, to keep results if a later model fails
     console.print(f"wrote training.json and training.md to {arguments.out}")
     if pictures:
         draw(races, arguments.out / "training.png")

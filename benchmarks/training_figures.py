@@ -1,4 +1,4 @@
-"""The figures of ``training.py``: overheads and ratios with the intervals that the samples allow."""
+"""Statistics of ``training.py``: overheads and ratios with confidence intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and the interval that holds the true one with 95 % confidence."""
+    """A value with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -29,10 +29,10 @@ class Estimate:
 
 
 def bootstrap(rounds: int, statistic: Callable[[npt.NDArray[np.intp]], Array]) -> Estimate:
-    """The percentile bootstrap (Efron 1979): the statistic of rounds drawn anew, with replacement.
+    """Percentile bootstrap (Efron 1979): the statistic of rounds resampled with replacement.
 
     Args:
-        rounds: how many there are.
+        rounds: number of rounds.
         statistic: maps indices of rounds [repeats, rounds] to values [repeats].
     """
     drawn = np.random.default_rng(0).integers(rounds, size=(RESAMPLES, rounds))
@@ -42,12 +42,11 @@ def bootstrap(rounds: int, statistic: Callable[[npt.NDArray[np.intp]], Array]) -
 
 
 def median(values: Array) -> Estimate:
-    """The median of one value a round."""
     return bootstrap(len(values), lambda rounds: np.median(values[rounds], axis=1))
 
 
 def ratio_of_medians(above: Array, below: Array) -> Estimate | None:
-    """The median of ``above`` by that of ``below``; None where the latter may be zero or negative."""
+    """The ratio of the medians; None if the divisor may be zero or negative."""
     if median(below).low <= 0:
         return None
     return bootstrap(
@@ -57,12 +56,12 @@ def ratio_of_medians(above: Array, below: Array) -> Estimate | None:
 
 @dataclass
 class Race:
-    """The contenders on one model and one number of ranks.
+    """The measurements of the contenders on one model and one number of ranks.
 
     Attributes:
-        steps: that a turn has.
+        steps: number of steps in a turn.
         wall: by contender, seconds of a step in each round (the mean of a turn).
-        cpu: the same in processor time of a rank (the mean of ranks).
+        cpu: the same in CPU time per rank (the mean of ranks).
     """
 
     task: str
@@ -77,30 +76,28 @@ class Race:
         return len(self.wall[ALONE])
 
     def names(self) -> list[str]:
-        """The contenders other than alone."""
         return [name for name in self.wall if name != ALONE]
 
     def overhead(self, name: str) -> Estimate:
-        """Seconds that a step takes longer than alone: the median of the rounds' differences."""
+        """Seconds that a step takes longer than alone: the median difference of the rounds."""
         return median(self.wall[name] - self.wall[ALONE])
 
     def cpu_overhead(self, name: str) -> Estimate:
-        """The same in processor time of a rank."""
         return median(self.cpu[name] - self.cpu[ALONE])
 
     def times_alone(self, name: str) -> Estimate:
-        """How many times as long a step takes as alone: the median of the rounds' ratios."""
+        """Duration of a step relative to alone: the median ratio of the rounds."""
         return median(self.wall[name] / self.wall[ALONE])
 
     def against(self, name: str, other: str) -> Estimate | None:
-        """The overhead of one as a share of the overhead of another; None where that may be none at all."""
+        """The overhead of one contender relative to another's; None if the latter may be zero."""
         if other not in self.wall:
             return None
         alone = self.wall[ALONE]
         return ratio_of_medians(self.wall[name] - alone, self.wall[other] - alone)
 
     def record(self) -> dict[str, Any]:
-        """For JSON: every sample, in seconds."""
+        """All samples, in seconds, for JSON."""
         return {
             "task": self.task,
             "ranks": self.ranks,
@@ -112,7 +109,7 @@ class Race:
 
 
 def race(task: str, answers: Sequence[Mapping[str, Any]]) -> Race:
-    """Join what the ranks noted: a step lasts from the earliest rank's start to the latest rank's end."""
+    """Combine the ranks' measurements: a step lasts from the earliest start to the latest end."""
     wall, cpu = {}, {}
     for name in answers[0]["steps"]:
         notes = np.array(

@@ -1,4 +1,4 @@
-"""The models of ``training.py``, each with its batch and its loss."""
+"""The models of ``training.py``, with their batches and losses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-BYTES = 256  # the vocabulary of a model that reads bytes
+BYTES = 256  # vocabulary of models of bytes
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to train.
-
-    Attributes:
-        title: in tables and pictures.
-        build: makes the model.
-        batch: makes one rank's input and target.
-        loss: of the model's output and the target.
-    """
+    """A training task; ``batch`` creates one rank's input and target."""
 
     title: str
     build: Callable[[], nn.Module]
@@ -51,10 +44,10 @@ class Transformer(nn.Module):
 
 
 def _chain(layers: int, width: int, *, relu: bool) -> nn.Sequential:
-    """Linear layers whose gradients neither grow nor vanish on the way.
+    """Linear layers initialized such that gradients neither grow nor vanish.
 
-    With torch's own initialisation those of the first layers would be denormal numbers, on which processors
-    are slow, and the step would measure that.
+    With torch's initialization the gradients of the first layers would be denormal numbers, on which CPUs are
+    slow, and the benchmark would measure that.
     """
     chain = nn.Sequential()
     for _ in range(layers):

@@ -1,9 +1,9 @@
-"""One rank of ``training.py``: trains every contender in turns and says when each step began and ended.
+"""One rank of ``training.py``: trains every contender in turns and reports when each step began and ended.
 
     shoal run -n 2 benchmarks/training_rank.py --task mlp --contenders alone shoal gloo --result out.json
 
-All contenders live in the same processes: the same model with the same weights, and on each rank the same
-batch.  The order within a round is drawn anew for each, the same on all ranks.
+All contenders have the same model with the same weights, and on each rank the same batch. The order within a
+round is random, and the same on all ranks.
 """
 
 from __future__ import annotations
@@ -30,23 +30,18 @@ from training_timeline import record
 
 import shoal
 
-TURN = 0.1  # seconds of timed steps that a contender takes in its turn, at least one step
-ROUNDS = 5, 500  # at least and at most
-TOLERANCE = 1e-4  # by how much averaged gradients may differ from the mean, relative to the largest one
+TURN = 0.1  # seconds of timed steps in a turn, which has at least one step
+ROUNDS = 5, 500  # minimum and maximum
+TOLERANCE = 1e-4  # maximum error of averaged gradients, relative to the largest gradient
 
-#: when a step began and ended (``perf_counter_ns``, one clock for all processes of a machine), and the
-#: processor time in ns that all threads of the rank took meanwhile
+#: begin and end of a step (``perf_counter_ns``, one clock for all processes of a machine), and the CPU time
+#: of all threads of the rank meanwhile, in ns
 Step = tuple[int, int, int]
 
 
 @dataclass
 class Contender:
-    """A way to train the model.
-
-    Attributes:
-        model: wrapped or not.
-        keep: zero the gradients in place instead of dropping them.
-    """
+    """One way to train the model; ``keep`` zeroes gradients in place instead of dropping them."""
 
     task: Task
     model: nn.Module
@@ -55,15 +50,11 @@ class Contender:
     keep: bool
 
     def step(self) -> None:
-        """What is timed."""
         self.optimizer.zero_grad(set_to_none=not self.keep)
         self.task.loss(self.model(self.batch[0]), self.batch[1]).backward()
 
     def turn(self, group: shoal.ProcessGroup, count: int) -> list[Step]:
-        """``count`` steps, after one that brings weights and gradients back into the caches.
-
-        All ranks meet before each.  The optimiser's step is not timed: no contender has a part in it.
-        """
+        """Run an untimed step, then ``count`` steps, each after a barrier; optimizer steps are untimed."""
         self.step()
         self.optimizer.step()
         steps = []
@@ -79,7 +70,7 @@ class Contender:
 
 
 def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -> Contender:
-    """Make a contender, as ``training.py`` names them; after an @ the cap in MiB."""
+    """Create a contender of ``training.py``; a suffix such as @8 is the bucket size in MiB."""
     torch.manual_seed(0)
     model = task.build()
     torch.manual_seed(1 + group.rank)
@@ -97,12 +88,12 @@ def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -
     elif kind != "alone":
         views = kind != "gloo-copying"
         model = TorchDDP(model, process_group=_torch_group(kind), gradient_as_bucket_view=views, **options)
-    # The weights hardly change, so that every step computes on numbers of the same kind.
+    # A small learning rate, so that every step computes with similar numbers.
     return Contender(task, model, torch.optim.SGD(model.parameters(), lr=1e-5), batch, keep)
 
 
 def _torch_group(kind: str) -> dist.ProcessGroup:
-    """The default group, which is Gloo's, or one of the same ranks on the backend "shoal"."""
+    """Return the default group of Gloo, or a group of the same ranks on the backend "shoal"."""
     default = dist.group.WORLD
     assert default is not None
     if not kind.endswith("shoal"):
@@ -112,11 +103,7 @@ def _torch_group(kind: str) -> dist.ProcessGroup:
 
 
 def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
-    """Compare the gradients of all contenders with the mean of those computed alone.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
+    """Check that all contenders' gradients equal the mean of those computed alone, up to rounding."""
     means = []
     for parameter in contenders["alone"].model.parameters():
         assert parameter.grad is not None
@@ -126,28 +113,28 @@ def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
         for number, (parameter, mean) in enumerate(zip(one.model.parameters(), means, strict=True)):
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             error = (grad - mean).abs().max() / mean.abs().max()
-            if name != "alone" and not error <= TOLERANCE:  # not a number counts as an error
+            if name != "alone" and not error <= TOLERANCE:  # NaN counts as an error
                 raise RuntimeError(
                     f"{name}: the gradient of parameter {number} is off by {error:.1e} on rank {group.rank}"
                 )
 
 
 def race(contenders: dict[str, Contender], group: shoal.ProcessGroup, seconds: float) -> dict[str, Any]:
-    """Let the contenders take turns for about so many ``seconds``.
+    """Let the contenders take turns for about this many ``seconds``.
 
     Returns:
         ``steps``: by contender, the turns of this rank; a turn is a list of :data:`Step`.
-        ``parameters``: how many parameters (tensors) the model has.
+        ``parameters``: number of parameters (tensors) of the model.
     """
     for one in contenders.values():
         one.step()
-        one.step()  # DDP makes its buckets anew after the first
+        one.step()  # DDP rebuilds its buckets after the first step
     check(contenders, group)
     gc.freeze()
     gc.collect()
     began = time.perf_counter()
     slowest = max(_seconds(one.turn(group, 1)) for one in contenders.values())
-    spent = time.perf_counter() - began  # for two steps of each, and of its optimiser
+    spent = time.perf_counter() - began  # of two steps of each contender and its optimizer
     count = max(1, round(TURN / slowest))
     rounds = max(ROUNDS[0], min(ROUNDS[1], round(seconds / (spent / 2 * (count + 1)))))
     count, rounds = group.broadcast_object((count, rounds), root=0).wait()

@@ -1,4 +1,4 @@
-"""The tables and the picture of ``training.py``."""
+"""Tables and plot of ``training.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ COLOURS = {"gloo": "#1f77b4", "gloo-copying": "#9ecae1"}
 
 
 def label(name: str) -> str:
-    """What a contender is called: ``shoal, 8 MiB``."""
     kind, _, cap = name.partition("@")
     return f"{LABELS.get(kind, kind)}, {cap} MiB" if cap else LABELS.get(kind, kind)
 
@@ -33,7 +32,6 @@ def title(race: Race) -> str:
 
 
 def interval(estimate: Estimate | None, digits: int = 3) -> str:
-    """``1.23 (1.11 to 1.35)``."""
     if estimate is None:
         return "-"
     value, low, high = (f"{number:.{digits}g}" for number in (estimate.value, estimate.low, estimate.high))
@@ -41,7 +39,6 @@ def interval(estimate: Estimate | None, digits: int = 3) -> str:
 
 
 def rows(race: Race) -> list[list[str]]:
-    """A row for each contender."""
     table = [[label(ALONE), f"{median(race.wall[ALONE]).value * 1e3:.3g}", *[""] * (len(HEADINGS) - 2)]]
     for name in race.names():
         table.append(
@@ -59,7 +56,6 @@ def rows(race: Race) -> list[list[str]]:
 
 
 def show(race: Race, console: Console) -> None:
-    """Print one race."""
     table = Table(title=f"{title(race)}: {race.rounds} rounds of {race.steps} steps", title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading else "left")
@@ -69,7 +65,6 @@ def show(race: Race, console: Console) -> None:
 
 
 def markdown(races: Sequence[Race]) -> str:
-    """All races as one table."""
     lines = [
         f"On {description()}.",
         "",
@@ -83,7 +78,7 @@ def markdown(races: Sequence[Race]) -> str:
 
 
 def draw(races: Sequence[Race], path: Path) -> None:
-    """Bars of the overheads with their intervals: a row for each number of ranks, a panel for each model."""
+    """Plot the overheads with their intervals: a row per number of ranks, a panel per model."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""What happens when in a step of shoal's DDP: gradients arrive, buckets are reduced.
+"""A timeline of a step of shoal's DDP: arrivals of gradients, and reductions of buckets.
 
-When an all-reduce was complete is read from the group's flight recorder.  It notes a completion when
-somebody first sees it, so each future is given a callback: then the thread that completes it sees it at once.
+Completion times of all-reduces are from the group's flight recorder, which records a completion when it is
+first observed. So each future gets a callback, with which the completing thread observes it at once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ STEPS = 31
 
 
 class Trained(Protocol):
-    """What :func:`record` needs of a contender."""
-
     model: nn.Module
 
     def step(self) -> None: ...
 
 
 def record(make: Callable[[], Trained], group: shoal.ProcessGroup) -> list[dict[str, Any]]:
-    """Train some steps and note the times in each.
+    """Train some steps and record the times in each.
 
     Args:
-        make: makes the contender; called after its reductions have begun to be watched.
+        make: creates the contender; called after the recording of reductions has been set up.
 
     Returns:
-        For each step, in ns of ``time.monotonic_ns``, one clock for all processes of a machine: ``began``,
-        ``forward`` (its end), ``ended``, ``gradients`` (when autograd had computed each), and
-        ``reductions`` (submitted, complete, bytes).
+        For each step, in ns of ``time.monotonic_ns`` (one clock for all processes of a machine): ``began``,
+        ``forward`` (its end), ``ended``, ``gradients`` (when autograd had computed each), and ``reductions``
+        (submitted, complete, bytes).
     """
     reduce = group.all_reduce
     submitted: list[int] = []
@@ -53,7 +51,7 @@ def record(make: Callable[[], Trained], group: shoal.ProcessGroup) -> list[dict[
     try:
         one = make()
         for parameter in one.model.parameters():
-            # Called before the gradient is accumulated, and so before the reducer's hook.
+            # Called before the gradient is accumulated, so before the reducer's hook.
             parameter.register_hook(lambda _: gradients.append(time.monotonic_ns()))
         one.model.register_forward_hook(lambda *_: forward.append(time.monotonic_ns()))
         steps = []
@@ -83,7 +81,7 @@ def record(make: Callable[[], Trained], group: shoal.ProcessGroup) -> list[dict[
 
 
 def _completions(group: shoal.ProcessGroup, since: int) -> list[tuple[int, int]]:
-    """When each all-reduce submitted after ``since`` was complete, and its bytes, in order."""
+    """Return completion time and bytes of each all-reduce submitted after ``since``, in order."""
     assert group.recorder is not None
     return [
         (entry.ended, entry.count * getattr(torch, entry.dtype).itemsize)
@@ -93,14 +91,14 @@ def _completions(group: shoal.ProcessGroup, since: int) -> list[tuple[int, int]]
 
 
 def median_step(ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The step whose time (earliest start to latest end) is the median; of each rank."""
-    steps = list(zip(*ranks, strict=True))[1:]  # after the first, buckets are made anew
+    """Return the step with the median time (earliest start to latest end), for each rank."""
+    steps = list(zip(*ranks, strict=True))[1:]  # buckets are rebuilt after the first step
     steps.sort(key=lambda step: max(one["ended"] for one in step) - min(one["began"] for one in step))
     return list(steps[len(steps) // 2])
 
 
 def draw(ranks: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """A picture of one step: for each rank what it computes, and above it what is reduced."""
+    """Plot one step: for each rank its computation, and above it the reductions."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +123,7 @@ def draw(ranks: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         for when in one["gradients"]:
             axes.plot([(when - origin) * 1e-6] * 2, [low, low + 0.9], color="black", linewidth=0.8)
         for number, (submitted, complete, nbytes) in enumerate(one["reductions"]):
-            # In two rows, because a bucket may be submitted before the one before it is complete.
+            # Two rows, because a bucket may be submitted before the previous one is complete.
             place = low + 0.95 + 0.4 * (number % 2)
             bar(axes, submitted, complete, place, 0.35, "#d62728")
             axes.annotate(

@@ -1,13 +1,12 @@
-"""How much memory the state of an optimiser takes on each rank, distributed and not.
+"""Measure the memory of an optimizer's state on each rank, with and without distribution.
 
     python benchmarks/zero_memory.py
     python benchmarks/zero_memory.py --ranks 1 2 --optimizer SGD
 
-Real processes, started by ``shoal run``, hold a transformer of 20 million parameters and gradients for it.
-*state* is counted from the tensors of the optimiser.  *RSS* is by how much the process grew from before the
-optimiser was made to after its second step, what it shares with others included; each kind of optimiser is
-measured in processes of its own.  Both are of the rank that has most.  *step* is the median time of a step,
-those of the two kinds taking turns.
+Processes started by ``shoal run`` hold a transformer of 20 million parameters, with gradients. *state* is the
+size of the optimizer's tensors. *RSS* is the growth of the process, including shared memory, from the
+creation of the optimizer until after its second step; each kind of optimizer is measured in new processes.
+Both are the maximum over the ranks. *step* is the median time of a step, with the two kinds taking turns.
 """
 
 from __future__ import annotations
@@ -38,15 +37,12 @@ KINDS = ("alone", "distributed")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank measured of one kind of optimiser."""
-
     state: int  #: bytes
     rss: int  #: bytes
-    seconds: dict[str, list[float]]  #: of each step, of both kinds
+    seconds: dict[str, list[float]]  #: seconds of each step, by kind
 
 
 def transformer() -> nn.Module:
-    """Six layers of width 512, and 2,048 words."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
     return nn.ModuleList(
         [nn.Embedding(2048, 512), nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)]
@@ -54,7 +50,6 @@ def transformer() -> nn.Module:
 
 
 def with_gradients(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``model``, each with a gradient."""
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     return list(model.parameters())
@@ -63,7 +58,6 @@ def with_gradients(model: nn.Module) -> list[nn.Parameter]:
 def make(
     group: shoal.ProcessGroup, name: str, kind: str, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimiser of one kind."""
     optimizer_class = getattr(torch.optim, name)
     options = {"lr": 1e-3, **({"momentum": 0.9} if name == "SGD" else {})}
     if kind == "alone":
@@ -73,16 +67,15 @@ def make(
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of an optimiser's state."""
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def measure(group: shoal.ProcessGroup, name: str, kind: str) -> Measured:
-    """One kind's memory on this rank, then the times of both."""
+    """Measure one kind's memory on this rank, then the times of both kinds."""
     make(
         group, name, "alone", with_gradients(nn.Linear(1, 1))
-    ).step()  # torch imports much for its first step
+    ).step()  # torch imports many modules in its first step
     parameters = with_gradients(transformer())
     process = psutil.Process()
     before = process.memory_info().rss
@@ -105,7 +98,7 @@ def measure(group: shoal.ProcessGroup, name: str, kind: str) -> Measured:
 
 
 def rank(name: str, kind: str, to: Path) -> None:
-    """What each process does; rank 0 writes the results of all to a file."""
+    """Main function of each process; rank 0 writes the results of all to a file."""
     torch.set_num_threads(1)
     with shoal.init() as group:
         everything = group.gather_object(asdict(measure(group, name, kind)), root=0).wait()
@@ -114,7 +107,6 @@ def rank(name: str, kind: str, to: Path) -> None:
 
 
 def run(ranks: int, name: str, kind: str) -> list[Measured]:
-    """The results of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder) / "results.json"
         command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), __file__]
@@ -124,7 +116,7 @@ def run(ranks: int, name: str, kind: str) -> list[Measured]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory of an optimiser's state on each rank.")
+    parser = argparse.ArgumentParser(description="Memory of an optimizer's state on each rank.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--optimizer", default="Adam", help="a name in torch.optim")
     parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)

@@ -15,21 +15,21 @@
     [0]
     ...
 
-It takes 8 minutes of processor time, about half of that on two free cores.  Alone it does the same, and its
-perplexity is the same up to the growth of rounding errors:
+It takes 8 minutes of CPU time, about half of that on two free cores. On a single process it does the same,
+with the same perplexity up to the growth of rounding errors:
 
     $ python examples/bytes_lm.py
 
-Every step takes `--batch` windows of text, distributed over the ranks.  Which ones follows from the seed and
-the number of the step alone; nothing else is random.  So a run that ended goes on as if it had not:
+Each step takes `--batch` windows of text, distributed over the ranks. The seed and the step number determine
+the windows; nothing else is random. So an interrupted run can be resumed:
 
     $ shoal run -n 2 examples/bytes_lm.py --resume
 
-on as many ranks bit for bit, on any other number up to rounding.  A checkpoint replaces the one before only
-when it is whole: a run that was killed, at any moment, loses the steps since, and nothing else.
+The result is bitwise the same on the same number of ranks, and equal up to rounding on any other number. A
+checkpoint replaces the previous one atomically: a killed run loses only the steps since the last checkpoint.
 
-The picture compares the network with two models that need no training: the perplexity when each byte is
-guessed from the frequencies of bytes (unigram) or of pairs of them (bigram) in the very text that is tested.
+The picture compares the network with two models without training: the perplexity when each byte is predicted
+from the frequencies of bytes (unigram) or of pairs of bytes (bigram) in the validation text itself.
 """
 
 from __future__ import annotations
@@ -63,33 +63,33 @@ def setting(default: float, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the trained network, up to rounding; a resumed run must have the same."""
+    """The settings that determine the trained network, up to rounding; they must be equal when resuming."""
 
-    steps: int = setting(1500, "of the optimiser")
+    steps: int = setting(1500, "steps of the optimizer")
     batch: int = setting(16, "windows in a step, on all ranks together")
     context: int = setting(128, "bytes in a window")
-    width: int = setting(192, "of the network")
-    layers: int = setting(3, "of the network")
-    heads: int = setting(6, "of each layer")
+    width: int = setting(192, "width of the network")
+    layers: int = setting(3, "number of layers of the network")
+    heads: int = setting(6, "attention heads of each layer")
     lr: float = setting(3e-3, "largest learning rate")
-    seed: int = setting(0, "of the initial network and the order of the text")
+    seed: int = setting(0, "seed of the initial network and the order of the text")
 
 
 # -- the text -------------------------------------------------------------------------------------
 
-#: at most so many bytes; CPython 3.11 has 10 MB
+#: maximum number of bytes; CPython 3.11 has 10 MB
 TEXT_BYTES = 16_000_000
-#: tests, other people's packages, and files that are tables and not programs
+#: folders with tests, third-party packages, and tables instead of code
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
 def read_library() -> tuple[bytes, bytes]:
-    """The sources for training, and those for validation: 1 file in 20, chosen by a hash of its name."""
+    """Return the sources for training and for validation: 1 file in 20, chosen by a hash of its name."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     left = TEXT_BYTES
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - LEFT_OUT)  # which is where os.walk goes next
+        folders[:] = sorted(set(folders) - LEFT_OUT)  # os.walk continues with these
         for path in sorted(Path(folder, file) for file in files if file.endswith(".py")):
             name = path.relative_to(root).as_posix()
             source = path.read_bytes()[:left]
@@ -100,7 +100,7 @@ def read_library() -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes as tensors [n] of uint8, and a digest of both."""
+    """Texts as tensors [n] of uint8, and a digest of both."""
 
     train: torch.Tensor
     validation: torch.Tensor
@@ -115,13 +115,13 @@ class Text:
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes [n, context] from each of the ``starts`` [n], and those that come one later."""
+    """Return the bytes [n, context] from each of the ``starts`` [n], and the same shifted by one."""
     both = text[starts[:, None] + torch.arange(context + 1)].long()
     return both[:, :-1], both[:, 1:]
 
 
 def entropies(text: torch.Tensor) -> tuple[float, float]:
-    """Entropy of a byte, and of a byte when the one before is known, in nats."""
+    """Return the entropy of a byte, and that of a byte given the previous one, in nats."""
     pairs = torch.bincount(text[:-1].long() * 256 + text[1:].long(), minlength=65536).double()
 
     def entropy(counts: torch.Tensor) -> float:
@@ -136,7 +136,7 @@ def entropies(text: torch.Tensor) -> tuple[float, float]:
 
 
 class Block(nn.Module):
-    """Attention to what came before, and two layers for each byte by itself; both added to their input."""
+    """Causal attention and a two-layer MLP, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -158,13 +158,13 @@ class Block(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021, "RoFormer"): products depend on distances alone."""
+    """Rotary position embedding (Su et al. 2021, "RoFormer"): products depend on relative positions only."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
 
 class Network(nn.Module):
-    """Bytes [batch, length] to the logits [batch, length, 256] of the next ones."""
+    """Maps bytes [batch, length] to the logits [batch, length, 256] of the next bytes."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Network(nn.Module):
         generator = torch.Generator().manual_seed(settings.seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the sum of all layers starts smaller, the more of them there are.
+                # Residual outputs are initialized smaller the more layers there are.
                 adds = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 std = 0.02 / math.sqrt(2 * settings.layers if adds else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
@@ -198,7 +198,7 @@ class Network(nn.Module):
 def write(
     network: Network, prompt: bytes, *, length: int, temperature: float, top_k: int, seed: int
 ) -> bytes:
-    """``prompt`` and ``length`` bytes that go on from it, each chosen among the ``top_k`` likeliest."""
+    """Continue ``prompt`` by ``length`` bytes, each sampled from the ``top_k`` likeliest."""
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(length):
@@ -221,13 +221,13 @@ class History:
 
 
 class Training:
-    """A network, its optimiser, and how far they are; the same on all ranks of ``group``."""
+    """A network, its optimizer and their progress; equal on all ranks of ``group``."""
 
     def __init__(self, group: shoal.ProcessGroup, text: Text, settings: Settings) -> None:
         self.group, self.text, self.settings = group, text, settings
         self.history = History()
         self.network = Network(settings)
-        # The network's buffers are tables that never change.
+        # The network's buffers are constant tables.
         self.model = shoal.DistributedDataParallel(self.network, group=group, broadcast_buffers=False)
         matrices = [parameter for parameter in self.network.parameters() if parameter.dim() == 2]
         vectors = [parameter for parameter in self.network.parameters() if parameter.dim() == 1]
@@ -240,7 +240,7 @@ class Training:
         warmup = max(1, settings.steps // 20)
 
         def share(step: int) -> float:
-            """Of the largest learning rate: up in a straight line, down to 5 % as a cosine."""
+            """Return the share of the maximum learning rate: linear warm-up, cosine decay to 5 %."""
             down = min(1, max(0, step - warmup) / max(1, settings.steps - warmup))
             return min((step + 1) / warmup, 0.525 + 0.475 * math.cos(math.pi * down))
 
@@ -248,11 +248,10 @@ class Training:
 
     @property
     def done(self) -> int:
-        """Steps that were made."""
         return len(self.history.train)
 
     def step(self, accumulate: int = 1) -> None:
-        """One step of the optimiser; each rank computes its part of the batch in ``accumulate`` pieces."""
+        """Make a step; each rank computes its part of the batch in ``accumulate`` pieces."""
         group, settings = self.group, self.settings
         last_start = len(self.text.train) - settings.context - 1
         starts = numpy.random.default_rng((settings.seed, self.done)).integers(
@@ -267,8 +266,8 @@ class Training:
             with nullcontext() if number == len(pieces) else self.model.no_sync():
                 logits = self.model(inputs)
             loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            # Gradients are averaged over ranks: with this factor the average is that of the mean loss over
-            # the whole batch, also where the ranks' parts of it are not equally large.
+            # DDP averages gradients over ranks. With this factor the average is the gradient of the mean loss
+            # over the whole batch, even if the ranks' parts differ in size.
             (loss * group.size / (settings.batch * settings.context)).backward()
             loss_sum += loss.detach()
         total = group.all_reduce(loss_sum)
@@ -279,7 +278,7 @@ class Training:
 
     @torch.no_grad()
     def validate(self, count: int = 256) -> float:
-        """The mean cross entropy of ``count`` windows, evenly spaced over the validation text."""
+        """Return the mean cross entropy of ``count`` windows, evenly spaced over the validation text."""
         group, context = self.group, self.settings.context
         starts = torch.linspace(0, len(self.text.validation) - context - 1, count).long()
         loss_sum = torch.zeros((), dtype=torch.float64)
@@ -291,7 +290,7 @@ class Training:
         return loss
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; whoever ends this process meanwhile leaves the one before as it was."""
+        """Write a checkpoint atomically: the previous one stays if this process is killed meanwhile."""
         state = {
             "settings": asdict(self.settings),
             "text": self.text.digest,
@@ -309,10 +308,10 @@ class Training:
         os.replace(unfinished, path)
 
     def resume(self, path: Path) -> None:
-        """Go on from the checkpoint that rank 0 finds at ``path``; the other ranks need no file.
+        """Resume from the checkpoint at ``path`` on rank 0; the other ranks need no file.
 
         Raises:
-            SystemExit: there is none, or it belongs to another run.  On every rank.
+            SystemExit: on every rank, if there is no checkpoint or it is of another run.
         """
         state = None
         if self.group.rank == 0 and path.exists():
@@ -336,7 +335,7 @@ class Training:
 def train(
     training: Training, checkpoint: Path, *, accumulate: int, checkpoint_every: int, progress: Progress
 ) -> None:
-    """Make the steps that are left, with some 20 validations on the way."""
+    """Make the remaining steps, with about 20 validations."""
     settings = training.settings
     validate_every = max(1, settings.steps // 20)
     first, begin = training.done, time.perf_counter()
@@ -357,7 +356,7 @@ def train(
 
 
 def draw(history: History, references: dict[str, float], path: Path) -> None:
-    """Perplexity over time, as a picture, beside the ``references``, which are entropies in nats."""
+    """Plot perplexity over time, with the ``references``, which are entropies in nats."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -385,7 +384,7 @@ def draw(history: History, references: dict[str, float], path: Path) -> None:
 
 
 def positive(kind: type) -> Callable[[str], Any]:
-    """What argparse calls to read an ``int`` or ``float`` above zero."""
+    """Return a parser of positive numbers of type ``kind`` for argparse."""
 
     def number(text: str) -> Any:
         value = kind(text)
@@ -407,15 +406,15 @@ def parse_options() -> argparse.Namespace:
             f"--{option.name}", type=kind, default=option.default, help=option.metadata["help"]
         )
     parser.add_argument(
-        "--accumulate", type=positive(int), default=1, help="pieces in which a rank computes its part"
+        "--accumulate", type=positive(int), default=1, help="number of pieces of a rank's part of the batch"
     )
-    parser.add_argument("--checkpoint-every", type=positive(int), default=200, help="steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where checkpoint and picture go")
-    parser.add_argument("--prompt", default="def ", help="what the samples begin with")
-    parser.add_argument("--temperature", type=positive(float), default=0.7, help="of the samples")
+    parser.add_argument("--checkpoint-every", type=positive(int), default=200, help="steps per checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="directory of checkpoint and picture")
+    parser.add_argument("--prompt", default="def ", help="beginning of the samples")
+    parser.add_argument("--temperature", type=positive(float), default=0.7, help="temperature of the samples")
     parser.add_argument(
-        "--top-k", type=positive(int), default=40, help="likeliest bytes that samples choose from"
+        "--top-k", type=positive(int), default=40, help="number of likeliest bytes to sample from"
     )
     return parser.parse_args()
 
@@ -430,7 +429,7 @@ def main() -> None:
         if settings.batch < group.size:
             raise SystemExit(f"--batch {settings.batch} is less than a window for each of {group.size} ranks")
         first = group.rank == 0
-        # Rank 0's text for all: machines may have other versions of Python.
+        # All ranks use rank 0's text, because Python versions may differ between machines.
         text = Text.of(*group.broadcast_object(read_library() if first else None).wait())
         training = Training(group, text, settings)
         if options.resume:
@@ -455,7 +454,7 @@ def main() -> None:
 
 
 def finish(training: Training, options: argparse.Namespace, console: Console) -> None:
-    """Say how good the network is, draw how it came to be, and let it write."""
+    """Print the perplexity, plot its history, and print samples."""
     ranks = training.group.size
     step, loss = training.history.validation[-1]
     unigram, bigram = entropies(training.text.validation)

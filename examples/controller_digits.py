@@ -1,14 +1,14 @@
-"""Train the network of `digits.py` from one process, which drives workers that only execute.
+"""Train the network of `digits.py` from one process that controls workers.
 
     $ python examples/controller_digits.py --workers 2
     epoch 12/12 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━ loss 0.0067  test accuracy 99.2% 0:00:12
     test accuracy 99.17 % (357 of 360 digits) after 12 epochs on 2 nodes
     loss and accuracy over time: out/controller_digits.png
 
-No launcher is needed: the workers are started, and end, with this program.  The network is on all of them at
-once, each computes the gradient of its part of a batch, and `place.average_` gives all of them the average.
-A step is recorded: from the third on, it is a handful of commands, and no Python of `step` runs.
-Loss and accuracy are those of `shoal run -n 2 examples/digits.py`, up to rounding.
+No launcher is needed: this program starts the workers and ends them. The network is on all nodes; each
+computes the gradient of its part of a batch, and `place.average_` averages the gradients. A step is recorded:
+from the third on it is a few commands, and the Python code of `step` does not run. Loss and accuracy are
+those of `shoal run -n 2 examples/digits.py`, up to rounding.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ import shoal
 
 
 def parts(indices: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Every `count`-th index for each node, from another one on, and a weight for each: 0 fills up a part.
-
-    A tensor on several nodes has one shape.
-    """
+    """Return every `count`-th index for each node, and weights; padding, for equal shapes, has weight 0."""
     length = -(-len(indices) // count)
     mine = [indices[node::count] for node in range(count)]
     filled = [torch.cat([each, each.new_zeros(length - len(each))]) for each in mine]
@@ -49,7 +46,7 @@ def train(
     seed: int,
     progress: Progress | None = None,
 ) -> History:
-    """Train `network`, which moves to all nodes; `batch` is the number of images in a step on all of them."""
+    """Train `network`, which moves to all nodes; `batch` is the total number of images per step."""
     place = master.nodes
     network.to(place.device)
     images, labels = place.replicate(digits.train_images), place.replicate(digits.train_labels)
@@ -87,7 +84,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(place: shoal.controller.Place, network: nn.Module, digits: Digits) -> float:
-    """The share of test images that `network` recognises; every node looks at its part of them."""
+    """Return the share of test images that `network` classifies correctly; each node evaluates its part."""
     count = len(digits.test_labels)
     mine, weights = parts(torch.arange(count), len(place))
     images = place.scatter([digits.test_images[each] for each in mine])
@@ -100,11 +97,11 @@ def evaluate(place: shoal.controller.Place, network: nn.Module, digits: Digits) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits, on workers.")
-    parser.add_argument("--workers", type=int, default=2, help="processes that this one starts")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers to start")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images in a step, on all nodes together")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial network and the order")
-    parser.add_argument("--out", type=Path, default=Path("out/controller_digits.png"), help="the picture")
+    parser.add_argument("--batch", type=int, default=32, help="images per step on all nodes together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial network and the order")
+    parser.add_argument("--out", type=Path, default=Path("out/controller_digits.png"), help="picture file")
     options = parser.parse_args()
 
     with shoal.init_master_worker(workers=options.workers) as master:

@@ -5,17 +5,17 @@
     [0] test accuracy 99.17 % (357 of 360 digits) after 12 epochs on 2 ranks
     [0] loss and accuracy over time: out/digits.png
 
-Alone it does the same, and arrives at the same network up to rounding:
+On a single process it does the same, with the same network up to rounding:
 
     $ python examples/digits.py
 
 The images are the 1,797 digits of 8 x 8 pixels that scikit-learn ships (`sklearn.datasets.load_digits`),
-written by 43 people.  Every step takes `--batch` of them, distributed over the ranks; each rank computes
-the gradient of its part, and DistributedDataParallel gives all of them the average.
+written by 43 people. Each step takes `--batch` of them, distributed over the ranks; each rank computes the
+gradient of its part, and DistributedDataParallel averages the gradients.
 
-So a gradient's terms are added in an order that depends on the number of ranks.  In single precision the
-rounding errors of that grow within a few epochs into networks that differ, equally good ones; in double
-precision, used here, loss and accuracy come out the same on any number of ranks.
+The order in which a gradient's terms are added depends on the number of ranks. In single precision the
+rounding errors grow within a few epochs into different networks of equal quality. With double precision, used
+here, loss and accuracy are the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import shoal
 
 @dataclass(frozen=True)
 class Digits:
-    """Images [n, 1, 8, 8] with values from 0 to 1, and the digits that they show."""
+    """Images [n, 1, 8, 8] with values from 0 to 1, and their labels."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -49,14 +49,14 @@ class Digits:
 
 @dataclass
 class History:
-    """What happened in each epoch: the mean loss, and the test accuracy after it (0 to 1)."""
+    """The mean loss of each epoch, and the test accuracy after it (0 to 1)."""
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
 
 
 def load() -> Digits:
-    """The digits, four fifths for training; the same division every time."""
+    """Load the digits, four fifths for training, with a fixed split."""
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         images, labels, test_size=0.2, random_state=0, stratify=labels
@@ -69,10 +69,9 @@ def load() -> Digits:
 
 
 def make_network(seed: int) -> nn.Module:
-    """38,282 parameters, in double precision: see the top of this file.
+    """Create a network of 38,282 parameters, in double precision (see the top of this file).
 
-    No batch normalisation: it would normalise by what one rank sees, and other numbers of ranks would
-    train other networks.
+    Without batch normalization, whose statistics would depend on the number of ranks.
     """
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -98,7 +97,7 @@ def train(
     seed: int,
     progress: Progress | None = None,
 ) -> History:
-    """Train ``network`` in place; ``batch`` is the number of images in a step on all ranks together."""
+    """Train ``network`` in place; ``batch`` is the total number of images per step on all ranks."""
     model = shoal.DistributedDataParallel(network, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
@@ -111,8 +110,8 @@ def train(
         for step in torch.randperm(count, generator=shuffle).split(batch):
             mine = step[group.rank :: group.size]
             loss = cross_entropy(model(digits.train_images[mine]), digits.train_labels[mine], reduction="sum")
-            # Gradients are averaged over ranks: with this factor the average is that of the mean loss over
-            # the whole batch, also where the ranks' parts of it are not equally large.
+            # DDP averages gradients over ranks. With this factor the average is the gradient of the mean loss
+            # over the whole batch, even if the ranks' parts differ in size.
             optimizer.zero_grad()
             (loss * group.size / len(step)).backward()
             optimizer.step()
@@ -128,7 +127,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(group: shoal.ProcessGroup, model: nn.Module, digits: Digits) -> float:
-    """The share of test images that ``model`` recognises; every rank looks at its part of them."""
+    """Return the share of test images that ``model`` classifies correctly; each rank evaluates its part."""
     model.eval()
     answers = model(digits.test_images[group.rank :: group.size]).argmax(dim=1)
     model.train()
@@ -137,7 +136,7 @@ def evaluate(group: shoal.ProcessGroup, model: nn.Module, digits: Digits) -> flo
 
 
 def draw(history: History, path: Path) -> None:
-    """Loss and accuracy over time, as a picture."""
+    """Plot loss and accuracy over time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,9 +159,9 @@ def draw(history: History, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32, help="images in a step, on all ranks together")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial network and the order")
-    parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="where the picture goes")
+    parser.add_argument("--batch", type=int, default=32, help="images per step on all ranks together")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial network and the order")
+    parser.add_argument("--out", type=Path, default=Path("out/digits.png"), help="picture to write")
     options = parser.parse_args()
 
     with shoal.init() as group:

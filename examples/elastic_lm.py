@@ -7,12 +7,12 @@
     ...
     the curves differ by 2.1e-05 at most: out/elastic_lm.png
 
-It trains twice with three ranks: once undisturbed, and once while ranks kill themselves; `shoal run
---respawn` starts new processes in their places, which join and receive the state.  Then it draws both curves
-of the loss, and below them how many ranks there were in each step.  The curves should be one: each step takes
-the same windows of text, however many ranks share them.  It takes 4 minutes of processor time.
+It trains twice with three ranks: once undisturbed, and once while ranks kill themselves and `shoal run
+--respawn` starts new processes, which join and receive the state. Then it plots both loss curves and the
+number of ranks in each step. The curves should be equal, because each step takes the same windows of text,
+whatever the number of ranks. It takes 4 minutes of CPU time.
 
-One of the two alone:
+One of the two runs alone:
 
     $ shoal run -n 3 --min 1 --respawn examples/elastic_lm.py --deaths 6
 """
@@ -41,13 +41,12 @@ SETTINGS = Settings(steps=400, batch=12, lr=1e-3)
 
 
 def is_due(done: int, steps: int, deaths: int, sizes: list[int]) -> bool:
-    """Whether a rank is to die after ``done`` of all steps, if ``sizes`` is how many ranks each step had."""
+    """Whether a rank must die after ``done`` steps; ``sizes`` has the number of ranks in each step."""
     before = sum(later < earlier for earlier, later in pairwise(sizes))
     return before < deaths and done >= steps * (before + 1) // (deaths + 2)
 
 
 def train(options: argparse.Namespace, settings: Settings) -> None:
-    """One rank's part."""
     torch.set_num_threads(1)
     text = Text.of(*read_library())
     network = Network(settings)
@@ -90,7 +89,6 @@ def train(options: argparse.Namespace, settings: Settings) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Train twice, and draw both."""
     records: dict[str, dict[str, Any]] = {}
     for name, deaths in (("undisturbed", 0), ("disturbed", options.deaths)):
         record = options.out / f"elastic_lm_{name}.json"
@@ -112,7 +110,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def draw(calm: dict[str, Any], hard: dict[str, Any], path: Path) -> None:
-    """The loss of both runs over the steps, and the number of ranks of the one with deaths."""
+    """Plot the losses of both runs, and the number of ranks of the run with deaths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,11 +136,11 @@ def main() -> None:
         description="Train a language model while its ranks are killed and replaced.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=positive(int), default=SETTINGS.steps, help="of the optimiser")
-    parser.add_argument("--deaths", type=int, default=6, help="how often a rank kills itself")
-    parser.add_argument("--ranks", type=positive(int), default=3, help="of each run")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where records and picture go")
-    parser.add_argument("--record", type=Path, default=Path("out/elastic_lm.json"), help="of one run")
+    parser.add_argument("--steps", type=positive(int), default=SETTINGS.steps, help="steps of the optimizer")
+    parser.add_argument("--deaths", type=int, default=6, help="number of ranks that kill themselves")
+    parser.add_argument("--ranks", type=positive(int), default=3, help="number of ranks of each run")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="directory of records and picture")
+    parser.add_argument("--record", type=Path, default=Path("out/elastic_lm.json"), help="record of one run")
     options = parser.parse_args()
     if "SHOAL_STORE" in os.environ:
         train(options, Settings(**{**vars(SETTINGS), "steps": options.steps}))

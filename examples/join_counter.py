@@ -1,4 +1,4 @@
-"""Count batches over ranks that have uneven numbers of them: a class of one's own within a Join.
+"""Count batches over ranks with uneven numbers of batches: a user-defined class within a Join.
 
     $ shoal run -n 3 examples/join_counter.py
     [2] step 1: ranks active: 3, batches so far: 3
@@ -9,14 +9,14 @@
     [2] step 6: ranks active: 1, batches so far: 12
     [2] batches of all ranks, as rank 0, 1, ... knows them: [12, 12, 12]
 
-Alone it does the same:
+On a single process it does the same:
 
     $ python examples/join_counter.py
 
-Rank *r* has `--batches` times *r* + 1 batches.  In every step the counter adds up how many ranks have a
-batch, in a collective that all ranks take part in.  A rank that has none left is still needed there: in the
-counter's `main_hook` it gives a zero, until no rank has any left.  Its own count has stopped by then, so
-in the `post_hook` the ranks that counted to the end tell the others.
+Rank *r* has `--batches` times *r* + 1 batches. In every step the counter sums the number of ranks with a
+batch, in a collective of all ranks. A rank without further batches still takes part: the counter's
+`main_hook` contributes a zero, until no rank has a batch left. Its own count is outdated by then, so in the
+`post_hook` the ranks that counted to the end send their total to the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import shoal
 
 
 def sum_over_ranks(group: shoal.ProcessGroup, number: int) -> int:
-    """The sum of what all ranks give.  Collective."""
+    """Return the sum of all ranks' numbers; a collective."""
     return int(group.all_reduce(torch.tensor(number)).wait())
 
 
@@ -38,11 +38,11 @@ class BatchCounter(shoal.Joinable):
     """Counts batches over all ranks.
 
     Args:
-        group: the ranks, each of which calls the counter once a batch.
+        group: the ranks; each calls the counter once per batch.
 
     Attributes:
-        total: batches so far, of all ranks.
-        active: how many ranks took part in the last step.
+        total: number of batches so far on all ranks.
+        active: number of ranks that took part in the last step.
     """
 
     def __init__(self, group: shoal.ProcessGroup) -> None:
@@ -52,12 +52,12 @@ class BatchCounter(shoal.Joinable):
         self.active = group.size
 
     def __call__(self) -> None:
-        notified = shoal.Join.notify_join_context(self)  # before anything else that communicates
+        notified = shoal.Join.notify_join_context(self)  # must precede all other communication
         self.total += sum_over_ranks(self.group, 1)
-        if notified is not None:  # None outside of a Join, and where another joinable comes first
+        if notified is not None:  # None outside a Join, and if another joinable comes first
             self.active = int(notified.wait())
 
-    # What a joinable has to have:
+    # Required of every joinable:
 
     def join_hook(self, **kwargs: Any) -> shoal.JoinHook:
         return BatchCounterHook(self)
@@ -72,23 +72,23 @@ class BatchCounter(shoal.Joinable):
 
 
 class BatchCounterHook(shoal.JoinHook):
-    """What a rank does that has no batch left."""
+    """The operations of a rank that has no batch left."""
 
     def __init__(self, counter: BatchCounter) -> None:
         self.counter = counter
 
     def main_hook(self) -> None:
-        """Take part in a step of the others: the same collectives in the same order."""
+        """Take part in a step of the other ranks: the same collectives in the same order."""
         sum_over_ranks(self.counter.group, 0)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Tell all ranks the total of those that counted to the end, which is the largest."""
+        """Give all ranks the total of those that counted to the end, which is the largest."""
         total = torch.tensor(self.counter.total if is_last_joiner else 0)
         self.counter.total = int(self.counter.group.all_reduce(total, op="max").wait())
 
 
 def count(group: shoal.ProcessGroup, batches: int, *, talk: bool = False) -> BatchCounter:
-    """Count ``batches`` of this rank and those of the others, however many they are."""
+    """Count the batches of all ranks; this rank has ``batches``."""
     counter = BatchCounter(group)
     with shoal.Join([counter]):
         for step in range(1, batches + 1):

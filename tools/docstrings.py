@@ -1,4 +1,4 @@
-"""An extension of griffe, which reads the sources for the API reference: docstrings become Markdown."""
+"""A griffe extension that converts docstrings to Markdown for the API reference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from tools.reference import comment_above, markdown
 
 
 class Docstrings(Extension):
-    """Rewrites the docstring of each object; a name that is assigned has the comment above it for one."""
+    """Converts the docstring of each object; for an assigned name it is the comment above."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Called by griffe when an object has been read."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
         elif (

@@ -1,7 +1,7 @@
-"""The graph of what imports what in ``src/shoal``, read from the sources without importing them.
+"""The import graph of ``src/shoal``, read from the sources without importing them.
 
-``python -m tools.imports`` prints the circles.  Imports inside functions and under ``TYPE_CHECKING`` count:
-two files that name each other cannot be understood one after the other, even where Python can load them.
+``python -m tools.imports`` prints the import cycles. Imports inside functions and under ``TYPE_CHECKING``
+count, because modules that name each other cannot be understood separately even if Python can load them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "shoal"
 
-#: each module, and the modules that it imports
+#: the modules that each module imports
 Graph = dict[str, set[str]]
 
 
 def module_name(path: Path, package: Path = PACKAGE) -> str:
-    """The name under which a file is imported."""
     parts = path.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
-    """What a file imports, wherever in it the statement stands: ``from a import b`` gives ``("a", "b")``.
-
-    ``import a`` gives ``("a", "")``.  Names are absolute.
-    """
+    """Yield all imports of a file, with absolute names: ``("a", "b")`` for ``from a import b``."""
     name = module_name(path, package)
     folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
@@ -40,10 +36,10 @@ def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
 
 
 def import_graph(package: Path = PACKAGE) -> Graph:
-    """The modules of ``package``, each with those that it imports.
+    """Return the modules of ``package`` with the modules that they import.
 
-    ``from a import b`` is an arrow to ``a.b`` where that is a module, and else to ``a``.  The package's own
-    ``__init__`` is left out: it shows names of every layer, and no module takes names from it.
+    ``from a import b`` is an edge to ``a.b`` if that is a module, else to ``a``. The package's ``__init__``
+    is left out: it re-exports names of every layer, and no module imports from it.
     """
     files = {module_name(path, package): path for path in package.rglob("*.py")}
     graph: Graph = {}
@@ -56,7 +52,7 @@ def import_graph(package: Path = PACKAGE) -> Graph:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The circles of a graph: for each knot of modules that import one another, one shortest way around."""
+    """Return the import cycles: a shortest cycle for each set of modules that import one another."""
     found: list[list[str]] = []
     seen: set[str] = set()
     for start in sorted(graph):
@@ -68,7 +64,6 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def _way_back(graph: Mapping[str, set[str]], start: str) -> list[str] | None:
-    """The shortest way from ``start`` along the arrows back to it."""
     came_from: dict[str, str] = {}
     queue = [start]
     for here in queue:

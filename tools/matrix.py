@@ -1,8 +1,8 @@
 """Run the tests that depend on torch with other releases of it; ``make matrix``.
 
-Each release gets an environment in ``build/matrix``: torch alone, with everything else from ``.venv``.  The
-CUDA builds of torch need NVIDIA's libraries even on the CPU; all releases share one set of them.  The first
-run downloads about 0.5 GB for each release and 1.5 GB for the libraries.
+Each release gets an environment in ``build/matrix`` with torch only; everything else is from ``.venv``. CUDA
+builds of torch need NVIDIA's libraries even on the CPU, which all releases share. The first run downloads
+about 0.5 GB for each release and 1.5 GB for the libraries.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ENVIRONMENTS = ROOT / "build" / "matrix"
 RESULTS = ROOT / "benchmarks" / "results" / "torch-releases.json"
 PAGE = ROOT / "docs" / "installation.md"
 
-#: the last patch of each supported release but the one in constraints.txt, which `make test` uses
+#: the latest patch of each supported release, except that of constraints.txt, which `make test` uses
 RELEASES = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
-#: the tests that depend on torch
+#: test folders that depend on torch
 SUITES = ("compat", "parallel", "controller", "rpc", "elastic")
-#: files that show within minutes whether a release works
+#: test files that show within minutes whether a release works
 QUICK = (
     "tests/compat/test_groups.py", "tests/compat/test_functional.py", "tests/compat/test_failures.py",
     "tests/compat/test_reductions.py", "tests/compat/ecosystem/test_ddp.py",
@@ -40,7 +40,7 @@ QUICK = (
 )  # fmt: skip
 OPTIONS = ("-q", "-m", "not stress", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 
-#: one set of NVIDIA's libraries, those of torch 2.14.1 with a newer nvshmem, that serves torch 2.11 to 2.15
+#: NVIDIA's libraries of torch 2.14.1 with a newer nvshmem, which work with torch 2.11 to 2.15
 NVIDIA = (
     "nvidia-cublas==13.1.1.3", "nvidia-cuda-cupti==13.0.85", "nvidia-cuda-nvrtc==13.0.88",
     "nvidia-cuda-runtime==13.0.96", "nvidia-cudnn-cu13==9.24.0.43", "nvidia-cufft==12.0.0.61",
@@ -48,7 +48,7 @@ NVIDIA = (
     "nvidia-cusparse==12.6.3.3", "nvidia-cusparselt-cu13==0.8.1", "nvidia-nccl-cu13==2.30.7",
     "nvidia-nvjitlink>=13.0.88,<14", "nvidia-nvshmem-cu13==3.7.2", "nvidia-nvtx==13.0.85",
 )  # fmt: skip
-#: the largest of them, beside torch itself
+#: the largest of these libraries
 LARGEST = NVIDIA[0]
 
 
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def prepare(release: str) -> str:
-    """Make the environment of a release, unless it is there; return its Python."""
+    """Create the environment of a release if it is missing; return its Python."""
     folder = ENVIRONMENTS / release
     python = folder / "bin" / "python"
     done = folder / "done"
@@ -99,7 +99,7 @@ def prepare(release: str) -> str:
 
 
 def _requirements(packages: Path) -> list[str]:
-    """Return the requirements of the torch in a folder, without markers."""
+    """Return the requirements of the torch installed in a folder, without markers."""
     (info,) = packages.glob("torch-*.dist-info")
     return [need.partition(";")[0].strip() for need in PathDistribution(info).requires or ()]
 
@@ -118,7 +118,7 @@ def _pip(general: list[str], arguments: list[str]) -> None:
 
 
 def _is_local(requirement: str) -> bool:
-    """Whether pip would take a package from this machine's disk."""
+    """Whether pip would install a package from this machine's disk."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     plan = [*pip, "--dry-run", "--ignore-installed", "--no-deps", "--report", "-", requirement]
     try:
@@ -129,7 +129,7 @@ def _is_local(requirement: str) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    # A CUDA build warns of a compiler without a GPU; the tests take each such line for a fault.
+    # Without a GPU, CUDA builds warn about a missing compiler, which tests report as a failure.
     return {**os.environ, "CUDA_HOME": "", "CUDA_PATH": ""}
 
 
@@ -172,7 +172,7 @@ def _names(cases: Iterable[retry.Case], folder: str) -> list[str]:
 
 
 def table() -> str:
-    """Return the table of the installation page, from the results that are kept."""
+    """Return the table of the installation page, from the saved results."""
     kept = json.loads(RESULTS.read_text())
     lines = [f"| torch | {' | '.join(SUITES)} |", "| --- |" + " --- |" * len(SUITES)]
     for release in RELEASES:
@@ -194,7 +194,7 @@ def write_table() -> None:
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     if not after:
-        raise SystemExit(f"{PAGE} lacks the markers of the table of releases")
+        raise SystemExit(f"{PAGE}: the markers of the table of releases are missing")
     PAGE.write_text(f"{before}{begin}\n{table()}\n{end}{after}")
 
 

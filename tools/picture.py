@@ -1,9 +1,8 @@
-"""Draws docs/architecture.svg: the packages in their layers, and which imports which.
+"""Draw docs/architecture.svg: the packages in layers, with their imports.
 
-``python -m tools.picture`` draws it anew; a test fails when the committed picture is another one.  It is
-coarse, so that it changes with the structure and not with every file: a box is a package or module of
-``src/shoal`` or a folder of ``cpp``, and an arrow that others already imply is left out.  What every layer
-uses has no arrows, nor have the folders of the core.
+``python -m tools.picture`` updates it; a test fails if the committed picture is outdated. A box is a package
+or module of ``src/shoal`` or a folder of ``cpp``, so the picture changes with the structure only. Arrows that
+follow from others are left out, as are arrows to the lowest layer, which all use, and arrows within the core.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 
 Graph = Mapping[str, set[str]]
 
-#: pixels
+#: in pixels
 _WIDTH, _LEFT, _HEIGHT, _BETWEEN, _GAP = 960, 150, 34, 50, 18
 _STYLE = """
 text { font: 14px sans-serif; fill: #1f2933; text-anchor: middle }
@@ -33,7 +32,7 @@ rect { fill: #e8f1fb; stroke: #5b8bb8; rx: 6 }
 
 
 def python_rows() -> list[list[str]]:
-    """The layers of the import contract in pyproject.toml, from the top."""
+    """Return the layers of the import contract in pyproject.toml, from the top."""
     block = re.search(r"\nlayers = \[\n(.*?)\n\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
     assert block is not None
     rows = [re.findall(r"\w+", line) for line in block[1].splitlines()]
@@ -41,13 +40,13 @@ def python_rows() -> list[list[str]]:
 
 
 def python_graph() -> dict[str, set[str]]:
-    """Which package or module of ``src/shoal`` imports which."""
+    """Return the imports between the packages and modules of ``src/shoal``."""
     pairs = [(a.split(".")[1], b.split(".")[1]) for a, to in import_graph().items() for b in to]
     return _coarse((a, b) for a, b in pairs if a != "__main__")
 
 
 def core_folders() -> list[str]:
-    """The folders of ``cpp``; its tests are left out."""
+    """Return the folders of ``cpp`` without its tests."""
     return sorted(path.name for path in (ROOT / "cpp").iterdir() if path.is_dir() and path.name != "tests")
 
 
@@ -60,11 +59,7 @@ def _coarse(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
 
 
 def without_implied(graph: Graph) -> dict[str, set[str]]:
-    """The arrows from which all others follow.
-
-    Raises:
-        ValueError: arrows lead in a circle.
-    """
+    """Return the transitive reduction of a graph; raises ``ValueError`` if it has a cycle."""
     if ways := circles(graph):
         raise ValueError("a circle cannot be drawn in layers: " + " -> ".join([*ways[0], ways[0][0]]))
     return {
@@ -74,7 +69,6 @@ def without_implied(graph: Graph) -> dict[str, set[str]]:
 
 
 def reached(graph: Graph, start: str) -> set[str]:
-    """All that arrows lead to from ``start``."""
     found: set[str] = set()
     queue = [start]
     for here in queue:
@@ -84,7 +78,6 @@ def reached(graph: Graph, start: str) -> set[str]:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
     layers = python_rows()
     used_by_all = set(layers[-1])
     imports = {a: to - used_by_all for a, to in python_graph().items() if a not in used_by_all}
@@ -130,7 +123,7 @@ def _length(name: str) -> int:
 
 
 def _places(rows: list[list[str]], arrows: Graph) -> dict[str, tuple[int, int, int]]:
-    """Left edge, top and width of each box: a row is ordered by where what leads into it stands."""
+    """Left edge, top and width of each box; rows are sorted by the positions of their importers."""
     places: dict[str, tuple[int, int, int]] = {}
     for number, row in enumerate(rows):
 
@@ -159,7 +152,7 @@ def _box(name: str, place: tuple[int, int, int], kind: str) -> str:
 def _arrow(start: tuple[int, int, int], end: tuple[int, int, int]) -> str:
     x, y = start[0] + start[2] // 2, start[1] + _HEIGHT
     u, v = end[0] + end[2] // 2, end[1]
-    if start[1] == end[1]:  # in one row: over the boxes between
+    if start[1] == end[1]:  # in one row: drawn above the boxes between
         y, over = start[1], start[1] - _BETWEEN // 2
         return f'<path class="arrow" d="M{x},{y} C{x},{over} {u},{over} {u},{v}"/>'
     middle = (y + v) // 2

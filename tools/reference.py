@@ -1,8 +1,8 @@
-"""The pages of the API reference, one a topic, made from the names that the package exports.
+"""The pages of the API reference, one per topic, made from the names that the package exports.
 
-A name that becomes public therefore has its place in the reference at once, or the site and the tests fail.
-The text is that of the docstrings, which name things as Sphinx does and become Markdown here.
-``tools/site.py`` adds the pages to the site, where mkdocstrings replaces each directive ``::: shoal.name``.
+Each public name must be on a page, or the site and the tests fail. The text is that of the docstrings, whose
+Sphinx roles become Markdown here. ``tools/site.py`` adds the pages to the site, where mkdocstrings replaces
+the directives ``::: shoal.name``.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ _ROLE = re.compile(r":(?:class|func|meth|attr|mod|data|exc):`~?([^`]+)`")
 _SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+):( .*(?:\n\1 +.*)*)$", re.MULTILINE)
 _TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n(?:.*\n)+?\1\2\n(?:.*\n)+?\1\2$", re.MULTILINE)
 
-#: file of the site -> title, what it is about, and the modules whose names it shows
+#: file of the site -> title, description, and the modules with the page's names
 TOPICS = {
     "groups": (
         "Groups",
-        "Making a group, and what its members do together.",
+        "Creation of groups, and operations of their members.",
         ["initialize", "group", "spec"],
     ),
     "futures": (
         "Futures",
-        "What every operation returns; [Futures](../futures.md) says how to use it.",
+        "The result of every operation; see [Futures](../futures.md).",
         ["future"],
     ),
     "training": (
         "Training",
-        "Modules, optimisers and contexts for [data-parallel training](../data-parallel.md).",
+        "Modules, optimizers and contexts for [data-parallel training](../data-parallel.md).",
         ["parallel"],
     ),
     "elastic": (
         "Elastic training",
-        "`shoal.elastic`; [Elastic training](../elastic.md) says how to use it.",
+        "`shoal.elastic`; see [Elastic training](../elastic.md).",
         ["elastic"],
     ),
     "hooks": (
         "Communication hooks",
-        "`shoal.parallel.hooks`; [Communication hooks](../comm-hooks.md) compares them.",
+        "`shoal.parallel.hooks`; see [Communication hooks](../comm-hooks.md) for a comparison.",
         ["parallel.hooks"],
     ),
-    "rpc": ("Calls", "`shoal.rpc`; [Calls](../rpc.md) says how to use it.", ["rpc"]),
+    "rpc": ("Calls", "`shoal.rpc`; see [Calls](../rpc.md).", ["rpc"]),
     "controller": (
         "Master and workers",
-        "One script and its nodes; [Master and workers](../controller.md) says how to use it.",
+        "One script and its nodes; see [Master and workers](../controller.md).",
         ["controller"],
     ),
-    "errors": ("Errors", "Every exception; [Errors](../errors.md) has the tree, and what to do.", ["errors"]),
+    "errors": ("Errors", "All exceptions; see [Errors](../errors.md) for their handling.", ["errors"]),
     "stores": (
         "Stores and meeting",
-        "Key-value stores, and how processes [meet](../rendezvous.md) in them.",
+        "Key-value stores, and the [rendezvous](../rendezvous.md) of processes in them.",
         ["store", "rendezvous"],
     ),
     "backends": (
         "Backends",
-        "What to implement to [move tensors another way](../backends.md).",
+        "Interfaces to implement [another backend](../backends.md).",
         ["backend.base", "backend.registry"],
     ),
     "torch": (
         "torch.distributed's functions",
-        "`shoal.distributed`; the [table](../distributed.md) says what differs from torch.",
+        "`shoal.distributed`; the [table](../distributed.md) lists differences from torch.",
         ["distributed"],
     ),
     "testing": ("Testing", "`shoal.testing`; [Testing](../testing.md) has examples.", ["testing"]),
@@ -73,7 +73,7 @@ TOPICS = {
 
 
 def names() -> dict[str, list[str]]:
-    """The full public names by the module that exports them: ``{"future": ["shoal.Future", ...], ...}``."""
+    """Return the full public names by exporting module: ``{"future": ["shoal.Future", ...], ...}``."""
     top: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
     found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
     for module in ("parallel.hooks", "elastic", "distributed", "rpc", "controller", "testing"):
@@ -88,7 +88,7 @@ def names() -> dict[str, list[str]]:
 
 
 def pages() -> dict[str, str]:
-    """Each page of the reference, by its path in the site."""
+    """Return the pages of the reference, by their paths in the site."""
     public = names()
     missing = public.keys() - {module for _, _, modules in TOPICS.values() for module in modules}
     if missing:
@@ -104,7 +104,7 @@ def _directives(public: dict[str, list[str]], modules: list[str]) -> list[str]:
 
 
 def _assigned(path: Path, name: str) -> Any:
-    """The literal that a module assigns to ``name``, read without importing it."""
+    """The literal that a module assigns to ``name``, read without importing the module."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
@@ -112,7 +112,7 @@ def _assigned(path: Path, name: str) -> Any:
 
 
 def _taken_from_above(path: Path) -> set[str]:
-    """The names that a module only passes on: the reference has them where they come from."""
+    """The names that a module only re-exports; the reference has them at their origin."""
     top = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
     public = {name for names in top.values() for name in names}
     return {
@@ -128,9 +128,9 @@ def _taken_from_above(path: Path) -> set[str]:
 
 
 def markdown(docstring: str) -> str:
-    """A docstring with links to public names, other names as code, and tables as they are.
+    """Convert a docstring to Markdown: links to public names, other names as code, tables verbatim.
 
-    Arguments that share a description get it each: ``a, b: where to begin``.
+    Arguments with a common description, as in ``a, b: text``, are split.
     """
     text = _TABLE.sub(lambda table: f"{table[1]}```text\n{table[0]}\n{table[1]}```", docstring)
     text = _SEVERAL.sub(lambda args: "\n".join(f"{args[1]}{a}:{args[3]}" for a in args[2].split(", ")), text)
@@ -138,7 +138,7 @@ def markdown(docstring: str) -> str:
 
 
 def comment_above(source: str, line: int) -> str:
-    """What the lines ``#: ...`` right above a line (counted from 1) say of the name that it assigns."""
+    """Return the text of the ``#:`` comment directly above a line (counted from 1)."""
     lines = source.splitlines()[: line - 1]
     found: list[str] = []
     while lines and lines[-1].lstrip().startswith("#:"):

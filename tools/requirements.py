@@ -1,7 +1,7 @@
-"""Prints what shoal and the named extras of it need, a requirement a line.
+"""Print the requirements of shoal and of the given extras, one per line.
 
-``python tools/requirements.py dev`` reads pyproject.toml, so that what others made can be installed while
-shoal itself is being built.
+``python tools/requirements.py dev`` reads pyproject.toml, so that dependencies can be installed before shoal
+is built.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # scikit-build-core brings it along
+    import tomli as tomllib  # installed with scikit-build-core
 
 project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
 print(*project["dependencies"], sep="\n")

@@ -2,8 +2,8 @@
 
     python -m tools.retry -m "not stress" -n 4 --dist loadfile
 
-takes options of pytest (no paths) and runs all tests.  It fails if a module fails again.  The output of each
-first failure is printed at the end, under FLAKY: a test that fails once in fifty runs is a fault to find.
+Takes options of pytest (no paths) and runs all tests. It fails if a module fails again. The output of each
+first failure is printed at the end, under FLAKY: a test that fails once in fifty runs is a bug to be found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: with more failed modules than this, the change is at fault and not chance: they are not run again
+#: maximum number of failed modules to retry; with more, the change is at fault
 MOST_RETRIES = 8
 
 #: exit codes of pytest
@@ -31,10 +31,10 @@ class Case:
     """A test that ran.
 
     Attributes:
-        module: path of the file that pytest collected it from, relative to the root of the checkout.
-        name: the name of the function, with its class if it has one, and its parameters.
+        module: path of the collected file, relative to the root of the checkout.
+        name: name of the function, with its class, if any, and its parameters.
         outcome: "passed", "failed" or "skipped".
-        output: the traceback of a failure, and what the test printed.
+        output: traceback and output of a failure.
     """
 
     module: str
@@ -48,9 +48,9 @@ class Result:
     """The outcome of a run.
 
     Attributes:
-        code: the exit code: 0 if every test passed, at once or when its module ran again.
+        code: exit code; 0 if every test passed, possibly in the second run.
         cases: the last outcome of each test.
-        flaky: failures of the first run whose modules passed when they ran again.
+        flaky: failures of the first run whose modules passed in the second.
     """
 
     code: int
@@ -69,7 +69,7 @@ def run(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run pytest on ``paths`` (all tests if there are none), and failed modules again, each by itself."""
+    """Run pytest on ``paths`` (default: all tests), then each failed module again by itself."""
     code, cases = _pytest([*options, *paths], python, environment)
     result = Result(code, cases)
     failed = [case for case in cases.values() if case.outcome == "failed"]
@@ -93,7 +93,6 @@ def run(
 
 
 def report(result: Result) -> None:
-    """Print the first failures of tests that passed later, and a closing line with the counts."""
     for case in result.flaky:
         print(f"\nFLAKY {case.module}::{case.name} failed in the first run:\n{case.output}")
     counts = [f"{result.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped")]
@@ -103,7 +102,6 @@ def report(result: Result) -> None:
 def _pytest(
     arguments: Sequence[str], python: str, environment: Mapping[str, str] | None
 ) -> tuple[int, dict[tuple[str, str], Case]]:
-    """The exit code of pytest, and its tests by module and name."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "junit.xml"
         recorded = [f"--junitxml={record}"]
@@ -132,11 +130,11 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def _collected(dotted: str, name: str) -> tuple[str, list[str]]:
-    """The file of a test and the classes around it, from the ``classname`` of the junit file.
+    """Return a test's file and the classes that contain it, from the junit file's ``classname``.
 
-    That is the path of the module, then the classes, all joined by dots; of a module that pytest could not
-    import, it is empty and ``name`` is the path.  ``file`` of the junit file names the file that defines the
-    test, which for an inherited one is not the file that must run again.
+    ``classname`` is the module's path and the classes, joined by dots; if pytest could not import the module,
+    it is empty and ``name`` is the path. The junit attribute ``file`` is not used: for an inherited test it
+    names the defining file, not the one to run again.
     """
     parts = (dotted or name).split(".")
     for length in range(len(parts), 0, -1):

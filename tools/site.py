@@ -1,8 +1,8 @@
-"""Hooks of mkdocs (mkdocs.yml names this file): what the site has beside docs/.
+"""Hooks of mkdocs, named in mkdocs.yml: pages of the site that are not in docs/.
 
-README, CHANGELOG and CONTRIBUTING stand at the top of the checkout, where readers look for them, and mkdocs
-takes pages from docs/ alone.  So they are added as pages, and links between the two places are rewritten.
-Code is coloured by Pygments, whose style sheet is made here: the site asks no other host for anything.
+README, CHANGELOG and CONTRIBUTING are at the top of the checkout, but mkdocs reads docs/ only. So they are
+added as pages, and links between the two places are rewritten. The style sheet for Pygments is generated, so
+that the site loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tools import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = {"README.md": "readme.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-#: parts of the checkout that pages name and the site has not
+#: parts of the checkout that pages mention and that are not on the site
 _ELSEWHERE = ("examples/", "benchmarks/", "tests/", "LICENSE")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the checkout's top and the style sheet of code."""
+    """Add the top-level pages, the API reference, and the style sheet for code."""
     for name, page in TOP.items():
         files.append(File.generated(config, page, content=from_top((ROOT / name).read_text())))
     for page, content in reference.pages().items():
@@ -34,14 +34,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let ``../README.md`` lead to the page that it became."""
+    """Rewrite links such as ``../README.md`` to the pages of the site."""
     for name, page in TOP.items():
         markdown = markdown.replace(f"](../{name}", f"]({page}")
     return _without_links_elsewhere(markdown)
 
 
 def from_top(markdown: str) -> str:
-    """A page of the checkout's top as it must read among those of docs/."""
+    """Rewrite a top-level page as a page of docs/."""
     markdown = markdown.replace("](docs/", "](")
     for name, page in TOP.items():
         markdown = markdown.replace(f"]({name}", f"]({page}")
@@ -49,6 +49,6 @@ def from_top(markdown: str) -> str:
 
 
 def _without_links_elsewhere(markdown: str) -> str:
-    """Links to sources become their text, which says where the file is in a checkout."""
+    """Replace links to sources by their text as code, which names the file in a checkout."""
     elsewhere = "|".join(map(re.escape, _ELSEWHERE))
     return re.sub(rf"\[([^\]]+)\]\((?:\.\./)?(?:{elsewhere})[^)]*\)", r"`\1`", markdown)

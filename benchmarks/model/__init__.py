@@ -1,1 +1,1 @@
-"""The cost of all-reduce on thousands of hosts, computed and not measured: ``python -m benchmarks.model``."""
+"""A cost model of all-reduce on thousands of hosts: ``python -m benchmarks.model``."""

@@ -1,4 +1,4 @@
-"""Prints the model's tables, draws its picture, and checks it against measured points.
+"""Print the model's tables, plot it, and check it against measured points.
 
 python -m benchmarks.model                                   # tables, and out/model.png
 python -m benchmarks.model --write                           # the tables into docs/algorithms.md
@@ -16,7 +16,7 @@ from . import calibrate, report
 from .parameters import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FITTED = 8  # ranks up to which points are used for the fit
+FITTED = 8  # maximum number of ranks of the points used for the fit
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""All-reduce algorithms: what each rank sends when, and the closed formula for the time.
+"""All-reduce algorithms: the schedule of each rank, and a closed formula for the time.
 
-The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH" (2005), with latency and overhead kept apart: a rank that sends to p - 1 others pays
-the latency once and the overhead p - 1 times.  ``shoal`` marks what ``cpp/collectives`` does.
+The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
+in MPICH" (2005), with latency and overhead separated: a rank that sends to p - 1 others pays the latency once
+and the overhead p - 1 times. ``shoal`` selects the algorithm that ``cpp/collectives`` uses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .parameters import Parameters
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does before it may go on: send, in this order; receive; reduce so many bytes."""
+    """One step of a rank: send, in this order; receive; reduce this many bytes."""
 
     sends: list[tuple[int, float]] = field(default_factory=list)
     receives: list[int] = field(default_factory=list)
@@ -24,36 +24,36 @@ class Round:
 
 
 def log2(ranks: int) -> int:
-    """The logarithm of a power of two.  Raises ``ValueError`` for another number."""
+    """Return the logarithm of a power of two; raise ``ValueError`` for other numbers."""
     if ranks < 1 or ranks & (ranks - 1):
-        raise ValueError(f"{ranks} ranks: this model knows powers of two alone")
+        raise ValueError(f"{ranks} ranks: this model supports powers of two only")
     return ranks.bit_length() - 1
 
 
 class Algorithm(ABC):
-    """One way to all-reduce ``nbytes`` over ``ranks`` (hosts, with one rank each), powers of two."""
+    """An all-reduce of ``nbytes`` over ``ranks`` hosts with one rank each; powers of two."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def rounds(self, rank: int, ranks: int, nbytes: float) -> list[Round]:
-        """The schedule of one rank."""
+        """Return the schedule of one rank."""
 
     @abstractmethod
     def time(self, ranks: int, nbytes: float, machine: Parameters) -> float:
-        """Seconds until the last rank is done."""
+        """Return the seconds until the last rank has finished."""
 
     @abstractmethod
     def steps(self, ranks: int) -> int:
-        """How often the last rank waits for another."""
+        """Return how many times the last rank waits for another."""
 
     @abstractmethod
     def sent(self, ranks: int, nbytes: float) -> tuple[int, float]:
-        """Messages and bytes that the busiest rank sends."""
+        """Return the messages and bytes that the busiest rank sends."""
 
 
 class Everything(Algorithm):
-    """Everything to everyone, reduced by each."""
+    """Each rank sends everything to all others and reduces."""
 
     name = "everyone"
 
@@ -75,7 +75,7 @@ class Everything(Algorithm):
 
 
 class Direct(Algorithm):
-    """Reduce-scatter by direct exchange, and the finished slices to everyone."""
+    """Reduce-scatter by direct exchange, then each rank sends its slice to all others."""
 
     name = "direct"
 
@@ -99,7 +99,7 @@ class Direct(Algorithm):
 
 
 class Ring(Algorithm):
-    """Slices travel round a ring twice (Patarasuk and Yuan, 2009)."""
+    """Slices travel around a ring twice (Patarasuk and Yuan, 2009)."""
 
     name = "ring"
 
@@ -121,7 +121,7 @@ class Ring(Algorithm):
 
 
 class Doubling(Algorithm):
-    """Recursive doubling: all of it, with the rank 1, 2, 4, ... further on."""
+    """Recursive doubling: full exchanges with the ranks at distance 1, 2, 4, ..."""
 
     name = "doubling"
 
@@ -140,7 +140,7 @@ class Doubling(Algorithm):
 
 
 class Halving(Algorithm):
-    """Rabenseifner's: recursive halving to reduce-scatter, recursive doubling to gather."""
+    """Rabenseifner's algorithm: recursive halving to reduce-scatter, recursive doubling to gather."""
 
     name = "halving"
 
@@ -168,7 +168,7 @@ class Tree(Algorithm):
 
     def rounds(self, rank: int, ranks: int, nbytes: float) -> list[Round]:
         depth = log2(ranks)
-        height = depth if rank == 0 else (rank & -rank).bit_length() - 1  # of the subtree below
+        height = depth if rank == 0 else (rank & -rank).bit_length() - 1  # of the rank's subtree
         up = [Round([], [rank + (1 << k)], nbytes) for k in range(height)]
         down = [Round([(rank + (1 << k), nbytes) for k in reversed(range(height))])]
         if rank == 0:
@@ -189,10 +189,10 @@ class Tree(Algorithm):
 
 @dataclass(frozen=True)
 class Hierarchical(Algorithm):
-    """``locals_`` ranks a host: partial sums in shared memory, then ``Direct`` between the owners of a slice.
+    """``locals_`` ranks per host: partial sums in shared memory, then ``Direct`` between owners of a slice.
 
-    Every owner moves 1/k of the bytes, and the k owners of a host share its port.  What shared memory
-    costs is left out: it is the same for every number of hosts.
+    Each owner moves 1/k of the bytes, and the k owners of a host share its port. The cost of shared memory is
+    left out, because it does not depend on the number of hosts.
     """
 
     locals_: int
@@ -202,7 +202,7 @@ class Hierarchical(Algorithm):
         return nbytes / self.locals_
 
     def rounds(self, rank: int, ranks: int, nbytes: float) -> list[Round]:
-        """Of the owner of one slice on host ``rank``; all slices take the same time."""
+        """Return the schedule of the owner of one slice on host ``rank``; all slices take the same time."""
         return Direct().rounds(rank, ranks, self._slice(nbytes))
 
     def time(self, ranks: int, nbytes: float, machine: Parameters) -> float:
@@ -212,23 +212,23 @@ class Hierarchical(Algorithm):
         return Direct().steps(ranks)
 
     def sent(self, ranks: int, nbytes: float) -> tuple[int, float]:
-        """By all owners of a host."""
+        """Return the sum over all owners of a host."""
         messages, moved = Direct().sent(ranks, nbytes)
         return messages * self.locals_, moved
 
 
-#: between hosts of one rank
+#: algorithms between hosts with one rank
 ALGORITHMS: tuple[Algorithm, ...] = (Everything(), Direct(), Ring(), Doubling(), Halving(), Tree())
 
-#: up to here shoal's all-reduce over links sends everything to everyone (``kSmall`` of over_links.cc)
+#: maximum size for which shoal's all-reduce over links uses `Everything` (``kSmall`` of over_links.cc)
 SMALL = 32 * 1024
 
 
 def shoal(nbytes: float, ranks: int) -> Algorithm:
-    """What ``cpp/collectives/over_links.cc`` does with a tensor of ``nbytes`` on hosts of one rank."""
+    """The algorithm of ``cpp/collectives/over_links.cc`` for ``nbytes`` on hosts with one rank."""
     return Everything() if nbytes <= SMALL or nbytes < 64 * ranks else Direct()
 
 
 def best(ranks: int, nbytes: float, machine: Parameters) -> Algorithm:
-    """The fastest of :data:`ALGORITHMS` by the formulas."""
+    """The fastest of :data:`ALGORITHMS` according to the formulas."""
     return min(ALGORITHMS, key=lambda algorithm: algorithm.time(ranks, nbytes, machine))

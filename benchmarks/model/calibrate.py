@@ -1,7 +1,7 @@
-"""Parameters from measured points, and how well they predict others.
+"""Fit the model's parameters to measured points, and check predictions.
 
-Reads what ``benchmarks/scaling.py`` wrote with ``SHOAL_TRANSPORT=tcp``.  There all ranks share the cores of
-one machine, and sending is the processors' work: what occupies a port takes ranks / cores times as long.
+Reads results of ``benchmarks/scaling.py`` with ``SHOAL_TRANSPORT=tcp``. There all ranks share one machine's
+cores, and sending is CPU work: everything that occupies a port takes ranks / cores times as long.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Point:
-    """A measured all-reduce."""
-
     ranks: int
     nbytes: int
     seconds: float
@@ -36,19 +34,18 @@ class Point:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """By what the four parameters are multiplied in the time of this all-reduce."""
+        """The factors of the four parameters in the time of this all-reduce."""
         algorithm = shoal(self.nbytes, self.ranks)
         crowd = max(1.0, self.ranks / self.cores)
         latency, *occupied = (algorithm.time(self.ranks, self.nbytes, unit) for unit in _UNITS)
         return latency, *(crowd * each for each in occupied)
 
     def predicted(self, machine: Parameters) -> float:
-        """Seconds by the formulas."""
         return float(np.dot(self.coefficients, astuple(machine)))
 
 
 def read(path: Path) -> list[Point]:
-    """The points of a record.  Raises ``ValueError`` if it was not measured over TCP."""
+    """Read the points of a record; raise ``ValueError`` if it was not measured over TCP."""
     record = json.loads(path.read_text())
     if record["transport"] != "tcp":
         raise ValueError(f"{path}: measured with transport {record['transport']!r}; set SHOAL_TRANSPORT=tcp")
@@ -60,11 +57,11 @@ def read(path: Path) -> list[Point]:
 
 
 def fit(points: list[Point], gamma: float) -> Parameters:
-    """Latency, overhead and gap with the least squares of the relative errors, none of them negative.
+    """Fit latency, overhead and gap by least squares of the relative errors, with none negative.
 
     Args:
-        points: at least three, of different sizes and numbers of ranks.
-        gamma: taken as given; a network's points say too little about it.
+        points: at least three, with different sizes and numbers of ranks.
+        gamma: a given value, because points measured over a network do not determine it.
     """
     rows = np.array([point.coefficients for point in points])
     seconds = np.array([point.seconds for point in points])

@@ -1,10 +1,10 @@
-"""The machine of the model: what a message costs.
+"""The machine of the model: the cost of a message.
 
-It is LogGP (Alexandrov, Ionescu, Schauser and Scheiman, 1995) without the gap between short messages,
-which ``overhead`` stands for; with one message in flight it is Hockney's alpha and beta (1994),
-alpha = latency + overhead, beta = gap.  A reduction costs gamma a byte, as in Thakur, Rabenseifner and
-Gropp (2005).  A port sends one message at a time and receives one at a time, both at once.  ``overhead`` and
-the bytes occupy it one after another: over TCP both are work of the processor.
+The model is LogGP (Alexandrov, Ionescu, Schauser and Scheiman, 1995) with ``overhead`` instead of the gap
+between short messages; with one message in flight it is Hockney's (1994) with alpha = latency + overhead and
+beta = gap. A reduction costs gamma per byte, as in Thakur, Rabenseifner and Gropp (2005). A port can send one
+message and receive one message at the same time. ``overhead`` and the bytes occupy it one after another,
+because over TCP both are CPU work.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Parameters:
-    """Times in seconds, of one message and of one byte.
+    """Times in seconds, per message and per byte.
 
     Attributes:
         latency: from the start of sending to the start of receiving.
-        overhead: for which a message of any size occupies either port.
-        gap: for which a byte occupies either port.
-        gamma: to reduce a byte of one input.
+        overhead: time for which a message of any size occupies either port.
+        gap: time for which a byte occupies either port.
+        gamma: time to reduce a byte of one input.
     """
 
     latency: float
@@ -29,15 +29,15 @@ class Parameters:
     gamma: float
 
     def message(self, nbytes: float) -> float:
-        """For how long a message of ``nbytes`` occupies a port."""
+        """Return how long a message of ``nbytes`` occupies a port."""
         return self.overhead + nbytes * self.gap
 
     def shared_by(self, ranks: int) -> Parameters:
-        """As one of several ranks sees it that use the same port at once."""
+        """Return the parameters for one of several ranks that share the port."""
         return replace(self, gap=self.gap * ranks)
 
 
-#: examples, not measurements: round figures for TCP, and for a fabric that is used without the kernel
+#: examples, not measurements: round figures for TCP, and for a fabric that bypasses the kernel
 EXAMPLES = {
     "25 GbE, TCP": Parameters(latency=20e-6, overhead=5e-6, gap=1 / 3.1e9, gamma=1 / 20e9),
     "100 Gb fabric": Parameters(latency=2e-6, overhead=0.5e-6, gap=1 / 12e9, gamma=1 / 20e9),

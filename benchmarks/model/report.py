@@ -1,4 +1,4 @@
-"""Tables and picture of the model, for the terminal and for docs/algorithms.md."""
+"""Tables and plots of the model, for the terminal and docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _SECTION = re.compile(r"(<!-- model: begin.*?-->\n).*?(<!-- model: end -->)", re
 
 
 def size_name(nbytes: int) -> str:
-    """Such as 256 KB."""
     for unit, factor in (("MB", 2**20), ("KB", 2**10)):
         if nbytes >= factor:
             return f"{nbytes // factor} {unit}"
@@ -27,7 +26,6 @@ def size_name(nbytes: int) -> str:
 
 
 def time_name(seconds: float) -> str:
-    """Such as 1.2 ms."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -35,7 +33,7 @@ def time_name(seconds: float) -> str:
 
 
 def choice(machine: Parameters) -> list[list[str]]:
-    """By size and hosts: the fastest algorithm, its time, and how many times as long shoal's takes."""
+    """By size and hosts: the fastest algorithm, its time, and the slowdown of shoal's algorithm."""
     rows = []
     for nbytes in SIZES:
         cells = []
@@ -50,7 +48,7 @@ def choice(machine: Parameters) -> list[list[str]]:
 
 
 def crossovers(machine: Parameters) -> list[list[str]]:
-    """For each size the number of hosts from which ours takes 1.25 and 2 times as long as the fastest."""
+    """By size: the numbers of hosts from which shoal takes 1.25 and 2 times as long as the fastest."""
     rows = []
     for nbytes in SIZES:
         cells = []
@@ -67,7 +65,7 @@ def crossovers(machine: Parameters) -> list[list[str]]:
 
 
 def costs(hosts: int, locals_: int, nbytes: int) -> list[list[str]]:
-    """Steps, messages and megabytes that the busiest host sends, by algorithm."""
+    """By algorithm: steps, and messages and megabytes that the busiest host sends."""
     rows = []
     for algorithm in (*ALGORITHMS, Hierarchical(locals_)):
         messages, moved = algorithm.sent(hosts, nbytes)
@@ -76,7 +74,6 @@ def costs(hosts: int, locals_: int, nbytes: int) -> list[list[str]]:
 
 
 def show_choice(name: str, machine: Parameters, console: Console) -> None:
-    """Print the fastest algorithms for one machine."""
     table = Table(
         "tensor",
         *(f"{hosts} hosts" for hosts in HOSTS),
@@ -88,7 +85,6 @@ def show_choice(name: str, machine: Parameters, console: Console) -> None:
 
 
 def show_fit(points: Sequence[Point], machine: Parameters, fitted: int, console: Console) -> None:
-    """Print measured points beside the model's."""
     console.print(
         f"latency {time_name(machine.latency)}, overhead {time_name(machine.overhead)} a message, "
         f"{machine.gap * 1e9:.3g} ns a byte, fitted to the points of up to {fitted} ranks"
@@ -117,7 +113,7 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown() -> str:
-    """The tables of docs/algorithms.md."""
+    """Return the tables of docs/algorithms.md."""
     head = ["algorithm", "steps", "messages sent", "bytes sent"]
     lines = ["64 hosts, 25 MB, the busiest host (hierarchical: of 8 ranks):", ""]
     lines += _markdown(head, costs(64, 8, 25 * 2**20))
@@ -134,12 +130,12 @@ def markdown() -> str:
 
 
 def rewritten(page: str) -> str:
-    """``page`` with the section between the model's markers replaced."""
+    """Return ``page`` with the section between the model's markers replaced."""
     return _SECTION.sub(lambda match: f"{match[1]}{markdown()}\n{match[2]}", page)
 
 
 def draw(path: Path) -> None:
-    """Bytes and time by hosts, log-log, for a small and a large tensor."""
+    """Plot bytes and time by hosts, log-log, for a small and a large tensor."""
     import matplotlib
 
     matplotlib.use("Agg")

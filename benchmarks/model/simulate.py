@@ -1,7 +1,7 @@
-"""A discrete-event simulation of a schedule: what the closed formulas claim, played message by message.
+"""A discrete-event simulation of a schedule, to verify the closed formulas.
 
-A rank begins a round when all its rounds before are complete: its messages have come and are reduced.
-Sending does not hold it up, but its messages leave one after another.
+A rank begins a round when its earlier rounds are complete: their messages have arrived and are reduced.
+Sending does not block it, but its messages leave one after another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ class _Rank:
 
 
 def simulate(algorithm: Algorithm, ranks: int, nbytes: float, machine: Parameters) -> float:
-    """Seconds until the last rank has done all its rounds.
-
-    Raises:
-        RuntimeError: the schedule stands still: somebody waits for what nobody sends.
-    """
+    """Return the seconds until all ranks have finished; raises ``RuntimeError`` for a deadlock."""
     world = [_Rank(deque(algorithm.rounds(rank, ranks, nbytes))) for rank in range(ranks)]
     heads: list[tuple[float, int, int, int, float]] = []  # (time, number, from, to, bytes) of first bytes
     sent = 0
@@ -43,7 +39,7 @@ def simulate(algorithm: Algorithm, ranks: int, nbytes: float, machine: Parameter
             sent += 1
 
     def advance(rank: int, now: float) -> None:
-        """Complete all rounds whose messages have come, and begin the one after."""
+        """Complete all rounds whose messages have arrived, and begin the next one."""
         nonlocal finished
         me = world[rank]
         while me.rounds and all(me.arrived[source] > 0 for source in me.rounds[0].receives):

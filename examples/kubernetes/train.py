@@ -1,6 +1,6 @@
-"""Train a small network in the pods of Kubernetes; README.md beside it says how.
+"""Train a small network in the pods of Kubernetes; see README.md in this folder.
 
-Alone it trains too:
+On a single process it trains too:
 
     $ python examples/kubernetes/train.py --steps 200
     step 1: rank 0 of 1
@@ -22,7 +22,7 @@ from shoal import elastic
 
 
 def make(checkpoint: Path | None) -> tuple[nn.Module, torch.optim.Optimizer, elastic.State]:
-    """The model, its optimiser, and the state of the training: that of the checkpoint, if there is one."""
+    """Return the model, its optimizer, and the state of the training, from the checkpoint if it exists."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -34,8 +34,8 @@ def make(checkpoint: Path | None) -> tuple[nn.Module, torch.optim.Optimizer, ela
 
 
 def train(options: argparse.Namespace) -> None:
-    # Alike pods find one another in the session; those of an Indexed Job meet first, so that all load the
-    # same checkpoint: no earlier rank 0 can write another one now.
+    # Pods of a Deployment meet in the session. Pods of an Indexed Job meet here first, so that all load the
+    # same checkpoint: no rank 0 of an earlier start can replace it any more.
     group = None if os.environ.get("SHOAL_JOIN") else shoal.init()
     net, optimizer, state = make(options.checkpoint)
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1)).double()
@@ -56,7 +56,7 @@ def train(options: argparse.Namespace) -> None:
             if state.steps % options.every == 0:
                 save(state, session, options.checkpoint)
         if not session.left or session.group.state == "open":
-            save(state, session, options.checkpoint)  # at the end, or where all were told to stop
+            save(state, session, options.checkpoint)  # at the end, or if all ranks must stop
         with torch.no_grad():
             state.loss = nn.functional.mse_loss(net(x), y).item()
         print(f"step {state.steps}: over, loss {state.loss:.6f}", flush=True)
@@ -65,7 +65,6 @@ def train(options: argparse.Namespace) -> None:
 
 
 def save(state: elastic.State, session: elastic.Session, checkpoint: Path | None) -> None:
-    """Write the checkpoint, on rank 0."""
     if checkpoint is not None and session.group.rank == 0:
         state.save(checkpoint)
 
@@ -73,8 +72,8 @@ def save(state: elastic.State, session: elastic.Session, checkpoint: Path | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--min", type=int, default=1, help="train only while there are so many ranks")
-    parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to save to")
+    parser.add_argument("--min", type=int, default=1, help="minimum number of ranks for training")
+    parser.add_argument("--checkpoint", type=Path, help="file to load at the start and to save to")
     parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

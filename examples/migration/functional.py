@@ -2,7 +2,7 @@
 
     shoal run -n 2 examples/migration/functional.py
 
-On the CPU; a checkpoint is written after each epoch, and the next start goes on from there.
+Runs on the CPU. A checkpoint is written after each epoch, and the next start resumes from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal import DistributedDataParallel
 
 
 def digits() -> TensorDataset:
-    """1,797 images [64] with values from 0 to 1, and what they show."""
+    """Return 1,797 images [64] with values from 0 to 1, and their labels."""
     images, labels = load_digits(return_X_y=True)
     return TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
 

@@ -101,7 +101,7 @@ def test_a_group_of_one_costs_nothing() -> None:
 
 
 def test_other_numbers_than_powers_of_two_are_refused() -> None:
-    with pytest.raises(ValueError, match="powers of two alone"):
+    with pytest.raises(ValueError, match="powers of two only"):
         log2(12)
 
 

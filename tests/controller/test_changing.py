@@ -70,7 +70,9 @@ def test_a_graph_that_leads_out_of_the_step_is_refused(master: Master) -> None:
             (outer * x).sum().backward(retain_graph=True)  # noqa: B023
 
         _refused(
-            master.recorded(onwards), "was not found in what the function uses", "pass it as an argument"
+            master.recorded(onwards),
+            "was not found among the objects that the function uses",
+            "pass it as an argument",
         )
 
 
@@ -80,7 +82,7 @@ def test_a_tensor_of_the_master_that_would_get_a_gradient_is_refused(master: Mas
         def learn(x: Tensor) -> None:
             (weight.to(NODE) * x).sum().backward()  # noqa: B023
 
-        _refused(master.recorded(learn), "needs a gradient", "detach()", "weight.to(NODE)", calls=1)
+        _refused(master.recorded(learn), "requires a gradient", "detach()", "weight.to(NODE)", calls=1)
 
 
 def test_a_refusal_that_the_function_catches_is_raised_by_the_call(master: Master) -> None:
@@ -120,7 +122,7 @@ def test_a_generator_cannot_be_recorded(master: Master) -> None:
     def parts(x: Tensor) -> Any:
         yield x + 1
 
-    with pytest.raises(shoal.UsageError, match="gives control back halfway"):
+    with pytest.raises(shoal.UsageError, match="is a generator function or a coroutine"):
         master.recorded(parts)
 
 

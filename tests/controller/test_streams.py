@@ -377,7 +377,7 @@ def test_a_recorded_step_refuses_streams_and_events_inside(master: Master) -> No
         return x + 1
 
     for fn, args in ((chooses, ()), (records, ()), (waits, (stream.record_event(),))):
-        with pytest.raises(shoal.RecordingMismatch, match="outside of the function"):
+        with pytest.raises(shoal.RecordingMismatch, match="outside the function"):
             master.recorded(fn)(*args)
     assert chooses().tolist() == [2, 2]
 

@@ -85,7 +85,7 @@ def test_a_node_without_gpus_refuses_them_at_once(master: Master) -> None:
         lambda: torch.ones(3).dist_send(device=0),  # type: ignore[attr-defined]
         lambda: shoal.distributed.node(0, device=0),
     ):
-        with pytest.raises(shoal.UsageError, match="node:0 has no GPU: its tensors stay on its processor"):
+        with pytest.raises(shoal.UsageError, match="node:0 has no GPU: its tensors stay on its CPU"):
             wanted()
 
 

@@ -237,7 +237,7 @@ def test_what_only_processes_can_is_refused_for_threads() -> None:
             workers.kill("a")
         with pytest.raises(UsageError, match="worker 'x' is not there"):
             workers.stop("x")
-        with pytest.raises(UsageError, match="must stand at the top level"):
+        with pytest.raises(UsageError, match="define the function at the top level"):
             workers.start("b", lambda agent: None)
         workers.start("b")
         with pytest.raises(UsageError, match="worker 'b' is a process already"):

@@ -118,7 +118,7 @@ def test_ranks_run_on_the_hosts_and_the_test_outside(network: Network) -> None:
 
 def test_names_that_make_no_sense_are_refused(network: Network) -> None:
     for names in ((), ("a", "a"), ("a", STORE)):
-        with pytest.raises(UsageError, match="different names"):
+        with pytest.raises(UsageError, match="unique names"):
             Network(*names)
     with pytest.raises(UsageError, match=r"'z'.* the hosts of this network are store, a, b, c"):
         network.drop("a", "z")

@@ -112,8 +112,8 @@ def test_of_several_files_of_a_rank_the_latest_counts(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "is no dump of a group: "),
-        ("[]", "is no dump of a group: "),
+        ("{", "is not a dump of a group: "),
+        ("[]", "is not a dump of a group: "),
         (json.dumps(content(0, schema="shoal.dump/9")), "this release of shoal cannot read 'shoal.dump/9'"),
         (None, "No such file or directory"),
     ],

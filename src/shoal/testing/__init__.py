@@ -1,4 +1,4 @@
-"""Running a function on several ranks, in tests: as threads or as processes, with deadlines and faults.
+"""Run a function on several ranks in tests, as threads or processes, with deadlines and injected faults.
 
     from shoal.testing import run_threads
 
@@ -7,10 +7,9 @@
 
     assert run_threads(sums, 4) == [12.0] * 4
 
-``run_threads`` takes milliseconds and shows almost everything; ``run_processes`` and ``processes`` are for
-what only processes show: their death, signals, forks.  ``run_agents`` and ``Agents`` are the same for workers
-of ``shoal.rpc``. ``linearize`` checks what several clients see of
-a store.  ``docs/testing.md`` has more.
+``run_threads`` takes milliseconds and is enough for most tests. ``run_processes`` and ``processes`` also
+cover the death of processes, signals and forks. ``run_agents`` and ``Agents`` do the same for workers of
+``shoal.rpc``, and ``linearize`` checks the linearizability of a store. See ``docs/testing.md``.
 """
 
 from .agents import Agents, run_agents

@@ -1,6 +1,6 @@
-"""Workers of RPC in tests: agents of this process, with or without a thread of their own, and processes.
+"""RPC workers in tests: agents of this process, with or without a thread, and processes.
 
-They meet in a store of the test's process, and serve calls until the end of the block.
+They meet in a store of the test's process and serve calls until the end of the block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .processes import Child, await_ends, give_up, pickled_work
 from .threads import stack_of
 from .worker import run_worker
 
-#: seconds in which what is ending must have ended
+#: seconds that a worker gets to end
 _PATIENCE = 5.0
-#: seconds between looks at whether it has
+#: seconds between polls
 _PAUSE = 0.005
 
 
@@ -38,24 +38,24 @@ def run_agents(
     timeout: float = 60.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Run ``work[name](agent, *args)`` at each worker, and collect what it returns.
+    """Run ``work[name](agent, *args)`` at each worker and return the results.
 
-    A worker serves calls until all functions have returned; one without a function (None) does nothing else.
+    All workers serve calls until all functions have returned. A worker whose function is None only serves.
 
     Args:
-        work: by the names of workers.
+        work: function of each worker, by worker name.
         args: further arguments of the functions.
-        processes: whether the workers are processes, whose functions stand at the top level of a module; or
-            threads of this one.
-        timeout: seconds until all must have returned.
-        settings: of ``shoal.rpc.join``.
+        processes: run workers as processes instead of threads; the functions must then be defined at the top
+            level of a module.
+        timeout: seconds until all functions must have returned.
+        settings: arguments of ``shoal.rpc.join``.
 
     Returns:
-        The results by name, of those that have a function.
+        The results by name, for the workers with a function.
 
     Raises:
-        RemoteError: at least one raised, ended, or did not return in time; it holds every such worker's
-            traceback, exit code or stacks, the first one first.
+        RemoteError: at least one function raised or did not return in time, or its process ended. The message
+            has each such worker's traceback, exit code or stacks, in the order of failure.
     """
     with Agents(timeout=timeout) as agents:
         for name, fn in work.items():
@@ -70,7 +70,7 @@ def run_agents(
 
 
 class Agents:
-    """Workers of one test, while it does things to them.
+    """RPC workers that a test starts and injects faults into.
 
         with Agents() as workers:
             a = workers.join("a")                    # an agent of this process
@@ -80,20 +80,21 @@ class Agents:
             workers.kill("ps")
             assert workers.outcome("ps").exitcode == -signal.SIGKILL
 
-    A worker serves calls until the end of the block, also when its function has returned; then processes are
-    killed, and agents are closed.  A worker whose function raises closes its agent at once, as after a crash.
+    A worker serves calls until the end of the block, even after its function has returned. At the end of the
+    block processes are killed and agents are closed. A worker whose function raises closes its agent at once,
+    as after a crash.
 
-    The end of the block does not wait for functions.  It raises the exceptions of those that have failed by
-    then and whose outcome nobody asked for; it cuts off those that still run, and says nothing of them.
-    So ask for the :meth:`outcome` of each function that has to succeed.
+    The end of the block does not wait for functions. It raises the exceptions of functions that have failed
+    and whose :meth:`outcome` was not requested, and stops functions that still run without an error. So
+    request the outcome of each function that must succeed.
 
     Args:
-        timeout: seconds until an outcome that is waited for is given up; it then has the worker's stacks.
+        timeout: seconds that :meth:`outcome` waits; after that the outcome has the worker's stacks.
 
     Attributes:
-        url, secret: where the workers meet, for others that join.
+        url, secret: the workers' rendezvous, for other processes to join.
         store: a client of the store at ``url``.
-        pids: process id of each worker that is a process.
+        pids: process ids of the workers that are processes, by name.
     """
 
     def __init__(self, *, timeout: float = 60.0) -> None:
@@ -112,19 +113,19 @@ class Agents:
             raise
 
     def join(self, name: str, **settings: Any) -> Agent:
-        """An agent of this process, as ``shoal.rpc.join`` makes it; closed at the end of the block."""
+        """Create an agent of this process with ``shoal.rpc.join``; it is closed at the end of the block."""
         self._local[name] = agent = join(name, **self._settings(settings))
         return agent
 
     def run(self, name: str, fn: Callable[..., Any], *args: Any, **settings: Any) -> Agent:
-        """Call ``fn(agent, *args)`` in a thread of this process, with an agent of its own.
+        """Call ``fn(agent, *args)`` in a thread of this process, with a new agent.
 
         Args:
-            name: of the worker.
-            settings: of ``shoal.rpc.join``.
+            name: name of the worker.
+            settings: arguments of ``shoal.rpc.join``.
 
         Returns:
-            The agent, at once; :meth:`outcome` waits for what ``fn`` returns.
+            The agent, immediately; :meth:`outcome` waits for ``fn``.
         """
         agent = self.join(name, **settings)
         self._workers[name] = _Thread(agent, fn, args)
@@ -139,14 +140,14 @@ class Agents:
         prepare: Callable[[], None] | None = None,
         **settings: Any,
     ) -> int:
-        """Start a worker that is a process, which takes some milliseconds; returns its process id.
+        """Start a worker as a process, in a few milliseconds, and return its process id.
 
         Args:
-            name: of the worker; one that has died may be started again.
-            fn: called there as ``fn(agent, *args)``; found by its name in its module.  None: it only serves.
-            env: environment variables that it gets.
-            prepare: called there before it joins.
-            settings: of ``shoal.rpc.join``.
+            name: name of the worker; a worker that has died may be started again.
+            fn: called in the process as ``fn(agent, *args)``; imported by name. If None, it only serves.
+            env: additional environment variables.
+            prepare: called in the process before it joins.
+            settings: arguments of ``shoal.rpc.join``.
         """
         payload = pickled_work(fn, args, prepare)
         there = self._workers.get(name)
@@ -154,34 +155,32 @@ class Agents:
             if there.ends:
                 there.child.process.join(_PATIENCE)
             if there.child.process.is_alive():
-                raise UsageError(f"worker {name!r} is a process already, and it lives")
+                raise UsageError(f"worker {name!r} is already a running process")
             there.close()
         worker = _Process(name, payload, dict(env or {}), self._settings(settings), fn is not None)
         self._workers[name] = worker
         self.pids[name] = worker.child.pid
         return worker.child.pid
 
-    # -- what becomes of them ------------------------------------------------------------------
+    # -- outcomes ------------------------------------------------------------------------------
 
     def outcome(self, name: str) -> Outcome:
-        """Wait until a worker's function has returned or raised, or its process ended; kill a late process.
+        """Wait until a worker's function has ended, or its process; kill a process that is late.
 
         Returns:
-            what became of the function; ``worker`` is the name.  A process without a function has an
-            ``exitcode`` and no ``value``.
+            The outcome, with ``worker`` set to the name. A process without a function has an ``exitcode`` and
+            no ``value``.
         """
         self._asked.add(name)
         found = self._workers.get(name)
         if found is None:
-            raise UsageError(
-                f"worker {name!r} has neither a function nor a process whose end could be awaited"
-            )
+            raise UsageError(f"worker {name!r} has neither a function nor a process to wait for")
         return found.outcome(Deadline(self._timeout))
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Wait for the outcomes of all workers that have a function, and return them by name.
+        """Wait for the outcomes of all workers with a function and return them by name.
 
-        Once one function has failed the others get five seconds more, because they may wait for it.
+        After the first failure the other functions get five more seconds, because they may wait for it.
         """
         working = {name: worker for name, worker in self._workers.items() if worker.works}
         self._asked.update(working)
@@ -193,38 +192,38 @@ class Agents:
         return {name: worker.outcome(Deadline(0.0)) for name, worker in working.items()}
 
     def leave(self, name: str) -> None:
-        """Let a worker that is a process close its agent and end; its :meth:`outcome` waits for that."""
+        """Make a worker process close its agent and exit; :meth:`outcome` waits for that."""
         worker = self._process(name)
         worker.ends = True
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             worker.orders.send("leave")
 
-    # -- harm ----------------------------------------------------------------------------------
+    # -- faults --------------------------------------------------------------------------------
 
     def kill(self, name: str) -> None:
-        """End a worker that is a process at once (SIGKILL)."""
+        """Kill a worker process (SIGKILL)."""
         worker = self._process(name)
         worker.ends = True
         if worker.child.process.is_alive():
             faults.kill(worker.child.pid)
 
     def stop(self, name: str) -> None:
-        """Bring a worker that is a process to a standstill (SIGSTOP), and return when it stands still."""
+        """Stop a worker process (SIGSTOP); return when it is stopped."""
         faults.stop(self._process(name).child.pid)
 
     def resume(self, name: str) -> None:
-        """Let a stopped worker go on."""
+        """Resume a stopped worker (SIGCONT)."""
         faults.resume(self._process(name).child.pid)
 
     def delay(self, name: str, seconds: float) -> None:
-        """Bring a worker that is a process to a standstill for ``seconds``; returns at once."""
+        """Stop a worker process for ``seconds``; return immediately."""
         faults.delay(self._process(name).child.pid, seconds)
 
     def cut(self, name: str, other: str) -> int:
-        """Break all connections between two workers; returns their number.
+        """Break all connections between two workers and return their number.
 
-        What is pending between them fails, and the next call connects anew once its worker has noticed;
-        agents of this process have when this returns.
+        Pending operations between them fail. The next call reconnects once the worker has noticed the break;
+        agents of this process have noticed it when this method returns.
         """
         pairs = [(self._local[one], two) for one, two in ((name, other), (other, name)) if one in self._local]
         if not pairs:
@@ -232,14 +231,14 @@ class Agents:
         lines = [line for agent, two in pairs for line in agent.links.with_worker(two)]
         count = faults.sever(*pairs[0])
         end = time.monotonic() + _PATIENCE
-        while not all(line.ended for line in lines) and time.monotonic() < end:  # and has been noticed
+        while not all(line.ended for line in lines) and time.monotonic() < end:  # the agents notice it
             time.sleep(_PAUSE)
         return count
 
-    # -- what is left --------------------------------------------------------------------------
+    # -- leaks ---------------------------------------------------------------------------------
 
     def left(self) -> set[str]:
-        """Objects, references and calls that the workers keep for one another now, in words."""
+        """Describe the objects, references and calls that the workers keep for one another now."""
         found = set()
         for agent in self._local.values():
             if not agent.closed:
@@ -251,17 +250,17 @@ class Agents:
 
     @contextlib.contextmanager
     def no_leaks(self, patience: float = _PATIENCE) -> Iterator[None]:
-        """Fail if the block leaves objects, references or calls at any worker that were not there before.
+        """Fail if the block leaves new objects, references or calls at any worker.
 
-        Threads, descriptors and memory of this process are for :func:`~shoal.testing.no_leaks`, around all of
-        the workers.  After the death of a worker ``patience`` has to be more than the ten seconds that its
-        holds last.
+        For threads, descriptors and memory of this process use :func:`~shoal.testing.no_leaks` around the
+        ``Agents`` block. After the death of a worker, ``patience`` must exceed 10 s, for which its references
+        are kept.
 
         Args:
-            patience: seconds that what is ending gets to end.
+            patience: seconds to wait for the leftovers to disappear.
 
         Raises:
-            AssertionError: lists what was left.
+            AssertionError: with a list of the leaks.
         """
         before = self.left()
         yield
@@ -274,10 +273,10 @@ class Agents:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, *, graceful: bool = False) -> None:
-        """End all workers, and release everything.
+        """End all workers and release everything.
 
         Args:
-            graceful: let agents of this process finish what they do; processes are killed.
+            graceful: let agents of this process finish their calls; processes are killed in any case.
         """
         with contextlib.ExitStack() as steps:
             steps.callback(self._server.close)
@@ -297,7 +296,7 @@ class Agents:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if error is None:  # another error of the test may be why these have failed
+            if error is None:  # otherwise the test's error may have caused these failures
                 rest = [worker for name, worker in self._workers.items() if name not in self._asked]
                 ended = [worker.outcome(Deadline(0.0)) for worker in rest if worker.has_ended()]
                 values([outcome for outcome in ended if outcome.error is not None])
@@ -316,14 +315,14 @@ class Agents:
 
 
 class _Thread:
-    """A worker's function in a thread of this process."""
+    """A worker whose function runs in a thread of this process."""
 
     works = True
 
     def __init__(self, agent: Agent, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._agent = agent
         self._outcome: Outcome | None = None
-        # A daemon: a thread that cannot be ended must not keep the test run from ending.
+        # A daemon thread, so that a hanging function cannot keep the test run from exiting.
         self._thread = threading.Thread(
             target=self._run, args=(fn, args), name=f"worker {agent.name}", daemon=True
         )
@@ -335,7 +334,7 @@ class _Thread:
             value = fn(self._agent, *args)
         except BaseException as error:
             self._outcome = failed(-1, error, time.monotonic(), name)
-            self._agent.close(graceful=False)  # as the end of its process would
+            self._agent.close(graceful=False)  # like the end of a process
         else:
             self._outcome = Outcome(-1, value, at=time.monotonic(), worker=name)
 
@@ -359,13 +358,11 @@ class _Thread:
 
 
 class _Process:
-    """A worker that is a process."""
-
     def __init__(
         self, name: str, payload: bytes, env: dict[str, str], settings: dict[str, Any], works: bool
     ) -> None:
         self.works = works
-        #: whether its end has been asked for
+        #: whether the test has requested its end
         self.ends = False
         self._name = name
         self._given_up: Outcome | None = None
@@ -395,7 +392,7 @@ class _Process:
         return self._given_up
 
     def left(self) -> set[str]:
-        with self._asking, contextlib.suppress(EOFError, OSError):  # it has ended, with all that it had
+        with self._asking, contextlib.suppress(EOFError, OSError):  # the process has ended
             self.orders.send("left")
             return set(self.orders.recv())
         return set()

@@ -1,4 +1,4 @@
-"""Chaos: a program runs on several ranks again and again, and each time harm is done to some of them.
+"""Chaos tests: run a program on several ranks many times, with faults injected into some of them.
 
     from shoal.testing import chaos
 
@@ -6,8 +6,8 @@
         trials = chaos.trials(train, 4, count=50, kinds=("kill", "stop"), most=2)
         assert not [trial for trial in trials if trial.bad]
 
-What is done to whom, and when, follows from the seed of the trial; what the program makes of it does not, so
-a race may need several tries.
+The seed of a trial determines the faults and their times, but not how the program reacts, so a race may need
+several trials to show.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from .processes import Ranks
 
 Kind: TypeAlias = Literal["kill", "stop", "leave", "join", "store"]
 
-#: seconds after which a stopped rank goes on: longer than the others need to give it up
+#: seconds until a stopped rank is resumed; long enough for the others to evict it
 STANDSTILL = 3.0
-#: seconds after which a store is served again
+#: seconds until a killed store is served again
 STORE_GONE = 1.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 _KINDS = (*_SIGNALS, "join", "store")
-#: the rank of a harm that is done to none
+#: rank of a fault that concerns no rank
 NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """What is done to a rank.
+    """A fault.
 
     Attributes:
-        rank: which one; newcomers have the numbers after those of the first ranks.
+        rank: the rank; newcomers are numbered after the first ranks.
         kind: ``"kill"`` (SIGKILL), ``"stop"`` (SIGSTOP, and SIGCONT after 3 s), ``"leave"`` (SIGTERM),
-            ``"join"`` (the process is started, and joins the session of the others), or ``"store"`` (the
-            store is killed, and served again after 1 s without what it held; of no rank).
-        after: seconds from the moment at which all ranks are ready.
+            ``"join"`` (a process is started and joins the others' session), or ``"store"`` (the store is
+            killed, and served again after 1 s without its contents; concerns no rank).
+        after: seconds since all ranks were ready.
     """
 
     rank: int
@@ -62,19 +62,18 @@ class Harm:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one trial.
+    """The result of one trial.
 
     Attributes:
-        harms: what was done, in the order of time; not to ranks that had come to their ends before.
+        harms: the faults injected, in order of time, without those for ranks that had already ended.
         lost: the ranks that did not return.
-        seconds: from the moment at which all ranks were ready to the end of the last one.
-        bad: what was wrong, in words; empty: nothing.
-        gone_on: for each harm the seconds from it to the first operation in the group of those that were
-            left, on the rank where that came last, if the program calls :func:`mark`.  None: there was none,
-            or processes have joined in this trial.
-        joined: newcomers that were taken in, and returned.
-        joined_after: the seconds that each newcomer took until its first operation with the others was
-            complete, since it was started or, if that was later, the store was back.  None: it had none.
+        seconds: time from the moment all ranks were ready until the last one ended.
+        bad: description of the errors; empty if there were none.
+        gone_on: for each fault, the seconds until the survivors' first operation in their new group, on the
+            slowest rank; requires :func:`mark`. None if there was none, or if processes joined in this trial.
+        joined: newcomers that joined and returned.
+        joined_after: for each newcomer, the seconds from its start (or the return of the store, if later)
+            until its first operation with the others completed. None if there was none.
     """
 
     seed: int
@@ -97,12 +96,12 @@ def plan(
     apart: float = 1.0,
     least: int = 1,
 ) -> tuple[Harm, ...]:
-    """What is done in the trial of ``seed``: see :func:`trials`."""
+    """The faults of trial `seed`; see :func:`trials`."""
     if not kinds or any(kind not in _KINDS for kind in kinds):
         raise UsageError(f"chaos: kinds={tuple(kinds)!r}: expected some of {', '.join(_KINDS)}")
     if not most >= 1 or (most >= ranks and "join" not in kinds):
         raise UsageError(
-            f"chaos: most={most!r}: expected 1 to {ranks - 1}, so that one of {ranks} ranks is left"
+            f"chaos: most={most!r}: expected 1 to {ranks - 1}, so that one of {ranks} ranks survives"
         )
     if not 1 <= least <= most:
         raise UsageError(f"chaos: least={least!r}: expected 1 to most={most}")
@@ -135,7 +134,7 @@ def play(
     join_within: float | None = None,
     **how: Any,
 ) -> Trial:
-    """One trial, in which ``harms`` are done; for the other arguments see :func:`trials`."""
+    """Run one trial with these faults; for the other arguments see :func:`trials`."""
     began = time.monotonic()
     work = _Work(fn, args, tuple(harms), not ready)
     lost: tuple[int, ...] = ()
@@ -160,7 +159,7 @@ def play(
         joined_after = _joined_after(outcomes, done, back)
         if join_within is not None:
             bad = "\n".join(filter(None, [bad, *_late(outcomes, done, back, join_within)]))
-    except AssertionError as error:  # of no_leaks
+    except AssertionError as error:  # raised by no_leaks
         seconds, bad = time.monotonic() - began, str(error)
     return Trial(seed, ranks, tuple(done), lost, seconds, bad, gone_on, joined, joined_after)
 
@@ -180,35 +179,37 @@ def trials(
     record: str | os.PathLike[str] | None = None,
     **how: Any,
 ) -> list[Trial]:
-    """Run ``fn(group, *args)`` on processes ``count`` times, each time with harm done to some ranks.
+    """Run ``fn(group, *args)`` on processes ``count`` times, each time with faults in some ranks.
 
-    A trial is bad if a rank to which nothing was done does not return in time; if ranks return values that
-    differ (return a digest of what has to be equal); or if threads, descriptors, shared memory or processes
-    are left behind.  A rank that was killed or stopped may die, raise, or return what the others do.  A rank
-    that was told to leave must return, whatever it returns, or die by SIGTERM.  A newcomer calls
-    ``fn(None, *args)`` and may raise ``SystemExit(0)``, as a session does that ends without it.
+    A trial is bad if an unharmed rank does not return in time; if ranks return different values (return a
+    digest of the state that must be equal); or if threads, descriptors, shared memory or processes leak. A
+    killed or stopped rank may die, raise, or return the same value. A rank told to leave by SIGTERM must
+    return, with any value, or die by SIGTERM. A newcomer calls ``fn(None, *args)`` and may raise
+    ``SystemExit(0)``, as a session does that ends without it.
 
     Args:
-        fn: at the top level of a module, as for :func:`~shoal.testing.processes`.
-        ranks: how many.
-        count: of trials.
-        seed: of the first; the next ones follow.
-        kinds: what is done: ``"kill"``, ``"stop"``, ``"leave"``, ``"join"``, ``"store"``; ``"leave"`` and
-            ``"join"`` in sessions of :mod:`shoal.elastic` alone.
-        most, least: so many harms are done in a trial; fewer than ``ranks``, unless processes join.
-        within: seconds in which the first of them is done, from the moment at which all ranks are ready.
-        apart: seconds between two of them, at most.
-        ready: the program calls :func:`ready` where its ranks may be harmed; False: as soon as they have met.
-        record: a file to which each trial is added as a line of JSON.
-        how: ``join_within``, seconds within which a newcomer to which nothing was done must have joined, or
-            the trial is bad; else as for :class:`~shoal.testing.Ranks`, such as ``timeout=`` (60 s a trial)
-            or ``hosts=``.
+        fn: a function at the top level of a module, as for :func:`~shoal.testing.processes`.
+        ranks: number of ranks.
+        count: number of trials.
+        seed: seed of the first trial; the next trials use the following integers.
+        kinds: kinds of faults: ``"kill"``, ``"stop"``, ``"leave"``, ``"join"``, ``"store"``; ``"leave"`` and
+            ``"join"`` require sessions of :mod:`shoal.elastic`.
+        most, least: maximum and minimum number of faults per trial; fewer than ``ranks`` unless ``"join"`` is
+            one of the kinds.
+        within: latest time of the first fault, in seconds after all ranks are ready.
+        apart: maximum number of seconds between two faults.
+        ready: whether the program calls :func:`ready` when its ranks may be harmed; if False, they are ready
+            when they have met.
+        record: file to which each trial is appended as a line of JSON.
+        how: ``join_within``, the seconds within which an unharmed newcomer must have joined (otherwise the
+            trial is bad); other options as for :class:`~shoal.testing.Ranks`, such as ``timeout=`` (60 s per
+            trial) or ``hosts=``.
 
     Returns:
-        The trials; :func:`play` with the ``harms`` of one repeats it.
+        The trials; pass the ``harms`` of a trial to :func:`play` to repeat it.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is invalid.
     """
     done = []
     with _quick_collections():
@@ -222,7 +223,7 @@ def trials(
     return done
 
 
-# -- what a program says ------------------------------------------------------------------------------
+# -- called by programs ------------------------------------------------------------------------------
 
 
 def _ready(rank: int) -> str:
@@ -230,7 +231,7 @@ def _ready(rank: int) -> str:
 
 
 def ready(group: ProcessGroup) -> None:
-    """Tell that from now on this rank may be harmed; see ``ready=`` of :func:`trials`."""
+    """Report that this rank may be harmed from now on; see ``ready=`` of :func:`trials`."""
     group.store.set(_ready(group.rank), b"")
 
 
@@ -238,21 +239,21 @@ _planned: tuple[Harm, ...] = ()
 
 
 def planned() -> tuple[Harm, ...]:
-    """The harms of this trial, as each of its ranks knows them: a program may end soon after the last one."""
+    """The planned faults of this trial, on each rank; a program may end soon after the last one."""
     return _planned
 
 
-#: by epoch: the members of the group in which operations were marked, and when the first one was
+#: by epoch: the members of the group, and the time of the first marked operation
 _marks: dict[int, tuple[tuple[int, ...], float]] = {}
 
 
 def mark(group: ProcessGroup) -> None:
-    """Tell that an operation of ``group`` has just completed; :attr:`Trial.gone_on` follows from it.
+    """Report that an operation of ``group`` has just completed, for :attr:`Trial.gone_on`.
 
-    Cheap enough for every operation.
+    Cheap enough to call after every operation.
 
     Raises:
-        AssertionError: one of a later group has completed before.
+        AssertionError: an operation of a later group has already completed.
     """
     epoch = group.epoch
     if epoch not in _marks:
@@ -266,8 +267,6 @@ def mark(group: ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank reports."""
-
     value: Any
     marks: dict[int, tuple[tuple[int, ...], float]] = field(repr=False)
     returned: bool = True
@@ -275,7 +274,7 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Work:
-    """What ranks do; called on each of the first ones with its group, and on newcomers with None."""
+    """The function of each rank; called with the group, or with None on newcomers."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -295,11 +294,11 @@ class _Work:
             return _Told(None, _marks, returned=False)
 
 
-# -- what is done, and what is said of it -------------------------------------------------------------
+# -- injection and verdict ----------------------------------------------------------------------------
 
 
 def _do(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
-    """Do the harms, until all ranks have ended; when each one was done, and when the store was back."""
+    """Inject faults until all ranks have ended; return the times of the faults and of the store's returns."""
     began = time.monotonic()
     done: dict[Harm, float] = {}
     back: list[float] = []
@@ -333,14 +332,13 @@ def _do(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
             elif harm.rank in processes:
                 try:
                     signal.pidfd_send_signal(processes[harm.rank], number)
-                except ProcessLookupError:  # it has ended already
+                except ProcessLookupError:  # the rank has ended
                     continue
             done.setdefault(harm, now)
     return done, back
 
 
 def _verdict(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> str:
-    """What is wrong with these outcomes, in words."""
     kinds = {harm.rank: harm.kind for harm in done if harm.kind != "join"}
     wrong = []
     for each in outcomes:
@@ -370,7 +368,6 @@ def _verdict(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> str:
 
 
 def _gone_on(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> tuple[float | None, ...]:
-    """What :attr:`Trial.gone_on` says."""
     marks = [each.value.marks for each in outcomes if each.ok]
     found: list[float | None] = []
     for harm, at in done.items():
@@ -378,14 +375,13 @@ def _gone_on(outcomes: Sequence[Outcome], done: dict[Harm, float]) -> tuple[floa
         moments = [each[min(epochs)][1] for each in marks if min(epochs) in each] if epochs else []
         found.append(max(moments) - at if moments else None)
     if any(harm.kind == "join" for harm in done):
-        found = [None] * len(found)  # members have other numbers then
+        found = [None] * len(found)  # members are renumbered when processes join
     return tuple(None if harm.kind == "store" else each for harm, each in zip(done, found, strict=True))
 
 
 def _joined_after(
     outcomes: Sequence[Outcome], done: dict[Harm, float], back: Sequence[float]
 ) -> tuple[float | None, ...]:
-    """What :attr:`Trial.joined_after` says."""
     found: list[float | None] = []
     for harm, at in done.items():
         if harm.kind == "join":
@@ -399,7 +395,7 @@ def _joined_after(
 def _late(
     outcomes: Sequence[Outcome], done: dict[Harm, float], back: Sequence[float], within: float
 ) -> list[str]:
-    """The newcomers to which nothing was done and that came late, in words."""
+    """Describe the unharmed newcomers that joined too late."""
     wrong = []
     harmed = {harm.rank for harm in done if harm.kind != "join"}
     newcomers = [(harm.rank, at) for harm, at in done.items() if harm.kind == "join"]
@@ -414,7 +410,7 @@ def _late(
 
 @contextlib.contextmanager
 def _quick_collections() -> Iterator[None]:
-    """Let garbage collections, of which each trial has some, pass over what is there by now."""
+    """Exclude existing objects from the garbage collections of the trials."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,10 +1,10 @@
-"""Faults for tests: the death of a process, a standstill, a broken connection.
+"""Faults for tests: killed and stopped processes, broken connections.
 
     with processes(fn, 3) as ranks:
         ranks.kill(1)
 
-The functions here take process ids; the methods of :class:`~shoal.testing.Ranks` take ranks, those of
-:class:`~shoal.testing.Agents` names of workers.
+These functions take process ids. The methods of :class:`~shoal.testing.Ranks` take ranks, those of
+:class:`~shoal.testing.Agents` take worker names.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import psutil
 from ..group import ProcessGroup
 from ..rpc import Agent
 
-#: number of the system call pidfd_getfd, the same on all machines (Linux 5.6)
+#: number of the system call pidfd_getfd (Linux 5.6), the same on all architectures
 _PIDFD_GETFD = 438
-#: seconds that a process gets to take note of a signal
+#: seconds that a process gets to react to a signal
 _TAKES_NOTE = 10.0
 
 
 def kill(pid: int) -> None:
-    """End the process at once (SIGKILL): it cannot tell its peers."""
+    """Kill the process (SIGKILL); it cannot notify its peers."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def stop(pid: int) -> None:
-    """Bring the process to a standstill (SIGSTOP), and return when it stands still."""
+    """Stop the process (SIGSTOP); return when it is stopped."""
     os.kill(pid, signal.SIGSTOP)
     process = psutil.Process(pid)
     end = time.monotonic() + _TAKES_NOTE
@@ -48,13 +48,13 @@ def stop(pid: int) -> None:
 
 
 def resume(pid: int) -> None:
-    """Let a stopped process go on (SIGCONT)."""
+    """Resume a stopped process (SIGCONT)."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
 
 def delay(pid: int, seconds: float) -> threading.Timer:
-    """Bring the process to a standstill for ``seconds``; returns at once, the timer that resumes it."""
+    """Stop the process for ``seconds``; return the timer that resumes it, immediately."""
     stop(pid)
     timer = threading.Timer(seconds, resume, (pid,))
     timer.daemon = True
@@ -63,18 +63,19 @@ def delay(pid: int, seconds: float) -> threading.Timer:
 
 
 def cut(pid: int, other: int, *, local: bool = False) -> int:
-    """Break all TCP connections between two processes of this machine, as a network would.
+    """Break all TCP connections between two processes of this machine, like a network failure.
 
-    Both sides see the end of the stream at once.  Needs the right to trace ``pid``, which a parent has.
+    Both sides receive the end of the stream at once. Requires permission to trace ``pid``, which a parent
+    has.
 
     Args:
-        local: the unix sockets between them too, by which workers of RPC on one host call one another.
+        local: also break unix sockets, which RPC workers on one host use.
 
     Returns:
-        the number of connections that were cut.
+        The number of connections that were broken.
     """
     theirs = {connection.laddr for connection in psutil.Process(other).net_connections("tcp")}
-    # All are taken before the first is cut: that may already end the process.
+    # All descriptors are copied before the first is shut down, which may end the process.
     copies = [
         socket.socket(fileno=_descriptor_of(pid, connection.fd))
         for connection in psutil.Process(pid).net_connections("tcp")
@@ -83,20 +84,20 @@ def cut(pid: int, other: int, *, local: bool = False) -> int:
     if local:
         copies += _unix_sockets(pid, other)
     for copy in copies:
-        with copy, contextlib.suppress(OSError):  # the other side may have closed it
+        with copy, contextlib.suppress(OSError):  # the peer may have closed it
             copy.shutdown(socket.SHUT_RDWR)
     return len(copies)
 
 
 def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
-    """Cut the connections of a member of a group, or of an agent, to another, as a broken cable would.
+    """Break the connections of a group's member, or of an agent, to a peer, like a broken cable.
 
     Args:
-        whose: a group of a backend that can do so (native can), or an agent.
-        other: the other end: its rank in the group, or its name as a worker.
+        whose: a group of a backend that supports it (native does), or an agent.
+        other: the peer: its rank in the group, or its worker name.
 
     Returns:
-        the number of connections that were cut.
+        The number of connections that were broken.
     """
     if isinstance(whose, Agent):
         lines = whose.links.with_worker(str(other))
@@ -109,7 +110,7 @@ def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
 
 
 def hush(whose: ProcessGroup | Agent, silent: bool = True) -> None:
-    """Send no heartbeats to other hosts (or send them again), as a host that hangs."""
+    """Suppress heartbeats to other hosts, like a hanging host; ``silent=False`` resumes them."""
     if isinstance(whose, Agent):
         whose.endpoint.post.hush(silent)
         return
@@ -118,21 +119,21 @@ def hush(whose: ProcessGroup | Agent, silent: bool = True) -> None:
 
 
 def die_at(group: ProcessGroup, point: str) -> None:
-    """Have this process killed (SIGKILL) when it next reaches a point inside the engine.
+    """Kill this process (SIGKILL) when it next reaches a point in the engine.
 
     Args:
-        group: of the native backend; operations of all its groups count.
-        point: ``"writing"``: a part of the result of an all-reduce in shared memory is written to everybody;
-            ``"reduced"``: all of this rank's part is, and the others have been told; ``"finished"``: an
-            operation of any kind is complete here, and the program has not heard so; ``"gave up"``: a rank of
-            this host that stands still is marked as given up, and nobody has been told.
+        group: a group of the native backend; operations of all groups of this backend count.
+        point: ``"writing"``: part of an all-reduce result in shared memory has been written to all ranks;
+            ``"reduced"``: this rank's whole part has been written, and the others were notified;
+            ``"finished"``: an operation of any kind has completed, and the program was not notified yet;
+            ``"gave up"``: a stopped rank of this host is marked as evicted, and no rank was notified yet.
     """
     backend: Any = group._backend
     backend.die_at(point)
 
 
 def _unix_sockets(pid: int, other: int) -> list[socket.socket]:
-    """Copies of the unix sockets of ``pid`` that ``other`` connected to, or listened for."""
+    """Copies of the unix sockets of ``pid`` whose peer is ``other``."""
     found = []
     for connection in psutil.Process(pid).net_connections("unix"):
         if connection.fd < 0 or connection.type != socket.SOCK_STREAM:
@@ -140,7 +141,7 @@ def _unix_sockets(pid: int, other: int) -> list[socket.socket]:
         copy = socket.socket(fileno=_descriptor_of(pid, connection.fd))
         try:
             raw = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        except OSError:  # nobody is at the other end
+        except OSError:  # the peer has closed it
             raw = bytes(struct.calcsize("3i"))
         if struct.unpack("3i", raw)[0] == other:
             found.append(copy)
@@ -150,7 +151,7 @@ def _unix_sockets(pid: int, other: int) -> list[socket.socket]:
 
 
 def _descriptor_of(pid: int, descriptor: int) -> int:
-    """A descriptor of ours for the file behind another process's."""
+    """Duplicate a file descriptor of another process into this one."""
     if pid == os.getpid():
         return os.dup(descriptor)
     handle = os.pidfd_open(pid)
@@ -160,5 +161,5 @@ def _descriptor_of(pid: int, descriptor: int) -> int:
         os.close(handle)
     if copy < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"cannot reach into process {pid}: {os.strerror(code)}")
+        raise OSError(code, f"cannot duplicate a descriptor of process {pid}: {os.strerror(code)}")
     return copy

@@ -1,4 +1,4 @@
-"""Whether something was left behind: threads, descriptors, memory, children, files."""
+"""Leak checks: threads, descriptors, memory, child processes, files."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ import psutil
 from ..future import pool
 from ..rpc import Agent
 
-#: seconds in which threads and processes that are ending must have ended
+#: default number of seconds that threads and processes get to end
 _PATIENCE = 5.0
 
-#: resources that the fork server of ``processes`` holds as long as this process lives
+#: resources that the fork server of ``processes`` keeps until this process ends
 _ignored: set[str] = set()
 
 
 @contextlib.contextmanager
 def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
-    """Fail if the block leaves behind what was not there before.
+    """Fail if the block leaks resources.
 
-    It compares Python threads, native threads of shoal, open descriptors, mapped anonymous files
-    (memfd), shoal's files in ``/dev/shm`` and child processes.
+    Compares Python threads, native threads of shoal, open descriptors, mapped anonymous files (memfd),
+    shoal's files in ``/dev/shm`` and child processes before and after the block.
 
     Args:
-        patience: seconds that what is ending gets to end.
+        patience: seconds to wait for the resources to be released.
 
     Raises:
-        AssertionError: lists what was left behind.
+        AssertionError: with a list of the leaks.
     """
     before = inventory()
     yield
     gc.collect()
-    pool.shutdown()  # idle threads for callbacks would stay for some seconds
+    pool.shutdown()  # otherwise idle callback threads stay for some seconds
     end, again = time.monotonic() + patience, time.monotonic() + patience / 5
     while left := inventory() - before - _ignored:
         if time.monotonic() > end:
             raise AssertionError("left behind: " + "; ".join(sorted(left)))
-        if time.monotonic() > again:  # what a thread left that has ended meanwhile, or has called back since
+        if time.monotonic() > again:  # collects garbage of threads that have ended or called back since
             gc.collect()
             pool.shutdown()
             again += patience / 5
@@ -53,22 +53,19 @@ def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignoring() -> Iterator[None]:
-    """Count nothing that the block makes as a leak."""
+    """Exclude resources that the block creates from leak checks."""
     before = inventory()
     yield
     _ignored.update(inventory() - before)
 
 
 def inventory() -> set[str]:
-    """The resources of this process, with a description for each."""
+    """Descriptions of all resources of this process."""
     return {*_threads(), *_descriptors(), *_mappings(), *_shared_files(), *_children()}
 
 
 def left_at(agent: Agent) -> set[str]:
-    """Objects, references and calls that a worker keeps for others now, in words.
-
-    A call whose reply is being sent counts too.
-    """
+    """Describe the objects, references and calls (with replies being sent) that a worker keeps."""
     stats, name = agent.stats(), agent.name
     found = {f"worker {name!r} keeps {each}" for each in agent.leaks()}
     found |= {f"worker {name!r} {each}" for each in agent.references.standing()}
@@ -83,7 +80,7 @@ def _threads() -> Iterator[str]:
     for thread in threading.enumerate():
         yield f"thread {thread.name!r} ({thread.native_id})"
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it may have ended just now
+        with contextlib.suppress(OSError):  # the thread may have ended
             name = (task / "comm").read_text().strip()
             if name.startswith("shoal"):
                 yield f"native thread {name!r} ({task.name})"
@@ -93,7 +90,7 @@ def _descriptors() -> Iterator[str]:
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{entry}")
-            # listing the directory opens a descriptor of its own
+            # listing the directory opens a descriptor
             if not target.startswith("/proc/") or not stat.S_ISDIR(os.stat(target).st_mode):
                 yield f"descriptor {entry} -> {target}"
 

@@ -1,4 +1,4 @@
-"""Checks that what several clients saw of a store has an order: that the store is linearizable.
+"""Linearizability checks of stores: whether the calls of several clients have a consistent order.
 
     linearize.play(store)                       # random operations, and the check of what they returned
 
@@ -7,10 +7,10 @@
     client.add("key", 1)                        # as on the store, from several threads
     linearize.check(history)
 
-A history passes if every operation can be given one moment, between its call and its return, so that the
-operations, done one by one in the order of these moments, return what they returned.  The search is that of
-Wing and Gong (1993), key by key and with a memo, and goes through the history in time (Lowe, 2017): at every
-return it knows all that the store may hold, so the first return without an explanation is known as well.
+A history passes if each operation can be assigned a moment between its call and its return such that the
+operations, executed one by one in this order, return the recorded results. The search is that of Wing and
+Gong (1993), per key and memoized, in the order of time (Lowe, 2017): it keeps all possible states of the key,
+so it also finds the first return that cannot be explained.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ..store import Store
 from ..store.operations import KeyTable
 from ..store.requests import Append, Call, CompareSet, Together
 
-#: seconds for which ``play`` waits for a key that is missing
+#: seconds for which ``play`` waits for a missing key
 _PATIENCE = 0.01
-#: how often it chooses each kind of operation
+#: relative frequencies of the kinds of operations
 _KINDS = {"set": 3, "get": 6, "add": 6, "compare_set": 5, "append": 3, "delete": 2, "check": 2, "together": 3}
-#: the lines and bytes of a value that an error shows at most
+#: maximum number of lines, and of bytes of a value, in an error message
 _LINES, _BYTES = 12, 60
 
 
 class RefusedResult(NamedTuple):
-    """The result of an operation that raised ``StoreError``, and so changed nothing."""
+    """The result of an operation that raised ``StoreError`` and so changed nothing."""
 
     why: str
 
 
 class RecordedCall(NamedTuple):
-    """One call of a method of :class:`Recorder` and what came of it.
+    """One call of a :class:`Recorder` method, with its result.
 
     Attributes:
-        called, returned: moments on one clock; ``returned=None``: no answer came.  The operation
-            may be done at any moment after the call, or never.
+        called, returned: times on one clock. ``returned=None`` means no reply: the operation may be executed
+            at any time after the call, or never.
     """
 
     client: str
@@ -62,10 +62,10 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder:
-    """One client of a store, whose calls are noted in ``history``.
+    """A client of a store that appends its calls to ``history``, which threads may share.
 
-    A ``StoreTimeout`` is noted as a missing answer, a ``StoreError`` of ``add`` and ``append`` as
-    :class:`RefusedResult`; both are raised.  Clients in several threads may share a history.
+    A ``StoreTimeout`` is recorded as a missing reply, a ``StoreError`` of ``add`` and ``append`` as
+    :class:`RefusedResult`; both are raised.
     """
 
     def __init__(self, store: Store, client: str, history: list[RecordedCall]) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         return result
 
     def together(self, key: str, calls: Sequence[Call]) -> list[Any]:
-        """``store.together(calls)``, all of which change ``key``, and none of which the store can refuse."""
+        """``store.together(calls)``; all calls must change ``key``, and the store must accept all."""
         assert all(call.key == key for call in calls)
         result: list[Any] = self._note("together", key, (tuple(calls),), lambda: self._store.together(calls))
         return result
@@ -131,18 +131,18 @@ def play(
     seed: int = 0,
     together: bool = True,
 ) -> list[RecordedCall]:
-    """Have ``clients`` threads call random methods on a few keys at once, and check what they returned.
+    """Call random methods on a few keys in ``clients`` threads, and check the results.
 
-    Each client has a clone of ``store``.  What is called follows from ``seed``, when it is called does not.
+    Each client has a clone of ``store``. ``seed`` determines the calls, but not their timing.
 
     Args:
-        together: also call :meth:`~shoal.store.Store.together`, which not every store does in one step.
+        together: also call :meth:`~shoal.store.Store.together`, which is not atomic in every store.
 
     Returns:
-        the history, which passed.
+        The history.
 
     Raises:
-        AssertionError: it has no order, see :func:`check`.
+        AssertionError: the history is not linearizable, see :func:`check`.
         StoreError: the store cannot be reached.
     """
     names = [f"linearize/{number}" for number in range(keys)]
@@ -176,7 +176,7 @@ def _work(
     seen = dict.fromkeys(keys, b"")
     for step in range(operations):
         key = chance.choice(keys)
-        value = b"%d" % (1000 * (step + 1) + number)  # no two are equal, and all are counters
+        value = b"%d" % (1000 * (step + 1) + number)  # unique, and a valid counter
         (kind,) = chance.choices([*kinds], [*kinds.values()])
         try:
             if kind == "set":
@@ -184,7 +184,7 @@ def _work(
             elif kind == "get":
                 seen[key] = client.get(key, chance.choice([0.0, _PATIENCE]))
             elif kind == "add":
-                client.add(key, 1 + number % 2)  # some add the same
+                client.add(key, 1 + number % 2)  # some clients add the same amount
             elif kind == "compare_set":
                 seen[key] = client.compare_set(key, seen[key], value)
             elif kind == "append":
@@ -201,26 +201,25 @@ def _work(
             else:
                 client.check(key)
         except StoreTimeout:
-            pass  # unanswered
+            pass  # recorded as unanswered
         except StoreError:
             if kind != "add":
                 raise
-            # Refused: the key held no counter, or the check will say so.
+            # Refused because the key held no counter; otherwise the check fails.
 
 
-#: what a key may hold (None: it does not exist), and those operations under way that were done
+#: (value of the key or None, pending operations that have taken effect)
 _State = tuple[bytes | None, frozenset[int]]
 
 
 def check(history: Iterable[RecordedCall]) -> None:
-    """Check that the operations on each key have an order; before them no key exists.
+    """Check that the operations on each key, none of which exists at first, are linearizable.
 
-    The time grows quickly with the number of operations on one key that are under way at once, and of
-    those that were never answered.
+    The time grows quickly with the number of concurrent operations per key and of unanswered operations.
 
     Raises:
-        AssertionError: they have none.  It names the first operation whose result cannot be explained,
-            and those around it.
+        AssertionError: they are not. The message shows the first operation whose result cannot be explained
+            and the operations around it.
     """
     for key, some in groupby(sorted(history, key=lambda each: each.key), lambda each: each.key):
         _check_key(key, sorted(some, key=lambda each: each.called))
@@ -232,8 +231,8 @@ def _check_key(key: str, operations: list[RecordedCall]) -> None:
         if each.returned is not None:
             events.append((each.returned, 1, number))
         elif each.name in ("get", "check"):
-            continue  # it says nothing
-        events.append((each.called, 0, number))  # at the same moment: calls first, so that both overlap
+            continue  # without a result it constrains nothing
+        events.append((each.called, 0, number))  # calls sort before returns of the same time: they overlap
     states: set[_State] = {(None, frozenset())}
     under_way: set[int] = set()
     for _, returns, number in sorted(events):
@@ -250,14 +249,14 @@ def _check_key(key: str, operations: list[RecordedCall]) -> None:
 def _after(
     states: set[_State], number: int, under_way: set[int], operations: list[RecordedCall]
 ) -> list[_State]:
-    """The states in which operation ``number`` is done, with those that may have been done before it."""
+    """The states in which operation `number`, and possibly others before it, have taken effect."""
     unanswered = {each for each in under_way if operations[each].returned is None}
     kept: dict[_State, list[frozenset[int]]] = {}
     reached: list[_State] = []
     ahead = deque(sorted(states, key=lambda state: len(state[1])))
     while ahead:
         held, done = ahead.popleft()
-        # An equal state that has used up fewer of the unanswered operations leads wherever this one does.
+        # A state with the same value and fewer unanswered operations used subsumes this one.
         alike = kept.setdefault((held, done - unanswered), [])
         if any(other <= done for other in alike):
             continue
@@ -273,7 +272,7 @@ def _after(
 
 
 def _alone(held: bytes | None, operation: RecordedCall) -> tuple[bool, bytes | None]:
-    """Do one operation on a key that holds ``held``: whether it returns the result, and what is held then."""
+    """Execute an operation on a key with value `held`; return whether it matches, and the new value."""
     table = KeyTable()
     if held is not None:
         table.values[operation.key] = held
@@ -302,10 +301,10 @@ def _explained(key: str, operations: list[RecordedCall], number: int, states: se
     shown = [*done[len(done) - max(0, _LINES - len(around)) :], *around] if len(around) < _LINES else around
     may_hold = sorted({_short(held) for held, _ in states})
     lines = [
-        f"key {key!r}: no order of its {len(before)} first operations explains what {last.client} got from "
+        f"key {key!r}: no order of its {len(before)} first operations explains the result of {last.client}, "
         f"{_called(last)}.",
-        "When the operation before it had returned, the key could hold " + " or ".join(may_hold[:8]) + ".",
-        "Microseconds of call and return, those that overlap last:",
+        "After the previous return the key could hold " + " or ".join(may_hold[:8]) + ".",
+        "Microseconds of call and return; overlapping operations last:",
     ]
     if len(shown) < len(before):
         lines.append(f"  ... {len(before) - len(shown)} more")

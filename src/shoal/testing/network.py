@@ -1,13 +1,12 @@
-"""Hosts on one machine, with a network between them that a test cuts and heals.
+"""Simulated hosts on one machine, with a network that a test can partition.
 
     with Network("a", "b", "c") as network, processes(fn, 6, hosts="aabbcc", network=network) as ranks:
         ranks.store.wait(["ready"])
         network.drop("a", "b")           # and both still reach c
 
-Each host is a network namespace of Linux, joined by a cable to one more namespace, the router, whose packet
-filter makes the cuts.  No namespace has a name and none is joined to the machine's own network: descriptors
-of this process and the processes inside hold them, so the kernel removes them with the last of these, however
-they end.
+Each host is a Linux network namespace, connected by a veth pair to a router namespace whose packet filter
+implements the cuts. The namespaces are anonymous and not connected to the machine's network. Descriptors of
+this process and the processes inside keep them alive, so the kernel removes them with the last of these.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import Any, TypeAlias
 
 from ..errors import UsageError
 
-#: the host of the store, which every network has
+#: name of the host of the store, part of every network
 STORE = "store"
-#: one host, or several: "ab" are hosts a and b, unless one is named so
+#: one host or several: "ab" means hosts a and b, unless a host has that name
 Hosts: TypeAlias = str | Iterable[str]
 
 _CLONE_NEWNET = 0x40000000
@@ -41,36 +40,36 @@ flush chain {_TABLE} cuts
 
 
 def why_unavailable() -> str:
-    """Why this process cannot make a :class:`Network`, in words; empty if it can."""
+    """Describe why this process cannot create a :class:`Network`; empty if it can."""
     for program, package in (("ip", "iproute2"), ("nft", "nftables")):
         if shutil.which(program, path=_PATH) is None:
-            return f"the program {program!r} is not there; on Debian, apt install {package}"
+            return f"the program {program!r} was not found; on Debian, apt install {package}"
     try:
         Network("a").close()
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return f"network namespaces need root, and a kernel that allows them: {said.strip()}"
+        return f"network namespaces need root and kernel support: {said.strip()}"
     return ""
 
 
 class Network:
-    """Several hosts on this machine, which the ranks of a test run on.
+    """Simulated hosts on this machine for the ranks of a test.
 
-    All of them reach one another, and the host of the store, until a test cuts them off.  A cut lets
-    connections stand, as a broken network does: nobody is told of it.
+    All hosts reach one another and the host of the store until the test cuts them off. As in a real network
+    failure, cut connections stay open and no process is notified.
 
     Args:
-        hosts: their names.
+        hosts: names of the hosts.
 
     Raises:
-        UsageError: two have one name, or that of the store.
-        OSError, CalledProcessError: this machine does not allow it; see :func:`why_unavailable`.
+        UsageError: a name occurs twice, or is that of the store.
+        OSError, CalledProcessError: this machine does not support it; see :func:`why_unavailable`.
     """
 
     def __init__(self, *hosts: str) -> None:
         self._numbers = {name: number for number, name in enumerate([STORE, *hosts])}
         if not 1 < len(self._numbers) == len(hosts) + 1 <= _MOST:
-            raise UsageError(f"Network{hosts!r}: expected 1 to {_MOST - 1} different names, none {STORE!r}")
+            raise UsageError(f"Network{hosts!r}: expected 1 to {_MOST - 1} unique names other than {STORE!r}")
         self.hosts = hosts
         with contextlib.ExitStack() as steps:
             self._router = _made(steps)
@@ -79,44 +78,42 @@ class Network:
             self._descriptors = steps.pop_all()
 
     def address(self, host: str) -> str:
-        """The address under which the others reach a host."""
+        """Return the address of a host."""
         return _address(self._numbers[host], 2)
 
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
-        """What this thread opens in the block, and what it starts, is on ``host``."""
+        """Context in which this thread, and the processes that it starts, are on ``host``."""
         with _inside(self._places[host]):
             yield
 
     def entrance(self, host: str) -> str:
-        """A path by which a process that this one lives longer than may :func:`enter` ``host``."""
+        """Return a path for :func:`enter`, valid while this process runs."""
         return _path(self._places[host])
 
     # -- cuts ----------------------------------------------------------------------------------
 
     def drop(self, some: Hosts, others: Hosts) -> None:
-        """Nothing that ``some`` and ``others`` send one another arrives."""
+        """Drop all packets between ``some`` and ``others``, in both directions."""
         pairs = self._pairs(some, others)
         self._filter(pairs + [(b, a) for a, b in pairs], "drop")
 
     def drop_one_way(self, some: Hosts, others: Hosts) -> None:
-        """Nothing that ``some`` send to ``others`` arrives; what these send does."""
+        """Drop all packets from ``some`` to ``others``."""
         self._filter(self._pairs(some, others), "drop")
 
     def reset(self, some: Hosts, others: Hosts) -> None:
-        """What ``some`` and ``others`` send one another is answered with a reset of its connection, as by a
-        firewall.
-        """
+        """Answer packets between ``some`` and ``others`` with a TCP reset, like a firewall."""
         pairs = self._pairs(some, others)
         self._filter(pairs + [(b, a) for a, b in pairs], "meta l4proto tcp reject with tcp reset")
 
     def down(self, hosts: Hosts) -> None:
-        """The network devices of these hosts are switched off: they cannot even send."""
+        """Switch off the network devices of these hosts, so that they cannot even send."""
         for name in self._checked(hosts):
             _run(self._places[name], "ip", "-batch", "-", script="link set dev eth0 down\n")
 
     def heal(self) -> None:
-        """Undo all cuts.  What was sent meanwhile is sent again if its connection still stands."""
+        """Undo all cuts. Lost packets are retransmitted on connections that are still open."""
         _run(self._router, "nft", "-f", "-", script=_EMPTY)
         for name, number in self._numbers.items():
             _run(self._places[name], "ip", "-batch", "-", script=_up(number))
@@ -124,7 +121,7 @@ class Network:
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the hosts: they go with their last process."""
+        """Release the hosts; the kernel removes them with their last process."""
         self._descriptors.close()
 
     def __enter__(self) -> Network:
@@ -138,7 +135,7 @@ class Network:
     ) -> None:
         self.close()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------
 
     def _connect(self) -> None:
         cables, routes = [], []
@@ -165,7 +162,7 @@ class Network:
         return list(itertools.product(self._checked(some), self._checked(others)))
 
     def _filter(self, pairs: list[tuple[str, str]], what: str) -> None:
-        """Add rules, all at one moment."""
+        """Add all rules atomically."""
         script = "\n".join(
             f"add rule {_TABLE} cuts iifname {_device(self._numbers[a])} "
             f"oifname {_device(self._numbers[b])} {what}"
@@ -175,7 +172,7 @@ class Network:
 
 
 class entering:
-    """Calls ``prepare`` on the host behind an :meth:`Network.entrance`; can be pickled."""
+    """A picklable function that enters a host by its :meth:`Network.entrance` and calls ``prepare`` there."""
 
     def __init__(self, entrance: str, prepare: Callable[[], Any] | None) -> None:
         self._entrance, self._prepare = entrance, prepare
@@ -187,7 +184,7 @@ class entering:
 
 
 def enter(entrance: str) -> None:
-    """Move this thread, and what it starts, to the host behind an :meth:`Network.entrance`."""
+    """Move this thread, and the processes that it starts, to the host of a :meth:`Network.entrance`."""
     place = os.open(entrance, os.O_RDONLY)
     try:
         _set(place)
@@ -204,7 +201,7 @@ def _device(number: int) -> str:
 
 
 def _up(number: int) -> str:
-    """Switch the device of a host on, which takes its route away when it is switched off."""
+    """Commands that switch a host's device on and restore its route, which was lost with the device."""
     return f"link set dev eth0 up\nroute replace default via {_address(number, 1)}\n"
 
 
@@ -213,7 +210,7 @@ def _path(place: int) -> str:
 
 
 def _made(steps: contextlib.ExitStack) -> int:
-    """A descriptor of a new namespace, closed by ``steps``."""
+    """Create a namespace; return its descriptor, which ``steps`` closes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         _checked_call("unshare", _CLONE_NEWNET)

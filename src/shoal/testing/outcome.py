@@ -1,4 +1,4 @@
-"""The outcome of one rank or worker, and the error that shows those of all."""
+"""The outcome of a rank or worker, and the error that combines the outcomes of all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from ..errors import RemoteError
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one rank, or one worker of RPC, ended.
+    """The outcome of a rank or an RPC worker.
 
-    ``value`` counts if ``error``, ``exitcode`` and ``stacks`` are all None; otherwise that one which is set
-    says why there is no value.
+    At most one of ``error``, ``exitcode`` and ``stacks`` is set, and then there is no ``value``.
 
     Attributes:
-        rank: which one; -1 for a worker.
-        value: what the function returned.
+        rank: the rank; -1 for a worker.
+        value: return value of the function.
         error: the exception that it raised, or a RemoteError with its text if it cannot be pickled.
         traceback: the exception's traceback as text.
-        exitcode: of a process that ended without reporting: its exit code, or minus the signal.
-        stacks: the stacks of a rank or worker that did not end before the deadline.
-        at: moment of the report on the monotonic clock: the failure with the smallest came first.
-        worker: its name; "" for a rank.
+        exitcode: exit code, or minus the signal, of a process that ended without a report.
+        stacks: stacks of a rank or worker that did not end before the deadline.
+        at: time of the report on the monotonic clock; the smallest is the first failure.
+        worker: name of the worker; "" for a rank.
     """
 
     rank: int
@@ -51,7 +50,7 @@ class Outcome:
         return self.error is None and self.exitcode is None and self.stacks is None
 
     def describe(self) -> str:
-        """The outcome in words."""
+        """Describe the outcome."""
         if self.stacks is not None:
             return f"{self.who} was still running at the deadline:\n{self.stacks}"
         if self.error is not None:
@@ -72,18 +71,18 @@ def _ending(exitcode: int) -> str:
 
 
 def failed(rank: int, error: BaseException, at: float, worker: str = "") -> Outcome:
-    """The outcome of a rank or worker whose function raised ``error``."""
+    """Create the outcome of a rank or worker whose function raised ``error``."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Outcome(rank, error=error, traceback=text, at=at, worker=worker)
 
 
 def reported(rank: int, kind: str, raw: bytes, text: str, at: float) -> Outcome:
-    """The outcome that a rank in another process reports.
+    """Create the outcome that another process reports.
 
     Args:
-        kind: "value", or anything else for an exception.
-        raw: the value or the exception, pickled; empty for an exception that cannot be.
-        text: the exception's traceback.
+        kind: "value", or any other string for an exception.
+        raw: the pickled value or exception; empty for an exception that cannot be pickled.
+        text: traceback of the exception.
     """
     if kind == "value":
         return Outcome(rank, pickle.loads(raw), at=at)
@@ -92,11 +91,11 @@ def reported(rank: int, kind: str, raw: bytes, text: str, at: float) -> Outcome:
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The values that the ranks returned.
+    """Return the values of all ranks.
 
     Raises:
-        RemoteError: some did not; the message shows all that failed, the first one first, and its cause
-            is the first one's exception.
+        RemoteError: a rank failed. The message describes all failures in their order; the cause is the first
+            exception.
     """
     bad = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.at)
     if not bad:

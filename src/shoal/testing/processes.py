@@ -1,8 +1,7 @@
-"""Ranks as real processes, with torch loaded once.
+"""Ranks as processes, with torch loaded once.
 
-A fork server (of :mod:`multiprocessing`) imports torch and shoal, and forks a rank in a few
-milliseconds; nothing of the test's own process is inherited.  The ranks meet at a TCP store in the
-test's process, as under a launcher.
+A fork server (:mod:`multiprocessing`) imports torch and shoal and forks a rank in a few milliseconds. Ranks
+inherit nothing from the test's process. They meet at a TCP store in it, as under a launcher.
 """
 
 from __future__ import annotations
@@ -37,23 +36,20 @@ from .worker import DUMP_SIGNAL, run_newcomer, run_rank
 
 T = TypeVar("T")
 
-#: seconds that a rank gets for writing its stacks, and for ending once it was killed
+#: seconds that a rank gets to write its stacks, and to end after it was killed
 _DUMP_TIME = 2.0
 _END_TIME = 10.0
 
 
 def run_processes(fn: Callable[..., T], size: int, *args: Any, **how: Any) -> list[T]:
-    """Run ``fn(group, *args)`` on ``size`` ranks that are processes, and collect what it returns.
+    """Run ``fn(group, *args)`` on ``size`` ranks as processes and return the results in rank order.
 
     Args:
         fn, size, args, how: as for :class:`Ranks`.
 
-    Returns:
-        The results in rank order.
-
     Raises:
-        RemoteError: at least one rank raised, ended, or did not return in time; it holds every such
-            rank's traceback, exit code or stacks, the first one first.
+        RemoteError: at least one rank raised, ended, or did not return in time. The message has each such
+            rank's traceback, exit code or stacks, in the order of failure.
     """
     with Ranks(fn, size, *args, **how) as ranks:
         results: list[T] = values(ranks.join())
@@ -61,32 +57,33 @@ def run_processes(fn: Callable[..., T], size: int, *args: Any, **how: Any) -> li
 
 
 class Ranks:
-    """Ranks that run as processes while a test does things to them.
+    """Ranks that run as processes while a test injects faults.
 
         with processes(fn, 3) as ranks:
             ranks.store.wait(["ready"])      # fn did group.store.set("ready", b"")
             ranks.kill(1)
             outcomes = ranks.join()
 
-    At the end of the block the ranks that still run are killed.
+    At the end of the block running ranks are killed.
 
     Args:
-        fn: called as ``fn(group, *args)`` with the world group, which is closed (or, if ``fn`` raises,
-            aborted) afterwards.  Found by its name in its module, so no lambda and no inner function.
+        fn: called as ``fn(group, *args)`` with the world group, which is closed afterwards (aborted if ``fn``
+            raises). Imported by name, so it cannot be a lambda or an inner function.
         size: number of ranks.
         args: picklable arguments of ``fn``.
         backend: name of the backend.
-        timeout: seconds until all must have ended; then every rank's stacks are collected and it is killed.
-        hosts: identity of each rank's host, to treat this machine as several; None: one host.
-        network: of which these are the hosts; a test can cut it.
-        env: environment variables that the ranks get in addition.
-        prepare: called in each rank before ``init``, to register a backend for example.
-        mortal_store: the store is a process, `shoal store`, which :meth:`kill_store` ends.
-        op_timeout: default timeout of operations and of ``init`` in seconds; None: ``timeout``.
-        options: further ones for ``init``.
+        timeout: seconds until all ranks must have ended; then the stacks of late ranks are collected and they
+            are killed.
+        hosts: host identity of each rank, to treat this machine as several; None means one host.
+        network: the network of these hosts, which the test can cut.
+        env: additional environment variables of the ranks.
+        prepare: called in each rank before ``init``, for example to register a backend.
+        mortal_store: run the store as a process, `shoal store`, for :meth:`kill_store`.
+        op_timeout: default timeout of operations and of ``init`` in seconds; None means ``timeout``.
+        options: further arguments of ``init``.
 
     Attributes:
-        store: the same keys as the ranks' ``group.store``.
+        store: a store with the keys of the ranks' ``group.store``.
         pids: process id of each rank.
     """
 
@@ -148,18 +145,18 @@ class Ranks:
             self.close()
             raise
         self.pids = [rank.pid for rank in self._ranks]
-        # Not before: the first rank of all waits until the fork server has loaded torch.
+        # Starts here, because the first rank waits until the fork server has loaded torch.
         self._deadline = Deadline(timeout)
 
     def newcomer(self, fn: Callable[..., Any], *args: Any, **environment: str) -> int:
-        """Start one more process, which can join the session of :mod:`shoal.elastic` that the ranks run.
+        """Start a process that can join the ranks' session of :mod:`shoal.elastic`.
 
         Args:
             fn: called as ``fn(*args)``, with ``SHOAL_JOIN=1`` in the environment.
             environment: further variables; with a network, ``SHOAL_HOST_ID`` must be one of its hosts.
 
         Returns:
-            Its place in ``pids``, and in what :meth:`join` returns.
+            Its index in ``pids`` and in the result of :meth:`join`.
         """
         variables = {
             "SHOAL_STORE": self._server.url,
@@ -177,49 +174,45 @@ class Ranks:
         return number
 
     def kill(self, rank: int) -> None:
-        """End a rank at once (SIGKILL)."""
+        """Kill a rank (SIGKILL)."""
         faults.kill(self.pids[rank])
 
     def stop(self, rank: int) -> None:
-        """Bring a rank to a standstill (SIGSTOP), and return when it stands still."""
+        """Stop a rank (SIGSTOP); return when it is stopped."""
         faults.stop(self.pids[rank])
 
     def resume(self, rank: int) -> None:
-        """Let a stopped rank go on."""
+        """Resume a stopped rank (SIGCONT)."""
         faults.resume(self.pids[rank])
 
     def delay(self, rank: int, seconds: float) -> None:
-        """Bring a rank to a standstill for ``seconds``; returns at once."""
+        """Stop a rank for ``seconds``; return immediately."""
         faults.delay(self.pids[rank], seconds)
 
     def cut(self, rank: int, other: int) -> int:
-        """Break all TCP connections between two ranks; returns their number."""
+        """Break all TCP connections between two ranks and return their number."""
         return faults.cut(self.pids[rank], self.pids[other])
 
     def kill_store(self) -> None:
-        """End the store at once (SIGKILL): ``mortal_store=True``.  What it held is lost."""
+        """Kill the store process (SIGKILL), which loses its contents; requires ``mortal_store=True``."""
         self._mortal_store().kill()
 
     def restore_store(self) -> None:
-        """Serve the store again, at the same address; returns when clients can connect."""
+        """Restart the store at the same address; return when clients can connect."""
         self._mortal_store().start()
 
     def _mortal_store(self) -> StoreProcess:
         if not isinstance(self._server, StoreProcess):
-            raise UsageError("the store is in the test's process: Ranks(..., mortal_store=True)")
+            raise UsageError("the store is in the test's process: pass mortal_store=True to Ranks")
         return self._server
 
     def ended(self, within: float = 0.0) -> bool:
-        """Whether every rank has ended, or does so in so many seconds."""
+        """Whether every rank has ended; wait for at most ``within`` seconds."""
         running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
         return not await_ends(running, Deadline(within))
 
     def join(self) -> list[Outcome]:
-        """Wait until every rank ended, at most until the deadline.
-
-        Returns:
-            each rank's :class:`Outcome`, in rank order.
-        """
+        """Wait until every rank has ended, at most until the deadline; return the outcomes in rank order."""
         running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
         late = await_ends(running, self._deadline)
         stacks = give_up(late)
@@ -231,7 +224,7 @@ class Ranks:
         return [self._outcomes[number] for number in range(len(self._ranks))]
 
     def close(self) -> None:
-        """Kill the ranks that still run, and release everything."""
+        """Kill the running ranks and release everything."""
         for rank in self._ranks:
             rank.close()
         self._client.close()
@@ -250,34 +243,30 @@ class Ranks:
 
 
 def processes(fn: Callable[..., Any], size: int, *args: Any, **how: Any) -> Ranks:
-    """Start ``fn(group, *args)`` on ``size`` ranks that are processes; see :class:`Ranks`."""
+    """Start ``fn(group, *args)`` on ``size`` ranks as processes; see :class:`Ranks`."""
     return Ranks(fn, size, *args, **how)
 
 
 def pickled_work(
     fn: Callable[..., Any] | None, args: tuple[Any, ...], prepare: Callable[[], None] | None
 ) -> bytes:
-    """The work of a process, pickled.
-
-    Raises:
-        UsageError: it cannot be sent there.
-    """
+    """Pickle the work of a process; raises `UsageError` if it cannot be pickled."""
     try:
         return pickle.dumps((fn, args, prepare))
     except Exception as error:
         raise UsageError(
-            f"{fn!r} and its arguments cannot be pickled ({error}); the function must stand at the top "
-            "level of a module"
+            f"{fn!r} and its arguments cannot be pickled ({error}); define the function at the top level of "
+            "a module"
         ) from error
 
 
 class Child:
-    """A process of a test, which the fork server makes, and the pipes that lead from it.
+    """A process that the fork server starts, with pipes for its output.
 
     Args:
-        name: of the process.
-        target: called there with ``args``, a pipe for its one report ``(kind, pickled value or exception,
-            traceback, moment)``, and one for the stacks that ``DUMP_SIGNAL`` asks for.
+        name: name of the process.
+        target: called in the process with ``args``, a pipe for its one report ``(kind, pickled value or
+            exception, traceback, time)``, and a pipe for the stacks requested by ``DUMP_SIGNAL``.
     """
 
     def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
@@ -288,25 +277,25 @@ class Child:
         try:
             self.process.start()
         finally:
-            # Only the process holds these ends now, so that its end shows.
+            # Close our copies: then the end of the process closes the pipes.
             reports.close()
             dumps.close()
         self.pid = self.process.pid or 0
         self._closed = False
 
     def read_report(self) -> None:
-        """Take the report, or the end of a process that sends none."""
+        """Read the report; sets kind "none" if the process ended without one."""
         try:
             self.report = self.reports.recv()
         except (EOFError, OSError):
             self.report = ("none", b"", "", time.monotonic())
 
     def has_reported(self) -> bool:
-        """Whether its report has been taken."""
+        """Whether the report was read."""
         return self.report is not None and self.report[0] != "none"
 
     def outcome(self, rank: int = -1, worker: str = "") -> Outcome:
-        """The outcome of the rank or worker, which has reported or ended."""
+        """Return the outcome of the rank or worker, which must have reported or ended."""
         if self.report is None:
             self.read_report()
         kind, raw, text, at = self.report or ("none", b"", "", 0.0)
@@ -316,11 +305,11 @@ class Child:
         return replace(reported(rank, kind, raw, text, at), worker=worker)
 
     def read_stacks(self) -> str:
-        """The stacks that the process writes, until it has been silent for a while."""
+        """Read the stacks that the process writes; see :func:`read_stacks`."""
         return read_stacks(self._dumps)
 
     def close(self) -> None:
-        """Kill the process if it still runs, and close the pipes."""
+        """Kill the process if it is running, and close the pipes."""
         if self._closed:
             return
         self._closed = True
@@ -333,16 +322,12 @@ class Child:
 
 
 def await_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool = False) -> list[Child]:
-    """Wait until all have ended; those that have not when time is up.
-
-    Args:
-        reports: a process that has reported counts as ended.
-    """
+    """Wait for all children (with `reports`, for their reports); return those late at the deadline."""
     running = {child.process.sentinel: child for child in children}
     for sentinel in [key for key, child in running.items() if reports and child.has_reported()]:
         del running[sentinel]
     while running:
-        # A report may be longer than the pipe holds: it has to be taken while the process still runs.
+        # A report may exceed the pipe's buffer, so it is read while the process is running.
         waits: list[Any] = [child.reports for child in running.values() if child.report is None]
         waits += running
         ready = connection.wait(waits, deadline.remaining())
@@ -360,19 +345,19 @@ def await_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool =
 
 
 def give_up(late: Sequence[Child]) -> dict[Child, str]:
-    """Kill processes that are late; where each one was."""
+    """Kill late processes; return their stacks."""
     stacks = {}
     for child in late:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, DUMP_SIGNAL)
     for child in late:
-        stacks[child] = child.read_stacks() or "(no stacks: it is stopped, or does not answer signals)"
+        stacks[child] = child.read_stacks() or "(no stacks: it is stopped or does not handle signals)"
         child.close()
     return stacks
 
 
 def read_stacks(dumps: connection.Connection) -> str:
-    """The stacks that a rank writes after :data:`DUMP_SIGNAL`, until it has been silent for a while."""
+    """Read the stacks that a rank writes after :data:`DUMP_SIGNAL`, until it stops writing."""
     descriptor, text, pause = dumps.fileno(), b"", _DUMP_TIME
     while select.select([descriptor], [], [], pause)[0]:
         part = os.read(descriptor, 65536)
@@ -387,23 +372,19 @@ _preloaded: list[str] = []
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import modules too, so that ranks need not; before the first rank starts.
-
-    Args:
-        modules: their names.  Importing them must start no thread.
-    """
+    """Make the fork server import modules, which must start no threads; call it before the first rank."""
     _preloaded.extend(modules)
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """The fork server's context; the first call starts it, which loads torch."""
+    """Return the fork server's context; the first call starts the server, which loads torch."""
     global _started
     if _started is None:
         context = multiprocessing.get_context("forkserver")
-        # Test modules import pytest, and ranks import the modules of their functions.
+        # Test modules import pytest, and ranks import the test modules of their functions.
         extra = ["pytest"] if "pytest" in sys.modules else []
         context.set_forkserver_preload(["torch", run_rank.__module__, *extra, *_preloaded])
-        with ignoring():  # it lives as long as this process
+        with ignoring():  # it runs until this process ends
             ensure_running()
         _started = context
     return _started

@@ -1,4 +1,4 @@
-"""A store that is served by a process of its own, `shoal store`, so that a test can kill it."""
+"""A store in a separate process, `shoal store`, that a test can kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import OutOfResources
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _TRIES = 100
-#: ends with the process that runs the tests, however that dies; finds no module of the working directory
+#: ends with the test process (PR_SET_PDEATHSIG), and imports nothing from the working directory
 _PROGRAM = (
     "import sys; sys.path[0] or sys.path.pop(0); import ctypes, runpy; "
     "ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'shoal'; "
@@ -23,15 +23,7 @@ _PROGRAM = (
 
 
 class StoreProcess:
-    """`shoal store` on a port of 127.0.0.1.
-
-    Args:
-        secret: of the job.
-        size: of the job.
-
-    Attributes:
-        url, host, port: where it listens.
-    """
+    """`shoal store` on a port of 127.0.0.1; `url`, `host` and `port` are its address."""
 
     def __init__(self, secret: str, size: int) -> None:
         self.host = "127.0.0.1"
@@ -42,7 +34,7 @@ class StoreProcess:
         self.start()
 
     def start(self) -> None:
-        """Serve, with the job's record and nothing else; returns when clients can connect."""
+        """Start serving, with the job's record only; return when clients can connect."""
         if self._process is not None:
             return
         command = [sys.executable, "-c", _PROGRAM, "store", "--listen", f"{self.host}:{self.port}"]
@@ -55,10 +47,10 @@ class StoreProcess:
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             self.kill()
-            raise OutOfResources(f"`shoal store` does not serve {self.url}")
+            raise OutOfResources(f"`shoal store` did not start to serve {self.url}")
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), and all that it held with it."""
+        """Kill the process (SIGKILL); the contents of the store are lost."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -70,7 +62,7 @@ class StoreProcess:
 
 
 def _free_port() -> int:
-    """One that the kernel gives to no connection, so that the store can have it again."""
+    """Find a port outside the ephemeral range, so that it stays free while the store is down."""
     first = int(_EPHEMERAL.read_text().split()[0])
     low, high = (10_000, first) if first > 11_000 else (1024, 65_536)
     for _ in range(_TRIES):
@@ -81,4 +73,4 @@ def _free_port() -> int:
             except OSError:
                 continue
             return port
-    raise OutOfResources("no port of 127.0.0.1 is free for a store")
+    raise OutOfResources("found no free port of 127.0.0.1 for a store")

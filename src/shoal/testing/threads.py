@@ -1,7 +1,6 @@
 """Ranks as threads of this process: a group of any size in milliseconds.
 
-The ranks meet by the real rendezvous protocol over a store in memory, and each has a backend of its own,
-as processes would.
+The ranks use the real rendezvous protocol with a store in memory, and each has its own backend.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .outcome import Outcome, failed, values
 T = TypeVar("T")
 _Meet: TypeAlias = Callable[[int], ProcessGroup]
 
-#: seconds for ranks to end after their groups were aborted at the deadline
+#: seconds that ranks get to end after their groups were aborted
 _AFTER_ABORT = 5.0
 
 
@@ -45,29 +44,26 @@ def run_threads(
     secret: bytes = b"",
     **options: Any,
 ) -> list[T]:
-    """Run ``fn(group, *args)`` on ``size`` ranks that are threads, and collect what it returns.
+    """Run ``fn(group, *args)`` on ``size`` ranks as threads and return the results in rank order.
 
-    A rank that raises aborts its group, so that the others end too.  The groups are closed at the end.
+    A rank that raises aborts its group, so that the others end too. The groups are closed at the end.
 
     Args:
-        fn: gets each rank's world group.
+        fn: called with each rank's world group.
         size: number of ranks.
         args: further arguments of ``fn``.
         backend: name of a registered backend.
-        timeout: seconds until all must have returned.  Then every thread's stack is dumped to standard
-            error and into the exception, and the groups are aborted.
-        hosts: identity of each rank's host, to treat this machine as several; None: one host.
-        concurrency: lanes of the groups.
-        op_timeout: default timeout of operations in seconds; None: ``timeout``.
-        secret: of the job.
-        options: the backend's own.
-
-    Returns:
-        The results in rank order.
+        timeout: seconds until all must have returned. After that all stacks are written to stderr and into
+            the exception, and the groups are aborted.
+        hosts: host identity of each rank, to treat this machine as several; None means one host.
+        concurrency: number of lanes of the groups.
+        op_timeout: default timeout of operations in seconds; None means ``timeout``.
+        secret: secret of the job.
+        options: options of the backend.
 
     Raises:
-        RemoteError: at least one rank raised or did not return in time; it holds every such rank's
-            traceback, the first one first.
+        RemoteError: at least one rank raised or did not return in time. The message has each such rank's
+            traceback, in the order of failure.
     """
     if hosts is not None and len(hosts) != size:
         raise ValueError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
@@ -104,8 +100,6 @@ def run_threads(
 
 
 class _Rank:
-    """One rank's thread, its group while it runs, and its outcome."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.group: ProcessGroup | None = None
@@ -113,7 +107,7 @@ class _Rank:
         self.thread = threading.Thread(target=lambda: None)
 
     def start(self, meet: _Meet, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        # A daemon: a rank that cannot be ended must not keep the test run from ending.
+        # A daemon thread, so that a hanging rank cannot keep the test run from exiting.
         self.thread = threading.Thread(
             target=self._run, args=(meet, fn, args), name=f"rank {self.rank}", daemon=True
         )
@@ -129,28 +123,28 @@ class _Rank:
                 try:
                     value = fn(self.group, *args)
                 except BaseException:
-                    # Before the group is aborted for it: the others fail of that, and are not the first.
+                    # Taken before the group is aborted, so that the failures of the others are later.
                     raised = time.monotonic()
                     raise
-                # The test decides what counts as a failure: the end of the block raises nothing then.
+                # The test decides what is a failure, so close here without raising.
                 self.group.world.close(self.group.timeout)
         except BaseException as error:
             outcome = failed(self.rank, error, time.monotonic() if raised is None else raised)
         else:
             outcome = Outcome(self.rank, value, at=time.monotonic())
-        # The one who gave up on us may have written first.
+        # _give_up may have set the outcome already.
         if self.outcome is None:
             self.outcome = outcome
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Where a thread is."""
+    """Return the stack of a thread as text."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "(it is just ending)"
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread is ending)"
 
 
 def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
-    """Show where everybody is, then end them."""
+    """Print all stacks, then abort the groups."""
     print(f"run_threads: not all ranks returned within {in_seconds(timeout)}; all stacks:", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     late = [rank for rank in ranks if rank.outcome is None]

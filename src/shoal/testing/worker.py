@@ -1,4 +1,4 @@
-"""The main functions of processes that are ranks or workers; the fork server imports them once."""
+"""Main functions of rank and worker processes, imported once by the fork server."""
 
 from __future__ import annotations
 
@@ -25,28 +25,24 @@ from ..initialize import init
 from ..rpc import Agent, join
 from .leaks import left_at
 
-#: asks a rank for its threads' stacks
+#: requests the stacks of all threads
 DUMP_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 
 
 def attach(dumps: Connection) -> None:
-    """Let this process end with the one that runs the tests, and show its stacks when asked.
-
-    Args:
-        dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
-    """
-    # What a rank starts, such as workers of a DataLoader, would else come from a fork server of its own.
+    """Make this process end with the test process, and write its stacks to `dumps` at ``DUMP_SIGNAL``."""
+    # Otherwise processes that a rank starts, such as DataLoader workers, would use another fork server.
     multiprocessing.set_start_method(None, force=True)
-    gc.freeze()  # or a garbage collection looks at all of torch, and copies the pages that ranks share
-    # The fork server ends with the process that runs the tests, and its ranks with it.
+    gc.freeze()  # otherwise garbage collections would scan torch and unshare its memory pages
+    # The fork server ends with the test process, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _let_the_server_end()
     faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
 
 
 def _let_the_server_end() -> None:
-    """Close this process's copy of the pipe by whose end the fork server notices that nobody needs it."""
+    """Close our copy of the pipe through which the fork server detects that it is no longer needed."""
     server: Any = forkserver._forkserver
     alive = getattr(server, "_forkserver_alive_fd", None)
     if alive is not None:
@@ -61,21 +57,21 @@ def run_rank(
     reports: Connection,
     dumps: Connection,
 ) -> None:
-    """Meet the others, call the function, and report what came of it.
+    """Meet the other ranks, call the function, and report the result.
 
     Args:
-        payload: pickled function, its arguments, and what to call before (see ``Ranks``).
-        environment: how to meet.
-        options: of ``init``.
-        reports: takes one tuple ``(kind, pickled value or exception, traceback, moment)``.
-        dumps: takes the stacks of all threads as text, whenever ``DUMP_SIGNAL`` comes.
+        payload: the pickled function, its arguments, and ``prepare`` (see ``Ranks``).
+        environment: variables for the rendezvous.
+        options: arguments of ``init``.
+        reports: receives one tuple ``(kind, pickled value or exception, traceback, time)``.
+        dumps: receives the stacks of all threads as text at each ``DUMP_SIGNAL``.
     """
 
     def work(fn: Any, args: tuple[Any, ...]) -> Any:
         backend_factory(options["backend"])
         with init(**options) as group:
             value = fn(group, *args)
-            # The test decides what counts as a failure: the end of the block raises nothing then.
+            # The test decides what is a failure, so close here without raising.
             group.world.close(group.timeout)
         return value
 
@@ -120,12 +116,12 @@ def run_worker(
     reports: Connection,
     dumps: Connection,
 ) -> None:
-    """Join the other workers, call the function, report what came of it, and serve until told to leave.
+    """Join the other workers, call the function, report the result, and serve until ordered to leave.
 
     Args:
-        name: of the worker.
-        payload, environment, reports, dumps: as for :func:`run_rank`; without a function there is no report.
-        settings: of ``shoal.rpc.join``.
+        name: name of the worker.
+        payload, environment, reports, dumps: as for :func:`run_rank`; no report without a function.
+        settings: arguments of ``shoal.rpc.join``.
         orders: see :func:`_obey`.
     """
     attach(dumps)
@@ -142,13 +138,13 @@ def run_worker(
                 reports.send(("value", pickle.dumps(fn(agent, *args)), "", time.monotonic()))
             leaving.wait()
     except BaseException as error:
-        with contextlib.suppress(OSError):  # nobody waits any more
+        with contextlib.suppress(OSError):  # the test's process no longer reads
             reports.send(("error", pickled(error), traceback.format_exc(), time.monotonic()))
         raise SystemExit(1) from None
 
 
 def _obey(agent: Agent, orders: Connection, leaving: threading.Event) -> None:
-    """Do what the test's process asks for: tell what is left of calls and objects, or leave."""
+    """Execute the orders of the test's process: report leaks, or leave."""
     with contextlib.suppress(EOFError, OSError):
         while orders.recv() != "leave":
             orders.send(sorted(left_at(agent)))
@@ -156,7 +152,7 @@ def _obey(agent: Agent, orders: Connection, leaving: threading.Event) -> None:
 
 
 def pickled(error: BaseException) -> bytes:
-    """The exception as bytes, b"" when it does not survive pickling."""
+    """Pickle the exception; return b"" if it does not survive pickling."""
     try:
         raw = pickle.dumps(error)
         pickle.loads(raw)

@@ -1,1 +1,1 @@
-"""Tools beside the library; each is a subcommand of ``shoal``."""
+"""Command-line tools; each is a subcommand of ``shoal``."""

@@ -1,4 +1,4 @@
-"""The files that workers of RPC write, side by side: what each one waits for, and what it serves."""
+"""A table of the dumps of RPC workers: the calls that each one waits for and serves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.table import Table
 
 from .stacks import Stack, place_of
 
-#: The version of the contents; see :mod:`shoal.rpc.recorder`, which needs torch.
+#: version of the format; duplicated from :mod:`shoal.rpc.recorder`, which needs torch
 SCHEMA = "shoal.calls/1"
-#: commands of a node that are shown
+#: number of a node's commands that are shown
 _SHOWN = 5
 
 
@@ -40,15 +40,13 @@ class _DumpedCall(msgspec.Struct):
 
 
 class _NodeState(msgspec.Struct):
-    """What a node of a master did last."""
-
     session: str
     commands: list[str]
     runs: str
 
 
 class CallDump(msgspec.Struct):
-    """The shown part of a file."""
+    """The displayed fields of a file."""
 
     schema: str
     job: str
@@ -63,7 +61,7 @@ class CallDump(msgspec.Struct):
 
 
 def table(workers: Mapping[str, CallDump]) -> Table:
-    """One row for each worker: its oldest call that is pending, and the oldest that it serves."""
+    """A table with each worker's oldest pending call and the oldest call that it serves."""
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("worker", "agent", "waits for", "for s", "serves", "for s", "main thread"):
         drawn.add_column(heading, justify="right" if heading == "for s" else "left", overflow="fold")
@@ -75,7 +73,7 @@ def table(workers: Mapping[str, CallDump]) -> Table:
 
 
 def _oldest(calls: list[_Pending] | list[_DumpedCall]) -> tuple[str, str]:
-    """The first call and how many there are beside it; and its age."""
+    """Describe the first call and the number of others, and its age."""
     if not calls:
         return "", ""
     seconds, more = calls[0].seconds, len(calls) - 1
@@ -86,7 +84,7 @@ def _oldest(calls: list[_Pending] | list[_DumpedCall]) -> tuple[str, str]:
 
 
 def findings(workers: Mapping[str, CallDump]) -> list[str]:
-    """Lines about all workers that no single dump could give."""
+    """Describe problems that only show when all dumps are combined."""
     lines = []
     if failed := [dump for dump in workers.values() if dump.error is not None]:
         first = min(failed, key=lambda dump: dump.time)
@@ -107,7 +105,7 @@ def findings(workers: Mapping[str, CallDump]) -> list[str]:
 
 
 def _circle(workers: Mapping[str, CallDump]) -> list[str]:
-    """Workers each of which waits for the next one, the first of them at both ends; [] if there are none."""
+    """A cycle of workers that wait for one another, with the first one at both ends; [] if there is none."""
     waits = {name: [each.callee for each in dump.pending] for name, dump in workers.items()}
     clear: set[str] = set()
 

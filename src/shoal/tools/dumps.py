@@ -1,6 +1,6 @@
-"""``shoal dumps``: what each rank did last and each worker waits for, from the files that they wrote.
+"""``shoal dumps``: the last operations of each rank and the pending calls of each worker, from dump files.
 
-It imports no torch, so that it answers at once.
+It does not import torch, to start quickly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from . import call_dumps
 from .call_dumps import CallDump
 from .stacks import Stack, place_of
 
-#: columns of a file or a pipe, where no line is folded
+#: width for files and pipes, where no line is folded
 _WIDE = 1000
 
 
 class _DumpedOperation(msgspec.Struct):
-    """The shown part of an operation: see :class:`shoal.recorder.Entry`, which needs torch."""
+    """The displayed fields of an operation; see :class:`shoal.recorder.Entry`, which needs torch."""
 
     kind: str
     number: int
@@ -51,7 +51,7 @@ class _OperationError(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """The shown part of a file."""
+    """The displayed fields of a file."""
 
     schema: str
     job: str
@@ -67,37 +67,36 @@ class Dump(msgspec.Struct):
 
     @property
     def highest(self) -> int:
-        """The number of the latest operation that was called; -1 for none."""
+        """The number of the latest called operation; -1 if there is none."""
         return max((entry.number for entry in self.entries), default=-1)
 
     @property
     def completed(self) -> _DumpedOperation | None:
-        """The operation with the highest number that has completed."""
+        """The completed operation with the highest number."""
         done = (entry for entry in self.entries if entry.state == "completed" and entry.number >= 0)
         return max(done, key=lambda entry: entry.number, default=None)
 
     @property
     def unfinished(self) -> _DumpedOperation | None:
-        """The first operation that is pending or has failed."""
+        """The first operation that is pending or failed."""
         return next((entry for entry in self.entries if entry.state in ("submitted", "failed")), None)
 
     @property
     def place(self) -> str:
-        """The innermost frame of the program in the main thread; of a library if there is no other."""
+        """See :func:`.stacks.place_of`."""
         return place_of(self.stacks)
 
 
-@click.command(short_help="Show what each rank did last, from the files of SHOAL_DUMP_DIR.")
+@click.command(short_help="Show the last operations of each rank, from the files of SHOAL_DUMP_DIR.")
 @click.argument(
     "paths", metavar="FILE_OR_DIRECTORY...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 def dumps(paths: tuple[Path, ...]) -> int:
-    """Show for each group what its ranks did last, and which of them are behind or wrote no file; and for the
-    workers of RPC which calls they wait for and serve, and whether they wait for one another.
+    """Show the last operations of each group's ranks and which ranks are behind or wrote no file, and for RPC
+    workers the calls that they wait for and serve, with cycles of workers that wait for one another.
 
-    The files are those that every rank writes into SHOAL_DUMP_DIR when a group fails, and a worker when a
-    call has no reply in time, and those of `group.dump()` and `agent.dump()`. Of several files of one rank or
-    one worker the latest counts.
+    The files are written to SHOAL_DUMP_DIR by every rank when a group fails and by a worker when a call times
+    out, and by `group.dump()` and `agent.dump()`. Of several files of a rank or worker, the latest counts.
     """
     found: dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]] = {}
     workers: dict[str, dict[str, CallDump]] = {}
@@ -130,11 +129,7 @@ def dumps(paths: tuple[Path, ...]) -> int:
 
 
 def read(path: Path) -> Dump | CallDump:
-    """A file.
-
-    Raises:
-        click.ClickException: it cannot be read, or is no dump.
-    """
+    """Read a file; raises `click.ClickException` if it is not a dump."""
     try:
         data = path.read_bytes()
         schema = from_json(data, _Any).schema
@@ -146,15 +141,11 @@ def read(path: Path) -> Dump | CallDump:
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror or error}") from None
     except MalformedMessage as error:
-        raise click.ClickException(f"{path} is no dump of a group: {error}") from None
+        raise click.ClickException(f"{path} is not a dump of a group: {error}") from None
 
 
 def findings(members: dict[int, Dump], size: int) -> list[str]:
-    """Lines about a group of ``size`` ranks that no single dump could give.
-
-    Args:
-        members: the dumps by rank.
-    """
+    """Describe problems of a group that only show when its ranks' dumps are combined."""
     lines = []
     failed = [dump for dump in members.values() if dump.error is not None]
     if failed:
@@ -174,7 +165,7 @@ def findings(members: dict[int, Dump], size: int) -> list[str]:
 
 
 def _first_difference(members: Iterable[Dump]) -> str:
-    """The first number under which ranks called different operations, in words; "" if there is none."""
+    """Describe the first number under which ranks called different operations; "" if there is none."""
     called: dict[int, dict[str, list[int]]] = {}
     for dump in members:
         for entry in dump.entries:
@@ -188,7 +179,6 @@ def _first_difference(members: Iterable[Dump]) -> str:
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
-    """The files that are named, and the dumps in the directories that are named."""
     files: list[Path] = []
     for path in paths:
         if not path.is_dir():
@@ -196,7 +186,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
         elif inside := sorted(path.glob("shoal-*.json")):
             files += inside
         else:
-            raise click.ClickException(f"{path}: there is no dump in this directory")
+            raise click.ClickException(f"{path}: no dump found in this directory")
     return files
 
 

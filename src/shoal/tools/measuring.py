@@ -1,4 +1,4 @@
-"""Helpers of commands that measure for minutes: they check first, and clean up however they end."""
+"""Helpers for commands that measure for minutes: early checks, and cleanup after signals."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
-#: signals that end a program without running its ``finally`` clauses, unless it asks for them
+#: signals whose default action ends a program without running its ``finally`` clauses
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def installed(module: str) -> bool:
-    """Whether ``module`` can be imported; asked before anything is measured."""
+    """Whether ``module`` can be imported; check it before measuring."""
     return find_spec(module) is not None
 
 
 @contextmanager
 def cleaning_up() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the block by an exception, as Ctrl-C does.
+    """Let SIGTERM and SIGHUP raise an exception in the block, as Ctrl-C does.
 
-    On the exception's way out folders are removed and ranks are killed; a second signal is ignored meanwhile.
-    The exit code is 128 + the signal.  Only for the main thread, as Python's signal handlers are.
+    While the exception propagates, directories are removed, ranks are killed, and further signals are
+    ignored. The exit code is 128 + the signal. Only for the main thread, like Python's signal handlers.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -32,7 +32,7 @@ def cleaning_up() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    # nohup ignores SIGHUP, and then it stays so.
+    # Under nohup SIGHUP is ignored, and stays ignored.
     before = {number: signal.getsignal(number) for number in _ENDING}
     try:
         for number, handler in before.items():
@@ -46,7 +46,7 @@ def cleaning_up() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP come after the block; only for the main thread, as they come there."""
+    """Defer Ctrl-C, SIGTERM and SIGHUP until the end of the block; no effect in other threads than main."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -15,7 +15,7 @@ def test_a_size_is_written_as_it_is_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "1X", "-8", "1M+", "@1", "1.5M"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         Size.parse(text)
 
 

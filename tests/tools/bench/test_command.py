@@ -57,9 +57,9 @@ def test_each_small_benchmark_shows_shoal_beside_gloo(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--sizes", "1X"], "'1X' is no size"),
-        (["--ranks", "1"], "'1' is no number of ranks"),
-        (["--operations", "sum"], "'sum' is none of all_reduce"),
+        (["--sizes", "1X"], "'1X' is not a size"),
+        (["--ranks", "1"], "'1' is not a number of ranks"),
+        (["--operations", "sum"], "'sum' is not one of all_reduce"),
         (["--readme"], "needs a checkout"),
     ],
 )

@@ -49,7 +49,7 @@ def test_the_spread_is_half_the_interquartile_range() -> None:
 
 def test_the_table_has_times_ratios_and_who_is_absent(result: BenchResult) -> None:
     text = table.markdown(result, SETTING, [SMALL, LARGE])
-    assert "openmpi is absent: gone" in text
+    assert "openmpi is not available: gone" in text
     assert "| Open MPI | 5 us ±0% | - |" in text
     assert "| shoal registered : Gloo | 4 x | 20 x |" in text
     assert "| shoal registered : best MPI | 2 x | - |" in text

@@ -1,1 +1,1 @@
-"""Recorded steps (``master.recorded``): the half that runs at the master."""
+"""The master's side of recorded steps (``master.recorded``)."""

@@ -1,4 +1,4 @@
-"""The effects of a recorded call on its arguments, and on random numbers of the master."""
+"""Effects of a recorded call on its arguments and on the master's random generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ...common.containers import tensors
 from ..tensor.tensor import RemoteTensor
 
-#: functions that give a tensor's metadata, a part of it, or the tensor elsewhere
+#: functions that return metadata, a view or a transferred copy of a tensor, without reading elements
 _NOT_READING = frozenset(
     {
         "__get__", "__len__", "chunk", "contiguous", "detach", "dim", "element_size", "expand", "flatten",
@@ -26,22 +26,18 @@ _NOT_READING = frozenset(
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts what is written to a tensor; None: torch does not count."""
+    """The version counter of a tensor, or None if torch keeps none (inference tensors)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A key that differs for tensors of the master with other elements; its storage comes first."""
+    """A key of the memory that a tensor of the master shows; the storage comes first."""
     storage = tensor.untyped_storage()._cdata
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class ReadTracker(TorchFunctionMode):
-    """Notes which of the master's tensors are read, and not moved to a node only.
-
-    Attributes:
-        read: positions among the leaves.
-    """
+    """Finds the leaves of the master whose elements are read, not only moved to a node."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -60,18 +56,14 @@ class ReadTracker(TorchFunctionMode):
             at = self._at.get(memory_of(each)[0]) if here else None
             if at is None or name in _NOT_READING or (name == "__getitem__" and not i and len(given) == 1):
                 continue
-            # An index, or a number, of an operation on a node is moved there.
+            # Indices and zero-dimensional operands of an operation on a node are only moved there.
             if not (remote and (name == "__getitem__" or not each.dim())):
                 self.read |= at
         return func(*args, **(kwargs or {}))
 
 
 class Effects:
-    """Compares the master before a call with the master after it.
-
-    Args:
-        leaves: the tensors among the arguments.
-    """
+    """The changes that a call makes to the master's state; `leaves` are the tensors of its arguments."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         self._leaves = [(leaf, _identity(leaf), version_of(leaf)) for leaf in leaves]
@@ -79,7 +71,7 @@ class Effects:
         self._generator = torch.get_rng_state()
 
     def written(self) -> list[int]:
-        """The positions of the tensors of nodes that the call has written to."""
+        """Return the positions of the nodes' tensors that the call wrote to."""
         return [
             i
             for i, (leaf, _, version) in enumerate(self._leaves)
@@ -87,25 +79,20 @@ class Effects:
         ]
 
     def generator(self) -> torch.Tensor | None:
-        """The state of the processor's random generator; None: it is as before."""
+        """Return the state of the CPU's random generator, or None if the call did not change it."""
         now = torch.get_rng_state()
         return None if torch.equal(now, self._generator) else now
 
     def changed(self, now: torch.Tensor | None, before: torch.Tensor | None) -> str | None:
-        """The changes of the call that no replay would make.
-
-        Args:
-            now: what :meth:`generator` says.
-            before: what it said after the call before.
-        """
+        """Describe a change that no replay would make; `now`, `before`: results of :meth:`generator`."""
         for i, (leaf, identity, version) in enumerate(self._leaves):
             if _identity(leaf) != identity:
                 return (
-                    f"it changes the shape, the data or requires_grad of tensor {i} among its arguments, and "
-                    "not elements only"
+                    f"it changes the shape, the data or requires_grad of tensor {i} among its arguments, not "
+                    "only elements"
                 )
             if type(leaf) is not RemoteTensor and version_of(leaf) != version:
-                return f"it writes to tensor {i} among its arguments, which is the master's"
+                return f"it writes to tensor {i} among its arguments, a tensor of the master"
         drawn = _drawn()
         for name, state in drawn.items():
             if self._drawn.get(name, state) != state:
@@ -127,7 +114,6 @@ def _identity(leaf: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _drawn() -> dict[str, Any]:
-    """The states of the random generators of Python and NumPy."""
     states: dict[str, Any] = {"Python's random": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -1,10 +1,9 @@
-"""Guards of recorded steps: a step is recorded anew if anything has changed that its function depends on.
+"""Guards of recorded steps: a step is recorded again if the state that its function depends on has changed.
 
-The guards look at the values of closures and of globals that the function names, and what hangs on them: the
-modules' parameters, buffers, flags and hooks, the optimisers' groups, state and hooks, functions that it
-calls, and attributes of objects and classes that it names.  Of numbers, flags, texts and small arrays the
-value is compared, of tensors the handle, of other things the identity.  Globals of installed packages are
-taken to stay as they are.
+Guards cover closures and the globals that the function names, and everything reachable from them: parameters,
+buffers, flags and hooks of modules; groups, state and hooks of optimizers; called functions; and named
+attributes of objects and classes. Numbers, flags, strings and small arrays are compared by value, tensors by
+handle, other objects by identity. Globals of installed packages are assumed to be constant.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from .effects import memory_of, version_of
 PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
 )
-#: attributes of modules that only their saving looks at
+#: prefixes of module attributes that only saving and loading use
 _SAVING = ("_state_dict", "_load_state_dict", "_non_persistent")
-#: methods that say nothing of what an object does
+#: methods that do not affect the behavior of an object
 _SILENT = frozenset({"__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__", "__slots__"})
-#: containers with more elements, none of them of the mode, are compared as a whole
+#: containers with more elements are compared as a whole, unless they contain tensors of nodes or modules
 _MANY = 1000
 _OF_INTEREST = (RemoteTensor, torch.nn.Module, dict)
-#: bytes of an array, or of a tensor of the master, that is compared by value
+#: maximum size in bytes of arrays and tensors of the master that are compared by value
 _ARRAY = 1 << 16
 _ABSENT = object()
-#: hooks of all modules, and of all optimisers
+#: hooks of all modules and of all optimizers
 _HOOKS = {
     name: value
     for module in (of_modules, of_optimizers)
@@ -62,11 +61,7 @@ _INSTALLED = tuple({sysconfig.get_path(each) for each in ("stdlib", "platstdlib"
 
 
 class Grad:
-    """A gradient before a call, which this does not hold.
-
-    Attributes:
-        place: its space and id.
-    """
+    """A weak reference to a gradient before a call; `place` is its space number and id."""
 
     def __init__(self, grad: RemoteTensor, handle: TensorHandle) -> None:
         self.place = handle.space.number, handle.id
@@ -74,17 +69,17 @@ class Grad:
 
     @property
     def tensor(self) -> RemoteTensor | None:
-        """It, if something still holds it."""
+        """The gradient, or None if it was released or replaced."""
         grad = self._grad()
         return grad if grad is None or (grad.handle.space.number, grad.handle.id) == self.place else None
 
 
 class Guards:
-    """The state of all that was found.
+    """The recorded state of everything reachable from the roots.
 
     Attributes:
-        tensors: each tensor, its handle, whether it requires a gradient, its hooks, and its path.
-        grads: tensors that may get gradients, those that they have, and their handles.
+        tensors: each tensor with its handle, requires_grad, hooks and path.
+        grads: tensors that may get gradients, with their gradients and the gradients' handles.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], names: set[str]) -> None:
@@ -103,7 +98,7 @@ class Guards:
         self._functions: list[tuple[FunctionType, CodeType, Any, Any, str]] = []
         self._classes: list[tuple[Any, type, str]] = []
         self._seen: dict[int, Any] = {}
-        #: A queue instead of recursion: a chain of objects may be longer than Python's stack is deep.
+        #: a queue, because recursion would overflow Python's stack for long chains of objects
         self._pending: deque[tuple[Any, str]] = deque()
         for path, root in roots:
             self._visit(root, path)
@@ -116,17 +111,17 @@ class Guards:
 
     @property
     def handles(self) -> set[TensorHandle]:
-        """Of the tensors and of their gradients."""
+        """The handles of the tensors and of their gradients."""
         found = {handle for _, handle, _, _, _ in self.tensors}
         return found | {handle for _, _, handle in self.grads if handle is not None}
 
     @property
     def storages(self) -> set[int]:
-        """The memory of the tensors of the master."""
+        """The storages of the master's tensors."""
         return {memory[0] for _, _, memory, _ in self._versions if memory}
 
     def let_go_of_grads(self) -> dict[int, Grad | None]:
-        """The gradients that tensors have, by the ``id`` of the tensor; holds them no more."""
+        """Release the gradients and return weak references to them, by the ``id`` of the tensor."""
         had = {
             id(tensor): None if grad is None or handle is None else Grad(grad, handle)
             for tensor, grad, handle in self.grads
@@ -135,14 +130,14 @@ class Guards:
         return had
 
     def written(self, before: Guards) -> list[RemoteTensor]:
-        """The tensors that a call has written to since ``before``."""
+        """The tensors that a call wrote to since `before`."""
         old, new = before._written, self._written
         return [each for each, *_ in self.tensors if new.get(id(each)) != old.get(id(each))]
 
     # -- comparison ------------------------------------------------------------------------------
 
     def changed(self) -> str | None:
-        """The path of something that is not as it was; None: all is."""
+        """Return the path of a changed object, or None."""
         path = "what it uses"
         try:
             for container, key, expected, path in self._same:
@@ -198,7 +193,7 @@ class Guards:
         return None
 
     def changed_by_call(self, before: Guards) -> str | None:
-        """The changes since ``before`` that no replay would make, in words."""
+        """Describe a change since `before` that a replay would not make, or return None."""
         lengths = {id(c): n for c, n, _ in before._lengths}
         for c, n, path in self._lengths:
             if lengths.get(id(c), n) != n:
@@ -206,7 +201,7 @@ class Guards:
         theirs = {_place(c, k): v for c, k, v, _ in before._equal}
         for c, k, v, path in self._equal:
             old = theirs.get(_place(c, k), v)
-            if old is not v and old != v:  # as NaN does
+            if old is not v and old != v:  # NaN is the same object
                 return f"{path} was {old!r} before the call and is {v!r} after it"
         cells = {id(c): v for c, v, _ in before._cells}
         for cell, v, path in self._cells:
@@ -216,12 +211,12 @@ class Guards:
                 and not (type(old) is type(v) is RemoteTensor)
                 and (type(v) not in PLAIN or old != v)
             ):
-                return f"{path} was another before the call"
+                return f"{path} was another object before the call"
         same = {_place(c, k): v for c, k, v, _ in before._same}
         for c, k, v, path in self._same:
             old = same.get(_place(c, k))
             if old is not v and not (type(old) is type(v) is RemoteTensor):
-                return f"{path} was another before the call"
+                return f"{path} was another object before the call"
         kinds: list[tuple[Iterable[Any], Iterable[Any], str]] = [
             (
                 before.tensors, self.tensors,
@@ -260,7 +255,7 @@ class Guards:
             self._versions.append((value, version_of(value), memory, path))
             if (
                 memory and value.device.type == "cpu" and value.nbytes <= _ARRAY
-            ):  # also through .data or NumPy
+            ):  # detects writes through .data or NumPy as well
                 self._values.append((value, value.detach().clone(), path))
         elif isinstance(value, torch.nn.Module):
             self._lengths.append((value.__dict__, len(value.__dict__), path))
@@ -344,7 +339,7 @@ class Guards:
         self._visit(value, path)
 
     def _of_class(self, value: Any, path: str) -> None:
-        """Methods and other attributes that the object has of its class."""
+        """Guard the methods and other attributes that an object has from its class."""
         held = _own(value, "__dict__", {})
         seen: set[str] = set()
         self._classes.append((value, type(value), path))
@@ -360,12 +355,12 @@ class Guards:
                 if name not in self.names and not (called and callable(attribute)):
                     continue
                 if name in seen:
-                    continue  # another class says it, which comes before
+                    continue  # overridden by a class earlier in the MRO
                 seen.add(name)
                 if name not in held:
                     of = self._equal if type(attribute) in PLAIN else self._same
                     of.append((each.__dict__, name, attribute, f"{path}.{name}"))
-                    if not isinstance(value, torch.nn.Module):  # of those, all attributes are counted
+                    if not isinstance(value, torch.nn.Module):  # whose number of attributes is compared
                         self._absent.append((held, name, f"{path}.{name}"))
                 self._visit(getattr(attribute, "__func__", attribute), f"{path}.{name}")
 
@@ -392,7 +387,7 @@ class Guards:
 
 
 class _Slots:
-    """Attributes of an object that has no dictionary of them."""
+    """Access by name to the ``__slots__`` of an object."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -405,7 +400,7 @@ class _Slots:
 
 
 def _hooks(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The numbers of its hooks, each of which torch gives once."""
+    """The ids of a tensor's hooks; torch never reuses them."""
     return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
 
 
@@ -414,12 +409,12 @@ def _memory(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the elements are the same, NaN too."""
+    """Whether the elements are equal, with NaN equal to NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _own(value: Any, name: str, default: Any = None) -> Any:
-    """An attribute; the object's own ``__getattr__`` may raise whatever it likes."""
+    """``getattr`` that ignores exceptions of the object's ``__getattr__``."""
     try:
         return getattr(value, name, default)
     except Exception:
@@ -427,7 +422,7 @@ def _own(value: Any, name: str, default: Any = None) -> Any:
 
 
 def _place(container: Any, key: Any) -> tuple[int, Any]:
-    if type(container) is MappingProxyType:  # of a class, anew whenever it is asked for
+    if type(container) is MappingProxyType:  # the proxy of a class is a new object in every access
         container = gc.get_referents(container)[0]
     elif type(container) is _Slots:
         container = container.of
@@ -435,7 +430,7 @@ def _place(container: Any, key: Any) -> tuple[int, Any]:
 
 
 def _names(code: CodeType) -> Iterable[str]:
-    """The names in the code, and texts that may be names for ``getattr`` and ``vars``."""
+    """The names in the code, and strings that may be names for ``getattr`` and ``vars``."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -453,7 +448,7 @@ def _is_library(name: str | None) -> bool:
 
 
 def find(roots: Iterable[tuple[str, Any]]) -> Guards:
-    """All that hangs on the roots, each with its path."""
+    """Guard everything reachable from the roots, each with its path."""
     roots, names = list(roots), set[str]()
     while True:
         found = Guards(roots, names)

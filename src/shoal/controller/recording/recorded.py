@@ -1,9 +1,8 @@
-"""``master.recorded``: a function whose calls become one command each, once two have issued the same.
+"""``master.recorded``: a function whose calls become one command each after two equal recordings.
 
-A call is either a *recording*, which runs the function and listens to the log, or a *replay*, which runs one
-of the function's *programs* on the nodes.  :mod:`.recording` compares logs, :mod:`.guards` says whether a
-program still stands for what the function would do, :mod:`.replay` sends it, and :mod:`..node.program`
-is the nodes' half.
+A call is either a *recording*, which runs the function and listens to the logs, or a *replay*, which runs one
+of the function's *programs* on the nodes. :mod:`.recording` compares logs, :mod:`.guards` checks whether a
+program is still valid, :mod:`.replay` sends it, and :mod:`..node.program` is the nodes' side.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from .recording import Name, Recording, difference
 from .replay import FORGOTTEN, Replay, erase_ended
 from .trees import Results, flatten
 
-#: calls in a row that are not replayed, and as many of the same arguments, before it is an error
+#: consecutive calls without a replay, and of calls with the same kind of arguments, before it is an error
 CALLS = 5
-#: kinds of arguments that are remembered, and programs of each
+#: maximum numbers of kinds of arguments, and of programs per kind
 KINDS = 64
 PROGRAMS = 8
 
 _recording = threading.Lock()
-#: the thread that records
+#: id of the thread that records
 _owner: int | None = None
 
 
 class _CallKind:
-    """The calls with arguments of one kind.
+    """The calls with one kind of arguments.
 
     Attributes:
-        programs: that stand for such calls, the last used first.
-        last: the last recording, by which gradients there were before it.
-        calls: that were recorded since the last program was made.
-        total: all that were recorded.
-        others: arguments that are told apart by what they are.
+        programs: their programs, most recently created first.
+        last: the last recording, by which gradients were set before it.
+        calls: number of recordings since the last program was created.
+        total: number of all recordings.
+        others: arguments that are compared by identity.
     """
 
     def __init__(self, others: list[Any]) -> None:
@@ -67,18 +66,18 @@ class _CallKind:
     "Record the function again",
 )
 class Recorded:
-    """A function whose calls are replayed; made by :meth:`Master.recorded`.
+    """A function whose calls are replayed; created by :meth:`Master.recorded`.
 
     Attributes:
-        recordings: calls that ran the function.
-        replays: calls that did not.
+        recordings: number of calls that ran the function.
+        replays: number of replayed calls.
     """
 
     def __init__(self, fn: Callable[..., Any], spaces: Callable[[], Iterable[Space]]) -> None:
         if not callable(fn):
             raise UsageError(f"{fn!r} cannot be called, so it cannot be recorded")
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
-            raise UsageError(f"{fn!r} gives control back halfway, so it cannot be recorded")
+            raise UsageError(f"{fn!r} is a generator function or a coroutine, so it cannot be recorded")
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._spaces = spaces
@@ -90,7 +89,7 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _owner == threading.get_ident() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return self._fn(*args, **kwargs)  # part of another step, or of vmap and the like
+            return self._fn(*args, **kwargs)  # called in another recording, or under vmap and the like
         key: list[Any] = [
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -115,7 +114,7 @@ class Recorded:
                         self._vain = 0
                         return result
         if not _recording.acquire(blocking=False):
-            return self._fn(*args, **kwargs)  # another thread records
+            return self._fn(*args, **kwargs)  # another thread is recording
         try:
             if kind is None:
                 kind = self._kinds[name] = _CallKind(others)
@@ -127,12 +126,12 @@ class Recorded:
             _recording.release()
 
     def _make_room(self) -> None:
-        """Forget the calls that are the longest ago."""
+        """Discard the kind of arguments whose last recording is the oldest."""
         if all(each.total <= 1 for each in self._kinds.values()):
             raise RecordingMismatch(
-                f"{len(self._kinds)} calls of a recorded step had other arguments each: tensors are told "
-                "apart by their metadata, numbers by value, and objects by what they are; pass the tensors "
-                "of an object instead of it, and as a tensor a number that changes in every call"
+                f"{len(self._kinds)} calls of a recorded step all had different arguments: tensors are "
+                "compared by metadata, numbers by value, and objects by identity; pass the tensors of an "
+                "object instead of the object, and a number that changes in every call as a tensor"
             )
         self._kinds.popitem(last=False)
 
@@ -149,11 +148,11 @@ class Recorded:
                 result = self._fn(*args, **kwargs)
             recording.read = frozenset() if watch is None else frozenset(watch.read)
             if recording.refusal is not None:
-                raise recording.refusal  # the function has caught it
+                raise recording.refusal  # the function caught the exception
             self.recordings += 1
             kind.total += 1
             if not recording.commands or spaces != list(self._spaces()):
-                return result  # it has nothing to do with nodes, or there are new ones, which nobody heard
+                return result  # no nodes involved, or nodes joined whose commands were not recorded
             kind.calls += 1
             self._vain += 1
             after = find(roots)
@@ -170,7 +169,7 @@ class Recorded:
                 recording.generator, None if previous is None else previous.generator
             )
             if reason is not None and min(kind.calls, self._vain) >= CALLS:
-                raise RecordingMismatch(f"{CALLS} calls of a recorded step were not alike: {reason}")
+                raise RecordingMismatch(f"{CALLS} calls of a recorded step differed: {reason}")
             if previous is None or reason is not None or recording.forgotten:
                 return result
             del result
@@ -186,8 +185,8 @@ class Recorded:
             elif leaf.handle not in handles and leaf.handle.space in spaces:
                 if leaf.requires_grad:
                     raise RecordingMismatch(
-                        f"tensor {i} among the arguments of a recorded step is a result that needs a "
-                        "gradient, and a replay has no graph before it: detach() it, or compute it inside"
+                        f"tensor {i} among the arguments of a recorded step is a result that requires a "
+                        "gradient, and a replay has no graph of it: detach() it, or compute it inside"
                     )
                 inputs.setdefault((leaf.handle.space.number, leaf.handle.id), ("input", i))
         return Recording(spaces, inputs, uploads)
@@ -202,13 +201,13 @@ class Recorded:
         leaves: Sequence[Any],
         written: tuple[list[RemoteTensor], list[int]],
     ) -> Any:
-        """Make a program; what the call returns, without the graph that no replay has."""
+        """Create a program; return the call's result, without a graph, as replays return it."""
         spaces = list(recording.spaces.values())
         lock = next((space.lock for space in spaces), contextlib.nullcontext())
         with lock:
             if any(len(space.calls) + len(recording.commands) >= calls.LIMIT for space in spaces):
                 for space in spaces:
-                    space.forget()  # with room for programs from now on
+                    space.forget()  # makes room for programs
                 kind.last.clear()
             else:
                 erase_ended()
@@ -242,24 +241,24 @@ def _refusal(
     after: Guards,
     had_grads: dict[int, Grad | None],
 ) -> str | None:
-    """Why a call cannot be replayed, or differs from the one before; None: it can, and does not."""
+    """Describe why a call cannot be replayed or differs from the previous one, or return None."""
 
     reason = difference(previous, recording)
     if reason is not None:
         return reason
     if results.differ(previous.constants):
-        return "it returns something else in every call, beside tensors of nodes, which no replay would do"
+        return "it returns values other than tensors of nodes that differ from call to call"
     if not all(id(tensor) in had_grads for tensor, _, _ in after.grads):
-        return "it makes new parameters in every call"
+        return "it creates new parameters in every call"
     known = {recording.place(each) for each in after.handles}
     known |= {grad.place for grad in had_grads.values() if grad is not None and grad.tensor is not None}
     for command, origin in zip(recording.commands, recording.origins, strict=True):
         for _, name in command.operands:
             if name[0] == "outside" and (name[1:] not in known or name[1:] in recording.names):
                 return (
-                    f"{recording.operator(command)} at {shown(origin)} works on a tensor that is no argument "
-                    "and was not found in what the function uses, or that it makes anew in every call: pass "
-                    "it as an argument"
+                    f"{recording.operator(command)} at {shown(origin)} uses a tensor that is not an argument "
+                    "and was not found among the objects that the function uses, or that is created in every "
+                    "call: pass it as an argument"
                 )
     if any(name[0] == "number" for name in recording.names.values() if name in results.names):
         return "it returns a number of the master that it moved to a node"

@@ -1,7 +1,7 @@
-"""The log of one call of a recorded step, and the comparison of two calls' logs.
+"""The log of one call of a recorded step, and the comparison of the logs of two calls.
 
-In a recording every tensor has a *name* that is the same in the next call: the input that it is, which
-command made it, or, if it was there before, its space and id.
+In a recording each tensor has a *name* that is the same in the next call: the argument that it is, the
+number of the command's result, or, if it existed before, its space and id.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from .effects import memory_of, version_of
 Name = tuple[Any, ...]
 
 
-#: of a tensor of the master: how far it begins after the tensor, its shape, and its strides
+#: part of a tensor of the master: element offset relative to the tensor, shape and strides
 Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
-#: of no concern to a recording
+#: commands that recordings ignore
 _SILENT = frozenset({DEFINE, FORGET, PROGRAM, ERASE, PUT, DROP})
 
 
 class Command(NamedTuple):
-    """A command of a log, with names in the place of ids.
+    """A command of a log, with names instead of ids.
 
     Attributes:
-        space: number of the space in whose log it is.
-        numbers: as in the log, with zeros in the place of ids.
-        operands, results: position among the numbers, and name, of each tensor.
-        scalars: of the command.
+        space: number of the space of the log.
+        numbers: the numbers of the command, with zeros instead of ids.
+        operands, results: (position among the numbers, name) of each tensor.
+        scalars: the scalars of the command, packed.
     """
 
     space: int
@@ -67,21 +67,21 @@ class Command(NamedTuple):
 
 
 class Recording:
-    """Listens to what one thread's call appends to the logs of all spaces.
+    """Listener that records the commands that one thread's call appends to the logs of all spaces.
 
     Attributes:
-        commands: so far.
-        origins: the program's line of each.
-        names: of tensors by space and id: inputs, and what was made or uploaded.
-        homes: the number of the space of each tensor that has a name.
-        spaces: all that are listened to, by number.
-        forgotten: whether calls were forgotten meanwhile.
-        refusal: why the call cannot be recorded, once it has done something that no replay can do.
-        moved: to which space each tensor of the master was put.
-        awaited: bytes that come to each space from others.
-        constants: what the call returned beside tensors.
-        generator: the state of the processor's random generator after the call, if that has changed it.
-        read: positions of arguments, tensors of the master, whose elements the call has looked at here.
+        commands: the commands so far.
+        origins: the program's line for each command.
+        names: names of inputs, created and uploaded tensors, by space and id.
+        homes: the space number of each named tensor.
+        spaces: all recorded spaces, by number.
+        forgotten: whether interned calls were discarded meanwhile.
+        refusal: the error, if the call did something that cannot be replayed.
+        moved: the destination space of each uploaded tensor.
+        awaited: number of bytes that each space receives from others.
+        constants: values in the call's result other than tensors.
+        generator: state of the CPU's random generator after the call, if the call changed it.
+        read: positions of the master's tensors among the arguments whose elements the call read.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Recording:
         self._thread = threading.get_ident()
         self._uploads = [(i, leaf, memory_of(leaf), version_of(leaf)) for i, leaf in uploads]
         self._made = self._uploaded = 0
-        #: the tensor of several nodes that was named last, and the nodes that have given their part
+        #: the tensor of a place that was named last, and the numbers of the spaces that shared their part
         self._joined: tuple[Name, set[int]] = ((), set())
         self.spaces = {space.number: space for space in spaces}
         self.forgotten = False
@@ -109,21 +109,21 @@ class Recording:
         self.read: frozenset[int] = frozenset()
 
     def named(self, space: int, id: int) -> Name:
-        """The name of a tensor."""
+        """Return the name of a tensor."""
         return self.names.get((space, id)) or ("outside", space, id)
 
     def place(self, handle: TensorHandle) -> tuple[int, int] | None:
-        """Space and id of a tensor; None: an earlier space had that number, and the tensor is lost."""
+        """Return the space number and id of a tensor; None if its space was replaced and it is lost."""
         space = handle.space
         return (space.number, handle.id) if self.spaces.get(space.number) is space else None
 
     def operator(self, command: Command) -> str:
-        """A command in words."""
+        """Return the name of a command's operator."""
         key = self._key(command)
         return "a command" if key is None else key[0].name.replace("::", ".")
 
     def values(self, command: Command) -> list[float]:
-        """The numbers of a command."""
+        """Return the numeric arguments of a command."""
         given = [name[2] for _, name in command.operands if name[0] == "number"]
         held = [each for each in self._key(command) or () if type(each) in (int, float)]
         return array("d", command.scalars).tolist() + given + held
@@ -133,12 +133,12 @@ class Recording:
         found = (key for key, call in table if call is not None and call.number == command.numbers[0])
         return next(found, None) if command.numbers[0] >= FIRST else None
 
-    # -- what the spaces tell; the caller holds the master's lock -----------------------------------
+    # -- notifications of the spaces; the caller holds the master's lock -----------------------------
 
     def issued(
         self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
     ) -> None:
-        """An interned call."""
+        """Record an interned call."""
         numbers, first = [number, *ids, *made], 1 + len(ids)
         self.command(space, numbers, range(1, first), range(first, first + len(made)), scalars, origin)
 
@@ -151,9 +151,9 @@ class Recording:
         scalars: Sequence[float],
         origin: Origin | None,
     ) -> None:
-        """A command; ``operands`` and ``results`` are the positions of ids among its numbers."""
+        """Record a command; `operands` and `results` are positions of ids among its numbers."""
         if threading.get_ident() != self._thread:
-            for at in results:  # of an id that this thread had freed, perhaps
+            for at in results:  # the id may be one that this thread freed
                 self.names.pop((space.number, numbers[at]), None)
             return
         given = tuple((at, self.named(space.number, numbers[at])) for at in operands)
@@ -183,7 +183,7 @@ class Recording:
         self.origins.append(origin)
 
     def _shared(self, space: Space, numbers: Sequence[int]) -> None:
-        """A tensor of one space is named in another one, which is a place's if several nodes give a part."""
+        """Record that a tensor got an id in another space, a place's if several nodes share a part."""
         _, source, id, target, new = numbers
         name, given = self._joined
         if self.names.get((target, new)) != name or space.number in given:
@@ -193,19 +193,15 @@ class Recording:
         self._add(space, numbers, ((2, operand),), ((4, name),), (), issuing_line())
 
     def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None:
-        """A tensor of the master was put there.
-
-        Raises:
-            RecordingMismatch: it is no argument.
-        """
+        """Record the upload of a tensor; refuse it unless it is an argument or a number."""
         if threading.get_ident() != self._thread:
             self.names.pop((space.number, id), None)
             return
         self._uploaded += 1
         if value.requires_grad and torch.is_grad_enabled():
             raise self._refused(
-                f"a tensor of the master that needs a gradient is moved to {space.device}",
-                "no replay would set its grad: detach() it, or keep it on the node",
+                f"a tensor of the master that requires a gradient is moved to {space.device}",
+                "a replay would not set its grad: detach() it, or keep it on the node",
             )
         name: Name
         found = self._argument(value)
@@ -218,15 +214,15 @@ class Recording:
             dtype = str(value.dtype).removeprefix("torch.")
             raise self._refused(
                 f"{dtype}{list(value.shape)} of the master is moved to {space.device}",
-                "make it an argument of the function, whose elements each call moves anew, or move it "
-                "before the function is called",
+                "make it an argument of the function, which is moved in every call, or move it before the "
+                "function is called",
             )
         self.names[space.number, id] = name
         self.homes[name] = space.number
         self.moved[name] = space
 
     def _argument(self, value: torch.Tensor) -> tuple[int, Part | None] | None:
-        """The argument that this is, or is a part of."""
+        """Return the position of the argument that contains this tensor, and the part of it."""
         storage, offset, shape, stride, dtype = memory = memory_of(value)
         for i, leaf, its, version in self._uploads:
             if its[0] != storage or its[-1] != dtype or version_of(leaf) != version:
@@ -240,16 +236,12 @@ class Recording:
         return None
 
     def awaits(self, space: Space, bytes: int) -> None:
-        """So much will come to the nodes of a space."""
+        """Record that the nodes of a space will receive this many bytes."""
         if threading.get_ident() == self._thread:
             self.awaited[space.number] += bytes
 
     def commanded(self, space: Space, numbers: Sequence[int]) -> None:
-        """A command that is no call.
-
-        Raises:
-            RecordingMismatch: no replay could do it.
-        """
+        """Record a command other than a call; refuse it if it cannot be replayed."""
         self.forgotten |= numbers[0] == FORGET
         if threading.get_ident() != self._thread or numbers[0] in _SILENT:
             return
@@ -258,12 +250,12 @@ class Recording:
         elif numbers[0] in (FETCH, ITEM):
             raise self._refused(
                 "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",
-                "return the tensor, and look at it after the call",
+                "return the tensor, and read it after the call",
             )
         elif numbers[0] == WAIT:
             raise self._refused(
                 "a stream or an event is used, and replays run on the default streams",
-                "use streams and events outside of the function",
+                "use streams and events outside the function",
             )
         elif numbers[0] == CALL:
             raise self._refused("a function is called on its node", "call it before or after the step")
@@ -272,7 +264,7 @@ class Recording:
         else:
             raise self._refused(
                 "the program waits for its node (a shape that depends on elements, or the random state)",
-                "move it out of the function; a mask with torch.where has a shape that is known, and "
+                "move it out of the function; torch.where instead of a mask has a known shape, and "
                 "torch.utils.checkpoint takes preserve_rng_state=False",
             )
 
@@ -284,12 +276,11 @@ class Recording:
 
 
 def _extent(offset: int, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """The first element of a tensor in its memory, and the last."""
     return offset, offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def difference(before: Recording, after: Recording) -> str | None:
-    """Where two recordings differ, with the remedy; None: nowhere."""
+    """Describe the first difference of two recordings, with the remedy, or return None."""
     if before.commands == after.commands:
         return None
     for i, (a, b) in enumerate(zip(before.commands, after.commands, strict=False)):
@@ -300,19 +291,19 @@ def difference(before: Recording, after: Recording) -> str | None:
         other = next(((x, y) for x, y in zip(was, now, strict=False) if x != y or x != x), None)
         if other is not None and len(was) == len(now) and before.operator(a) == after.operator(b):
             return (
-                f"{where} has {other[1]}, and had {other[0]} in the call before: numbers of a recorded step "
-                "must stay the same.  Adam and its kin count their steps on the node with fused=True or "
-                "capturable=True; a rate that changes in every call can be a tensor of the node, "
-                "lr=torch.tensor(..., device=...)"
+                f"{where} has {other[1]}, and had {other[0]} in the previous call: numbers of a recorded "
+                "step must stay the same. Adam and similar optimizers count their steps on the node with "
+                "fused=True or capturable=True; a learning rate that changes in every call can be a tensor "
+                "on the node, lr=torch.tensor(..., device=...)"
             )
         if a.space != b.space or a.numbers != b.numbers:
             return (
-                f"{where} was {before.operator(a)} at {shown(before.origins[i])} in the call before, or of "
-                "other shapes: a step must issue the same operations in every call"
+                f"{where} was {before.operator(a)} at {shown(before.origins[i])} in the previous call, or "
+                "had other shapes: a step must issue the same operations in every call"
             )
         return (
-            f"{where} works on another tensor than in the call before, which was made anew: pass it as an "
-            "argument, or write to it in place"
+            f"{where} uses another tensor than in the previous call: pass the tensor as an argument, or "
+            "write to it in place"
         )
     longer = max(before, after, key=lambda each: len(each.commands))
     i = min(len(before.commands), len(after.commands))
@@ -323,7 +314,7 @@ def difference(before: Recording, after: Recording) -> str | None:
 
 
 def alive(recording: Recording) -> dict[Name, TensorHandle]:
-    """Handles of tensors that the recorded call made and that something holds, by name."""
+    """Handles, by name, of tensors that the recorded call created and that are still held."""
     found = {}
     for each in gc.get_objects():
         if type(each) is TensorHandle:

@@ -1,8 +1,8 @@
-"""A recording that became a program: what is sent for a call, and what the call then returns.
+"""Replays of recorded steps: the program of a recording, and the result of each call.
 
-The log is cut into *parts*, each the commands between two changes of the space; a part is one command of its
-space.  Of the tensors that the recorded call made, those that it returned are made anew by every replay, and
-what something else still holds (gradients, state) keeps its id: a replay writes over it.
+The log is cut into *parts* at each change of space; a part is one command of its space. Tensors that the
+recorded call created and returned are created by every replay. Tensors that something else still holds
+(gradients, state) keep their ids, and replays overwrite them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .guards import Grad, Guards
 from .recording import Command, Name, Recording, alive
 from .trees import Results
 
-#: in the place of what a call returns
+#: returned instead of a result if the nodes no longer have the program
 FORGOTTEN = object()
 
-#: in the place of what nobody asks for
+#: metadata of internal tensors, which is never used
 _UNKNOWN: Any = None
 
 
@@ -43,13 +43,13 @@ class Part(NamedTuple):
     """One command of a program.
 
     Attributes:
-        space: whose command it is.
-        key: in the space's table of calls, which loses it when the nodes forget it.
-        number: of the command.
+        space: the space of the command.
+        key: its key in the space's table of calls, which is removed when the nodes discard the command.
+        number: command number.
         inputs: names of its operands.
-        given: names of what it gives to other spaces, those, and their metadata.
-        results: names of its results, and their metadata.
-        origins: the program's line of each step.
+        given: (name, space, metadata) of the results that it shares with other spaces.
+        results: (name, metadata) of its own results.
+        origins: the program's line for each step.
     """
 
     space: Space
@@ -62,16 +62,16 @@ class Part(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """Whether its nodes know it; the caller holds the lock."""
+        """Whether the nodes still have it; the caller holds the lock."""
         return self.space.lost is None and self.space.calls.get(self.key) is self
 
     @uncut
     def issue(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> None:
-        """Append it to the log; ``made`` has what came before and gets its results."""
+        """Append it to the log; `made` has the results of earlier parts and receives its own."""
         space = self.space
         given = [leaves[name[1]].handle.id if name[0] == "input" else made[name].id for name in self.inputs]
         for name, other, known in self.given:
-            if name not in made:  # another node of the place may have given its part
+            if name not in made:  # another node of the place may have shared its part
                 made[name] = TensorHandle(other, other.new_id(), known)
             given.append(made[name].id)
         ids = space.issue(self.number, given, [], len(self.results), self.origins, len(self.origins))
@@ -80,13 +80,7 @@ class Part(NamedTuple):
 
 
 class _Grad(NamedTuple):
-    """The parts of a gradient that are looked at.
-
-    Attributes:
-        tensor: that may have one.
-        had: whether it must.
-        needed, handle: the one that the program works on, and its handle; None: on none.
-    """
+    """Whether `tensor` must have a gradient (`had`), and the one that the program uses (`needed`)."""
 
     tensor: RemoteTensor
     had: bool
@@ -94,17 +88,17 @@ class _Grad(NamedTuple):
     handle: TensorHandle | None
 
 
-#: of programs that nothing has any more
+#: parts of programs that were garbage-collected
 _ended: deque[Part] = deque()
 
 
 def erase_ended() -> None:
-    """Let the nodes forget programs that nothing has any more; the caller holds the lock."""
+    """Erase garbage-collected programs on the nodes; the caller holds the lock."""
     while _ended:
         part = _ended.popleft()
         space = part.space
         if part.is_there:
-            space.calls[part.key] = None  # no other call gets its number
+            space.calls[part.key] = None  # reserves its number
             space.erase(part.number)
 
 
@@ -114,12 +108,7 @@ def erase_ended() -> None:
     "Record the function again",
 )
 class Replay:
-    """A program of a recorded step.
-
-    Attributes:
-        parts: its commands.
-        results: what a call returns.
-    """
+    """A program of a recorded step; `parts` are its commands."""
 
     def __init__(
         self,
@@ -157,7 +146,7 @@ class Replay:
         self.parts = self._cut(recording, results)
         self._shown = self._showing(leaves, results)
         self._several = False
-        # A tensor of the master that was read here must stay the same.
+        # The master's tensors that the recorded call read must be unchanged.
         shared = guards.storages
         self._memory = {
             i: memory
@@ -173,7 +162,7 @@ class Replay:
     # -- calls -----------------------------------------------------------------------------------
 
     def stands_for(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with such arguments would now issue what the program does."""
+        """Whether a call with these arguments would issue the commands of this program."""
         if not all(part.is_there for part in self.parts):
             return False
         handles = self._handles
@@ -207,7 +196,7 @@ class Replay:
         return self._guards.changed() is None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Send the program; what the call returns, or FORGOTTEN if the nodes have been told to forget it."""
+        """Send the program; return the call's result, or FORGOTTEN if the nodes no longer have it."""
         made: dict[Name, TensorHandle] = {}
         for name, space in self._uploads:
             if name[0] == "number":
@@ -233,9 +222,9 @@ class Replay:
                 if len(self.parts) == 1:
                     issue()
                 else:
-                    undisturbed(issue)  # or one node would send what none awaits
+                    undisturbed(issue)  # all parts or none: a node must not send data that no node awaits
             self._share_memory(made, leaves)
-        if self._written or self._written_leaves:  # a graph that was made before must not be used now
+        if self._written or self._written_leaves:  # makes autograd reject graphs made before this call
             increment_version([*self._written, *(leaves[i] for i in self._written_leaves)])
         if self._generator is not None:
             torch.set_rng_state(self._generator)
@@ -245,7 +234,7 @@ class Replay:
         return self._build(made, leaves)
 
     def _share_memory(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> None:
-        """Let handles show the memory that they showed in the recording."""
+        """Restore which handles share memory, as in the recording."""
         there = {**self._held, **made} if self._shown else {}
         for name, of in self._shown.items():
             shown = (leaves[each] if type(each) is int else there.get(each, each) for each in of)
@@ -253,7 +242,7 @@ class Replay:
             there[name].storage = merged(storages)
 
     def _apart(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> AbstractContextManager[None]:
-        """Append its commands between those of all streams: nobody knows which memory each of them uses."""
+        """Context that orders the program after and before everything else: its memory use is unknown."""
         if self.parts[0].space.ordering is None:
             return nullcontext()
         for part in self.parts:
@@ -269,12 +258,12 @@ class Replay:
 
     @uncompiled
     def __del__(self) -> None:
-        _ended.extend(self.__dict__.get("parts", ()))  # in whatever thread this is: nothing else
+        _ended.extend(self.__dict__.get("parts", ()))  # runs in any thread: do nothing else here
 
-    # -- making ----------------------------------------------------------------------------------
+    # -- construction ----------------------------------------------------------------------------
 
     def _still_held(self, recording: Recording, results: Results) -> dict[Name, TensorHandle]:
-        """Tensors that the call made, did not return, and that are still held by something."""
+        """Tensors that the call created and did not return, and that something still holds."""
         gradients = {handle for _, _, handle in self._guards.grads}
 
         def found() -> dict[Name, TensorHandle]:
@@ -283,12 +272,12 @@ class Replay:
         held = found()
         if not gradients.issuperset(held.values()):
             held.clear()
-            gc.collect()  # tensors that only a cycle holds would be kept for ever
+            gc.collect()  # tensors held only by reference cycles would be kept forever
             held = found()
         return held
 
     def _showing(self, leaves: Sequence[Any], results: Results) -> dict[Name, list[Any]]:
-        """Tensors that show memory of others: of an argument, a tensor outside, or another result."""
+        """For each tensor that shares memory: the handle, argument or result that it shares it with."""
         storages: dict[Storage, list[Any]] = {}  # a handle, the position of an argument, or a name
         static = set(self._held.values())
         for handle in self._handles:
@@ -401,7 +390,7 @@ def _is_one_of(leaf: Any, handles: set[TensorHandle]) -> bool:
 
 
 def _pattern(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """The leaves that are the same tensor, and those that are views of one."""
+    """Which leaves are the same tensor, and which are views of the same one."""
     first: dict[Any, int] = {}
     pattern = []
     for i, each in enumerate(leaves):

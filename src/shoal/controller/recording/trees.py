@@ -1,4 +1,4 @@
-"""Arguments and results of recorded steps: trees with tensors of nodes in them."""
+"""Nested arguments and results of recorded steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _Build = Callable[[dict[Name, TensorHandle], Sequence[Any]], Any]
 
 
 def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) -> None:
-    """Take arguments apart: tensors, what a call of the same kind has equal, and objects.
+    """Append the key of the arguments, their tensors, and the objects compared by identity.
 
-    Each container is taken apart once; the key has a number in place of it where it occurs again.
+    A container that occurs again is represented in the key by its number.
     """
     numbers: dict[int, int] = {}
     pending = [value]
@@ -56,7 +56,7 @@ def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) ->
 
 @uncompiled
 class _Ended(torch.autograd.Function):
-    """A result that needed a gradient in the recording: its graph was there."""
+    """Gives a result `requires_grad`, as in the recording, and an error for backward passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RemoteTensor, anchor: torch.Tensor) -> RemoteTensor:
@@ -81,11 +81,11 @@ def _result(handle: TensorHandle, graph: bool) -> RemoteTensor:
 
 
 class Results:
-    """The result of a call, without its tensors.
+    """The structure of a call's result.
 
     Attributes:
-        names: of the tensors that it made and nothing else holds.
-        constants: what else it returned.
+        names: names of the result's tensors that the call created and that nothing else holds.
+        constants: other values in the result.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Results:
         self.handles: dict[Name, TensorHandle] = {}
         tree = Tree(result, self._is_leaf)
         parts = [self._built(each) for each in tree.leaves]
-        tree.leaves = []  # or it would keep tensors of nodes
+        tree.leaves = []  # releases the tensors of nodes
         self.build: _Build = lambda made, leaves: tree.build([part(made, leaves) for part in parts])
 
     def _is_leaf(self, value: Any) -> bool:
@@ -129,7 +129,7 @@ class Results:
         return lambda made, leaves: value
 
     def differ(self, constants: Sequence[Any]) -> bool:
-        """Whether another call returned something else, beside tensors of nodes."""
+        """Whether another call returned other values, apart from tensors of nodes."""
         return len(constants) != len(self.constants) or any(
             a is not b and (type(a) is not type(b) or type(a) not in PLAIN or a != b)
             for a, b in zip(constants, self.constants, strict=True)

@@ -1,1 +1,1 @@
-"""Tensors on nodes as a device of torch: dispatch of operations, metadata, prediction of results."""
+"""The torch device ``node``: dispatch of operations, tensor metadata, and prediction of results."""

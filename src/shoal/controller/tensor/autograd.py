@@ -1,4 +1,4 @@
-"""The settings and guards that torch's autograd needs for backward passes over nodes."""
+"""Autograd settings and the device guard for backward passes with tensors on nodes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from ...common.uncompiled import uncompiled
 from ..commands.interrupts import uncut
 
-#: has ``prepared`` in threads that were: what to restore; and the ``error`` that ended a backward pass
+#: ``prepared``: the setting to restore in a prepared thread; ``error``: the error of its backward pass
 of_thread = threading.local()
 
 
 def prepare_thread() -> None:
-    """Let backward passes of this thread run in it.
+    """Run backward passes of this thread in this thread.
 
-    Torch gives each device a thread of autograd and asks the device guard how many there are; a guard in
-    Python knows of one.
+    Torch gives each device an autograd thread and asks the device guard for the number of devices; a guard
+    written in Python reports one.
     """
     if not hasattr(of_thread, "prepared"):
         of_thread.prepared = torch._C._is_multithreading_enabled()
@@ -28,7 +28,7 @@ def prepare_thread() -> None:
 
 
 def restore_thread() -> None:
-    """Let backward passes of this thread run as they did before it used nodes."""
+    """Restore the setting that this thread had before it used nodes."""
     if hasattr(of_thread, "prepared"):
         torch._C._set_multithreading_enabled(of_thread.prepared)
         del of_thread.prepared
@@ -36,15 +36,16 @@ def restore_thread() -> None:
 
 @uncompiled
 class DeviceGuard(torch._C._acc.DeviceGuard):
-    """The device, as torch asks about it.
+    """The device guard that torch queries.
 
-    Torch asks also while an error of an operation leaves a backward pass, and aborts the process if Python
-    answers with that error pending: it is kept aside here, and the backward pass raises it.
+    Torch also queries it while an exception of an operation leaves a backward pass, and aborts the process if
+    the Python method returns with that exception pending. So the guard stores the exception, and
+    :func:`wrap_engine` raises it.
     """
 
     @uncut
     def type_(self) -> Any:
-        """The type of the device; asked where C++ may raise nothing."""
+        """The device type; C++ calls this where no exception may be raised."""
         try:
             _raise_pending()
         except BaseException as error:
@@ -52,12 +53,12 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-#: any function of Python's, called so: ctypes raises an error that is pending after it
+#: an arbitrary C API function: ctypes raises the pending exception after the call
 _raise_pending = ctypes.pythonapi.PyErr_Occurred
 
 
 def wrap_engine(in_use: Callable[[], bool]) -> None:
-    """Prepare threads that begin a backward pass: that may be the first that one does."""
+    """Wrap torch's backward engine to call :func:`prepare_thread` first."""
     engine: Any = torch.autograd.graph._engine_run_backward
 
     @uncompiled

@@ -1,7 +1,7 @@
-"""Interned calls: an operator with operands of certain metadata is described to a node once.
+"""Interned calls: each combination of operator and operand metadata is described to a node once.
 
-The key of a call is its operator, the metadata of its tensors, and its other arguments; numbers that travel
-as operands are in it by type.  A call that is known costs the master a look into a table.
+The key of a call is the operator, the metadata of its tensors, and its other arguments. Numbers that are sent
+as operands appear in the key by type only. Issuing a known call costs the master one table lookup.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from .within import Within
 if TYPE_CHECKING:
     from .prediction import Prediction
 
-#: calls that a node is told of before all of them are forgotten
+#: number of interned calls after which the master and the nodes discard all of them
 LIMIT = 65_536
-#: operations from which on it is told if more than a tenth of them were of new kinds
+#: number of operations after which the master warns if more than a tenth were cache misses
 MANY = 5_000
-#: operators that are named then
+#: number of operators that the warning names
 _WORST = 3
-#: integers that a float holds exactly travel as one
+#: largest magnitude of an integer that is sent as a float without loss
 _EXACT = 2**53
 
 
 class InternedCall:
-    """A call that a node knows.
+    """A call whose definition was sent to its node.
 
     Attributes:
-        number: its command.
-        results: metadata of its new tensors.
-        mutated: operands whose own metadata it changes, and into what.
-        single: whether it returns its one new tensor.
+        number: command number.
+        results: metadata of the new tensors.
+        mutated: (operand position, new metadata) of operands whose metadata the call changes.
+        single: whether it returns exactly one new tensor and changes no metadata.
         in_place: whether it returns its first operand, which is its first argument.
-        returned: else, what it returns, as :class:`Prediction` has it.
-        count: how many ids it needs.
-        proves: whether its last result says whether it could make the others.
-        memory: of the results and of the mutated, as :class:`Prediction` has it.
-        shows: the operand whose memory its one new tensor shows; None: it has its own, or there are several.
+        returned: otherwise, the structure of its return value, as in :class:`Prediction`.
+        count: number of new ids it needs.
+        proves: whether its last result is the success flag of its other results.
+        memory: memory of the results and of the mutated operands, as in :class:`Prediction`.
+        shows: position of the operand that its only new tensor is a view of, or None.
         written: positions of the operands that it writes to.
         random: whether it draws random numbers.
     """
@@ -73,12 +73,12 @@ class InternedCall:
         self.count = len(self.results) + len(self.mutated)
 
 
-#: in the place of a call: only the node knows what it gives
+#: marks a call whose results only the node can determine
 ASKED = InternedCall(0, torch.device("cpu"), None)
 
 
 def number_kind(value: object) -> str | None:
-    """How a number travels as an operand: "float" or "int"; None: it does not."""
+    """Type of the operand that the number is sent as, "float" or "int"; None if it is not an operand."""
     kind = type(value)
     if kind is float:
         return "float"
@@ -93,7 +93,7 @@ def collect(
     operands: list[RemoteTensor],
     scalars: list[float],
 ) -> bool:
-    """Take a call apart; False: it has tensors that are on no node."""
+    """Append the call's key, operands and scalars; return False if it has tensors that are not on a node."""
     numeric, lists = op.numeric, op.numeric_lists
     given: Iterable[tuple[int | str, Any]] = enumerate(args)
     if kwargs:
@@ -118,9 +118,9 @@ def collect(
 
 
 def _number(value: Any, key: list[Any], scalars: list[float]) -> bool:
-    """Take a number, or what stands in its place; False: a tensor that is on no node."""
+    """Append a numeric argument; return False if it is a tensor that is not on a node."""
     kind = number_kind(value)
-    key.append(type(value))  # equal numbers of other types give other dtypes
+    key.append(type(value))  # the dtype of the result depends on the type of the number
     if kind is not None:
         scalars.append(value)
     elif isinstance(value, torch.Tensor):
@@ -151,7 +151,7 @@ def _list(
 def templates(
     op: Operator, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Template], dict[str, Template]]:
-    """A call without its operands, in the order in which :func:`collect` takes them."""
+    """The arguments without operands, in the order of :func:`collect`."""
     return (
         [_template(value, at in op.numeric, at in op.numeric_lists) for at, value in enumerate(args)],
         {at: _template(value, at in op.numeric, at in op.numeric_lists) for at, value in kwargs.items()},
@@ -187,12 +187,7 @@ def intern(
     operands: Sequence[RemoteTensor],
     scalars: Sequence[float],
 ) -> InternedCall:
-    """The call of this key, which is new; the caller holds the master's lock.
-
-    Raises:
-        DeviceMismatch: its tensors are on several nodes.
-        Exception: what torch raises for such arguments.
-    """
+    """Define the call with this new key, with torch's checks; the caller holds the master's lock."""
     if space.lost is not None:
         raise anew(space.lost)
     others = {each.device for each in operands} - {space.device}
@@ -200,14 +195,14 @@ def intern(
         elsewhere = ", ".join(sorted(map(str, others)))
         advice = f"move them to one node, with .to({str(space.device)!r})"
         if any(len(each.handle.space.lines) > len(space.lines) for each in operands):
-            advice = f"take what one node has of the others, with .on({space.index})"
+            advice = f"take one node's part of the others, with .on({space.index})"
         raise DeviceMismatch(f"{op.name}: its tensors are on {space.device} and on {elsewhere}: {advice}")
     for each in operands:
         if each.handle.space is not space and each.handle.space.lost is not None:
-            raise anew(each.handle.space.lost)  # it was on the node that was there before
+            raise anew(each.handle.space.lost)  # the operand was on a node that has been replaced
     given, named = templates(op, args, kwargs)
     known = [each.handle.metadata for each in operands]
-    from .prediction import predict  # not at a node, which needs none
+    from .prediction import predict  # imported here because nodes do not need it
 
     predicted = predict(op.func, given, named, known, scalars)
     if predicted is None:
@@ -240,27 +235,27 @@ def intern(
 
 
 def misses_of(spaces: Iterable[Space]) -> str | None:
-    """The warning for a program whose spaces have too many operations of new kinds; None: they do not."""
+    """The warning if too many operations of these spaces were cache misses, else None."""
     logs = [log for each in spaces for log in (each, *each.further)]
     missed: Counter[str] = sum((log.missed for log in logs), Counter())
     return misses_in_words(sum(log.issued for log in logs), missed)
 
 
 def misses_in_words(issued: int, missed: Counter[str]) -> str | None:
-    """The warning for a program that issues too many operations of new kinds; None: it does not."""
+    """The warning if too many of `issued` operations were cache misses, else None."""
     misses = missed.total()
     if issued < MANY or misses * 10 <= issued:
         return None
     worst = ", ".join(f"{name} ({count} times)" for name, count in missed.most_common(_WORST))
     return (
-        f"{misses} of {issued} operations on nodes were the first with operands of such shapes, for which "
-        f"the master needs some hundred microseconds each; the most of {worst}: pad shapes that always "
-        "change to a few, or run that part on the node with master.call"
+        f"{misses} of {issued} operations on nodes were the first with operands of such shapes, which costs "
+        f"the master some hundred microseconds each; most frequent: {worst}: pad shapes that change in each "
+        "step to a few sizes, or run that part on the node with master.call"
     )
 
 
 def written_operands(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """Which of a call's operands it writes to."""
+    """Positions of the operands that a call writes to."""
     written: list[int] = []
     count = 0
     for at, value in (*enumerate(args), *kwargs.items()):

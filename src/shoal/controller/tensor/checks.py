@@ -1,4 +1,4 @@
-"""Checks of what an operator of linear algebra has made, as the master issues them."""
+"""The master's side of the error checks of ``torch.linalg`` results."""
 
 from __future__ import annotations
 

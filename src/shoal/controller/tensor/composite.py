@@ -1,10 +1,10 @@
-"""Operators that torch computes of others, and of which others depends on the device: attention, LSTM, GRU.
+"""Composite operators whose decomposition depends on the device: attention, LSTM, GRU.
 
-For a device that it does not know, torch takes those of GPUs, or none that are fused.  Such an operator is
-recorded here, once for each kind of arguments: torch runs it on fake tensors of the node's own device, and
-what it calls is then called with the tensors of the node, under autograd.  So results are those of the
-node's device, to the last bit.  For tensors on a GPU of a node, plain operators are recorded, which every GPU
-has: this process may have none, and no torch for them.
+For a device that torch does not know, it takes the decomposition for GPUs, or unfused operators. So these
+operators are recorded once for each kind of arguments: torch runs them on fake tensors of the node's own
+device, and the recorded operators are then called with the node's tensors, under autograd. The results are
+bitwise those of the node's device. For tensors on a GPU of a node the recording has plain operators only,
+because this process may have neither a GPU nor a torch build for GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .dispatch import mismatch
 from .prediction import quiet
 from .within import node
 
-#: the operators
+#: the operators that this module handles
 NAMES = (
     "scaled_dot_product_attention",
     *(f"{kind}.{given}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for given in ("input", "data")),
@@ -39,18 +39,18 @@ NAMES = (
     "rnn_tanh_cell",
     "rnn_relu_cell",
 )
-#: recordings that are kept, the last ones used
+#: maximum number of recordings kept (LRU)
 LIMIT = 1024
 
 
 class _Value(NamedTuple):
-    """In the place of a tensor: which one of those that were given or made."""
+    """Placeholder of a tensor: its index among the given and new tensors."""
 
     at: int
 
 
 class _Device(NamedTuple):
-    """In the place of the node's own device."""
+    """Placeholder of the node's own device."""
 
 
 class _Step(NamedTuple):
@@ -61,13 +61,7 @@ class _Step(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """The calls that an operator makes.
-
-    Attributes:
-        size: how many tensors are given and made.
-        steps: the calls.
-        result: what it returns.
-    """
+    """The calls of a composite operator; `size` counts the given and the new tensors."""
 
     size: int
     steps: list[_Step]
@@ -76,12 +70,10 @@ class _Recording(NamedTuple):
 
 @uncompiled
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is called."""
-
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[_Step] = []
-        self._kept = list(given)  # so that no two have the same id
+        self._kept = list(given)  # a reference to each tensor keeps the ids unique
         self._indices = {id(each): i for i, each in enumerate(given)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +84,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def noted(self, value: Any) -> Any:
-        """The same without tensors and devices."""
+        """`value` with placeholders for tensors and devices."""
 
         def note(each: Any) -> Any:
             if isinstance(each, Tensor) and id(each) in self._indices:
@@ -109,7 +101,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def count(self) -> int:
-        """How many tensors there were."""
         return len(self._kept)
 
 
@@ -118,7 +109,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _described(value: Any) -> Any:
-    """The key of a recording; of tensors of the master, like lengths of sequences, it has the elements."""
+    """Part of the key of a recording; includes the elements of the master's tensors (sequence lengths)."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.dtype, str(value.tolist())
@@ -140,10 +131,7 @@ def _without_onednn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(plain: bool) -> Iterator[None]:
-    """Leave the transforms and modes of the program, and keep whether it differentiates.
-
-    ``plain``: without the kernels that only processors have.
-    """
+    """Disable the program's modes except grad mode; `plain`: also the kernels that only CPUs have."""
     differentiating = torch.is_grad_enabled()
     with (
         temporarily_clear_interpreter_stack(),
@@ -159,11 +147,7 @@ def _alone(plain: bool) -> Iterator[None]:
 
 
 def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recording:
-    """Run an operator on fake tensors.
-
-    Raises:
-        Exception: what torch raises for such arguments.
-    """
+    """Run an operator on fake tensors; raises the errors that torch raises for these arguments."""
 
     def fake(each: Any) -> Any:
         if not isinstance(each, Tensor) or each.device.type == "cpu":
@@ -208,11 +192,11 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Record
 
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compute an operator as the node's device does it.
+    """Compute a composite operator like the node's device.
 
     Raises:
-        DeviceMismatch: some of its tensors are here; numbers and the lengths of sequences may be.
-        Exception: what torch raises for such arguments.
+        DeviceMismatch: a tensor is on the master and is neither a number nor the lengths of sequences.
+        Exception: any error that torch raises for these arguments.
     """
     given = [each for each in _tensors((tuple(args), kwargs)) if each.device.type != "cpu"]
     device = given[0].device
@@ -247,6 +231,6 @@ special(*(f"aten::{name}" for name in NAMES))(run)
 @special("aten::_nested_tensor_from_mask")
 def _refuse_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     raise UnsupportedOperation(
-        "a nn.TransformerEncoder with a mask of padding takes nested tensors in evaluation, and nodes hold "
-        "dense ones: make it with enable_nested_tensor=False"
+        "nn.TransformerEncoder with a padding mask uses nested tensors in eval mode, and nodes hold dense "
+        "tensors only: create it with enable_nested_tensor=False"
     )

@@ -1,6 +1,6 @@
-"""The master's half of copies from node to node: a ``send`` for one, and a ``receive`` for the other.
+"""The master's side of copies between nodes: a ``send`` command for one, a ``receive`` for the other.
 
-The elements go directly, and nothing here waits for them.
+The elements are sent directly between the nodes; the master does not wait.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ torch.library.register_fake(f"{between.NAMESPACE}::receive", _received)
 
 
 def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
-    """A copy on other nodes, which goes there directly.
+    """Copy a tensor to another space, directly between the nodes.
 
-    From a node to a place of several each of them gets it; between two places of as many nodes each node
-    gives its own to that in the same position.
+    From one node to a place, every node of the place receives the tensor. Between two places of equal size,
+    each node sends its part to the node at the same position.
 
     Raises:
-        UsageError: there is no saying which node's tensor is meant.
-        NodeLost: one of the nodes died.
+        UsageError: the places have different sizes, so it is ambiguous which node's part to copy.
+        NodeLost: one of the nodes is lost.
     """
     source = tensor.handle.space
     routes = _routes(source, space)
@@ -61,7 +61,7 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
     session = current.master().name
     made: list[RemoteTensor] = []
 
-    def both() -> None:  # or the counts of what was sent and of what is awaited would differ
+    def both() -> None:  # never one without the other, or the counts of sends and receives would differ
         with space.lock:
             for each in (space, source):
                 if each.lost is not None:
@@ -72,7 +72,7 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
                 dispatch(_send, (tensor, routes, session), {})
                 try:
                     made.append(dispatch(_receive, awaited, how))
-                except NodeLost:  # since a moment: the others of a place take what is sent to them
+                except NodeLost:  # lost just now: the other nodes of the place must receive what was sent
                     for part in space.parts:
                         with contextlib.suppress(NodeLost), apart(part):
                             dispatch(_receive, awaited, {**how, "device": part.device})
@@ -83,7 +83,7 @@ def copied(tensor: RemoteTensor, space: Space) -> RemoteTensor:
 
 
 def _routes(source: Space, space: Space) -> list[int]:
-    """Triples of a sender, a receiver, and their channel, which is another one after each was replaced."""
+    """Flat (sender, receiver, channel) triples; the channel changes when either node is replaced."""
     senders, receivers = list(source.lines), list(space.lines)
     if len(senders) == 1:
         senders *= len(receivers)

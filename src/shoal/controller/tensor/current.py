@@ -1,4 +1,4 @@
-"""The master of this process."""
+"""The open master of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..commands.space import Space
 
 
 class Nodes(Protocol):
-    """A master, as operators and the device see it."""
+    """The interface of a master for operators and the device module."""
 
     name: str
     strict: bool
@@ -34,26 +34,21 @@ _forked = False
 
 
 def master() -> Nodes:
-    """The one that is open.
-
-    Raises:
-        UsageError: there is none.
-        ForkedProcess: it is that of the process of which this one is a fork.
-    """
+    """The open master; raises `UsageError` or `ForkedProcess` if there is none."""
     if _master is None:
         if _forked:
-            raise ForkedProcess("the nodes belong to the process of which this one is a fork")
+            raise ForkedProcess("the nodes belong to the parent process, of which this one is a fork")
         raise UsageError("there are no nodes: call shoal.init_master_worker(workers=n) first")
     return _master
 
 
 def opened() -> Nodes | None:
-    """The one that is open, if any."""
+    """The open master, or None."""
     return _master
 
 
 def set_master(master: Nodes | None) -> None:
-    """Another one, or none."""
+    """Set the open master, or None."""
     global _master
     _master = master
 

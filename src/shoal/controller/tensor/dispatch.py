@@ -1,4 +1,4 @@
-"""Every operation on tensors of nodes comes here, below autograd, and becomes a command in a node's log."""
+"""Dispatch of operations on nodes' tensors, below autograd: each becomes a command in a node's log."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .ordering import Streams
 from .tensor import RemoteTensor, TensorHandle, rebind, share, wrap
 from .within import Within, chosen, within
 
-#: bytes from which a tensor of the master is sent without a copy of it before
+#: size in bytes from which a tensor of the master is sent without copying it first
 _LARGE = 2**20
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Issue an operation; its results, at once."""
+    """Issue an operation and return its results without waiting."""
     if not hasattr(of_thread, "prepared"):
         prepare_thread()
     op = operator(func)
@@ -63,7 +63,6 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @uncut
 def _issued(space: Space, call: InternedCall, operands: Sequence[RemoteTensor], scalars: list[float]) -> Any:
-    """Issue an interned call; the tensors that it returns."""
     ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
     if call.single:
         handle = TensorHandle(space, ids[0], call.results[0])
@@ -84,7 +83,7 @@ def _on_stream(
     operands: Sequence[RemoteTensor],
     scalars: list[float],
 ) -> Any:
-    """Issue an operation to the stream of this thread."""
+    """Issue an operation on the current stream of this thread."""
     streams = cast(Streams, space.ordering)
     log = streams.current(space)
     storages = [each.handle.memory() for each in operands]
@@ -109,7 +108,6 @@ def _issued_to(
     storages: Sequence[Storage],
     scalars: list[float],
 ) -> Any:
-    """Issue an interned call to a stream; the tensors that it returns."""
     streams = cast(Streams, log.ordering)
     ids = streams.issue(log, call, [each.handle.id for each in operands], storages, scalars)
     if call.in_place:
@@ -155,7 +153,7 @@ def _returned(
 def _rebuilt(
     returned: tuple[Any, ...], made: Sequence[RemoteTensor], operands: Sequence[RemoteTensor]
 ) -> Any:
-    """The return value of a call; no closure, as one that calls itself would hold the tensors in a cycle."""
+    """The return value of a call. Not a closure: a recursive one would keep the tensors in a cycle."""
     kind, value = returned
     if kind == "new":
         return made[value]
@@ -176,20 +174,16 @@ def _ask(
     operands: Sequence[RemoteTensor],
     scalars: Sequence[float],
 ) -> Any:
-    """Run an operation whose results only the node can tell, and wait for what it tells of them.
-
-    Raises:
-        UsageError: the master is strict.
-    """
+    """Run an operation whose results only the node can determine, and wait for their metadata."""
     if current.master().strict:
         raise UsageError(
-            f"{op.name} would wait for {space.nodes}, which alone can tell the shape of its result, and the "
-            "master is strict: use an operation whose shape is known, like torch.where for x[mask], or "
-            "set master.strict to False around it"
+            f"{op.name} would wait for {space.nodes}, because the shape of its result is known only there, "
+            "and the master is strict: use an operation whose shape is known, like torch.where for x[mask], "
+            "or set master.strict to False around it"
         )
     given, named = templates(op, args, kwargs)
     answer = space.ask(op.name, given, named, [each.handle.id for each in operands], scalars)
-    # Tensors that it writes to may have another shape now: they are told of beside the result.
+    # Operands that it writes to may have new shapes, which the node reports with the result.
     result, *changed = answer[1] if op.writes else [answer]
     targets = [operands[each] for each in written_operands(op, args, kwargs)]
     position = len(changed)
@@ -224,7 +218,7 @@ def _space_of(kwargs: dict[str, Any]) -> Space:
 
 
 def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a factory for another device than its operand is on, like ``zeros_like(x, device="cpu")``."""
+    """Run a factory whose device differs from its operand's, such as ``zeros_like(x, device="cpu")``."""
     device = kwargs.get("device")
     if (
         device is None
@@ -243,11 +237,7 @@ def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[s
 
 
 def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments in which the master's numbers, tensors of no dimension, are on the node of the others.
-
-    Raises:
-        DeviceMismatch: other tensors of the master, or sparse ones, are among them.
-    """
+    """The arguments, with zero-dimensional tensors of the master copied to the others' node."""
     space = next((each.handle.space for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None)
     if space is None:
         space = _space_of(kwargs)
@@ -262,7 +252,7 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
                 f"{op.name}: {name} is {value.layout} on {value.device}, and nodes hold dense tensors: use "
                 f".to_dense().to({str(space.device)!r})"
             )
-        # Numbers of the master may take part, and its indices may choose, as with every device of torch.
+        # As with every torch device, zero-dimensional tensors and indices may be on the CPU.
         alien = (value.dim() and name != "indices") or name in op.writes
         if alien or value.device.type != "cpu":
             raise mismatch(op.name, name, value, space.device)
@@ -276,7 +266,7 @@ def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
 
 
 def mismatch(operator: str, name: str, value: torch.Tensor, device: torch.device) -> DeviceMismatch:
-    """The error of an argument that is elsewhere than the other tensors of its operator."""
+    """The error for an argument that is on another device than the operator's other tensors."""
     dtype = str(value.dtype).removeprefix("torch.")
     return DeviceMismatch(
         f"{operator}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "
@@ -295,15 +285,15 @@ def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
 def upload(
     space: Space, value: torch.Tensor, to: RemoteTensor | None = None, waits: bool = True
 ) -> RemoteTensor:
-    """A copy of a tensor of the master on a node.
+    """Copy a tensor of the master to a node.
 
     Args:
-        to: a tensor there that is to get the elements: it becomes the copy, and is returned, if it has been
-            made for that just now, as by ``x.to(device)``.
-        waits: until the tensor may be changed; else it may be when the node has been waited for.
+        to: the destination tensor. If it was created by the previous command, as in ``x.to(device)``, the
+            upload replaces its creation and `to` is returned.
+        waits: wait until `value` may be modified. Otherwise the caller must wait for the node before that.
     """
     source = value.detach().resolve_conj().resolve_neg()
-    # Where memory is lent, to send is to copy; so a large tensor is sent as it is, and at once.
+    # In lent memory sending is copying, so a large tensor is sent without a copy, and immediately.
     as_it_is = source.nbytes >= _LARGE and source.is_contiguous() and not source.storage_offset()
     if not as_it_is:
         source = source.clone()
@@ -322,9 +312,9 @@ def upload(
 def _uploaded(
     space: Space, log: Space, source: torch.Tensor, value: torch.Tensor, to: RemoteTensor | None
 ) -> RemoteTensor:
-    """Put ``source``, a copy of ``value``, on a node by one of its logs; the caller holds the lock."""
+    """Append the upload of `source`, a copy of `value`, to a log; the caller holds the lock."""
     known = metadata(space.device, told(source))
-    # A blank one depends on what the last command was, a matter of time, and a recording must not.
+    # Whether `to` is blank depends on timing (the last command), and a recording must be deterministic.
     blank = to is not None and to.handle.metadata is known and log.is_blank(to.handle.id)
     if to is not None and blank and space.listener is None:
         log.put(source, to.handle.id)

@@ -1,27 +1,25 @@
-"""Which stream waits for which: commands of several streams on one memory keep the program's order.
+"""Waits between streams, which keep the program's order for commands on the same memory.
 
-Every stream of a space has a log of its own.  Each storage remembers which log wrote to it last, up to which
-position, and which logs used it since.  A command that reads waits, in its own log, for the last write on
-another stream; one that writes waits for the uses too.  A node executes a wait when its stream comes there,
-so the master waits for nothing.
+Every stream of a space has its own log. Each storage records the log and position of its last write, and the
+logs that used it since. A command that reads first waits, in its own log, for the last write on another
+stream; a command that writes also waits for the uses. Nodes execute the waits; the master never blocks.
 
-- No waits can form a cycle.  Under the master's lock all commands of all streams and nodes are appended in
-  one order, and a command waits for earlier ones only: by its place in its own log; by a WAIT for what was
-  appended then; by an EXPECT of batches sent before; a ``receive`` for its ``send``; and a collective
-  for what its members' default streams have before it, and all of these come to it in this order
-  (:meth:`Streams.apart`).  So the oldest of all commands that are not done waits for none.
-- That one is at its node, or will be without the program's help.  The commands that a WAIT or an EXPECT waits
-  for are sent before it is appended, and each line sends the rest of its log by itself, as soon as its node
-  is through with what it has (:mod:`shoal.controller.commands.line`).
-- No wait is under a lock that another one needs: nodes wait in the threads of their streams, and the master
-  tells of batches in the callbacks of their replies.
-- The random generator of a node is a storage that every operation writes to that draws numbers: so they
-  keep the program's order, whatever streams they are on.
-- An id that one stream used is freed in its log, and used again by that stream only.  One that several used
-  is released in the log of each: the last one that comes to it frees the tensor, and the id is used again
-  once all of them have said that they did.
-- Before there is a second stream nothing of this is kept.  Whatever was done then counts as used by the
-  default stream when the second one is made.
+- Waits cannot form a cycle. All commands of all streams and nodes are appended in one order, under the
+  master's lock, and a command waits for earlier commands only: those before it in its log; a WAIT for those
+  appended before; an EXPECT for batches sent before; a ``receive`` for its ``send``; a collective for what
+  precedes it on its members' default streams, which all have collectives in the same order
+  (:meth:`Streams.apart`). So the oldest unfinished command waits for nothing.
+- The oldest unfinished command reaches its node without further calls of the program: the commands that a
+  WAIT or an EXPECT waits for are sent before it is appended, and each line sends the rest of its log when
+  its node has finished the earlier batches (:mod:`shoal.controller.commands.line`).
+- No wait holds a lock that another wait needs: nodes wait in their stream threads, and the master reports
+  finished batches from the callbacks of the replies.
+- The random generator of a node is treated as a storage that every operation drawing numbers writes to, so
+  these operations keep the program's order across streams.
+- An id used by one stream is freed in that stream's log and reused by that stream only. An id used by several
+  is released in each log: the last release frees the tensor; the id is reused after all have acknowledged.
+- With one stream none of this is recorded. When the second stream is created, everything before counts as
+  used by the default stream.
 """
 
 from __future__ import annotations
@@ -47,16 +45,12 @@ from ..protocol.commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 if TYPE_CHECKING:
     from .calls import InternedCall
 
-#: streams of a space; those who want more share them, as those of torch.cuda
+#: maximum number of further streams per space; beyond it streams share logs, as in torch.cuda
 MOST = 32
 
 
 class Streams:
-    """The streams of a master's nodes, once there are several.
-
-    Args:
-        spaces: that there are.
-    """
+    """The streams of a master's nodes, created with the second stream; `spaces`: those that exist."""
 
     def __init__(self, spaces: Iterable[Space]) -> None:
         self._generators: dict[NodeConnection, Storage] = {}
@@ -72,9 +66,9 @@ class Streams:
             undisturbed(partial(self.begin, space))
 
     def begin(self, home: Space) -> None:
-        """Keep the order of a space from now on."""
+        """Start to record the order of a space's commands."""
         if home.lost is None:
-            # After this position all that was done before on its nodes is done, of whatever space.
+            # This position follows everything issued to its nodes before, from any space.
             home.note(WAIT, NO_NODE, 0, 0, 0, 0)
         self._begun[home] = home.position
         home.ordering = self
@@ -84,11 +78,7 @@ class Streams:
     # -- streams -----------------------------------------------------------------------------------
 
     def open(self, home: Space) -> Branch:
-        """The log of a stream that nobody has, or, if there are many, few; the caller holds the lock.
-
-        Raises:
-            NodeLost: one of its nodes is lost.
-        """
+        """Return the log of an unused or the least used stream, or raise `NodeLost`. Needs the lock."""
         self._take_back()
         if home.lost is not None:
             raise anew(home.lost)
@@ -124,7 +114,7 @@ class Streams:
         return log
 
     def forget(self) -> None:
-        """Forget nodes that were replaced, and what is over; the caller holds the lock."""
+        """Drop the state of replaced nodes and closed spaces; the caller holds the lock."""
         self._take_back()
         self._logs = [each for each in self._logs if not each.home.over]
         self._by_home = {home: logs for home, logs in self._by_home.items() if home.lost is None}
@@ -142,15 +132,11 @@ class Streams:
         }
 
     def give_back(self, log: Branch) -> None:
-        """Somebody has the stream of this log no more; in whatever thread the garbage collector runs."""
+        """Release a stream of this log; called in any thread, by the garbage collector."""
         self._returned.append(log)
 
     def current(self, home: Space) -> Space:
-        """The log to which this thread's commands for a space go.
-
-        Raises:
-            NodeLost: that was of a node in whose place this one is.
-        """
+        """The log that receives this thread's commands for a space; `NodeLost` if its node is lost."""
         chosen: list[Space] = getattr(self._chosen, "logs", [])
         log = next((log for log in reversed(chosen) if log.index == home.index), home)
         if log.home is not home and log.home.lost is not None:
@@ -158,18 +144,18 @@ class Streams:
         return log
 
     def innermost(self) -> Space | None:
-        """The log that this thread chose last, if any."""
+        """The log that this thread entered last, or None."""
         chosen: list[Space] = getattr(self._chosen, "logs", [])
         return chosen[-1] if chosen else None
 
     def enter(self, log: Space) -> None:
-        """Let this thread's commands for a space go to one of its logs."""
+        """Send this thread's commands for a space to one of its logs."""
         if not hasattr(self._chosen, "logs"):
             self._chosen.logs = []
         self._chosen.logs.append(log)
 
     def leave(self, log: Space) -> None:
-        """Undo this thread's last :meth:`enter` of a log, whatever it has entered since."""
+        """Undo this thread's last :meth:`enter` of this log; later entries stay."""
         chosen: list[Space] = getattr(self._chosen, "logs", [])
         for at in range(len(chosen) - 1, -1, -1):
             if chosen[at] is log:
@@ -186,7 +172,7 @@ class Streams:
         storages: Sequence[Storage],
         scalars: list[float],
     ) -> list[int]:
-        """Append an interned call on tensors with these ids and storages; the ids of its results."""
+        """Append an interned call on tensors with these ids and storages; return the ids of its results."""
         written = [storages[each] for each in call.written]
         if call.random:
             written += self.generators(log)
@@ -205,7 +191,7 @@ class Streams:
     def using(
         self, log: Space, ids: Sequence[int], read: Sequence[Storage], written: Sequence[Storage] = ()
     ) -> Iterator[None]:
-        """Append any other commands that use tensors with these ids and storages, and write to some."""
+        """Context in which other commands are appended that read and write these storages."""
         undisturbed(partial(self._order, log, ids, read, written))
         try:
             yield
@@ -213,30 +199,30 @@ class Streams:
             undisturbed(partial(self._used, log, read, written))
 
     def made(self, log: Space) -> Storage:
-        """The storage of a tensor that the last command made."""
+        """The storage of a tensor that the last command created."""
         storage = Storage()
         storage.past.written = log, log.position
         storage.past.users.add(log)
         return storage
 
     def fence(self, log: Space) -> None:
-        """Let a log wait for all that was issued to its nodes: what comes next may use any tensor."""
+        """Make a log wait for everything issued to its nodes; the next command may use any tensor."""
         nodes = {line.main for line in log.lines}
         for other in self._logs:
             if nodes & {line.main for line in other.lines}:
                 undisturbed(partial(self.wait, log, other, other.position))
 
     def fenced(self, log: Space) -> None:
-        """Let whatever comes later on its nodes wait for the last command of a log."""
+        """Make everything appended later for its nodes wait for the last command of this log."""
         for line in log.lines:
             self._fences[line.main] = log, log.position
 
     @contextmanager
     def apart(self, *homes: Space) -> Iterator[None]:
-        """Append commands that nodes execute together: to their default streams, behind all that was issued
-        to them and before all that comes.
+        """Context in which commands are appended that several nodes execute together.
 
-        So all of these nodes come to such commands in one order.
+        They go to the default streams, after everything issued to these nodes before and before everything
+        issued later. So all of these nodes execute them in the same order.
         """
         with self.by_default(homes):
             for home in homes:
@@ -245,15 +231,15 @@ class Streams:
                 yield
             finally:
                 for home in homes:
-                    with suppress(ShoalError):  # it is lost, and perhaps not all of its nodes
+                    with suppress(ShoalError):  # the space is lost, but perhaps not all of its nodes
                         undisturbed(
                             partial(home.note, WAIT, NO_NODE, 0, 0, 0, 0)
-                        )  # behind the others of them
+                        )  # after the commands of its nodes' other spaces
                     self.fenced(home)
 
     @contextmanager
     def by_default(self, homes: Iterable[Space]) -> Iterator[None]:
-        """Let this thread's commands for spaces go to their default streams."""
+        """Context in which this thread's commands for these spaces go to their default streams."""
         entered: list[Space] = []
         try:
             for home in homes:
@@ -265,19 +251,19 @@ class Streams:
                 self.leave(home)
 
     def generators(self, log: Space) -> list[Storage]:
-        """In the place of the random generators of its nodes."""
+        """The storages that represent the random generators of its nodes."""
         return [self._generators.setdefault(line.main, Storage()) for line in log.lines]
 
     def ask(
         self, space: Space, command: int, id: int, storage: Storage
     ) -> list[tuple[NodeConnection, SegmentBatch]]:
-        """Send a command on a tensor that is replied to; the batches in which it is."""
+        """Send a command that has a reply; return the batches that contain it."""
         log = self.current(space)
         with self.using(log, [id], [storage]):
             return log.send_asked(command, id)
 
     def share(self, id: int, storage: Storage, space: Space, part: Space) -> int:
-        """Name a tensor of a place in the space of one of its nodes too, as :meth:`Space.share`."""
+        """Give a tensor of a place an id in the space of one of its nodes; see :meth:`Space.share`."""
         log = self.current(part)
         with self.using(log, [], [storage]):
             self._await_view(log, space, id, storage)
@@ -286,14 +272,14 @@ class Streams:
         return new
 
     def join(self, space: Space, given: Sequence[tuple[Space, int, Storage]]) -> tuple[int, Storage]:
-        """Name tensors of nodes, with their storages, as one of a place: its id there, and its storage."""
+        """Combine tensors of nodes into one tensor of a place; return its id there and its storage."""
         id, joined = space.new_id(), Storage()
         for part, each, storage in given:
             with self.using(part, [each], [storage], [storage]):
                 part.give(each, space, id)
             joined.past.users |= storage.past.users
             joined.past.views.update(storage.past.views)
-        space.note(WAIT, NO_NODE, 0, 0, 0, 0)  # behind what its nodes were told on their default streams
+        space.note(WAIT, NO_NODE, 0, 0, 0, 0)  # after what was sent on the default streams of its nodes
         joined.past.written = space, space.position
         joined.past.users.add(space)
         return id, joined
@@ -301,7 +287,7 @@ class Streams:
     def _order(
         self, log: Space, ids: Sequence[int], used: Sequence[Storage], written: Sequence[Storage]
     ) -> None:
-        """Wait for the other streams that a command depends on."""
+        """Append the waits for the other streams that a command depends on."""
         if log.home.freed:
             self.free(log.home)
         if self._fences:
@@ -319,7 +305,7 @@ class Streams:
             self._await_view(log, log.home, id, storage)
         for storage in written:
             while left := [use for use in storage.past.uses.items() if self._is_ahead(log, *use)]:
-                for use in left:  # what is sent may free tensors of this memory, which is a use too
+                for use in left:  # flushing may free tensors of this memory, which adds a use
                     self.wait(log, *use)
 
     def _await_view(self, log: Space, home: Space, id: int, storage: Storage) -> None:
@@ -338,10 +324,10 @@ class Streams:
             storage.past.written = log, after
 
     def wait(self, log: Space, other: Space, position: int) -> None:
-        """Let a log wait until the nodes that it shares with another one have done that up to a position."""
+        """Make a log wait until their common nodes have executed another log up to `position`."""
         if not self._is_ahead(log, other, position):
             return
-        # By their lines: another node may have come in the place of one that was lost.
+        # Compared by line, because a lost node may have been replaced by another of the same index.
         common = {line.main for line in log.lines} & {line.main for line in other.lines}
         for line in other.lines:
             line.flush()
@@ -351,7 +337,7 @@ class Streams:
         self._seen[log, other] = position
 
     def _is_ahead(self, log: Space, other: Space, position: int) -> bool:
-        """Whether a log has not waited yet for a position of another stream's."""
+        """Whether a log has not waited yet for this position of another stream."""
         if other.stream == log.stream or other.home.over:
             return False
         return self._seen.get((log, other), -1) < position
@@ -362,10 +348,10 @@ class Streams:
         batches: Iterable[tuple[NodeConnection, SegmentBatch]],
         passed: Callable[[], list[Future[Any]]],
     ) -> None:
-        """Let a log wait until batches of other nodes are done, or these nodes are lost.
+        """Make a log wait until batches of other nodes are done or these nodes are lost.
 
         Args:
-            passed: asks the GPUs of these nodes then: a node has only enqueued their work.
+            passed: called then to query these nodes' GPUs, where the work is only enqueued.
         """
         self._expected += 1
         number = self._expected
@@ -374,12 +360,12 @@ class Streams:
 
         def tell(_: object) -> None:
             for line in log.lines:
-                with suppress(ShoalError):  # whoever waits there is lost itself
+                with suppress(ShoalError):  # the waiting node is lost
                     line.main.call(sessions.tell, number)
 
         def done(_: object) -> None:
             asked: list[Future[Any]] = []
-            with suppress(ShoalError):  # they are lost, and hold nobody
+            with suppress(ShoalError):  # the nodes are lost: nothing to wait for
                 asked = passed()
             collect_all(asked).add_done_callback(tell)
 
@@ -388,7 +374,7 @@ class Streams:
     # -- freed ids ---------------------------------------------------------------------------------
 
     def free(self, home: Space) -> None:
-        """Free what nothing holds any more; undisturbed."""
+        """Free released tensors; called with Ctrl-C deferred."""
         while home.freed:
             freed = home.freed.popleft()
             id, storage = freed if isinstance(freed, tuple) else (freed, Storage())

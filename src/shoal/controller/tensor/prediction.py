@@ -1,4 +1,4 @@
-"""The results of an operator, by metadata alone: torch's fake tensors stand for those of a node."""
+"""Prediction of an operator's results from metadata alone, with torch's fake tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..protocol.commands import Template, filled
 from ..protocol.metadata import SPARSE, Metadata, WireMetadata, not_dense, told
 from .rehearsal import rehearse
 
-#: errors of torch that mean: only the node knows
+#: torch errors that mean: only the node can determine the result
 _ASK = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,34 +35,34 @@ _ASK = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
-#: operators of which torch's metadata is wrong: the loss of one sample, and weights that are not needed
+#: operators with wrong fake metadata in torch: the loss of one sample, and weights that are not needed
 _MISTAKEN = frozenset(
     {
         torch.ops.aten.multilabel_margin_loss_forward.default,
         torch.ops.aten._native_multi_head_attention.default,
     }
 )
-#: and those whose metadata is wrong in dtypes of two bytes
+#: operators with wrong fake metadata for dtypes of two bytes
 _MISTAKEN_IN_HALVES = frozenset(
     {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
 )
-#: operators whose results may be anywhere in the storage: whether they leave it, only its node knows
+#: operators whose results may be anywhere in the storage; only the node can check the bounds
 _ANYWHERE = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
-#: bytes of a storage that none is larger than
+#: upper bound of the size of a storage in bytes
 _LARGEST = 2**60
 
 
 class Prediction(NamedTuple):
-    """The results of a call, as metadata.
+    """The metadata of a call's results.
 
     Attributes:
-        returned: its shape: ("new", slot), ("operand", position), ("constant", value), or ("list", [...]) and
-            ("tuple", [...]) of these.
+        returned: structure of the return value: ("new", slot), ("operand", position), ("constant", value), or
+            ("list", [...]) and ("tuple", [...]) of these.
         results: metadata of the new tensors.
-        paths: where they are in what the operator returns.
-        mutated: operands whose own metadata changes, and into what.
-        memory: of the results and of the mutated: the operand whose memory each shows, or, from the number of
-            operands on, which new memory.
+        paths: paths of the new tensors in the operator's return value.
+        mutated: new metadata of operands whose metadata changes, by position.
+        memory: for each result, then each mutated operand: the position of the operand whose memory it
+            shares, or, from the number of operands on, the number of a new storage.
     """
 
     returned: tuple[Any, ...]
@@ -72,7 +72,7 @@ class Prediction(NamedTuple):
     memory: list[int]
 
     def on(self, gpu: int) -> Prediction:
-        """The same with all that it makes on a GPU of the node."""
+        """This prediction with all new tensors on a GPU of the node."""
         results = [each._replace(within=gpu) for each in self.results]
         mutated = {at: each._replace(within=gpu) for at, each in self.mutated.items()}
         return self._replace(results=results, mutated=mutated)
@@ -80,10 +80,7 @@ class Prediction(NamedTuple):
 
 @contextlib.contextmanager
 def _without_tangents() -> Iterator[None]:
-    """Keep torch from looking for tangents of fake tensors where it writes these into the text of an error.
-
-    It does so when overloads are tried, and in forward mode that failed.
-    """
+    """Disable forward AD: otherwise torch looks for tangents of fake tensors to print them in errors."""
     level = forward_ad._current_level
     forward_ad._current_level = -1
     try:
@@ -92,7 +89,7 @@ def _without_tangents() -> Iterator[None]:
         forward_ad._current_level = level
 
 
-@uncut  # torch's fake tensors work no more when an error ends them in certain moments
+@uncut  # an exception at certain points leaves torch's fake tensors unusable
 def predict(
     operator: Any,
     args: Sequence[Template],
@@ -100,13 +97,13 @@ def predict(
     operands: Sequence[Metadata],
     scalars: Sequence[float],
 ) -> Prediction | None:
-    """The results of a call; None: only the node can tell them.
+    """Predict the results of a call; None if only the node can determine them.
 
     Raises:
-        DeviceMismatch: its tensors are on devices within the node that do not go together.
-        Exception: what torch raises for such arguments.
+        DeviceMismatch: the tensors are on different devices within the node.
+        Exception: any error that torch raises for these arguments.
     """
-    # Modes of the program, like one that traces, see what the program issues, and not what is asked here.
+    # The program's modes, such as tracers, must not see the operators called here.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
         in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
         if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
@@ -116,7 +113,7 @@ def predict(
             try:
                 found = _predict(operator, args, kwargs, operands, scalars, True)
             except Exception:
-                rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # its error is the true one
+                rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # raises the kernel's error
                 raise
             rehearse(operator, args, kwargs, operands, scalars)
             return found
@@ -126,23 +123,22 @@ def predict(
             if torch_features.is_device_mismatch(error):
                 raise DeviceMismatch(
                     f"{operator}: {error} These are devices within a node: move the tensors to one of them, "
-                    "with .cuda(k), or .within(-1) for the processor"
+                    "with .cuda(k), or .within(-1) for the CPU"
                 ) from None
-            # The error is of a kernel for GPUs, which a build for CPUs lacks, or of the arguments.
+            # The error is from the arguments, or from a GPU kernel that a CPU build of torch lacks.
             found = _predict(operator, args, kwargs, operands, scalars, True)
             return None if found is None else found.on(gpus[-1])
 
 
 def _is_of_node_only(operator: Any) -> bool:
-    """Whether it is an operator of the program's own that was given no kernel for metadata."""
+    """Whether it is a custom operator without a fake kernel."""
     definition, schema = OPDEFS.get(operator._schema.name), operator._schema
     if definition is None or definition._abstract_fn is not None:
         return False
-    return bool(schema.returns) or not schema.is_mutable  # torch makes one for what only writes
+    return bool(schema.returns) or not schema.is_mutable  # torch creates one if it returns nothing
 
 
 def _gpus(template: Any) -> list[int]:
-    """The GPUs that are named in templates."""
     if isinstance(template, dict):
         return _gpus(list(template.values()))
     if isinstance(template, tuple) and template[:1] == ("device",):
@@ -160,7 +156,7 @@ def _predict(
     scalars: Sequence[float],
     on_processor: bool,
 ) -> Prediction | None:
-    """As :func:`predict`; ``on_processor``: as if all tensors were on the processor of the node."""
+    """Implement :func:`predict`; with `on_processor`, as if all tensors were on the node's CPU."""
 
     def device(within: int) -> torch.device:
         return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
@@ -209,8 +205,8 @@ def _predict(
         }
         enlarged = mutated or any(not each.numel() for each in given_back)
         if enlarged and torch_features.writes_to_out(operator):
-            # How the kernel lays out a tensor that it makes larger, only the kernel knows; and of some
-            # operators torch does not say that they do.
+            # Only the kernel knows how it lays out a tensor that it enlarges, and torch does not mark all
+            # operators that do this.
             return None
         memory += [_index(storages, fakes[position]) for position in mutated]
         return Prediction(shape, results, paths, mutated, memory)
@@ -229,7 +225,7 @@ def _index(storages: list[int], fake: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let torch log nothing of shapes that do not fit in this thread."""
+    """Suppress torch's log records about shape mismatches in this thread."""
     _predicting.now = True
     try:
         yield
@@ -238,7 +234,7 @@ def quiet() -> Iterator[None]:
 
 
 class _Quiet(logging.Filter):
-    """Drops what torch logs of shapes that do not fit: the error is the program's, and is raised to it."""
+    """Drops torch's log records about shape mismatches: the error is raised to the program."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(_predicting, "now", False)
@@ -248,12 +244,12 @@ _predicting = threading.local()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_Quiet())
 
 
-#: it imports torch's compiler when it is made: with this module, while the nodes start
+#: created at import, while the nodes start, because this imports torch's compiler
 _MODE = FakeTensorMode()
 
 
 def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor:
-    """A tensor of this metadata; ``anywhere``: in a storage that no view leaves."""
+    """A fake tensor with this metadata; `anywhere`: its storage has the maximum size."""
     if 0 in known.shape:
         reach = 0
     else:
@@ -261,7 +257,7 @@ def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor
     if not anywhere and not known.offset and reach <= _numel(known.shape):
         made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
     else:
-        # A view's storage is larger than what the view shows; how large, only its node knows.
+        # The storage of a view is larger than the view; its size is known to the node only.
         size = _LARGEST // known.dtype.itemsize if anywhere else known.offset + reach
         base = torch.empty(size, dtype=known.dtype, device=device)
         made = base.as_strided(known.shape, known.stride, known.offset)

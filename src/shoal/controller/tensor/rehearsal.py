@@ -1,8 +1,7 @@
-"""Refusals of operators: torch's own kernel is asked, with small tensors of the same dtypes.
+"""Detection of errors in arguments: torch's own kernel is run with small tensors of the same dtypes.
 
-Torch's fake tensors let pass some of what its kernels refuse, like the difference of two bools or a product
-that is to be written to a tensor that cannot hold it: the program would hear of it from the node, and at a
-later line.
+Fake tensors accept some arguments that kernels refuse, such as the difference of two bools, or an ``out``
+that cannot hold the result. Without this check the error would come from the node, at a later line.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch
 from ..protocol.commands import Template, filled
 from ..protocol.metadata import Metadata
 
-#: pointwise operators that refuse some elements
+#: pointwise operators that refuse some values
 _CHOOSY = frozenset(["mvlgamma"])
-#: others whose success depends on no elements
+#: other operators whose success does not depend on values
 _OTHERS = frozenset([
     "mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "addr", "baddbmm", "copy", "fill", "masked_fill",
     "_softmax", "_log_softmax",
 ])  # fmt: skip
-#: likewise, and they name lengths
+#: such operators that take lengths
 _SIZED = frozenset(["view"])
-#: elements that the memory of all operands may have for a rehearsal in their own shapes and strides
+#: maximum number of elements of all operands' memory for a run with the original shapes and strides
 _FEW = 4096
 
 
@@ -36,19 +35,19 @@ def rehearse(
     scalars: Sequence[float],
     exactly: bool = False,
 ) -> None:
-    """Run a call here whose success depends on no elements, and on no chance.
+    """Run a call on the master, if its success depends neither on values nor on random numbers.
 
-    Large shapes are made small, so that equal lengths stay equal.
+    Large shapes are reduced so that equal lengths stay equal.
 
     Args:
-        exactly: not if shapes had to be made small, of which an error could tell.
+        exactly: do not run if shapes had to be reduced, which would show in the error text.
 
     Raises:
-        Exception: what torch raises for such arguments.
+        Exception: any error that torch raises for these arguments.
     """
     tags, name = operator.tags, operator.overloadpacket.__name__.rstrip("_")
     if operator.namespace != "aten":
-        return  # whatever a program's own operator does, it does on the node
+        return  # custom operators run on the node only
     if torch.Tag.pointwise not in tags and name not in _OTHERS | _SIZED:
         return
     if torch.Tag.nondeterministic_seeded in tags or name in _CHOOSY:
@@ -68,7 +67,7 @@ def rehearse(
 
 
 def _reach(known: Metadata) -> int:
-    """How many elements the memory has that a tensor shows."""
+    """Number of elements that the memory of this tensor spans."""
     return 1 + sum((n - 1) * stride for n, stride in zip(known.shape, known.stride, strict=True) if n)
 
 

@@ -1,4 +1,4 @@
-"""Files that ``torch.load(file, map_location="node:1")`` reads to a node."""
+"""Loading files to a node with ``torch.load(file, map_location="node:1")``."""
 
 from __future__ import annotations
 
@@ -13,39 +13,33 @@ from . import current
 from .dispatch import upload
 from .tensor import RemoteTensor, rebind
 
-#: before torch's own way for such devices, which counts on memory of the device here
+#: before torch's default handler of such devices, which expects device memory in this process
 _PRIORITY = 15
 
 
 class _Read(torch.UntypedStorage):
-    """Memory of a file, which is to be a node's.
-
-    Attributes:
-        node: whose.
-        there: its bytes there; None: no tensor needed them yet.
-    """
+    """A storage read from a file for `node`; `there` has its bytes on the node once needed."""
 
     node: torch.device
     there: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """On which torch makes the tensors of this memory."""
+        """The device on which torch creates the tensors of this storage."""
         return self.node
 
     def _set_from_file(self, *args: Any) -> None:
-        """Read the bytes, as torch does of files in its old form when it has made the tensors."""
+        """Read the bytes; for legacy files torch calls this after it has created the tensors."""
         super()._set_from_file(*args)  # type: ignore[no-untyped-call]
         if self.there is not None:
             self.there.copy_(self.bytes())
 
     def bytes(self) -> torch.Tensor:
-        """The bytes, as a tensor here."""
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self)
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Take what torch has read, if it is for a node; torch makes tensors of it with ``set_``."""
+    """Convert a storage with a node as its location; torch creates tensors from it with ``set_``."""
     if location.partition(":")[0] != "node":
         return None
     device = torch.device(location)
@@ -62,9 +56,9 @@ def _set(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if type(storage) is not _Read or not layout:
         raise UnsupportedOperation(
-            f"a tensor on {tensor.device} cannot be made of a storage, whose memory is in another process: "
-            "use views such as x.as_strided, x.cpu() for the elements, and files of torch.save with "
-            "torch.load(file, map_location=...)"
+            f"a tensor on {tensor.device} cannot be made from a storage, whose memory is in another process: "
+            "use views such as x.as_strided, x.cpu() for the elements, or torch.load(file, map_location=...) "
+            "for files of torch.save"
         )
     if storage.there is None:
         storage.there = upload(tensor.handle.space, storage.bytes())
@@ -75,5 +69,5 @@ def _set(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def register() -> None:
-    """Let ``torch.load`` know nodes."""
+    """Register nodes as a location with ``torch.load``."""
     torch.serialization.register_package(_PRIORITY, lambda storage: None, _restore)

@@ -1,4 +1,4 @@
-"""Packed sequences, whose lengths are the master's: it cuts and joins what the node has."""
+"""Packing of padded sequences: the master has the lengths, and slices and concatenates on the node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensor import RemoteTensor
 
 
 def _stretches(batch_sizes: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Steps of equal batch sizes: the first, the one after the last, and the size."""
+    """Yield (begin, end, size) for runs of steps with equal batch size."""
     begin = 0
     for size, steps in groupby(batch_sizes.tolist()):
         end = begin + len(list(steps))
@@ -27,11 +27,11 @@ def _pack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, lengths, batch_first = args
     if type(x) is not RemoteTensor or type(lengths) is RemoteTensor:
         raise DeviceMismatch(
-            "the lengths of sequences stay with the master, and the sequences are on the node: pack with "
+            "the lengths of sequences must be on the master and the sequences on the node: pack with "
             "lengths.cpu()"
         )
     x = x.transpose(0, 1) if batch_first else x
-    # It refuses lengths as torch does.
+    # torch validates the lengths.
     _, batch_sizes = func(torch.empty(*x.shape[:2], 1, device="cpu"), lengths, False)
     parts = [x[begin:end, :size].flatten(0, 1) for begin, end, size in _stretches(batch_sizes)]
     return torch.cat(parts), batch_sizes

@@ -1,8 +1,7 @@
-"""Modules that move to nodes: their parameters stay the same objects, as optimisers and tied weights need it.
+"""Moving modules to nodes such that parameters stay the same objects, for optimizers and tied weights.
 
-A parameter of the master and one of a node are of two classes, so torch would put a new one into the module.
-Where a parameter goes to a node, or comes from one, it is swapped with what it becomes; elsewhere modules
-move as torch moves them.
+Parameters of the master and of nodes have different classes, so torch would replace them in the module.
+Instead, a parameter that moves to or from a node is swapped in place (``torch.utils.swap_tensors``).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torch import nn
 from ...errors import UsageError
 from .tensor import RemoteTensor
 
-#: of a tensor of a module, what it is to become
+#: maps a tensor of a module to its replacement
 _Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Swapping:
-    """Lets modules swap their parameters where they move to nodes or from there, until it is closed."""
+    """Patches ``nn.Module._apply`` to swap parameters that move to or from nodes, until :meth:`close`."""
 
     def __init__(self) -> None:
         self._apply = apply = nn.Module._apply
@@ -33,12 +32,12 @@ class Swapping:
         nn.Module._apply = apply_swapping  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Let modules move as they did."""
+        """Restore torch's ``_apply``."""
         nn.Module._apply = self._apply  # type: ignore[method-assign]
 
 
 class _Swapped:
-    """A function of a module's tensors that swaps parameters itself."""
+    """Wraps the function given to ``_apply``; swaps parameters in place."""
 
     def __init__(self, fn: _Fn) -> None:
         self._fn = fn
@@ -62,8 +61,8 @@ class _Swapped:
             tensor.grad = gradient
             raise UsageError(
                 f"a parameter of shape {list(tensor.shape)} cannot move from {tensor.device} to "
-                f"{made.device} while a weak reference, a graph, or a module of TorchScript holds it: move a "
-                f"module before its first forward pass, and before it becomes one of TorchScript ({error})"
+                f"{made.device} while a weak reference, a graph, or a TorchScript module holds it: move a "
+                f"module before its first forward pass and before compiling it with TorchScript ({error})"
             ) from error
         if gradient is not None:
             tensor.grad = self._fn(gradient)

@@ -1,4 +1,4 @@
-"""A tensor on a node, as the master's program sees it."""
+"""Tensors on nodes as the master's program sees them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ..commands.space import Space
 
-#: an operator, its arguments, and those with keywords
+#: signature: operator, positional arguments, keyword arguments
 _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
@@ -38,18 +38,18 @@ _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
     "Copy the tensor",
 )
 class TensorHandle:
-    """The master's hold on a tensor of a node, which frees it when nothing has the handle any more.
+    """The master's reference to a tensor on a node; the tensor is freed when the handle is deleted.
 
     Attributes:
-        space: that has the tensor.
+        space: the space that has the tensor.
         id: index in the space's list of tensors.
-        metadata: of the tensor.
-        storage: which memory it shows; None: its own, of which no other tensor was made.
+        metadata: the tensor's metadata.
+        storage: the memory that it shares; None if no other tensor was made of its memory.
     """
 
     __slots__ = ("id", "metadata", "proved", "space", "storage")
 
-    #: what an operator made beside a tensor that says whether it succeeded; only such tensors have it
+    #: results whose success this tensor, the ``info`` of an operator, reports; set for such tensors only
     proved: Sequence[TensorHandle]
 
     @uncut
@@ -60,7 +60,7 @@ class TensorHandle:
         self.storage: Storage | None = None
 
     def memory(self) -> Storage:
-        """The storage, which further tensors may show."""
+        """The storage, created at the first call."""
         storage = self.storage
         if storage is None:
             storage = self.storage = Storage()
@@ -71,30 +71,30 @@ class TensorHandle:
     @uncut
     @uncompiled
     def __del__(self) -> None:
-        try:  # in whatever thread the garbage collector runs: nothing else
-            id, self.id = self.id, -1  # it can still be found, and another tensor may have its id in a moment
+        try:  # runs in any thread, in the garbage collector: do nothing else here
+            id, self.id = self.id, -1  # the handle can still be found, and its id is reused soon
             if self.storage is None or self.space.ordering is None:
                 self.space.freed.append(id)
             else:
                 self.space.freed.append((id, self.storage))
-        except AttributeError:  # a Ctrl-C ended its making
+        except AttributeError:  # Ctrl-C interrupted __init__
             pass
 
 
 @uncompiled
 class RemoteTensor(torch.Tensor):
-    """A tensor that lives on a node.
+    """A tensor on a node.
 
-    Operations on it return at once.  ``item tolist cpu numpy bool float print`` need its elements here, and
-    wait for them.
+    Operations return immediately. ``item``, ``tolist``, ``cpu``, ``numpy``, ``bool``, ``float`` and ``print``
+    wait for its elements.
 
     Attributes:
-        handle: of the tensor on the node; a detached tensor has the same one.
+        handle: the reference to the tensor on the node; shared with detached tensors.
     """
 
     handle: TensorHandle
 
-    #: where operations go; :mod:`.dispatch` says it
+    #: issues operations; set by :mod:`.dispatch`
     issue: ClassVar[_Issue]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -106,22 +106,22 @@ class RemoteTensor(torch.Tensor):
         return RemoteTensor.issue(func, args, {} if kwargs is None else kwargs)
 
     def get_node(self) -> int:
-        """The index of the node.
+        """Return the index of the node.
 
         Raises:
-            UsageError: there are several.
+            UsageError: the tensor is on several nodes.
         """
         space = self.handle.space
         if len(space.lines) > 1:
-            raise UsageError(f"a tensor on {self.device} is on {space.nodes}: on(i) is one node's part")
+            raise UsageError(f"a tensor on {self.device} is on {space.nodes}: x.on(i) is one node's part")
         return space.index
 
     def on(self, node: int | str | torch.device) -> RemoteTensor:
-        """One node's part of a tensor on several: a tensor there, of the same memory, without a graph.
+        """Return one node's part of a tensor on several nodes: the same memory, without a graph.
 
         Raises:
             UsageError: the tensor is not on that node.
-            NodeLost: that node died.
+            NodeLost: that node is lost.
         """
         handle = self.handle
         space = handle.space.part(node)
@@ -131,14 +131,14 @@ class RemoteTensor(torch.Tensor):
             return _part(handle, space)
 
     def get_device(self) -> int:
-        """The device within the node; -1: its processor."""
+        """Return the device within the node; -1 is its CPU."""
         return self.handle.metadata.within
 
     def within(self, device: int) -> torch.Tensor:
-        """The tensor on another device of its node, which autograd follows; itself, if it is there.
+        """Return the tensor on another device of its node, with autograd; itself if it is there already.
 
         Args:
-            device: -1 is the processor of the node, and its GPUs count from 0.
+            device: -1 for the CPU of the node, else the index of a GPU.
 
         Raises:
             UsageError: the node has no such GPU.
@@ -148,7 +148,7 @@ class RemoteTensor(torch.Tensor):
         return cast(torch.Tensor, Moved.apply(self, device))  # type: ignore[no-untyped-call]
 
     def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The tensor on a GPU of its node: the first, or the one that is named.
+        """Return the tensor on a GPU of its node, the first by default.
 
         Raises:
             UsageError: the node has no such GPU.
@@ -157,7 +157,7 @@ class RemoteTensor(torch.Tensor):
         return self.within(device if index is None else index)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As of every tensor; ``"cuda:1"`` is a GPU of its node."""
+        """Like :meth:`torch.Tensor.to`; ``"cuda:1"`` is a GPU of the tensor's node."""
         given = kwargs.get("device", kwargs.get("other", args[0] if args else None))
         if type(given) is RemoteTensor:
             index = given.get_device() if given.device == self.device else None
@@ -173,17 +173,17 @@ class RemoteTensor(torch.Tensor):
         return rest
 
     def dist_receive(self) -> torch.Tensor:
-        """A copy here, as ``cpu()``: waits for it."""
+        """Copy to the master, like ``cpu()``; waits for the copy."""
         return self.cpu()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """As of every tensor."""
+        """Like :meth:`torch.Tensor.backward`."""
         prepare_thread()
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> torch.Tensor:
-        """The same tensor without its graph; assigned another one, this one stands for that from then on."""
+        """The tensor without its graph; assignment rebinds this tensor to another one of a node."""
         return share(self.handle).requires_grad_(False)
 
     @data.setter
@@ -193,10 +193,10 @@ class RemoteTensor(torch.Tensor):
         rebind(self, value.handle)
 
     def as_subclass(self, cls: Any) -> Any:
-        """Itself, if it is of this class.
+        """Return the tensor itself if it is an instance of `cls`.
 
         Raises:
-            UnsupportedOperation: it is another one: torch has room for one class of a tensor.
+            UnsupportedOperation: `cls` is another class; a tensor can have one torch subclass only.
         """
         if isinstance(self, cls):
             return self
@@ -205,20 +205,20 @@ class RemoteTensor(torch.Tensor):
             "x.as_subclass(torch.Tensor) on the master before it moves, or a class that holds the tensor"
         )
 
-    # -- elements: each of these waits -----------------------------------------------------------
+    # -- methods that wait for elements ----------------------------------------------------------
 
     def item(self) -> Any:
-        """The one element, as a number."""
+        """Return the only element as a number."""
         if self.numel() != 1:
-            return super().item()  # torch says what is wrong
+            return super().item()  # raises torch's error
         return item(self)
 
     def tolist(self) -> Any:
-        """The elements, as lists of numbers."""
+        """Return the elements as nested lists of numbers."""
         return fetch(self).tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """The elements, as an array, which is a copy."""
+        """Return a copy of the elements as an array."""
         if self.requires_grad and not force:
             raise RuntimeError(
                 "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
@@ -256,7 +256,7 @@ class RemoteTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # It is one of the CPU wherever it is read, in the form that torch.load takes with weights_only.
+        # Pickled as a CPU tensor, in the form that torch.load accepts with weights_only.
         here = fetch(self).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             here = torch.nn.Parameter(here, self.requires_grad)
@@ -280,24 +280,21 @@ class RemoteTensor(torch.Tensor):
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         if getattr(self, "_is_param", False):
-            copy._is_param = True  # and no gradient, as torch copies parameters
+            copy._is_param = True  # without the gradient, as torch copies parameters
         elif self.grad is not None:
             copy.grad = copying.deepcopy(self.grad, memo)
         return copy
 
 
 def _shown(tensor: RemoteTensor) -> torch.Tensor:
-    """A tensor of the CPU of the same shape, with the elements that printing reads: all, or the edges.
-
-    On several nodes printing reads none.
-    """
+    """A CPU tensor with the elements that printing reads: all or the edges; none on several nodes."""
     if len(tensor.handle.space.lines) > 1:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if tensor.numel() <= PRINT_OPTS.threshold:
         return fetch(tensor)
     edge = PRINT_OPTS.edgeitems
     part = tensor.detach()
-    # Memory that is not touched is not there.
+    # Untouched pages of the zeros take no memory.
     filled = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     places = []
     for dim, length in enumerate(tensor.shape):
@@ -310,13 +307,13 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
 
 
 def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
-    """A tensor with this id on a node."""
+    """Create a tensor for this id of a space."""
     return share(TensorHandle(space, id, known))
 
 
 @uncut
 def _part(handle: TensorHandle, space: Space) -> RemoteTensor:
-    """One node's part of a tensor of a place; the caller holds the lock."""
+    """One node's part of a place's tensor; the caller holds the lock."""
     known = metadata(space.device, handle.metadata.told)
     if space.ordering is None:
         id = space.share(handle.id, handle.space)
@@ -328,10 +325,10 @@ def _part(handle: TensorHandle, space: Space) -> RemoteTensor:
 
 
 def share(handle: TensorHandle) -> RemoteTensor:
-    """One more tensor of the master for a tensor on a node."""
+    """Create another tensor of the master with this handle."""
     known = handle.metadata
     make = known.make
-    if make is None:  # arguments in their order are what torch takes apart the fastest
+    if make is None:  # positional arguments are the fastest for torch to parse
         layout = (known.shape, known.stride, known.offset, None, known.dtype, torch.strided, known.device)
         make = known.make = partial(torch.Tensor._make_wrapper_subclass, RemoteTensor, *layout)
     made: RemoteTensor = make()
@@ -343,13 +340,13 @@ def share(handle: TensorHandle) -> RemoteTensor:
 
 
 def rebind(tensor: RemoteTensor, handle: TensorHandle) -> None:
-    """Let a tensor of the master stand for another tensor on a node, also of other metadata."""
+    """Make a tensor of the master refer to another handle, also with other metadata."""
     torch.Tensor.data.__set__(tensor, share(handle))  # type: ignore[attr-defined]
     tensor.handle = handle
 
 
 def asked(tensor: RemoteTensor, command: int) -> list[tuple[NodeConnection, SegmentBatch]]:
-    """Send a command on a tensor that its nodes reply to; the batches in which it is."""
+    """Send a command that the tensor's nodes reply to; return the batches that contain it."""
     handle = tensor.handle
     space = handle.space
     with space.lock:
@@ -359,35 +356,27 @@ def asked(tensor: RemoteTensor, command: int) -> list[tuple[NodeConnection, Segm
 
 
 def elements(tensor: RemoteTensor, command: int) -> list[Any]:
-    """The replies of the nodes to a command on a tensor; waits for them."""
+    """Send a command on a tensor, wait for the nodes' replies and return them."""
     return [line.answers(batch)[0] for line, batch in asked(tensor, command)]
 
 
 def item(tensor: RemoteTensor) -> Any:
-    """The one element of a tensor, as a number; waits for it.
-
-    Raises:
-        UsageError: there are several nodes, each with elements of its own.
-    """
+    """Wait for the only element of a tensor on one node, and return it as a number."""
     if len(tensor.handle.space.lines) > 1:
         raise tensor.handle.space.ambiguous()
     return elements(tensor, ITEM)[0]
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
-    """A copy of a tensor here; waits for it.
-
-    Raises:
-        UsageError: there are several nodes, each with elements of its own.
-    """
+    """Copy a tensor of one node to the master, and wait for it."""
     return fetching(tensor)[1]()
 
 
 def fetching(tensor: RemoteTensor) -> tuple[Future[Any], Callable[[], torch.Tensor]]:
-    """Ask for a copy of a tensor here: a future that is done with the reply, and what gives the copy then.
+    """Request a copy of a tensor; return the reply's future, and a function that then returns the copy.
 
     Raises:
-        UsageError: there are several nodes, each with elements of its own.
+        UsageError: the tensor is on several nodes, each with its own elements.
     """
     known, space = tensor.handle.metadata, tensor.handle.space
     if len(space.lines) > 1:
@@ -399,6 +388,6 @@ def fetching(tensor: RemoteTensor) -> tuple[Future[Any], Callable[[], torch.Tens
 def _laid_out(value: torch.Tensor, known: Metadata) -> torch.Tensor:
     if value.stride() == known.stride:
         return value
-    # A dense layout is kept, and another one is not that of a copy.
+    # As in torch, a copy keeps a dense layout only.
     dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta"))
     return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype, device="cpu").copy_(value)

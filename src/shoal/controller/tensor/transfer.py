@@ -1,4 +1,4 @@
-"""Operators that move elements between master and nodes, and those for which nothing need be sent."""
+"""Operators that move elements between the master and nodes, and operators that need no command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _is_pinned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 @special("aten::_pin_memory")
 def _pin(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedOperation(f"a tensor on {args[0].device} cannot be pinned: only tensors of the CPU can")
+    raise UnsupportedOperation(f"a tensor on {args[0].device} cannot be pinned: only CPU tensors can")
 
 
 @special("aten::is_set_to")
@@ -60,13 +60,13 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device.type == "node":
         sent = copied(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
-    here = fetch(tensor)  # a copy already
+    here = fetch(tensor)  # already a copy
     further = any(value not in (None, False) for name, value in rest.items() if name != "non_blocking")
     return func(here, **kwargs) if further or device.type != "cpu" else here
 
 
 def _narrowed(tensor: RemoteTensor, dtype: torch.dtype | None) -> RemoteTensor:
-    """A narrower dtype is narrowed where the tensor is, and a wider one widened where it goes."""
+    """Convert to a narrower dtype before the transfer; a wider one is converted after it."""
     if dtype is None or dtype.itemsize >= tensor.dtype.itemsize:
         return tensor
     return cast(RemoteTensor, tensor.to(dtype))
@@ -91,22 +91,22 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @uncompiled
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The copy of which torch's C++ asks where one side is a node.
+    """The copy operator that torch's C++ calls if one side is a node.
 
     Raises:
-        UsageError: the source is a parameter of a lazy module, which knows its shape after its first input.
+        UsageError: the source is an uninitialized parameter of a lazy module.
     """
     if torch.nn.parameter.is_lazy(source):
         raise UsageError(
-            f"a parameter that is not initialized yet cannot move to {to.device}: give the lazy module one "
-            "input here first"
+            f"an uninitialized parameter cannot move to {to.device}: call the lazy module with one input on "
+            "the master first"
         )
     dispatch(torch.ops.aten.copy_.default, (to, source, non_blocking), {})
     return to
 
 
 def fetch_all(tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
-    """A future of copies of many tensors here, as they are now; those of the master are given themselves."""
+    """Return a future of copies of many tensors as they are now; the master's tensors are not copied."""
     replies: list[Future[Any]] = []
     givers: list[Callable[[], torch.Tensor]] = []
     for tensor in tensors:

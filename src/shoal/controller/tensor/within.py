@@ -1,8 +1,8 @@
-"""Devices within nodes: -1 is a node's processor, and its GPUs count from 0, as ``Tensor.get_device`` does.
+"""Devices within nodes: -1 is a node's CPU and its GPUs count from 0, as in ``Tensor.get_device``.
 
-A node is one device of torch, so ``x.device`` says the node only.  A tensor that is made on ``node:i`` is on
-the device that its worker was started with (``shoal worker --device``), its processor if none was said,
-unless :class:`node` chooses another one.  Results are where the operands are.
+A node is one torch device, so ``x.device`` names the node only. A tensor created on ``node:i`` is on the
+worker's ``--device`` (``shoal worker``; its CPU by default) unless :class:`node` selects another device.
+Results are on the device of the operands.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 class Within:
-    """In the place of a device in a call: one within the node of the call.
-
-    Attributes:
-        index: -1 is the processor.
-    """
+    """A device within the node of a call, used as its ``device`` argument; -1 is the CPU."""
 
     __slots__ = ("index",)
 
@@ -38,23 +34,23 @@ _known: dict[int, Within] = {}
 
 
 def within(index: int) -> Within:
-    """The one object for this index, which is part of the keys of calls."""
+    """The `Within` of this index; unique, because it is part of the keys of calls."""
     return _known.setdefault(index, Within(index))
 
 
 def shown(index: int) -> str:
-    """``its GPU 1``."""
-    return "its processor" if index < 0 else f"its GPU {index}"
+    """``its CPU`` or ``its GPU 1``."""
+    return "its CPU" if index < 0 else f"its GPU {index}"
 
 
 class _Chosen(threading.local):
-    """The choice of :class:`node` in a thread; None: the node's own."""
+    """The selection of :class:`node` in this thread; None: the node's default."""
 
     node = 0
     device: int | None = None
 
     def on(self, space: Space) -> int:
-        """The device of a node that tensors are made on; -1: its processor."""
+        """The device within a node on which tensors are created; -1 is its CPU."""
         if self.device is None or self.node != space.index:
             return space.within
         return self.device
@@ -64,24 +60,20 @@ chosen = _Chosen()
 
 
 def checked(space: Space, device: Any) -> int:
-    """A device of a node, by its number.
-
-    Raises:
-        UsageError: the node has no such GPU.
-    """
+    """Validate the index of a device within a node; raises `UsageError`."""
     if not isinstance(device, int) or isinstance(device, bool) or device < -1:
-        raise UsageError(f"device={device!r}: -1 is the processor of a node, and its GPUs count from 0")
+        raise UsageError(f"device={device!r}: -1 is the CPU of a node, and its GPUs count from 0")
     count = min(line.accelerators for line in space.lines)
     if device >= count:
         if not count:
-            raise UsageError(f"{space.device} has no GPU: its tensors stay on its processor, device -1")
+            raise UsageError(f"{space.device} has no GPU: its tensors stay on its CPU, device -1")
         have = "is GPU 0" if count == 1 else f"are GPUs 0 to {count - 1}"
         raise UsageError(f"{space.device} has no GPU {device}: there {have}")
     return device
 
 
 def of_accelerator(device: Any) -> int | None:
-    """The index of ``"cuda:1"``, 0 of ``"cuda"``; None: it is another device, or none."""
+    """The index of ``"cuda:1"``, 0 for ``"cuda"``, None for other devices."""
     if isinstance(device, str) and not device.startswith("cuda"):
         return None
     if not isinstance(device, (str, torch.device)):
@@ -92,14 +84,14 @@ def of_accelerator(device: Any) -> int | None:
 
 @uncompiled
 class Moved(torch.autograd.Function):
-    """A tensor on another device of its node; its gradient goes back to where it was."""
+    """Moves a tensor to another device of its node, and the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, device: int) -> Any:
         ctx.back = x.get_device()
         how: dict[str, Any] = {"device": within(device)}
         known = torch.empty_strided(x.shape, x.stride(), device="meta")
-        # Torch predicts that such strides stay, and they do not.
+        # Torch predicts that these strides are preserved, which the kernel does not do.
         if torch.empty_like(known).stride() != x.stride():
             how["memory_format"] = torch.contiguous_format
         return type(x).issue(torch.ops.aten._to_copy.default, (x,), how)
@@ -110,14 +102,14 @@ class Moved(torch.autograd.Function):
 
 
 class node:
-    """``with node(1):`` torch's factories, typed constructors and ``dist_send`` make tensors on node 1.
+    """``with node(1):`` torch's factories, typed constructors and ``dist_send`` create tensors on node 1.
 
     Args:
-        index: of the node.
-        device: within it; -1: its processor; None: the one that its worker was started with.
+        index: index of the node.
+        device: device within it: -1 for its CPU, None for the default of its worker.
 
     Raises:
-        UsageError: there is no such node, or the node has no such GPU.
+        UsageError: there is no such node, or it has no such GPU.
     """
 
     def __init__(self, index: int, device: int | None = None) -> None:

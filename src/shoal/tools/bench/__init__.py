@@ -1,7 +1,7 @@
-"""``shoal bench``: collectives called from Python, shoal beside its peers and the machine's limits.
+"""``shoal bench``: collectives called from Python, compared with other libraries and the hardware limits.
 
 A coordinator (:mod:`.command`, :mod:`.race`) starts each contender's ranks once (:mod:`.contenders`,
-:mod:`.running`) and gives them work in turns; a rank (:mod:`.ranks`) waits for orders, checks the result
-of an operation, and measures it.  What a run leaves behind is a :class:`.result.BenchResult`, from which
-tables, pictures and README's section are made.
+:mod:`.running`) and sends them orders in turns. A rank (:mod:`.ranks`) executes an operation, checks its
+result and measures it. The :class:`.result.BenchResult` of a run is the source of tables, pictures and
+README's section.
 """

@@ -1,4 +1,4 @@
-"""A measured case: an operation, a dtype and a size.  Ranks of MPI import this: it needs nothing else."""
+"""A measured case: an operation, a dtype and a size. Imported by MPI ranks, so it has no dependencies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ITEMSIZE = {"fp32": 4, "bf16": 2}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"(\d+)([KMG]?)(?:\+(\d+))?(?:@(\d+))?")
 
-#: From this size on a barrier goes before every timed call.
+#: size in bytes from which a barrier precedes every timed call
 PACED_FROM = 32 * 2**10
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """How large the largest buffer of a rank is, and where it starts.
+    """The size and alignment of a rank's largest buffer.
 
     Attributes:
         nbytes: bytes of the largest buffer.
-        offset: every buffer is a view that starts this many elements into its allocation.
+        offset: number of elements by which every buffer is offset in its allocation.
     """
 
     nbytes: int
@@ -38,19 +38,15 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """``"64K"``, ``"1M+4"`` (bytes on top) or ``"1M@1"`` (elements into the allocation).
-
-        Raises:
-            ValueError: it is none of these.
-        """
+        """Parse ``"64K"``, ``"1M+4"`` (additional bytes) or ``"1M@1"`` (offset); raises `ValueError`."""
         match = _SIZE.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no size such as 8, 64K, 1M+4 or 1M@1")
+            raise ValueError(f"{text!r} is not a size such as 8, 64K, 1M+4 or 1M@1")
         number, unit, more, offset = match.groups()
         return cls(int(number) * _UNITS[unit] + int(more or 0), int(offset or 0))
 
     def __str__(self) -> str:
-        """As :meth:`parse` reads it: ``1M+4@1``."""
+        """The form that :meth:`parse` reads, such as ``1M+4@1``."""
         for unit in ("G", "M", "K"):
             whole, rest = divmod(self.nbytes, _UNITS[unit])
             if whole and (rest == 0 or rest <= 64):
@@ -63,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one kind of buffers."""
+    """An operation with a dtype and a size of buffers."""
 
     operation: str
     dtype: str
@@ -71,18 +67,15 @@ class Case:
 
     @property
     def paced(self) -> bool:
-        """Whether all ranks meet in a barrier, untimed, before each call.
-
-        Operations that wait for all ranks anyway are not paced where a barrier would cost more than they.
-        """
+        """Whether an untimed barrier precedes each call; not if the operation is small and synchronizes."""
         if self.operation == "barrier":
             return False
         return self.operation in ("broadcast", "send_recv") or self.size.nbytes >= PACED_FROM
 
     def elements(self, ranks: int) -> tuple[int, int]:
-        """How many elements the input and the output of each rank have; 0 outputs: in place.
+        """The number of elements of each rank's input and output; output 0 means in place.
 
-        ``size.nbytes`` is what the larger of them has, rounded up to whole and equal parts.
+        The larger one has ``size.nbytes``, rounded up to equal parts of whole elements.
         """
         if self.operation == "barrier":
             return 0, 0
@@ -96,7 +89,7 @@ class Case:
         }.get(self.operation, (whole, 0))
 
     def memory(self, ranks: int) -> int:
-        """Bytes that all ranks together need for one set of buffers."""
+        """Total bytes of one set of buffers on all ranks."""
         return sum(self.elements(ranks)) * ITEMSIZE[self.dtype] * ranks
 
     def __str__(self) -> str:

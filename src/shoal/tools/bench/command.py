@@ -24,7 +24,7 @@ Read = Callable[[click.Context, click.Parameter, Any], Any]
 
 
 def _list(read: Callable[[str], object]) -> Read:
-    """A callback for an option of words separated by commas, each read by what may raise ValueError."""
+    """A callback for a comma-separated option; `read` parses a word and may raise ValueError."""
 
     def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None:
@@ -40,7 +40,7 @@ def _list(read: Callable[[str], object]) -> Read:
 def _one_of(words: Sequence[str]) -> Read:
     def read(word: str) -> str:
         if word not in words:
-            raise ValueError(f"{word!r} is none of {', '.join(words)}")
+            raise ValueError(f"{word!r} is not one of {', '.join(words)}")
         return word
 
     return _list(read)
@@ -48,38 +48,38 @@ def _one_of(words: Sequence[str]) -> Read:
 
 def _ranks(word: str) -> int:
     if not word.isdigit() or not 2 <= int(word) <= 256:
-        raise ValueError(f"{word!r} is no number of ranks from 2 to 256")
+        raise ValueError(f"{word!r} is not a number of ranks from 2 to 256")
     return int(word)
 
 
 @click.group(
     invoke_without_command=True,
-    short_help="Measure collectives beside Gloo, MPI and the machine's own speed.",
+    short_help="Measure collectives and compare with Gloo, MPI and the hardware limits.",
 )
 @click.option("--ranks", callback=_list(_ranks), metavar="N,...", help="Numbers of ranks.  [default: 2,4]")
 @click.option(
     "--operations",
     callback=_one_of(OPERATIONS),
     metavar="NAME,...",
-    help=f"Of {', '.join(OPERATIONS)}.  [default: all]",
+    help=f"Operations, from {', '.join(OPERATIONS)}.  [default: all]",
 )
 @click.option("--dtypes", callback=_one_of(tuple(ITEMSIZE)), metavar="NAME,...", help="fp32, bf16 or both.")
 @click.option(
     "--sizes",
     callback=_list(Size.parse),
     metavar="SIZE,...",
-    help="Bytes of the largest buffer of a rank, as 8, 64K, 1M+4 or 1M@1 (one element into its allocation).",
+    help="Bytes of the largest buffer of a rank: 8, 64K, 1M+4 or 1M@1 (offset by one element).",
 )
 @click.option(
     "--contenders",
     callback=_one_of(tuple(BY_NAME)),
     metavar="NAME,...",
-    help=f"Of {', '.join(BY_NAME)}.  [default: all]",
+    help=f"Contenders, from {', '.join(BY_NAME)}.  [default: all]",
 )
-@click.option("--rounds", type=click.IntRange(min=1), help="Samples of each.  [default: 11]")
-@click.option("--quick", is_flag=True, help="Two ranks, fp32, few sizes and rounds: half a minute or two.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Number of samples per cell.  [default: 11]")
+@click.option("--quick", is_flag=True, help="Two ranks, fp32, few sizes and rounds: one or two minutes.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True)
-@click.option("--readme", is_flag=True, help="In a checkout of shoal: rewrite README's tables and picture.")
+@click.option("--readme", is_flag=True, help="In a checkout of shoal: update README's tables and picture.")
 @click.pass_context
 def bench(
     context: click.Context,
@@ -93,15 +93,15 @@ def bench(
     out: Path,
     readme: bool,
 ) -> int:
-    """Time collectives of shoal, of torch.distributed with Gloo, and of MPI, called from Python.
+    """Time collectives of shoal, torch.distributed with Gloo, and MPI, called from Python.
 
-    All contenders run at once and take turns, size by size; one that is not measured sleeps.  Results are
-    checked.  "floor" is what the machine allows: the bare loops over shared memory.  Writes bench.json and
-    pictures to --out.  docs/benchmark.md says what exactly is timed.
+    All contenders run at once and take turns, size by size; the others sleep meanwhile. Results are checked.
+    "floor" is the hardware limit: bare loops over shared memory. Writes bench.json and pictures to --out.
+    docs/benchmark.md describes what is timed.
 
-    It needs `pip install shoal[bench]`; without its matplotlib it draws no pictures.  MPICH, Open MPI and
-    mpi4py are not part of that: the command installs their wheels itself, with pip, into environments of
-    their own (build/bench in a checkout, else ~/.cache/shoal/bench).
+    Requires `pip install shoal[bench]`; without matplotlib no pictures are drawn. MPICH, Open MPI and mpi4py
+    are not included: the command installs their wheels with pip into separate environments (build/bench in a
+    checkout, else ~/.cache/shoal/bench).
     """
     if not installed("numpy"):
         raise click.ClickException("shoal bench needs numpy: pip install 'shoal[bench]'")
@@ -111,14 +111,14 @@ def bench(
         return 0
     root = checkout()
     if readme and root is None:
-        raise click.UsageError("--readme needs a checkout of shoal as the current folder")
+        raise click.UsageError("--readme needs a checkout of shoal as the working directory")
     pictures = installed("matplotlib")
     if not pictures:
         lacks = "matplotlib is not installed: pip install 'shoal[bench]'"
         if readme:
             raise click.ClickException(f"--readme draws a picture, and {lacks}")
         click.echo(f"shoal bench draws no pictures, because {lacks}", err=True)
-    # A file or a pipe has no width; this one holds six sizes.
+    # Files and pipes have no width; this one fits six sizes.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
     cases = plan.cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)

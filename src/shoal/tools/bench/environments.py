@@ -1,4 +1,4 @@
-"""Where the MPI libraries live: an environment each, because their wheels overwrite each other's files."""
+"""Environments of the MPI libraries, one for each because their wheels overwrite each other's files."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 
 
 class Absent(Exception):
-    """A contender cannot take part, or failed; the message says why."""
+    """A contender is not available or failed; the message has the reason."""
 
 
 def checkout() -> Path | None:
-    """The checkout of shoal that is the current folder, or None."""
+    """The working directory if it is a checkout of shoal, else None."""
     here = Path.cwd()
     return here if (here / "src" / "shoal" / "tools" / "bench").is_dir() else None
 
 
 def mpi_environment(wheel: str) -> Path:
-    """An environment with this MPI, mpi4py and numpy; made when it is not there.
+    """Return an environment with this MPI, mpi4py and numpy; create it if it is missing.
 
-    It is in ``build/bench`` of a checkout (in the versions of its constraints), elsewhere in
+    It is in ``build/bench`` of a checkout (with the versions of its constraints), otherwise in
     ``~/.cache/shoal/bench``.
 
     Raises:
-        Absent: pip could not install it.
+        `Absent`: pip could not install it.
     """
     root = checkout()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -46,6 +46,6 @@ def mpi_environment(wheel: str) -> Path:
 
 
 def last_line(text: str) -> str:
-    """The last line of a program's output, which mostly says why it ended."""
+    """The last line of a program's output, usually the reason why it ended."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

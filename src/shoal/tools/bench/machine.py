@@ -1,4 +1,4 @@
-"""Where a measurement was taken."""
+"""A description of the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def machine() -> dict[str, str]:
-    """Processor, cores, memory, system and Python, as a reader wants to know them."""
+    """Processor, cores, memory, system and Python, for readers."""
     info = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return {
@@ -24,6 +24,6 @@ def machine() -> dict[str, str]:
 
 
 def description() -> str:
-    """The machine in a few words."""
+    """The machine in one line."""
     here = machine()
     return f"{here['cores']} cores ({here['processor']}), {here['memory']}, {here['system']}"

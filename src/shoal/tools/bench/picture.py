@@ -1,4 +1,4 @@
-"""A picture of a setting: latency of small sizes and bandwidth of all, one curve a variant."""
+"""Plots of a setting: latency of small sizes and bandwidth of all sizes, one curve per variant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LATENCY_TO = 256 * 2**10
 
 
 def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
-    """Write a PNG with a row of two panels for each setting."""
+    """Write a PNG with a row of two plots for each setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +31,7 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
         len(settings), 2, figsize=(10, 4 * len(settings)), layout="constrained", squeeze=False
     )
     for (latency, bandwidth), setting in zip(grid, settings, strict=True):
-        # Sizes just off a power of two or at an odd offset are in the table.
+        # Unaligned and odd sizes are in the table only.
         sizes = [size for size in result.sizes(setting) if str(size).isalnum() and size.nbytes]
         small = [size for size in sizes if size.nbytes <= _LATENCY_TO]
         for name in result.names(setting):

@@ -1,4 +1,4 @@
-"""The cases that are measured when none are named, and how long that will take."""
+"""The default cases, and estimates of their durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _sizes(text: str) -> list[Size]:
     return [Size.parse(part) for part in text.split(",")]
 
 
-#: The sweep of the operation that matters most, and the points at which the others are looked at.
+#: sizes for all_reduce, the most important operation, and for the others
 _SWEEP = _sizes("8,1K,16K,64K,256K,1M,1M+4,1M@1,16M,25M,64M,256M")
 _HALF = _sizes("8,64K,1M,25M,64M")
 _OTHERS = _sizes("8,64K,1M,1M+4@1,16M,64M")
@@ -30,12 +30,12 @@ def cases(
     *,
     quick: bool = False,
 ) -> list[Case]:
-    """The cases, smallest size first within each operation and dtype.
+    """The cases, in order of size within each operation and dtype.
 
     Args:
-        operations, dtypes: which to look at.
-        sizes: for all of them; empty: the sweep for all_reduce of fp32 and fewer for the others.
-        quick: few sizes.
+        operations, dtypes: the operations and dtypes to measure.
+        sizes: sizes for all of them; empty means the defaults of each operation.
+        quick: use few default sizes.
     """
     found: list[Case] = []
     for operation in operations:
@@ -54,6 +54,6 @@ def cases(
 
 
 def seconds(case: Case, ranks: int, variants: int, rounds: int) -> float:
-    """A guess at how long a case takes, from runs on a machine of two cores."""
+    """Estimate the duration of a case in seconds, from runs on a machine with two cores."""
     turn = 0.02 + 0.005 * ranks + case.memory(ranks) / 1.5e9
     return variants * (rounds + 4) * turn

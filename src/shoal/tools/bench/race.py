@@ -1,4 +1,4 @@
-"""The measuring itself: contenders take turns, size by size."""
+"""The measurement loop: contenders take turns, size by size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .environments import Absent
 from .result import BenchResult
 from .running import RunningContender, Unmeasured
 
-#: aimed length of a sample; together with its untimed parts it is at most _OVERHEAD times as long
+#: target duration of a sample; including untimed parts it is at most _OVERHEAD times as long
 SAMPLE_SECONDS = 0.015
 _OVERHEAD = 3
 _MOST = 5000
@@ -22,22 +22,14 @@ _MOST = 5000
 
 @dataclass
 class ContenderVariant:
-    """One variant of a contender that runs.
-
-    Attributes:
-        repeat: operations in a sample; 0: its buffers have not been made.
-    """
+    """A variant of a running contender; `repeat` is 0 while there are no buffers."""
 
     running: RunningContender
     variant: Variant
     repeat: int = 0
 
     def prepare(self, case: Case) -> float:
-        """Make the buffers, check the result, and choose how many operations make a sample.
-
-        Returns:
-            The largest relative error of the result.
-        """
+        """Create and check the buffers, set `repeat`; return the largest relative error."""
         answers = self.running.ask(
             "prepare", variant=self.variant.kind, operation=case.operation, dtype=case.dtype,
             nbytes=case.size.nbytes, offset=case.size.offset,
@@ -49,7 +41,7 @@ class ContenderVariant:
         return max(float(answer["error"]) for answer in answers)
 
     def sample(self) -> float:
-        """Seconds per operation on the slowest rank."""
+        """Return the seconds per operation on the slowest rank."""
         return self._ask()[0]
 
     def _ask(self) -> tuple[float, float]:
@@ -58,12 +50,7 @@ class ContenderVariant:
 
 
 class Race:
-    """The contenders of one number of ranks.  A context manager: at its end no process is left.
-
-    Args:
-        result: where the measurements go.
-        say: told at once who is absent and why.
-    """
+    """The contenders with one number of ranks; a context manager that ends their processes."""
 
     def __init__(
         self, contenders: Sequence[Contender], ranks: int, result: BenchResult, say: Callable[[str], None]
@@ -97,7 +84,7 @@ class Race:
         self._running.clear()
 
     def measure(self, case: Case, rounds: int) -> None:
-        """Take ``rounds`` samples of every variant in turns, in an order that rotates."""
+        """Take ``rounds`` samples of every variant, in rotating order."""
         racing = [
             ContenderVariant(running, variant)
             for running in self._running
@@ -113,7 +100,7 @@ class Race:
         self._release()
 
     def _turn(self, entry: ContenderVariant, case: Case, *, frugal: bool) -> bool:
-        """One sample more; whether there can be a next."""
+        """Take one sample; return whether the variant can continue."""
         running = entry.running
         if running not in self._running:
             return False
@@ -143,7 +130,7 @@ class Race:
                 self._lose(running, "", str(reason))
 
     def futex(self, rounds: int) -> None:
-        """How long two processes take to wake each other."""
+        """Measure the round trip of two processes that wake each other."""
         for running in self._running:
             if running.contender.engine != "floor":
                 continue
@@ -155,17 +142,17 @@ class Race:
                 self._absent(running.contender.name, "futex round trip", str(reason))
 
     def seconds(self, case: Case, rounds: int) -> float:
-        """A guess at how long :meth:`measure` will take."""
+        """Estimate the duration of :meth:`measure` in seconds."""
         variants = [v for r in self._running for v in r.contender.variants if v.takes(case)]
         return plan.seconds(case, self._ranks, len(variants), rounds)
 
     def _lose(self, running: RunningContender, case: str, reason: str) -> None:
         self._running.remove(running)
         running.stop(kill=True)
-        self._absent(running.contender.name, case, f"fell out: {reason}")
+        self._absent(running.contender.name, case, f"failed: {reason}")
 
     def _absent(self, name: str, case: str, reason: str) -> None:
         self._result.absent.append((name, self._ranks, case, reason))
         if (name, reason) not in self._said:
             self._said.add((name, reason))
-            self._say(f"{name} is absent{' from ' + case if case else ''}: {reason}")
+            self._say(f"{name} is not available{' for ' + case if case else ''}: {reason}")

@@ -1,4 +1,4 @@
-"""README's tables and picture, rewritten from a run."""
+"""Update of README's tables and picture from a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICTURE = "docs/all_reduce.png"
 
 
 def rewrite(result: BenchResult, root: Path) -> None:
-    """Put the measured tables into README.md, and the picture if every case was measured."""
+    """Write the measured tables into README.md, and the picture if all settings were measured."""
     page = root / "README.md"
     text = page.read_text()
     measured = [setting for setting in SETTINGS if setting in result.cells]
@@ -30,6 +30,6 @@ def rewrite(result: BenchResult, root: Path) -> None:
 
 
 def replace_section(text: str, name: str, body: str) -> str:
-    """``text`` with ``body`` between the markers of section ``name``."""
+    """Replace the text between the markers of section ``name``."""
     pattern = rf"(<!-- {re.escape(name)}: begin.*?-->\n).*?(<!-- {re.escape(name)}: end -->)"
     return re.sub(pattern, lambda match: f"{match[1]}{body}\n{match[2]}", text, flags=re.DOTALL)

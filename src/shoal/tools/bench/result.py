@@ -1,4 +1,4 @@
-"""The record of a run, and the figures that are computed from it."""
+"""The record of a run, and the statistics computed from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Setting:
 
     @property
     def stem(self) -> str:
-        """For names of files and sections."""
+        """Name of files and sections."""
         return f"{self.operation}-{self.dtype}-n{self.ranks}"
 
     def __str__(self) -> str:
@@ -34,12 +34,7 @@ class Setting:
 
 @dataclass
 class Cell:
-    """One variant measured in one case.
-
-    Attributes:
-        samples: seconds per operation on the slowest rank, one a round.
-        error: the largest relative error of the result that was checked.
-    """
+    """One variant's measurements in one case; samples are seconds per operation on the slowest rank."""
 
     samples: list[float] = field(default_factory=list)
     error: float = 0.0
@@ -59,14 +54,14 @@ class Cell:
 
 @dataclass
 class BenchResult:
-    """One run.
+    """The result of a run.
 
     Attributes:
-        rounds: how many samples a cell has.
+        rounds: number of samples per cell.
         cells: by setting, size and name of the variant.
         versions: by name of the contender.
-        absent: who is missing where: (contender, ranks, case or "", reason).
-        futex: seconds of a round trip between two processes through the kernel.
+        `absent`: missing measurements: (contender, ranks, case or "", reason).
+        futex: seconds of a round trip between two processes through the kernel, one per round.
     """
 
     rounds: int
@@ -76,33 +71,32 @@ class BenchResult:
     futex: list[float] = field(default_factory=list)
 
     def cell(self, case: Case, ranks: int, name: str) -> Cell:
-        """The cell of a variant, made when it is not there."""
+        """Return the cell of a variant; create it if it is missing."""
         setting = Setting(case.operation, case.dtype, ranks)
         by_name = self.cells.setdefault(setting, {}).setdefault(case.size, {})
         return by_name.setdefault(name, Cell())
 
     def names(self, setting: Setting) -> list[str]:
-        """The variants that were measured there, in the order of the contenders."""
+        """The measured variants, in the order of the contenders."""
         return list(dict.fromkeys(name for by_name in self.cells[setting].values() for name in by_name))
 
     def sizes(self, setting: Setting) -> list[Size]:
         return sorted(self.cells[setting])
 
     def find(self, setting: Setting, size: Size, name: str) -> Cell | None:
-        """The cell of a variant, or None where it was not measured."""
+        """The cell of a variant, or None if it was not measured."""
         cell = self.cells[setting].get(size, {}).get(name)
         return cell if cell and cell.samples else None
 
     def best(self, setting: Setting, size: Size, names: Sequence[str]) -> Cell | None:
-        """The one of ``names`` with the smallest median."""
+        """The cell with the smallest median among ``names``."""
         cells = [cell for name in names if (cell := self.find(setting, size, name))]
         return min(cells, key=lambda cell: cell.median, default=None)
 
     def ratio(self, setting: Setting, size: Size, name: str, others: Sequence[str]) -> float | None:
-        """How many times as fast ``name`` is as the fastest of ``others``: the median over the rounds.
+        """The speedup of ``name`` over the fastest of ``others``: the median of the rounds' ratios.
 
-        The samples of one round were taken within a second or so of each other, so that what slows the
-        machine down for a while slows both.
+        The samples of a round are about a second apart, so slow phases of the machine affect both.
         """
         own, other = self.find(setting, size, name), self.best(setting, size, others)
         if own is None or other is None:
@@ -110,7 +104,7 @@ class BenchResult:
         return statistics.median(b / a for a, b in zip(own.samples, other.samples, strict=False))
 
     def record(self) -> dict[str, Any]:
-        """The record for JSON: every sample, the machine and all versions."""
+        """The record for JSON: all samples, the machine and all versions."""
         return {
             "date": datetime.date.today().isoformat(),
             "machine": machine(),

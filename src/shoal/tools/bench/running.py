@@ -1,4 +1,4 @@
-"""A contender's ranks, from their start to their end."""
+"""The running ranks of a contender."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from .contenders import Contender, commands, environment
 from .ending import SHARED, end
 from .environments import Absent, last_line
 
-#: seconds for a contender to start, or to answer one order
+#: seconds that a contender gets to start, or to answer an order
 PATIENCE = 120.0
-#: seconds for ranks to end by themselves: they finish their sample, and MPI's wait for one another
+#: seconds that ranks get to end by themselves: they finish their sample, and MPI ranks wait for one another
 _LEISURE, _HASTE = 20.0, 3.0
 
 
 class Unmeasured(Exception):
-    """A contender did not give this one measurement, and goes on.
-
-    Attributes:
-        wrong: it computed a wrong result.
-    """
+    """A contender cannot give one measurement, but continues; `wrong`: its result was wrong."""
 
     def __init__(self, reason: str, wrong: bool) -> None:
         super().__init__(reason)
@@ -36,17 +32,13 @@ class Unmeasured(Exception):
 
 
 class RunningContender:
-    """A contender's ranks, started and waiting for orders.
-
-    Raises:
-        Absent: they did not come up; none is left.
-    """
+    """A contender's ranks, started and waiting for orders; raises `Absent` if they do not start."""
 
     def __init__(self, contender: Contender, size: int) -> None:
         self.contender = contender
         self.version = ""
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-bench-")
-        #: shared memory that others made
+        #: shared memory that existed before
         self._older = frozenset(os.listdir(SHARED))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Any] = []
@@ -63,7 +55,7 @@ class RunningContender:
             listener.listen(size)
             listener.settimeout(0.2)
             for rank, command in enumerate(commands(self.contender, size, folder / "control")):
-                # A process whose start a signal cut off would stand in no list.
+                # Signals are deferred, so that every started process is in the list.
                 with (folder / f"log{rank}").open("wb") as log, undisturbed():
                     process = subprocess.Popen(
                         command, env=environment(self.contender, rank, size, folder),
@@ -87,15 +79,7 @@ class RunningContender:
         self._ranks = [self._ranks[i] for i in in_order]
 
     def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Give all ranks an order.
-
-        Returns:
-            Their answers, in the order of ranks.
-
-        Raises:
-            Unmeasured: they cannot do this one thing; the first reason.
-            Absent: a rank no longer answers; the contender is out.
-        """
+        """Send an order to all ranks; return their answers in order, or raise `Unmeasured` or `Absent`."""
         order = json.dumps({"do": do, **arguments}) + "\n"
         try:
             for rank in self._ranks:
@@ -124,11 +108,7 @@ class RunningContender:
         return last_line("\n".join(log.read_text(errors="replace") for log in logs))
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the ranks: their connections close, on which they end by themselves.
-
-        Args:
-            kill: whether they have little time for it, because a rank is broken or the user is waiting.
-        """
+        """End the ranks by closing their connections; `kill` shortens the time to end by themselves."""
         for rank in self._ranks:
             with suppress(OSError):
                 rank.close()

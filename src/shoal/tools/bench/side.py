@@ -1,4 +1,4 @@
-"""``shoal bench async | split | late | memory``: one figure each, on few contenders."""
+"""``shoal bench async | split | late | memory``: small benchmarks with one figure each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answers = list[list[dict[str, Any]]]
 
 
 def _ask(names: Sequence[str], ranks: int, rounds: int, name: str, **arguments: Any) -> dict[str, Answers]:
-    """The answers of every contender, by name: one list a round, in the order of ranks.  They take turns."""
+    """Ask all contenders in turns; return their answers by name, one list per round, in rank order."""
     running: list[RunningContender] = []
     answers: dict[str, Answers] = {}
     try:
@@ -33,14 +33,14 @@ def _ask(names: Sequence[str], ranks: int, rounds: int, name: str, **arguments: 
             try:
                 running.append(RunningContender(contender, ranks))
             except Absent as reason:
-                click.echo(f"{contender.name} is absent: {reason}", err=True)
+                click.echo(f"{contender.name} is not available: {reason}", err=True)
         for _ in range(rounds):
             for one in list(running):
                 label = one.contender.name
                 try:
                     answers.setdefault(label, []).append(one.ask("side", name=name, **arguments))
                 except (Absent, Unmeasured) as reason:
-                    click.echo(f"{label} fell out: {reason}", err=True)
+                    click.echo(f"{label} failed: {reason}", err=True)
                     running.remove(one)
                     answers.pop(label, None)
                     one.stop(kill=True)
@@ -57,7 +57,6 @@ def _stop(running: Iterable[RunningContender], *, kill: bool) -> None:
 
 
 def _slowest(answers: Answers, key: str) -> float:
-    """Median over the rounds of the slowest rank."""
     return float(statistics.median(max(answer[key] for answer in round_) for round_ in answers))
 
 
@@ -90,7 +89,7 @@ def _chosen(context: click.Context, names: Sequence[str]) -> list[str]:
 @click.option("--ranks", type=click.IntRange(2, 256), default=2, show_default=True)
 @click.pass_context
 def together(context: click.Context, ranks: int) -> None:
-    """64 all-reduces of 64 KB: submitted, then waited for, against one after another."""
+    """64 all-reduces of 64 KB: all submitted at once, compared with one after another."""
     names = _chosen(context, ["shoal", "shoal-tcp", "gloo"])
     answers = _ask(names, ranks, _ROUNDS, "together", count=_TENSORS, nbytes=_TENSOR_BYTES, repeat=5)
     rows = []
@@ -105,7 +104,7 @@ def together(context: click.Context, ranks: int) -> None:
 @click.option("--ranks", type=click.IntRange(2, 256), default=8, show_default=True)
 @click.pass_context
 def split(context: click.Context, ranks: int) -> None:
-    """Making a group of all ranks: group.split against torch.distributed.new_group with Gloo."""
+    """Creation of a group of all ranks: group.split compared with new_group of Gloo."""
     answers = _ask(_chosen(context, ["shoal", "shoal-tcp", "gloo"]), ranks, _ROUNDS, "split")
     rows = [[name, time_name(_slowest(rounds, "seconds"))] for name, rounds in answers.items()]
     _report(f"a new group, {ranks} ranks, median of {_ROUNDS}", ["", "time"], rows, answers, _out())
@@ -116,7 +115,7 @@ def split(context: click.Context, ranks: int) -> None:
 @click.option("--seconds", type=click.FloatRange(min=0), default=1.0, show_default=True)
 @click.pass_context
 def late(context: click.Context, ranks: int, seconds: float) -> None:
-    """Processor time of ranks that wait in an all-reduce for one that is late."""
+    """CPU time of ranks that wait in an all-reduce for a late rank."""
     names = ["shoal", "shoal-tcp", "gloo", "mpich", "openmpi"]
     answers = _ask(_chosen(context, names), ranks, 3, "late", seconds=seconds)
     rows = []
@@ -131,7 +130,7 @@ def late(context: click.Context, ranks: int, seconds: float) -> None:
 @click.option("--ranks", type=click.IntRange(2, 256), default=4, show_default=True)
 @click.pass_context
 def memory(context: click.Context, ranks: int) -> None:
-    """Memory of idle ranks (unique set size) beyond a process that has only imported torch."""
+    """Memory of idle ranks (unique set size), minus that of a process that has only imported torch."""
     answers = _ask(_chosen(context, ["shoal", "shoal-tcp", "gloo"]), ranks, 1, "memory", idle=0.5)
     rows = [[name, f"{_slowest(rounds, 'bytes') / 2**20:.1f} MB"] for name, rounds in answers.items()]
     _report(f"unique memory of an idle rank, {ranks} ranks", ["", "the largest rank"], rows, answers, _out())

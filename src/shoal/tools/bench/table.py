@@ -1,4 +1,4 @@
-"""Times and ratios as tables: on the terminal, and as Markdown."""
+"""Tables of times and ratios, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .contenders import FLOOR, MPI, OWN, PEERS
 from .machine import description
 from .result import BenchResult, Setting
 
-#: characters of the column of names, and of each other column
+#: width of the column of names, and of each other column
 _NAME, _COLUMN = 33, 16
 
 
@@ -26,7 +26,7 @@ def size_name(size: Size) -> str:
 
 
 def time_name(seconds: float) -> str:
-    """``12.5 us``, with three digits."""
+    """``12.5 us``, with three significant digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
@@ -40,7 +40,7 @@ def _rate(ratio: float | None) -> str:
 
 
 def rows(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> list[list[str]]:
-    """Times of each variant, then how many times as fast each of shoal's is as its peers and the floor."""
+    """The times of each variant, then the speedups of shoal's variants over the others and the floor."""
 
     def cell(name: str, size: Size) -> str:
         found = result.find(setting, size, name)
@@ -57,7 +57,7 @@ def rows(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> list[l
 
 
 def errors(result: BenchResult, setting: Setting) -> str:
-    """The largest relative error of each contender's sums, where they are rounded; else empty."""
+    """The largest relative error of each contender, for reductions in bf16; else empty."""
     if setting.dtype != "bf16" or setting.operation not in REDUCTIONS:
         return ""
     largest = {
@@ -69,7 +69,7 @@ def errors(result: BenchResult, setting: Setting) -> str:
 
 
 def show(result: BenchResult, console: Console) -> None:
-    """Every table on the terminal, each in pieces that fit."""
+    """Print all tables, split to the width of the terminal."""
     columns = max(1, (console.width - _NAME) // _COLUMN)
     for setting in result.cells:
         sizes = result.sizes(setting)
@@ -91,7 +91,7 @@ def show(result: BenchResult, console: Console) -> None:
 
 
 def facts(result: BenchResult) -> list[str]:
-    """The figures that are measured once: the memory's speed, and the cost of a wake-up."""
+    """The figures measured once: memory bandwidth and wake-up latency."""
     found = []
     for setting in result.cells:
         speeds = {
@@ -124,5 +124,5 @@ def markdown(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> st
         name: reason for name, ranks, case, reason in result.absent if ranks == setting.ranks and not case
     }
     for name, reason in reasons.items():
-        lines += ["", f"{name} is absent: {reason}"]
+        lines += ["", f"{name} is not available: {reason}"]
     return "\n".join(lines)

@@ -1,5 +1,5 @@
 """The ranks of the contenders.
 
-They run in the contender's own environment (those of MPI have neither torch nor click), so a module here
-imports only what its engine needs.
+They run in the contender's environment (MPI ranks have neither torch nor click), so each module imports only
+what its engine needs.
 """

@@ -1,7 +1,7 @@
-"""One rank of one contender: waits for orders on a socket, does them, answers.
+"""One rank of a contender: receives orders on a socket, executes them, and answers.
 
-Orders and answers are lines of JSON.  While another contender is measured the rank sits in ``readline`` and
-takes no processor time.
+Orders and answers are lines of JSON. While another contender is measured, the rank blocks in ``readline`` and
+uses no CPU time.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ ENGINES = {
 
 
 class Rank:
-    """Carries out orders; each method is one, and what it returns is the answer."""
+    """Executes orders; each method is an order and returns its answer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._jobs: dict[str, TimedCase] = {}
 
     def prepare(self, variant: str, operation: str, dtype: str, nbytes: int, offset: int) -> dict[str, Any]:
-        """Make the buffers of a case and check its result."""
+        """Create the buffers of a case and check its result."""
         job = TimedCase(self._engine, Case(operation, dtype, Size(nbytes, offset)), variant)
         self._jobs[variant] = job
         return {"error": job.error}
 
     def sample(self, variant: str, repeat: int) -> dict[str, Any]:
-        """Measure the case that was prepared."""
+        """Measure the prepared case."""
         seconds, every = self._jobs[variant].sample(repeat)
         return {"seconds": seconds, "every": every}
 
     def release(self) -> dict[str, Any]:
-        """Give all buffers back."""
+        """Release all buffers."""
         self._jobs.clear()
         gc.collect()
         self._engine.release()
         return {}
 
     def futex(self, repeat: int) -> dict[str, Any]:
-        """A round trip through the kernel between ranks 0 and 1."""
+        """Measure a round trip between ranks 0 and 1 through the kernel."""
         from .floor import Floor
 
         assert isinstance(self._engine, Floor)
@@ -66,7 +66,7 @@ class Rank:
         return {"seconds": (time.perf_counter() - start) / repeat}
 
     def side(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """One of the small benchmarks."""
+        """Run one of the small benchmarks."""
         module = importlib.import_module(".side", __package__)
         answer: dict[str, Any] = getattr(module, name)(self._engine, **arguments)
         return answer
@@ -82,7 +82,7 @@ def main() -> None:
     module = importlib.import_module(f".{where}", __package__)
     engine: Engine = getattr(module, name)(arguments.control, arguments.hosts)
     rank = Rank(engine)
-    # The coordinator may leave at any time; the engine is closed in order all the same.
+    # The coordinator may exit at any time; the engine is closed nevertheless.
     with suppress(ConnectionError), socket.socket(socket.AF_UNIX) as control:
         control.connect(arguments.control)
         with control.makefile("rw") as lines:

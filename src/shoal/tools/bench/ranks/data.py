@@ -1,8 +1,8 @@
-"""Fills buffers, and says what must come out of them.
+"""Contents of the buffers, and checks of the results.
 
-Every input repeats a block of a prime number of elements, another one on each rank, so that a part in a
-wrong place, of a wrong rank or missing shows.  In fp32 they are small integers, whose sums are exact; in
-bf16 they lie in [1, 2), and a sum is compared with the exact one.
+Each input repeats a block of a prime number of elements that differs between ranks, so misplaced and missing
+parts are detected. In fp32 the elements are small integers with exact sums. In bf16 they are in [1, 2), and
+sums are compared with the exact ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Block = npt.NDArray[np.float64]
 
 
 class WrongResult(Exception):
-    """A contender computed something else than it should."""
+    """A contender computed a wrong result."""
 
 
 def block(dtype: str, rank: int) -> _Block:
@@ -32,13 +32,13 @@ def block(dtype: str, rank: int) -> _Block:
 
 
 def encode(values: _Block, dtype: str) -> Values:
-    """Values that the dtype can hold exactly, as it stores them."""
+    """Convert values that the dtype represents exactly to their storage form."""
     single = values.astype(np.float32)
     return single if dtype == "fp32" else (single.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def decode(stored: Values) -> _Block:
-    """The stored elements as numbers."""
+    """Convert stored elements to numbers."""
     if stored.dtype == np.uint16:
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)
@@ -53,14 +53,7 @@ def fill(target: Values, dtype: str, rank: int) -> None:
 
 
 def check(case: Case, rank: int, ranks: int, x: Values, out: Values) -> float:
-    """Compare a result with the exact one.
-
-    Returns:
-        The largest relative error (0 where results are exact).
-
-    Raises:
-        WrongResult: it is more than rounding.
-    """
+    """Return the largest relative error; raises `WrongResult` if it exceeds rounding."""
     inexact = case.operation in REDUCTIONS and case.dtype == "bf16"
     tolerance = ranks * 2.0**-8 if inexact else 0.0
     largest = 0.0
@@ -78,7 +71,7 @@ def check(case: Case, rank: int, ranks: int, x: Values, out: Values) -> float:
 def _expected(
     case: Case, rank: int, ranks: int, x: Values, out: Values
 ) -> Iterator[tuple[Values, int, _Block]]:
-    """Parts of the result, the place in the input where each begins, and the block that it repeats."""
+    """Yield parts of the result, their positions in the input, and the blocks that they repeat."""
     blocks = [block(case.dtype, r) for r in range(ranks)]
     total: _Block = np.sum(blocks, axis=0)
     if case.operation == "all_reduce":

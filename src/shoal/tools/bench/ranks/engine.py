@@ -1,4 +1,4 @@
-"""An engine: a rank asks it for the operations of the library that it measures."""
+"""The interface of a measured library on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORAGE: dict[str, Any] = {"fp32": np.float32, "bf16": np.uint16}
 
 
 class Unsupported(Exception):
-    """The engine does not know what was asked for; the message says why."""
+    """The engine does not support the request; the message has the reason."""
 
 
 class Engine(ABC):
@@ -29,11 +29,11 @@ class Engine(ABC):
 
     @abstractmethod
     def empty(self, variant: str, dtype: str, count: int) -> tuple[Any, Values]:
-        """A buffer as the library wants it, and the same memory as an array."""
+        """Create a buffer for the library; return it with its memory as an array."""
 
     @abstractmethod
     def operation(self, name: str, x: Any, out: Any, variant: str) -> Call:
-        """A function that performs the operation once.  Raises ``Unsupported``."""
+        """Return a function that performs the operation once, or raise ``Unsupported``."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -44,23 +44,23 @@ class Engine(ABC):
         return True
 
     def release(self) -> None:
-        """All buffers are gone; give their memory back where that needs saying."""
+        """Release memory after all buffers were deleted, if the engine requires it."""
 
     def close(self) -> None:
-        """Leave in order."""
+        """Disconnect."""
 
-    # -- what only the small benchmarks need ---------------------------------------------------
+    # -- used by the small benchmarks only -----------------------------------------------------
 
     def start(self, x: Any) -> Any:
         """Submit an all-reduce; the result has ``wait()``."""
         raise Unsupported("it has no asynchronous form here")
 
     def new_group(self) -> Call:
-        """Make a group of all ranks; what is returned closes it."""
+        """Create a group of all ranks; return the function that closes it."""
         raise Unsupported("it makes no groups here")
 
     def ping_pong(self, send: Call, receive: Call) -> Call:
-        """Rank 0 sends and rank 1 sends back; the others do nothing."""
+        """Combine calls such that rank 0 sends first and rank 1 replies; the others do nothing."""
         if self.rank > 1:
             return lambda: None
         first, second = (send, receive) if self.rank == 0 else (receive, send)
@@ -73,7 +73,7 @@ class Engine(ABC):
 
 
 def torch_values(x: Any) -> Values:
-    """The memory of a tensor as an array; bfloat16, which numpy lacks, as bits."""
+    """The memory of a tensor as an array; for bfloat16, which numpy lacks, as bits."""
     import torch
 
     values: Values = x.view(torch.int16).numpy().view(np.uint16) if x.dtype is torch.bfloat16 else x.numpy()

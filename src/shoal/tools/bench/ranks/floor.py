@@ -1,9 +1,8 @@
-"""The floor, which the machine sets: the operations as bare loops over shared memory, and nothing else.
+"""The hardware limit ("floor"): the operations as bare loops over shared memory.
 
-All ranks map one memfd.  An operation is a spinning barrier, the core's own kernel or memcpy on the rank's
-share, and the barrier again: no protocol, no checks, no sleeping, no errors.  A reduction is given a second
-time as plain numpy expressions, so that a slow kernel would show, and ``memcpy`` is all ranks copying private
-memory at once.
+All ranks map one memfd. An operation is a spinning barrier, the core's kernel or memcpy on the rank's share,
+and a second barrier, without protocol, checks, sleeping or error handling. Reductions are also measured as
+numpy expressions, which would reveal a slow kernel. ``memcpy`` is all ranks copying private memory at once.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from .engine import STORAGE, Call, Engine, Unsupported, Values
 
 _PAGE = 4096
 _LINE = 64
-#: where the ranks meet: a cache line each, and two for the futexes
+#: size of the area for synchronization: a cache line per rank, and two for the futexes
 _HEADER = 16 * _PAGE
-#: address space of one rank; one page more than a power of two, or the ranks' buffers collide in caches
+#: address space of one rank; a page more than a power of two, to avoid cache conflicts between ranks
 _REGION = 2**32 + _PAGE
 _KERNELS = {"fp32": reduction_kernel(torch.float32), "bf16": reduction_kernel(torch.bfloat16)}
 _FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -35,7 +34,7 @@ _WAIT, _WAKE = 0, 1
 
 
 class Floor(Engine):
-    """A rank that meets the others in shared memory."""
+    """A rank that communicates through shared memory."""
 
     def __init__(self, control: str, hosts: int) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -49,7 +48,7 @@ class Floor(Engine):
         self._used = 0
 
     def _open(self, control: str, length: int) -> int:
-        """The memfd that rank 0 makes and the others open through /proc."""
+        """Return the memfd, which rank 0 creates and the others open through /proc."""
         told = Path(control + ".floor")
         if self.rank == 0:
             fd = os.memfd_create("shoal-bench")
@@ -69,7 +68,7 @@ class Floor(Engine):
         if variant == "memcpy":
             x = np.empty(count, STORAGE[dtype])
             return x, x
-        # The same place on every rank, so that a rank finds the buffers of the others.
+        # At the same offset on every rank, so that ranks find the buffers of the others.
         pages = -(-count * STORAGE[dtype]().itemsize // _PAGE) + 1
         at, self._used = self._used, self._used + pages * _PAGE
         if self._used > _REGION:
@@ -83,7 +82,7 @@ class Floor(Engine):
         self._used = 0
 
     def barrier(self) -> None:
-        """Spin until all have come; with fewer cores than ranks, give way to them in between."""
+        """Spin until all ranks have arrived; yield the CPU if there are fewer cores than ranks."""
         self._round += 1
         words, number, crowded = self._words, self._round, self._crowded
         words[8 * self.rank] = number
@@ -121,7 +120,7 @@ class Floor(Engine):
         words, mine = self._words, 8 * self.rank + 4
         theirs = 8 * (1 - self.rank) + 4
         first = self.rank == 0
-        # Words of their own: the other ranks take no part in these meetings.
+        # Separate words, because the other ranks do not take part in these barriers.
         number = words[mine]
 
         def meet() -> None:
@@ -143,10 +142,10 @@ class Floor(Engine):
 
         return call
 
-    # -- the share of this rank ----------------------------------------------------------------
+    # -- this rank's share ---------------------------------------------------------------------
 
     def _views(self, x: Values) -> list[Values]:
-        """The same buffer on every rank."""
+        """This buffer on every rank."""
         at = x.ctypes.data - self._base - self._start_of(self.rank)
         return [
             np.frombuffer(self._memory, x.dtype, len(x), self._start_of(rank) + at)
@@ -156,7 +155,7 @@ class Floor(Engine):
     def _work(self, name: str, x: Values, out: Values | None, variant: str) -> Call:
         views, rank, size = self._views(x), self.rank, self.size
         if name == "all_reduce":
-            # Whole cache lines, or two ranks write to one.
+            # Whole cache lines, to avoid false sharing between ranks.
             step = _LINE // x.itemsize
             lines = -(-len(x) // step)
             first = min(len(x), rank * lines // size * step)
@@ -176,17 +175,17 @@ class Floor(Engine):
             [(out[r * part : (r + 1) * part], views[r][first : first + part]) for r in range(size)]
         )
 
-    # -- sleeping ------------------------------------------------------------------------------
+    # -- futexes -------------------------------------------------------------------------------
 
     def futex_round_trip(self, repeat: int) -> None:
-        """Ranks 0 and 1 wake each other ``repeat`` times each, through the kernel every time."""
+        """Let ranks 0 and 1 wake each other ``repeat`` times each, always through the kernel."""
         number = _FUTEX.get(platform.machine())
         if number is None:
-            raise Unsupported(f"the number of the system call is not known on {platform.machine()}")
+            raise Unsupported(f"the number of the futex system call is not known on {platform.machine()}")
         if self.rank > 1:
             return
         syscall = ctypes.CDLL(None).syscall
-        # Two words of 32 bits, each in a cache line of its own, behind those of the barrier.
+        # Two 32-bit words in separate cache lines, after those of the barrier.
         offset = _LINE * self.size
         words = memoryview(self._memory)[offset : offset + 2 * _LINE].cast("I")
         mine, theirs = self.rank * 16, (1 - self.rank) * 16

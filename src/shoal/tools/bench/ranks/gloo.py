@@ -1,4 +1,4 @@
-"""torch.distributed with its Gloo backend, and with shoal in Gloo's place."""
+"""torch.distributed with its Gloo backend, and with the backend "shoal"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Gloo(Engine):
-    """A rank that finds its number in RANK and WORLD_SIZE, and its peers through a file."""
+    """A rank that reads RANK and WORLD_SIZE, and finds its peers through a file."""
 
     backend = "gloo"
 
@@ -61,7 +61,7 @@ class Gloo(Engine):
 
 
 class InTorch(Gloo):
-    """The same calls on the backend "shoal" of torch.distributed."""
+    """The same calls with the backend "shoal" of torch.distributed."""
 
     backend = "shoal"
 

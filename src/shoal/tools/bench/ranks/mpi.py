@@ -1,4 +1,4 @@
-"""An MPI library, called through mpi4py on numpy arrays, in place where MPI can."""
+"""An MPI library, called through mpi4py on numpy arrays, in place if MPI supports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .engine import STORAGE, Call, Engine, Unsupported, Values
 
 
 class Mpi(Engine):
-    """A rank under the library's own mpiexec."""
+    """A rank started by the library's mpiexec."""
 
     def __init__(self, control: str, hosts: int) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -27,7 +27,7 @@ class Mpi(Engine):
 
     def operation(self, name: str, x: Any, out: Any, variant: str) -> Call:
         if name in REDUCTIONS and x.dtype == np.uint16:
-            raise Unsupported("MPI has no bfloat16 to reduce")
+            raise Unsupported("MPI has no reductions of bfloat16")
         comm, in_place, peer = self._comm, self._mpi.IN_PLACE, 1 - self.rank
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(in_place, x),

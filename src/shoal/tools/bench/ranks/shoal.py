@@ -1,4 +1,4 @@
-"""shoal, on ordinary tensors or on tensors in the group's registered memory."""
+"""shoal, with ordinary tensors or tensors in the group's registered memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Shoal(Engine):
-    """A rank under ``shoal run``.
-
-    Args:
-        hosts: pretend that the ranks are on so many hosts, in equal blocks.
-    """
+    """A rank under ``shoal run``; with `hosts`, ranks are on simulated hosts, in equal blocks."""
 
     def __init__(self, control: str, hosts: int) -> None:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One rank's part in the small benchmarks."""
+"""The small benchmarks on one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .engine import Engine
 
 
 def together(engine: Engine, count: int, nbytes: int, repeat: int) -> dict[str, float]:
-    """Seconds for ``count`` all-reduces, submitted and then waited for, and one after another."""
+    """Seconds for ``count`` all-reduces, all submitted before the first wait, and one after another."""
     tensors = [engine.empty("ordinary", "fp32", nbytes // 4) for _ in range(count)]
     for _, values in tensors:
         values.fill(1.0)
@@ -36,7 +36,7 @@ def together(engine: Engine, count: int, nbytes: int, repeat: int) -> dict[str, 
 
 
 def split(engine: Engine) -> dict[str, float]:
-    """Seconds until a new group of all ranks is there."""
+    """Seconds to create a group of all ranks."""
     engine.barrier()
     start = time.perf_counter()
     close = engine.new_group()
@@ -47,7 +47,7 @@ def split(engine: Engine) -> dict[str, float]:
 
 
 def late(engine: Engine, seconds: float) -> dict[str, float]:
-    """Processor time per second of a rank that waits in an all-reduce for the last rank."""
+    """Share of a core that a rank uses while it waits in an all-reduce for the last rank."""
     x, values = engine.empty("ordinary", "fp32", 1024)
     values.fill(1.0)
     call = engine.operation("all_reduce", x, None, "ordinary")
@@ -61,7 +61,7 @@ def late(engine: Engine, seconds: float) -> dict[str, float]:
 
 
 def memory(engine: Any, idle: float) -> dict[str, float]:
-    """Bytes of its own (unique set size) that a rank has more than when it had only imported torch."""
+    """Growth of this rank's unique set size in bytes since it had only imported torch."""
     engine.barrier()
     time.sleep(idle)
     return {"bytes": psutil.Process().memory_full_info().uss - engine.uss_before}

@@ -1,4 +1,4 @@
-"""One rank's part in measuring a case."""
+"""The measurement of a case on one rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .engine import STORAGE, Engine, Values
 
 
 class TimedCase:
-    """Buffers and the call for one variant of one case, its result already compared with the exact one.
+    """Buffers and call of one variant of a case; the result of a first call is checked.
 
     Attributes:
-        error: the largest relative error of that result.
+        error: largest relative error of the result.
 
     Raises:
-        Unsupported: the engine does not have it.
-        WrongResult: it computes something else.
+        Unsupported: the engine does not support the case.
+        WrongResult: the result is wrong.
     """
 
     def __init__(self, engine: Engine, case: Case, variant: str) -> None:
@@ -46,13 +46,13 @@ class TimedCase:
         return x[offset:], values[offset:]
 
     def sample(self, repeat: int) -> tuple[float, float]:
-        """Measure so many calls, after a tenth as many to warm up.
+        """Measure ``repeat`` calls, after a tenth as many to warm up.
 
-        Before each call the owner writes its input anew, as a program would; neither that nor the
-        barrier after it (see ``Case.paced``) is in the time.
+        Before each call the rank rewrites its input, as a program would. Neither this nor the barrier after
+        it (see ``Case.paced``) is included in the time.
 
         Returns:
-            Seconds that a call took on average, and seconds from one call to the next.
+            Average seconds of a call, and average seconds from one call to the next.
         """
         barrier = self._engine.barrier
         call, values, refill, paced = self._call, self._x, self._refill, self._case.paced
@@ -71,7 +71,7 @@ class TimedCase:
             call()
             total += clock() - start
         every = (clock() - began) / repeat * 1e-9
-        # A ping-pong is two messages.
+        # A ping-pong consists of two messages.
         messages = 2 if self._case.operation == "send_recv" else 1
         return total / repeat / messages * 1e-9, every
 
