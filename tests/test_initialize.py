@@ -93,7 +93,7 @@ def test_a_backend_that_fails_leaves_the_meeting_in_order(store_backend: str, tm
 
 
 def test_bad_arguments_are_refused_before_anybody_waits() -> None:
-    with pytest.raises(shoal.UsageError, match="unknown backend 'nativ'; known are "):
+    with pytest.raises(shoal.UsageError, match="unknown backend 'nativ'; known backends: "):
         shoal.init("tcp://127.0.0.1:1", rank=0, size=2, backend="nativ")
     with pytest.raises(shoal.UsageError, match="concurrency=0: expected a whole number from 1"):
         shoal.init("tcp://127.0.0.1:1", rank=0, size=2, concurrency=0)
@@ -119,7 +119,7 @@ def test_bad_arguments_are_refused_before_anybody_waits() -> None:
         ({"rank": True}, "rank=True: expected a whole number"),
         ({"size": True}, "size=True: expected a whole number"),
         ({"concurrency": True}, "concurrency=True: expected a whole number"),
-        ({"backend": "gloo"}, "takes the place of torch's gloo: leave backend= out"),
+        ({"backend": "gloo"}, "replaces torch's gloo: omit backend="),
         ({"concurency": 2}, r"shoal\.init .* no argument 'concurency'; 'concurrency' is meant, probably"),
         ({"transprt": "tcp"}, r"shoal\.init .* no argument 'transprt'; 'transport' is meant"),
         ({"world_size": 2}, "no argument 'world_size'; 'size' is meant"),

@@ -126,7 +126,7 @@ def test_a_wait_that_times_out_leaves_the_operation_running() -> None:
         (Future(source, finish=lambda: 5), source.complete),
     ):
         for timeout in (0, 0.01, -1.0):
-            with pytest.raises(WaitTimeout, match=f"after {timeout} s .*goes on"):
+            with pytest.raises(WaitTimeout, match=f"after {timeout} s .*continues"):
                 future.wait(timeout)
         assert not future.done()
         complete()

@@ -1,5 +1,5 @@
-"""Data channels: what moves tensors for a group, and the table of those that are known.
+"""Backends, which move the tensors of groups, and their registry.
 
-``base`` is the interface, ``native`` shoal's own engine, ``registry`` finds one by name.  Nothing is
-imported here, so that a name can be looked up without loading an engine.
+``base`` is the interface, ``native`` is shoal's own engine, ``registry`` finds a backend by name.  Nothing is
+imported here, so that a lookup does not load an engine.
 """

@@ -1,4 +1,4 @@
-"""What a data channel tells of an agreement, and asks for: see ``DataChannel.agree``."""
+"""The types of agreements between the members of a group: see ``DataChannel.agree``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AgreementOutcome(enum.Enum):
 
 
 class News(NamedTuple):
-    """What is known of an agreement.
+    """The current state of an agreement.
 
     Attributes:
         op: of the decision; None: there is none.
@@ -63,26 +63,26 @@ class News(NamedTuple):
 
 
 class Agreeing(Protocol):
-    """An agreement in which this rank has voted.  Any thread may call it.
+    """An agreement in which this rank has voted.  Thread-safe.
 
     Attributes:
-        number: 0 for the first of the group, and so on; the same on all ranks.
+        number: the index of the agreement in its group, from 0; equal on all ranks.
     """
 
     number: int
 
     def wait(self, timeout: float) -> News:
-        """Wait for an outcome or a request, for ``timeout`` seconds at most.  Each is given once."""
+        """Wait for an outcome or a request, for at most ``timeout`` seconds.  Each is returned once."""
 
     def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:
-        """What the witness is to keep in the place of ``kept``; None: it refuses.
+        """Return the witness's new record after ``request``, given its record ``kept``; None: it refuses.
 
         Raises:
-            ValueError: it cannot have kept that.
+            ValueError: ``kept`` is not a valid record.
         """
 
     def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
-        """Bring the answer of the witness, which had kept ``kept`` before it was asked."""
+        """Pass on the answer of the witness, whose record was ``kept`` before the request."""
 
     def losses(self) -> tuple[list[int], list[int]]:
-        """The members that this rank has lost, and those of them that it knows to be dead."""
+        """The members that this rank has lost, and the subset whose processes are known to have ended."""

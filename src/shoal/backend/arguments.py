@@ -1,4 +1,4 @@
-"""Checks of the options of a backend, before this process waits for any other."""
+"""Validation of a backend's options, before this process waits for another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from .registry import BackendFactory
 
 
 def lanes(concurrency: int | None) -> int:
-    """The number of lanes that ``concurrency=`` or ``SHOAL_CONCURRENCY`` asks for."""
+    """The number of lanes given by ``concurrency=`` or ``SHOAL_CONCURRENCY``."""
     return config.CONCURRENCY.get() if concurrency is None else checked_count("concurrency", concurrency)
 
 
 def check_options(
     factory: BackendFactory, options: Mapping[str, Any], where: str, others: Sequence[str]
 ) -> None:
-    """Refuse options that a backend does not take, by name or by value.
+    """Raise UsageError if an option of a backend is unknown or its value is invalid.
 
     Args:
-        where: the function that was given them, for the message.
-        others: what it takes beside them.
-
-    Raises:
-        UsageError: naming the option that is meant, if one is near.
+        where: the called function, for the message.
+        others: the other arguments of that function.
     """
     own = taken(factory)
     if own is not None:

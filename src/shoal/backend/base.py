@@ -1,12 +1,10 @@
-"""The interface of a data channel: what moves tensors for one group.
+"""The interfaces of backends and data channels.
 
-A :class:`Backend` belongs to a process and knows how to connect it to its peers; a
-:class:`DataChannel` belongs to one group.  :mod:`shoal.group` validates, numbers and records calls
-and hands each one as an :class:`~shoal.spec.Operation` to ``DataChannel.submit``: a channel never
-sees a wrong shape, a non-contiguous tensor or a closed group.
+A :class:`Backend` connects one process to its peers; a :class:`DataChannel` moves the tensors of one group.
+:mod:`shoal.group` validates, numbers and records each call and passes it as an :class:`~shoal.spec.Operation`
+to ``DataChannel.submit``, so a channel never gets a wrong shape, a non-contiguous tensor or a closed group.
 
-The idea of a replaceable data channel is from the design of torch.distributed (``DataChannel`` in
-its first proposal).
+Replaceable data channels follow ``DataChannel`` in the first design of torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ from .agreements import Agreeing, Op
 
 
 def ident_of(label: str) -> int:
-    """The 64 bits by which a group is known on the wire, from what tells it from all others."""
+    """The 64-bit identifier of a group on the wire, derived from its unique ``label``."""
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group as a backend sees it.
+    """The description of one group for a backend.
 
     Attributes:
         name: unique in the job, equal on all members.
@@ -44,10 +42,10 @@ class GroupSpec:
         ranks: the members' ranks in the first group of the job, in group order; ``ranks[rank]`` is this
             process.
         concurrency: number of lanes.
-        options: the backend's own, as given to ``shoal.init``.
-        scope: ``"all"``: what breaks between two members breaks the group; ``"pair"``: it fails what these
-            two exchange, and the group carries no collectives.
-        world_ranks: their ranks in the group of all that the program has now, if it was rebuilt.
+        options: options of the backend, as given to ``shoal.init``.
+        scope: ``"all"``: a failure between two members breaks the group; ``"pair"``: it fails the messages
+            between these two, and the group has no collectives.
+        world_ranks: the members' ranks in the current world group, if that was rebuilt.
     """
 
     name: str
@@ -61,11 +59,11 @@ class GroupSpec:
 
 
 class Shortcut(Protocol):
-    """The numbers of a group's calls, and a short way for the usual ones.
+    """The numbering of a group's calls, and a fast path for common ones.
 
     Attributes:
-        number: of the next call.
-        open: whether calls are taken.
+        number: the number of the next call.
+        open: whether the group accepts calls.
     """
 
     number: int
@@ -80,17 +78,19 @@ class Shortcut(Protocol):
         root: int,
         timeout: float,
     ) -> Future[Any] | None:
-        """Submit and record a collective on at most one tensor each way; the call has the next number then.
+        """Submit, number and record a collective with at most one input and one output tensor.
 
-        ``x`` and ``out`` are whatever the user passed, the same object where the operation is in place, and
-        so is ``timeout``; ``op`` is the code of the reduction.  None says that something is unusual or wrong
-        about the call, that it is the first one, that it is made in a callback, or that the channel is
-        broken: nothing was sent, and the call is to be validated and submitted as any other.
+        ``x``, ``out`` and ``timeout`` are the user's unvalidated arguments; ``x is out`` if the operation is
+        in place.  ``op`` is the code of the reduction.
+
+        Returns:
+            None if the call is the first one, is made in a callback, or is unusual or invalid, or if the
+            channel is broken.  Nothing was sent; the caller must validate and submit the call as usual.
         """
 
 
 class NoShortcut:
-    """The shortcut of a channel that has only the long way: it takes no call."""
+    """The shortcut of a channel without a fast path."""
 
     __slots__ = ("number", "open")
 
@@ -99,7 +99,7 @@ class NoShortcut:
         self.open = True
 
     def submit(self, *call: object) -> None:
-        """Nothing is usual."""
+        """Return None."""
 
 
 @refuses_copies(
@@ -110,139 +110,136 @@ class NoShortcut:
 class DataChannel(abc.ABC):
     """Moves the tensors of one group."""
 
-    #: Called, any number of times and from any thread, when an operation of a broken channel is seen to have
-    #: failed.  Its group sets it; a channel that does not call it is looked at from time to time.
+    #: Called, any number of times and from any thread, when a failed operation of a broken channel is
+    #: detected.  Set by the group, which polls channels that do not call it.
     on_failure: Callable[[], None] | None = None
-    #: Whether the error that ended the group has reached the program.  Of a channel that cannot say: True.
+    #: Whether the error that broke the group was raised in the program.  True if the channel does not know.
     reported: bool = True
-    #: device types whose tensors the channel takes
+    #: Supported device types.
     devices: frozenset[str] = frozenset({"cpu"})
-    #: The channel takes operations in one order only, the same on every rank, as a communicator of NCCL or
-    #: MPI does.  The group then gives it numbered operations and messages alone, and makes another channel
-    #: for operations with a key, which it brings into the order in which rank 0 issues them.
+    #: Whether operations must be submitted in the same order on every rank, as for a communicator of NCCL or
+    #: MPI.  The group then submits only numbered operations and messages here, and makes another channel for
+    #: operations with a key, which it submits in the order in which rank 0 issues them.
     ordered: bool = False
-    #: All members have to call :meth:`connect` before the first operation of the channel.
+    #: Whether all members must call :meth:`connect` before the first operation of the channel.
     collective: bool = False
 
     @abc.abstractmethod
     def submit(self, operation: Operation) -> Future[Any]:
         """Start ``operation`` and return at once.
 
-        The future's value is what the user gets: ``outputs[0]`` for operations with one output,
-        the list of outputs for several, ``None`` for none, and for RECV the
-        tuple ``(tensor, source, tag)``.
+        The future's value is the user's result: ``outputs[0]`` for operations with one output, the list of
+        outputs for several, ``None`` for none, and ``(tensor, source, tag)`` for RECV.  A failure is a
+        :class:`~shoal.errors.GroupError` of the future.
 
-        Numbered operations of a group are submitted in the same order on every rank and may run
-        one after another; operations with a ``key`` are submitted in any order and must not wait
-        for one another or for numbered ones.  Failures are exceptions of the future, of the
-        :class:`~shoal.errors.GroupError` family.
+        Numbered operations of a group are submitted in the same order on every rank and may run one after
+        another; operations with a ``key`` are submitted in any order and must not wait for one another or for
+        numbered ones.
         """
 
     def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
-        """Start several messages together, in order; as :meth:`submit` does each.
+        """Start several messages together, in order, as if by :meth:`submit`.
 
-        For channels that have a way of their own to post many at once, or must (NCCL needs a send and a
-        receive that wait for each other in one group).
+        For channels that can post several at once, or must (NCCL: sends and receives that need each other).
         """
         return [self.submit(operation) for operation in operations]
 
     def connect(self, timeout: float) -> None:
         """Connect the members, if the channel is :attr:`collective`.
 
-        Called once, in a thread of its own, when the first operation is submitted here: so it may wait for
-        the other members, which do the same.  What is submitted meanwhile waits for its end.
+        Called once, in a separate thread, when the first operation is submitted, so it may wait for the other
+        members, which do the same.  Operations wait until it returns.
 
         Args:
-            timeout: of that operation, in seconds.
+            timeout: the timeout of the first operation, in seconds.
 
         Raises:
-            GroupError: what went wrong; every operation of the group then fails with it.
+            GroupError: connecting failed; every operation of the group then fails with this error.
         """
 
     def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
-        """Whether the channel can do this at all; what it cannot is refused in words before it is submitted.
+        """Whether the channel supports an operation; the group raises an error for unsupported ones.
 
         Args:
-            dtype: of the tensors; None: there are none.
+            dtype: the dtype of the tensors; None: there are none.
             op: the reduction; None: nothing is reduced.
         """
         return True
 
     def check(self, operation: Operation) -> None:
-        """Refuse an operation that the channel cannot carry, because of its arguments.
+        """Check whether the channel supports the arguments of an operation.  The default accepts all.
 
-        The group calls it before ``submit``, and for all operations of a batch before any of them is
-        submitted, so that a refused batch has sent nothing.  A channel that carries whatever the
-        group allows, which is the default, has nothing to say here.
+        The group calls it before ``submit``, and for all operations of a batch before it submits any, so that
+        a refused batch has sent nothing.
 
         Raises:
-            UsageError: what cannot be carried, and what to do instead.
+            UsageError: the operation is not supported; the message says what to do instead.
         """
 
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
-        """The group asks for this once, before its first call.
+        """Return the fast path of the group.  Called once, before the first operation.
 
         Args:
-            lock: held by who gives out a number; a shortcut submits nothing while another thread holds it.
-            recorder: of the group; what a shortcut submits is recorded by it.
+            lock: held while a call is numbered; a shortcut submits nothing while another thread holds it.
+            recorder: the group's flight recorder, for the operations that the shortcut submits.
         """
         return NoShortcut()
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Uninitialised ``uint8`` memory on ``device`` that the channel can use without staging copies.
+        """Allocate uninitialised ``uint8`` memory that the channel can use without staging copies.
 
         Args:
-            device: of one of the types in :attr:`devices`.
+            device: a device of a type in :attr:`devices`.
         """
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def failure(self) -> GroupError | None:
-        """The error that broke the channel, or None.  Cheap; never blocks."""
+        """The error that broke the channel, or None.  Fast; never blocks."""
         return None
 
     def report(self, failure: GroupError) -> None:
-        """Note that a call has raised what ended the group."""
+        """Note that a call has raised ``failure``, the error that broke the group."""
         self.reported = True
 
     def last_completed(self) -> int:
-        """The number of the last collective that has completed here with all before it; -1: none is known."""
+        """The number of the last collective that has completed here with all before it; -1 if unknown."""
         return -1
 
     def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
-        """See to it that lost ranks, should they live, write into no memory of this one any more.
+        """Ensure that lost ranks, if they still run, no longer write into memory of this rank.
 
         Args:
-            ranks: without which the group goes on.
+            ranks: the ranks that the group evicts.
             timeout: in seconds.
 
         Returns:
-            Those of which that is not certain.
+            The ranks for which this could not be ensured.
         """
         return []
 
     def vote_limit(self) -> int:
-        """The most bytes of a vote.
+        """The maximum size of a vote, in bytes.
 
         Raises:
-            UnsupportedOperation: the channel has no agreements, which is the default.
+            UnsupportedOperation: the channel has no agreements (the default).
         """
         raise UnsupportedOperation("has no agreements")
 
     def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
-        """Vote in the next agreement of the group: the k-th call of a rank belongs to the k-th of each other.
+        """Vote in the next agreement of the group; the k-th calls of all ranks belong together.
 
-        It works whatever became of the group, until this rank closes it, and needs neither the threads of
-        Python nor the program: a rank that has not called it yet answers the others all the same.
+        Agreements work on a broken group too, until this rank closes it.  They need no Python thread: a rank
+        that has not called ``agree`` yet answers the others nevertheless.
 
         Args:
-            op: ranks that call with different ones all get the decision DIFFERS, and none is left out by it.
+            op: if ranks vote with different ops, all get the decision DIFFERS and none is evicted.
             value: AND to SUM, GROW: an integer of 8 bytes; COMMON: such integers, ascending; GATHER, REBUILD:
-                anything.
-            timeout: in seconds, for the decision.
+                any bytes.
+            timeout: seconds until the decision.
 
         Raises:
-            UnsupportedOperation: the channel has no agreements, which is the default.
-            GroupError: there are too many under way.
+            UnsupportedOperation: the channel has no agreements (the default).
+            GroupError: too many agreements are pending.
         """
         raise UnsupportedOperation("has no agreements")
 
@@ -251,19 +248,18 @@ class DataChannel(abc.ABC):
         """Fail every pending operation at once, here and on the peers; callable from any thread."""
 
     def begin_close(self) -> None:
-        """Tell the peers that nothing more will be submitted here; :meth:`close` follows.  Never blocks.
+        """Notify the peers that this rank submits nothing more; :meth:`close` follows.  Never blocks.
 
-        Groups that are closed one after another say so all at once, since others may close them in another
-        order.  A channel that has nothing to say does nothing.
+        Called first for all groups to be closed, since other ranks may close them in another order.
         """
         return
 
     @abc.abstractmethod
     def close(self, timeout: float) -> None:
-        """Flush what was sent, tell the peers, release everything.  Returns within ``timeout``.
+        """Flush sent data, notify the peers and release all resources, within ``timeout`` seconds.
 
         Raises:
-            CollectiveMismatch: the members called different things, and no operation has said so here.
+            CollectiveMismatch: the members called different operations, and this was not raised before.
         """
 
 
@@ -276,43 +272,43 @@ class Backend(abc.ABC):
     """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
 
     name: ClassVar[str]
-    #: the scopes of failures that its groups can have; see :class:`GroupSpec`
+    #: Supported values of ``GroupSpec.scope``.
     scopes: ClassVar[frozenset[str]] = frozenset({"all"})
 
-    #: Whether an operation has raised the loss of a rank.
+    #: Whether an operation has raised an error for the loss of a rank.
     losses_reported: bool = False
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuse values of options that cannot be right; called before anybody waits for anybody.
+        """Validate the values of options, before any process waits for another.
 
         Args:
-            options: as the constructor will get them; their names are checked already.
+            options: the options for the constructor; their names are already checked.
 
         Raises:
-            UsageError: what is wrong, and what was expected.
+            UsageError: a value is invalid.
         """
         return
 
     @abc.abstractmethod
     def __init__(self, membership: Membership, *, timeout: float, **options: Any) -> None:
-        """Connect to all ranks of the world; raises what went wrong, naming the rank."""
+        """Connect to all ranks of the world, within ``timeout`` seconds; errors name the rank."""
 
     @abc.abstractmethod
     def channel(self, group: GroupSpec) -> DataChannel:
-        """The data channel of a new group.  Not collective: must not wait for the other members."""
+        """Make the data channel of a new group.  Not collective: must not wait for the other members."""
 
     def hosts(self, ranks: Sequence[int]) -> list[int]:
-        """For each of some ranks, numbered as this backend does, the number of its host: equal ones for ranks
-        that die together with a machine, the same on every rank.  By default nothing is known of hosts."""
+        """Return for each rank (numbered as in this backend) the number of its host, the same on every rank.
+
+        Ranks with equal numbers fail together with a machine.  The default returns 0 for all.
+        """
         return [0] * len(ranks)
 
     def lost(self) -> frozenset[int]:
-        """The global ranks of all peers that are known to be dead or unreachable by now, for good.
+        """The global ranks of all lost peers, including those that other ranks reported; none that left.
 
-        Peers count whose loss another rank has reported, and peers that left in good order do not.  The
-        backend may ask the system which processes have died; it does not wait.  A backend that cannot tell
-        returns an empty set.
+        Does not wait, but may query the system for ended processes.  Empty if the backend does not know.
         """
         return frozenset()
 
@@ -321,12 +317,11 @@ class Backend(abc.ABC):
         """End all connections.  All channels have been closed before."""
 
     def program_ends(self) -> None:
-        """Called when the program ends and has left groups open, before they are closed for it.
+        """Called when the program ends with open groups, before these are closed.
 
-        A backend whose peers can be told tells them so with each channel that is closed from now on; an
-        operation that lacks this rank then says why.
+        A backend can pass this on to the peers, so that errors of operations that wait for this rank name it.
         """
         return
 
     def after_fork_in_child(self) -> None:
-        """Called in a forked child: drop descriptors and memory that belong to the parent."""
+        """Release descriptors and memory that belong to the parent.  Called in a forked child."""

@@ -1,7 +1,7 @@
-"""The table of backends by name: those registered by a call, and those that packages bring.
+"""The registry of backends by name.
 
-A package brings one through the entry point group ``shoal.backends``; it is imported when somebody
-first asks for it::
+A backend is registered by a call, or by a package through the entry point group ``shoal.backends``.  Such a
+package is imported when the backend is first used::
 
     [project.entry-points."shoal.backends"]
     carrier-pigeon = "pigeons.shoal:PigeonBackend"
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from ..rendezvous import Membership
     from .base import Backend
 
-#: name of the backend that comes with shoal
+#: The name of shoal's own backend.
 NATIVE = "native"
 _GROUP = "shoal.backends"
-#: names that torch.distributed knows, for tensors of the CPU
+#: Names of torch.distributed's backends for CPU tensors.
 _OF_TORCH = ("gloo", "mpi", "shoal")
 
 
 class BackendFactory(Protocol):
-    """Makes a process's backend: a subclass of :class:`~shoal.backend.base.Backend`, or a function."""
+    """A subclass of :class:`~shoal.backend.base.Backend`, or a function that returns a backend."""
 
     def __call__(self, membership: Membership, /, *, timeout: float, **options: Any) -> Backend: ...
 
@@ -39,12 +39,12 @@ def register_backend(name: str, factory: BackendFactory) -> None:
     """Make ``shoal.init(backend=name)`` use ``factory``.
 
     Args:
-        name: not one that is registered already; an entry point of that name is hidden.
+        name: a name that is not registered; it hides an entry point of the same name.
         factory: called once per process and world group, as ``factory(membership, timeout=..., **options)``
-            with the options of ``shoal.init`` that shoal does not know itself.
+            with the options of ``shoal.init`` that shoal itself does not define.
 
     Raises:
-        UsageError: the name is taken.
+        UsageError: the name is already registered.
     """
     if name == NATIVE or name in _factories:
         raise UsageError(f"a backend named {name!r} is registered already; choose another name")
@@ -52,7 +52,7 @@ def register_backend(name: str, factory: BackendFactory) -> None:
 
 
 def unregister_backend(name: str) -> None:
-    """Take back a :func:`register_backend`; does nothing when there was none."""
+    """Undo :func:`register_backend`; do nothing if the name is not registered."""
     _factories.pop(name, None)
 
 
@@ -60,23 +60,23 @@ def backend_factory(name: str) -> BackendFactory:
     """The factory registered under ``name``.
 
     Raises:
-        UsageError: nobody registered it; the message lists the names that are known.
+        UsageError: the name is unknown; the message lists the known names.
     """
     if name in _factories:
         return _factories[name]
     if name == NATIVE:
-        # Not through the entry point: a source tree that is not installed has none.
+        # Not through the entry point, which an uninstalled source tree does not have.
         native: BackendFactory = import_module("shoal.backend.native.channel").NativeBackend
         return native
     for entry in entry_points(group=_GROUP, name=name):
         factory: BackendFactory = entry.load()
         return factory
-    known = f"unknown backend {name!r}; known are {', '.join(backend_names())}"
+    known = f"unknown backend {name!r}; known backends: {', '.join(backend_names())}"
     if name in _OF_TORCH:
-        known += f".  {NATIVE!r}, the default, takes the place of torch's {name}: leave backend= out"
+        known += f".  {NATIVE!r}, the default, replaces torch's {name}: omit backend="
     raise UsageError(known)
 
 
 def backend_names() -> list[str]:
-    """The names of all backends, registered or brought by a package, sorted."""
+    """The sorted names of all backends, including those of entry points."""
     return sorted({NATIVE, *_factories, *(entry.name for entry in entry_points(group=_GROUP))})

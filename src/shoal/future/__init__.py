@@ -1,11 +1,10 @@
-"""Futures: what every operation returns, whoever completes it and wherever its tensors lie.
+"""Futures, the results of all operations.
 
-There is one class, :class:`Future`.  An engine completes a future in one of two ways.  It may set the
-result from any thread; or it hands over a :class:`FutureSource`, which the future asks.  The second way is
-for operations of a microsecond: nothing is allocated or signalled until somebody needs it, and the
-thread that waits goes straight into the engine and may finish the operation itself.
+An engine completes a :class:`Future` in one of two ways: it sets the result from any thread, or it provides a
+:class:`FutureSource`, which the future queries.  A source suits operations of a microsecond: nothing is
+allocated or signalled until needed, and a waiting thread may finish the operation in the engine itself.
 
-Results on devices are complete as soon as the work is enqueued; :mod:`shoal.streams` does the rest.
+Results on devices are complete once their work is enqueued; :mod:`shoal.streams` orders streams behind it.
 """
 
 from .combinators import Completion, collect_all, wait_all, wait_any

@@ -13,7 +13,7 @@ class Callback:
     """A callback that a user registered: its function, its index, and the future of its result.
 
     Args:
-        high_priority: of the streams that it runs under; None: as the engine of the future chose.
+        high_priority: whether its streams have high priority; None: as the future's engine chose.
     """
 
     __slots__ = ("_child", "_fn", "_high_priority", "_index", "_turns")
@@ -29,11 +29,11 @@ class Callback:
         self._index = index
         self._child = child
         self._high_priority = high_priority
-        #: Ctrl-C may have it queued twice; only who takes this away runs it.
+        #: Ctrl-C may cause the callback to be queued twice; only the run that pops this element proceeds.
         self._turns = [1]
 
     def run(self, future: FutureState[Any]) -> None:
-        """Call the function in its scope and complete the child.  In a thread of the pool."""
+        """Call the function in its scope and complete the child.  Runs in a thread of the pool."""
         try:
             self._turns.pop()
         except IndexError:
@@ -51,7 +51,7 @@ class Callback:
         except BaseException as error:
             if self._child is None or self._child.done():
                 raise
-            # An error passed on from the future itself would refer to it through the callback's frame.
+            # The future's own error must not reference the future through the callback's frame.
             passed_on = error is future._error
             self._child.set_exception(without_frames(error, None if passed_on else 2))
         finally:

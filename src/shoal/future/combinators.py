@@ -1,4 +1,4 @@
-"""Several futures at once: wait for all, for any, collect them, or make one from another."""
+"""Functions on several futures (wait for all, wait for any, collect), and futures derived from others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
     """Wait for all ``futures`` and return their values, in order.
 
     Args:
-        timeout: seconds for all together; ``None`` for no limit.
+        timeout: seconds for all futures together; ``None`` for no limit.
         blocking: for results on devices, as for :meth:`Future.wait`.
 
     Raises:
-        BaseException: that of a future which failed, within a fraction of a second, without waiting
-            for the others.
-        WaitTimeout: ``timeout`` ran out; the operations go on.
+        BaseException: the error of a failed future, within a fraction of a second and before others complete.
+        WaitTimeout: ``timeout`` expired; the operations continue.
     """
     futures = list(futures)
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -43,11 +42,11 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
             if left == 0.0:
                 pending = sum(not other.done() for other in futures)
                 raise WaitTimeout(
-                    f"gave up waiting after {timeout} s with {pending} of {len(futures)} futures pending; "
-                    "their operations go on"
+                    f"timed out after {timeout} s with {pending} of {len(futures)} futures pending; "
+                    "their operations continue"
                 )
         future.value()
-    # All are complete: what is left is the work on devices.
+    # All are complete; only work on devices may remain.
     return [
         future.wait(None if deadline is None else max(0.0, deadline - time.monotonic()), blocking=blocking)
         for future in futures
@@ -55,16 +54,14 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
 
 
 def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Future[T]:
-    """Wait until one of ``futures`` is complete, well or not, and return it.
-
-    Among several that are complete it is the first in the given order.
+    """Wait until one of ``futures`` has completed or failed; return the first such in the given order.
 
     Args:
         timeout: seconds; ``None`` for no limit.
 
     Raises:
         UsageError: ``futures`` is empty.
-        WaitTimeout: ``timeout`` ran out; the operations go on.
+        WaitTimeout: ``timeout`` expired; the operations continue.
     """
     futures = list(futures)
     if not futures:
@@ -81,8 +78,8 @@ def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Futu
         else:
             if not latch.wait(timeout):
                 raise WaitTimeout(
-                    f"gave up waiting after {timeout} s for any of {len(futures)} futures; "
-                    "their operations go on"
+                    f"timed out after {timeout} s waiting for any of {len(futures)} futures; "
+                    "their operations continue"
                 )
     finally:
         for future in subscribed:
@@ -91,7 +88,7 @@ def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Futu
 
 
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
-    """A future of the list of ``futures``, complete when all of them are.
+    """Return a future of the list of ``futures`` that completes when all of them have.
 
     If one fails, the returned future fails at once with the same exception (as in torch).
     """
@@ -113,7 +110,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
             elif last:
                 _complete_collection(result, futures)
         except InvalidFutureState:
-            pass  # an earlier failure was first
+            pass  # an earlier failure already set the result
 
     for index, future in enumerate(futures):
         future._subscribe(partial(count, index))
@@ -128,10 +125,10 @@ def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T
 
 
 class Completion:
-    """The completion of a future as a :class:`~shoal.future.FutureSource`, for a future that is made from it.
+    """The completion of a future, as the :class:`~shoal.future.FutureSource` of a derived future.
 
-    ``Future(Completion(f), finish=lambda: g(f.value()))`` is ``f`` with another value, without the
-    thread that a callback takes; so ``g`` must be quick.
+    ``Future(Completion(f), finish=lambda: g(f.value()))`` is ``f`` with another value.  It needs no callback
+    thread, so ``g`` must be quick.
     """
 
     __slots__ = ("_future",)

@@ -1,4 +1,4 @@
-"""The future of one operation, as its users see it."""
+"""The public interface of a future."""
 
 from __future__ import annotations
 
@@ -28,39 +28,38 @@ class Future(FutureState[T]):
     """The result of an operation that may still be running.
 
     Args:
-        source: the operation, if an engine answers for it; else somebody calls :meth:`set_result` or
+        source: the operation of an engine; None: the future is completed by :meth:`set_result` or
             :meth:`set_exception`.
-        finish: gives the value once ``source`` is complete.  Runs to its end exactly once, before anybody
-            sees the completion, in whichever thread meets it first; a run that Ctrl-C cuts off is repeated.
-        value: without ``finish``, what the future has once ``source`` is complete.
-        key: the identity of the operation, equal on all ranks, from which those of operations issued
-            in callbacks are derived (see :mod:`shoal.callbacks`).  May be assigned until the first
-            callback is registered.
-        keep: kept alive until completion; for device tensors their memory is also kept from reuse
-            until the work on them is done.
-        device: for results on devices.
+        finish: returns the value once ``source`` is complete.  It runs to completion exactly once, before the
+            completion is visible, in the thread that first detects it; Ctrl-C makes it run again.
+        value: the value once ``source`` is complete, if there is no ``finish``.
+        key: the identity of the operation, equal on all ranks.  The keys of operations issued in callbacks
+            are derived from it (see :mod:`shoal.future.scope`).  May be assigned until the first callback is
+            registered.
+        keep: kept alive until completion; the memory of device tensors is also not reused until the work on
+            them is done.
+        device: the events of results on devices.
 
     Attributes:
         record: the flight recorder's record, or None (see :meth:`note_in`).
 
-    Giving up a wait (a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
+    Ending a wait (by a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
     """
 
     __slots__ = ()
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- waiting -------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None, *, blocking: bool = True) -> T:
-        """Wait for completion and return the value, or raise what went wrong.
+        """Wait for completion and return the value, or raise the operation's error.
 
         Args:
-            timeout: seconds, for results on devices too; ``None`` waits as long as the operation's own
-                timeout lets it run.
-            blocking: for results on devices: whether to block until they are computed, or to return
-                once they are enqueued, with the current streams of this thread waiting for them.
+            timeout: seconds, for results on devices too; ``None``: only the operation's own timeout applies.
+            blocking: for results on devices: True blocks until they are computed; False returns once they are
+                enqueued and makes the current streams of this thread wait for them.
 
         Raises:
-            WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
+            WaitTimeout: ``timeout`` expired.  The operation continues, and can be waited for again.
         """
         begun = 0.0 if timeout is None else time.monotonic()
         if not self._done:
@@ -70,8 +69,8 @@ class Future(FutureState[T]):
             del source
             if not self._done and not self._complete(timeout):
                 raise WaitTimeout(
-                    f"gave up waiting after {timeout} s for {self!r}; "
-                    "the operation goes on, wait again for it"
+                    f"timed out after {timeout} s waiting for {self!r}; "
+                    "the operation continues, call wait() again"
                 )
         device = self._device
         if device is not None:
@@ -81,8 +80,8 @@ class Future(FutureState[T]):
                 device.order(self._payload())
         error = self._error
         if error is not None:
-            # Without this the traceback would refer to this frame, which refers to the future, which
-            # refers to the error: a cycle that lives until the garbage collector comes by.
+            # Otherwise traceback, this frame, the future and the error would form a reference cycle, which
+            # only the garbage collector frees.
             origin = self._value
             del self
             try:
@@ -91,18 +90,18 @@ class Future(FutureState[T]):
                 del error
         return self._value
 
-    #: The same as :meth:`wait`.
+    #: Alias of :meth:`wait`.
     result = wait
 
     def value(self) -> T:
-        """The value of a completed future; does not wait, nor make streams wait.
+        """Return the value of a completed future.  Neither this thread nor its streams wait.
 
         Raises:
-            InvalidFutureState: it is not complete.
-            BaseException: what went wrong.
+            InvalidFutureState: the future is not complete.
+            BaseException: the operation's error.
         """
         if not self.done():
-            raise InvalidFutureState(f"{self!r} has no value yet; call wait(), or ask done() first")
+            raise InvalidFutureState(f"{self!r} has no value yet; call wait(), or check done() first")
         error = self._error
         if error is not None:
             origin = self._value
@@ -114,23 +113,23 @@ class Future(FutureState[T]):
         return self._value
 
     def exception(self) -> BaseException | None:
-        """The error of a completed future, or None.
+        """Return the error of a completed future, or None.
 
         Raises:
-            InvalidFutureState: it is not complete.
+            InvalidFutureState: the future is not complete.
         """
         if not self.done():
-            raise InvalidFutureState(f"{self!r} has no outcome yet; call wait(), or ask done() first")
+            raise InvalidFutureState(f"{self!r} has no outcome yet; call wait(), or check done() first")
         return self._error
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in asyncio, without blocking the loop; results on devices as with ``blocking=False``."""
+        """Wait without blocking the asyncio loop; for results on devices like ``wait(blocking=False)``."""
         if not self.done():
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
 
             def wake(_: Future[T]) -> None:
-                # A loop that was closed meanwhile has nobody left to wake.
+                # A closed loop raises RuntimeError; then there is no waiter left.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(_resolve, waiter)
 
@@ -152,20 +151,19 @@ class Future(FutureState[T]):
     # -- callbacks -----------------------------------------------------------------------------
 
     def then(self, fn: Callable[[Future[T]], U], *, priority: Priority | None = None) -> Future[U]:
-        """A future of ``fn(self)``, which runs in a thread of its own once this future is complete.
+        """Run ``fn(self)`` in a separate thread once this future is complete; return a future of its result.
 
-        ``fn`` runs also if the operation failed (``value()`` then raises).  What it raises becomes
-        the exception of the returned future; a future that it returns is a value like any other.
-        It may block, issue operations and wait for them.  The callbacks of one future start in the
-        order of registration.  Thread-local settings of torch (``no_grad``, ``inference_mode``, the
-        current device) do not reach it, except that for results on devices, fresh streams are
-        current which already wait for the work.
+        ``fn`` also runs if the operation failed (``value()`` then raises).  An exception of ``fn`` becomes
+        the exception of the returned future; a future that ``fn`` returns is an ordinary value.  ``fn`` may
+        block, issue operations and wait for them.  The callbacks of one future start in the order of
+        registration.  Thread-local settings of torch (``no_grad``, ``inference_mode``, the current device)
+        are not passed to ``fn``; for results on devices, its current streams are new and wait for the work.
 
-        Operations issued in callbacks are matched across ranks by their place in the callback, so
-        every rank must register the same callbacks on a future in the same order.
+        Operations issued in callbacks are matched across ranks by their position in the callback, so every
+        rank must register the same callbacks on a future in the same order.
 
         Args:
-            priority: of those fresh streams, ``"high"`` or ``"low"``; None: as the engine chose.
+            priority: the priority of these streams, ``"high"`` or ``"low"``; None: as the engine chose.
         """
         if priority not in (None, "high", "low"):
             raise UsageError(f'then: priority must be "high", "low" or None, got {priority!r}')
@@ -174,18 +172,18 @@ class Future(FutureState[T]):
         return child
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Run ``fn(self)`` like :meth:`then`, for its effect: an exception is logged, not kept."""
+        """Run ``fn(self)`` like :meth:`then`, but discard its result and log its exception."""
         self._register(fn, None, None)
 
-    # -- ending -------------------------------------------------------------------------------
+    # -- cancelling ----------------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Try to end the operation before its time.
+        """Try to cancel the operation.
 
         Returns:
-            Whether it will end as cancelled: the future then fails, at once or soon, with what its engine
-            says of that.  False if the operation is complete or cannot be cancelled (no collective can: its
-            other members would wait for this one); it goes on as if nobody had asked.
+            Whether it is cancelled: the future then fails, at once or soon, with the engine's error for that.
+            False if the operation is complete or cannot be cancelled (no collective can: its other members
+            would wait for this one); the call then has no effect.
         """
         ask = getattr(self._source, "cancel", None)
         return ask is not None and not self.done() and bool(ask())
@@ -203,9 +201,9 @@ class Future(FutureState[T]):
     # -- inside --------------------------------------------------------------------------------
 
     def _synchronize(self, device: DeviceEvents, begun: float, timeout: float | None) -> None:
-        """Block until the work on devices is done, ``timeout`` seconds at most from ``begun`` on.
+        """Block until the work on devices is done, for at most ``timeout`` seconds after ``begun``.
 
-        A failure of that work is the future's own afterwards.
+        If that work fails, so does the future.
         """
         left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         try:
@@ -215,8 +213,8 @@ class Future(FutureState[T]):
             return
         if not in_time:
             raise WaitTimeout(
-                f"gave up waiting after {timeout} s for {self!r}, whose work on the device is not done; "
-                "it goes on, wait again for it"
+                f"timed out after {timeout} s waiting for {self!r}: its work on the device is not done; "
+                "the work continues, call wait() again"
             )
 
     def _register(
@@ -232,7 +230,7 @@ class Future(FutureState[T]):
 
 
 def _traceback(value: object) -> TracebackType | None:
-    """The traceback of a failure: the failed future's value, unless a device failed after completion."""
+    """The traceback that a failed future has as its value; None if a device failed after completion."""
     return value if isinstance(value, TracebackType) else None
 
 

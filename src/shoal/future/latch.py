@@ -1,4 +1,4 @@
-"""An event for threads that Ctrl-C may interrupt."""
+"""An event whose wait can be interrupted by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 class Latch:
-    """As ``threading.Event``, but waited for by one call of C.
+    """Like ``threading.Event``, but ``wait`` is a single C call.
 
-    A Ctrl-C between two lines of the wait of ``threading.Event`` or ``Condition`` raises RuntimeError: the
-    lock that they let go of is not held then.
+    Ctrl-C inside ``wait`` of ``threading.Event`` or ``Condition`` can raise RuntimeError, because the lock
+    that they released is then not held.
     """
 
     __slots__ = ("_is_set", "_shut")
@@ -21,24 +21,24 @@ class Latch:
         self._shut.acquire()
 
     def set(self, *_: object) -> None:
-        """Wake who waits, now and from now on.  It may be a subscriber of a future."""
+        """Wake all waiting threads; later waits return at once.  Can be used as a subscriber of a future."""
         self._is_set = True
-        with suppress(RuntimeError):  # it was set already
+        with suppress(RuntimeError):  # already set
             self._shut.release()
 
     def clear(self) -> None:
-        """Let who waits from now on wait for the next :meth:`set`; not while any thread waits."""
+        """Make later waits block until the next :meth:`set`.  No thread may be waiting."""
         self._is_set = False
         self._shut.acquire(blocking=False)
 
     def is_set(self) -> bool:
-        """Whether nobody would wait."""
+        """Whether :meth:`wait` would return at once."""
         return self._is_set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, for ``timeout`` seconds at most; whether it is."""
+        """Wait until the latch is set, for at most ``timeout`` seconds; return whether it is set."""
         if not self._is_set:
             seconds = -1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
             if self._shut.acquire(timeout=seconds):
-                self.set()  # for the next one that waits
+                self.set()  # for the next waiting thread
         return self._is_set

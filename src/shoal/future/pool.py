@@ -1,13 +1,12 @@
-"""The threads on which the callbacks of futures run.
+"""The thread pool for the callbacks of futures.
 
-Callbacks never run on the thread that completes a future (often an engine's only progress thread):
-a callback that waits for a further operation would wait for itself.  They run in a pool of daemon
-threads without an upper limit, because any number of them may block on one another.
+Callbacks never run on the thread that completes a future (often an engine's only progress thread), since a
+callback that waits for another operation would block its progress.  The pool of daemon threads has no upper
+limit, because any number of callbacks may block on one another.
 
-The pool lets a few callbacks run at once.  While more are queued, a spare thread watches; if nothing
-was started for a moment, those running are taken to be blocked, and the spare thread runs one more.
-So a burst of a thousand short callbacks takes a handful of threads, a thousand that block take a
-thousand, and no set of callbacks can deadlock for want of a thread.
+A few callbacks run at once.  While more are queued, a spare thread waits; if no callback starts for a moment,
+it takes the running ones to be blocked and runs one more.  So a thousand short callbacks need a handful of
+threads, a thousand blocking ones need a thousand, and callbacks cannot deadlock for lack of a thread.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ Job = Callable[[], None]
 
 
 class CallbackPool:
-    """Threads that run callbacks: a few at once, more as soon as those block.
+    """A thread pool for callbacks that grows when they block.
 
     Args:
-        eager: how many jobs run at once before any of them counts as blocked.
-        idle_seconds: how long a thread without work stays.
-        stall_seconds: how long nothing may start, with jobs queued, until one more thread takes part.
+        eager: number of jobs that run at once while none is taken to be blocked.
+        idle_seconds: time after which an idle thread ends.
+        stall_seconds: time in which no queued job starts after which another thread runs one.
     """
 
     def __init__(self, eager: int = 4, idle_seconds: float = 5.0, stall_seconds: float = 0.002) -> None:
@@ -42,8 +41,8 @@ class CallbackPool:
         self.forget()
 
     def forget(self) -> None:
-        """Start afresh, as a forked child must: it has neither the threads nor the owner of the lock."""
-        # Futures use it too.  Re-entrant: a finalizer that the garbage collector runs in a critical
+        """Reset the pool, as a forked child must: it has neither the threads nor the owner of the lock."""
+        # Also used by futures.  Re-entrant, because a finalizer run by the garbage collector in a critical
         # section may complete a future or submit a job.
         self.lock = threading.RLock()
         self._condition = threading.Condition(self.lock)
@@ -55,7 +54,7 @@ class CallbackPool:
         self._closing = False
 
     def submit(self, job: Job) -> None:
-        """Queue ``job``; jobs are taken up in the order in which they were submitted."""
+        """Queue ``job``; jobs start in the order of submission."""
         with self._condition:
             self._queue.append(job)
             if len(self._threads) > self._running:
@@ -64,14 +63,14 @@ class CallbackPool:
                 self._spawn()
 
     def thread_count(self) -> int:
-        """How many threads the pool has now."""
+        """The current number of threads."""
         return len(self._threads)
 
     def shutdown(self, timeout: float = 10.0) -> bool:
-        """End all threads after the jobs they have; the next ``submit`` starts new ones.
+        """End all threads after the queued jobs; the next ``submit`` starts new ones.
 
         Returns:
-            False if some thread was still busy after ``timeout`` seconds.
+            False if a thread was still busy after ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         with self._condition:
@@ -98,7 +97,7 @@ class CallbackPool:
         except BaseException as error:
             if thread.ident is None:
                 self._threads.discard(thread)
-            # When the system is out of threads, those there are get to the job later.
+            # If the system has no more threads, an existing one runs the job later.
             if not isinstance(error, RuntimeError) or not self._threads:
                 raise
 
@@ -107,15 +106,15 @@ class CallbackPool:
             try:
                 job()
             except BaseException:
-                with contextlib.suppress(BaseException):  # of a logging handler of the user
+                with contextlib.suppress(BaseException):  # raised by a user's logging handler
                     _logger.exception("a callback of a future failed")
-            # What the job refers to must not live until the next one comes.
+            # Objects that the job references must not be kept alive until the next job.
             del job
             with self._condition:
                 self._running -= 1
 
     def _take(self) -> Job | None:
-        """The next job, or None when this thread is to end."""
+        """The next job, or None when this thread must end."""
         with self._condition:
             stalled = False
             while not (self._queue and (self._running < self._eager or stalled)):
@@ -143,9 +142,9 @@ os.register_at_fork(after_in_child=pool.forget)
 
 @atexit.register
 def _end() -> None:
-    """Let callbacks finish before the interpreter goes away.
+    """Give callbacks 0.5 s to finish before the interpreter exits.
 
-    Python ends a daemon thread where it next asks for the GIL.  If that is in torch's C++, which holds no
-    exceptions to be possible there, the process aborts.  A callback that blocks is not waited for.
+    Python ends a daemon thread at its next request for the GIL.  If that is in a ``noexcept`` function of
+    torch's C++, the process aborts.
     """
     pool.shutdown(timeout=0.5)

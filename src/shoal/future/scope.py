@@ -1,9 +1,8 @@
-"""How operations issued in callbacks get their identity.
+"""Keys that identify operations issued in callbacks.
 
-Callbacks run in different orders on different ranks, so what they issue cannot be numbered with the
-other operations of a group.  It is matched by a key, which every rank derives from the same three
-things: the key of the future, the index of the callback on it, and the index of the operation in the
-callback.
+Callbacks run in different orders on different ranks, so their operations cannot be numbered with the other
+operations of a group.  They are matched by a key, which every rank derives from the key of the future, the
+index of the callback on it, and the index of the operation in the callback.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextvars import ContextVar, Token
 
 
 def derive_key(purpose: bytes, *parts: int) -> int:
-    """A key that every rank derives equally from the same parts: 63 bits, never 0.
+    """Return a key of 63 bits, never 0, that is equal on all ranks for equal arguments.
 
     Args:
         purpose: at most 16 bytes; keys of different purposes differ.
@@ -25,11 +24,11 @@ def derive_key(purpose: bytes, *parts: int) -> int:
 
 
 class CallbackScope:
-    """The identity of one running callback: gives keys to the operations issued in it.
+    """The identity of one running callback, from which the keys of its operations are derived.
 
     Args:
-        key: of the future the callback belongs to.
-        index: of the callback among those registered on that future.
+        key: the key of the callback's future.
+        index: the index of the callback among those of that future.
     """
 
     __slots__ = ("_index", "_issued", "_key")
@@ -40,7 +39,7 @@ class CallbackScope:
         self._issued = 0
 
     def next_key(self) -> int:
-        """The key of the next operation issued in this callback, equal on all ranks."""
+        """Return the key of the next operation issued in this callback, equal on all ranks."""
         key = derive_key(b"operation", self._key, self._index, self._issued)
         self._issued += 1
         return key
@@ -51,15 +50,15 @@ scope_variable: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_sc
 
 
 def callback_scope() -> CallbackScope | None:
-    """The scope of the callback that the calling thread (or asyncio task) runs in, if any.
+    """Return the scope of the callback that the calling thread (or asyncio task) runs in.
 
-    None outside callbacks, and in a callback of a future that has no key.
+    None outside callbacks, and in callbacks of futures without a key.
     """
     return scope_variable.get()
 
 
 def enter_scope(scope: CallbackScope | None) -> Token[CallbackScope | None]:
-    """Make ``scope`` the current one; hand what is returned to :func:`leave_scope`."""
+    """Make ``scope`` the current one; return a token for :func:`leave_scope`."""
     return scope_variable.set(scope)
 
 

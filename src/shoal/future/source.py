@@ -1,4 +1,4 @@
-"""A source: a future asks it about the operation behind it."""
+"""The interface between a future and the operation of an engine."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Protocol
 
 
 class FutureSource(Protocol):
-    """An operation of an engine, as a future sees it.  All methods may be called from any thread.
+    """The operation that completes a future.  All methods may be called from any thread.
 
-    Two more methods may be there:
+    Two more methods are optional:
 
-    - ``cancel() -> bool``: end the operation before its time if that is possible; whether it will end so.
-      It completes then with an exception that says so.
-    - ``events() -> tuple[DeviceEvents | None, object]``, for a source that stands for another future: the
-      events behind which that one's value is usable, and the tensors in it.  Called after completion only.
+    - ``cancel() -> bool``: cancel the operation if possible; return whether it will fail as cancelled.
+    - ``events() -> tuple[DeviceEvents | None, object]``, for a source that represents another future: the
+      events after which that future's value is usable, and its tensors.  Called only after completion.
     """
 
     def wait(self, timeout: float | None) -> bool:
-        """Block, without the GIL, until the operation is complete; False when time ran out (or earlier)."""
+        """Block without the GIL until the operation is complete; False after ``timeout`` s (or earlier)."""
 
     def done(self) -> bool:
-        """Whether the operation is complete; never blocks."""
+        """Whether the operation is complete.  Never blocks."""
 
     def exception(self) -> BaseException | None:
-        """The operation's error.  Called after completion only."""
+        """The operation's error, or None.  Called only after completion."""
 
     def notify(self, fn: Callable[[], None]) -> None:
-        """Call ``fn()`` once when the operation is complete (at once if it is), and forget it then.
+        """Call ``fn()`` once when the operation is complete (at once if it is), then drop ``fn``.
 
-        ``fn`` is quick and does not raise; the thread that calls it must not be one that users wait on.
+        ``fn`` is quick and does not raise.  The calling thread must not be one that users wait for.
         """

@@ -1,18 +1,18 @@
-"""How a future gets its value or error, once, whoever meets the completion.
+"""The state of a future, and its completion exactly once by one of several threads.
 
-Any number of threads may find a source complete at once.  One of them claims the future: each appends a
-list of its own to the future's claims, and the first in there is the owner.  Only the owner runs ``finish``
-and publishes.  Neither takes a lock, which would cost more than the rest: that an append is atomic and an
-attribute is read and written whole is all that is taken for granted.
+Any number of threads may find a source complete at the same time.  Each appends a new list, its claim, to the
+future's claims, and the first claim wins: only its thread runs ``finish`` and publishes the outcome.  This
+takes no lock, which would cost more than the rest.  It relies only on list appends and on reads and writes of
+attributes being atomic.
 
-Subscribers are queued and called under one lock, which all futures and the callback pool share.  Who
-publishes writes the state and then reads the subscribers, who subscribes writes the subscribers and then
-reads the state, so one of the two sees the other.  The flight recorder's list is handed over the same way.
-Subscribers are internal and run on the completing thread, so they only wake or enqueue.  The callbacks
-that users register run in :mod:`shoal.future.pool`.
+Subscribers are queued and called under one lock, which all futures and the callback pool share.  Publishing
+writes the state and then reads the subscribers; subscribing writes the subscribers and then reads the state;
+so at least one of the two sees the other.  The flight recorder's list is set in the same way.  Subscribers
+are internal and run on the completing thread, so they only wake or enqueue.  Users' callbacks run in
+:mod:`shoal.future.pool`.
 
-Ctrl-C may strike the main thread between any two steps here.  A thread of the pool then takes up what was
-cut off, with the claim that the interrupted thread made, so each step can be repeated.
+Ctrl-C may interrupt the main thread between any two steps.  A thread of the pool then resumes with the
+interrupted thread's claim, so each step must be repeatable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _logger = logging.getLogger("shoal")
 #: The argument lists of one call without arguments.
 _ONCE: tuple[tuple[()], ...] = ((),)
 
-#: Seconds that a source is asked to block for at a time, without the GIL: Ctrl-C is seen in between.
+#: Seconds for which a source blocks at a time, without the GIL.  Ctrl-C is handled in between.
 WAIT_SLICE = 0.1
 
 
@@ -53,10 +53,7 @@ WAIT_SLICE = 0.1
     "Wait for it and copy its value",
 )
 class FutureState(_core.FutureFields, Generic[T]):
-    """The inside of a future: its source, then its value or error, and its subscribers.
-
-    Args: as for :class:`~shoal.Future`, whose only base this is.
-    """
+    """The private base of :class:`~shoal.Future`, with the same arguments."""
 
     __slots__ = ("__weakref__",)  # the core has the other fields
 
@@ -82,7 +79,7 @@ class FutureState(_core.FutureFields, Generic[T]):
     # -- waiting -------------------------------------------------------------------------------
 
     def _complete(self, timeout: float | None) -> bool:
-        """Wait in the engine, in slices, so that signal handlers run; False when time ran out."""
+        """Wait in the engine, in slices, so that signal handlers run; False after ``timeout`` s."""
         source = self._source
         if source is None:
             return self._block(timeout)
@@ -95,11 +92,11 @@ class FutureState(_core.FutureFields, Generic[T]):
                 if time.monotonic() >= deadline:
                     return False
         self._settle()
-        # Another thread may be in the middle of `finish`.
+        # Another thread may still be in `finish`.
         return self._done or self._block(None)
 
     def _block(self, timeout: float | None) -> bool:
-        """Wait until some other thread has completed the future; False when time ran out."""
+        """Wait until another thread has completed the future; False after ``timeout`` s."""
         latch = Latch()
         wake = latch.set
         self._subscribe(wake)
@@ -109,7 +106,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             self._unsubscribe(wake)
 
     def done(self) -> bool:
-        """Whether the operation is complete, well or not (for devices: enqueued).  Never blocks."""
+        """Whether the operation has completed or failed (on devices: is enqueued).  Never blocks."""
         if not self._done:
             source = self._source
             if source is not None and source.done():
@@ -121,11 +118,11 @@ class FutureState(_core.FutureFields, Generic[T]):
     def set_result(self, value: T) -> None:
         """Complete the future with ``value``.
 
-        For tensors on devices, the work enqueued on the current streams is what the value needs.  If no
+        For tensors on devices, the value is usable after the work enqueued on the current streams.  If no
         event can be recorded there, because the device failed, the future fails with that error.
 
         Raises:
-            InvalidFutureState: it is complete already, or an engine completes it.
+            InvalidFutureState: the future is complete, or an engine completes it.
         """
         self._refuse_if_set()
         try:
@@ -138,17 +135,17 @@ class FutureState(_core.FutureFields, Generic[T]):
             self._set(value, None, device)
 
     def set_exception(self, error: BaseException) -> None:
-        """Complete the future with an exception: ``wait`` will raise this very object.
+        """Complete the future with an exception; ``wait`` raises this same object.
 
         Raises:
-            InvalidFutureState: it is complete already, or an engine completes it.
+            InvalidFutureState: the future is complete, or an engine completes it.
         """
         if not isinstance(error, BaseException):
             raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
         self._set(None, error, None)
 
     def _settle(self) -> None:
-        """Take over the value or error of the completed source, unless another thread does or did."""
+        """Publish the outcome of the completed source, unless another thread does or did."""
         source, claims = self._source, self._claims
         if claims or source is None:
             return
@@ -166,15 +163,15 @@ class FutureState(_core.FutureFields, Generic[T]):
             raise
 
     def _conclude(self, source: FutureSource, claim: list[Any]) -> None:
-        """Publish what ``source`` has.  ``claim`` is empty, or has the value the second time."""
+        """Publish the outcome of ``source``.  On a repeated run ``claim`` may already hold the value."""
         finish, value = self._finish, self._value
         events = None
         try:
             error = source.exception()
             if error is not None:
-                # Engines hand one object to many futures: what it met elsewhere does not belong here.
+                # Engines may give one exception to many futures; its traceback may belong to another one.
                 error.__traceback__ = None
-            # One call of C each, so that no Ctrl-C comes between the end of `finish` and its value.
+            # A single C call each: Ctrl-C cannot occur between the return of `finish` and storing its value.
             elif self._device is not None or hasattr(source, "events"):
                 if not claim:
                     claim.extend(starmap(self._finish_on_devices, ((source,),)))
@@ -190,7 +187,7 @@ class FutureState(_core.FutureFields, Generic[T]):
         self._publish(value, error, events)
 
     def _finish_on_devices(self, source: FutureSource) -> tuple[T, DeviceEvents | None]:
-        """The value, with ``finish`` run under streams that wait for what it reads, and its own events."""
+        """Run ``finish`` under streams that wait for its inputs; return the value and the value's events."""
         finish, keep = self._finish, self._keep
         events, read = source.events() if hasattr(source, "events") else (self._device, keep)
         if events is None:
@@ -206,7 +203,7 @@ class FutureState(_core.FutureFields, Generic[T]):
         return value, own
 
     def _fail_late(self, failure: Exception) -> None:
-        """A device has failed after completion: the future fails from now on; the first failure stays."""
+        """Make a completed future fail because a device failed later; the first failure is kept."""
         with pool.lock:
             if self._error is None:
                 self._error = failure
@@ -215,7 +212,7 @@ class FutureState(_core.FutureFields, Generic[T]):
                     self.record.failure = in_words(failure)
 
     def _take_up(self, source: FutureSource, claim: list[Any]) -> None:
-        """Go on where Ctrl-C cut :meth:`_settle` off."""
+        """Resume :meth:`_settle` where Ctrl-C interrupted it."""
         if self._done:
             self._source = self._finish = self._keep = None
             self._drain()
@@ -242,10 +239,9 @@ class FutureState(_core.FutureFields, Generic[T]):
         self._refuse_if_set()
 
     def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
-        """Make the value or error known.  Only the owner of the claim comes here."""
+        """Store the outcome and notify.  Called only by the owner of the first claim."""
         if error is not None:
-            # A failed future keeps the traceback with which its error arrived: raising the same object
-            # again and again would otherwise make it longer every time.
+            # Keep the traceback with which the error arrived: each raise of the same object makes it longer.
             value = cast(T, error.__traceback__)
         self._value = cast(T, value)
         self._error = error
@@ -257,7 +253,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             record.ended = monotonic_ns()
         self._done = True
         self._source = self._finish = self._keep = None
-        if self.record is not record:  # it was handed over meanwhile
+        if self.record is not record:  # set by note_in() in the meantime
             self._note_late()
         if self._subscribers is not None:
             self._drain()
@@ -272,7 +268,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             self._note_late()
 
     def _note_late(self) -> None:
-        """Note a completion that met the handing over of the record."""
+        """Write a completion that happened before or while the record was set."""
         with pool.lock:
             record = self.record
             if record is not None and not record.ended:
@@ -283,21 +279,21 @@ class FutureState(_core.FutureFields, Generic[T]):
     # -- subscribers ---------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Call the subscribers, in order; the one that Ctrl-C cuts off is called again."""
+        """Call the subscribers, in order; one that Ctrl-C interrupts is called again."""
         with pool.lock:
             while self._subscribers:
                 subscriber = self._subscribers[0]
                 try:
                     subscriber(self)
                 except Exception:
-                    with contextlib.suppress(Exception):  # of a logging handler of the user
-                        _logger.exception("could not pass on the completion of %r", self)
+                    with contextlib.suppress(Exception):  # raised by a user's logging handler
+                        _logger.exception("a subscriber failed on the completion of %r", self)
                 if self._subscribers and self._subscribers[0] is subscriber:
                     del self._subscribers[0]
             self._subscribers = None
 
     def _subscribe(self, subscriber: Callable[[Any], None]) -> None:
-        """Have ``subscriber(self)`` called on completion, by the completing thread; at once if done."""
+        """Call ``subscriber(self)`` on completion, in the completing thread; immediately if done."""
         source = None
         try:
             with pool.lock:
@@ -324,12 +320,12 @@ class FutureState(_core.FutureFields, Generic[T]):
 
     def _refuse_if_set(self) -> None:
         if self._source is not None:
-            raise InvalidFutureState(f"{self!r} is completed by its engine; nobody else may set its outcome")
+            raise InvalidFutureState(f"{self!r} is completed by its engine; its outcome cannot be set")
         if self._claims:
             raise InvalidFutureState(f"{self!r} has an outcome already; it can be set only once")
 
     def _payload(self) -> object:
-        """The tensors that users of the value get at: those of a collection are its futures' values."""
+        """The value, or for a collection of futures the list of their values."""
         value = self._value
         if isinstance(value, list) and value and isinstance(value[0], FutureState):
             return [future._value for future in value]
@@ -341,18 +337,17 @@ def _is_interrupt(error: BaseException) -> bool:
 
 
 def _stopped() -> NoReturn:
-    """Raise in the place of a StopIteration, which only ends the iteration that calls ``finish``."""
-    raise RuntimeError("what gives a future its value (finish) raised StopIteration")
+    """Raise instead of a StopIteration of ``finish``, which only ended the ``starmap`` that called it."""
+    raise RuntimeError("the function that computes the value of a future (finish) raised StopIteration")
 
 
 def without_frames(error: BaseException, count: int | None) -> BaseException:
-    """``error`` without the outermost ``count`` frames of its traceback, or without any (None).
+    """Drop the outermost ``count`` frames of the traceback of ``error`` (None: all frames); return ``error``.
 
-    Those are our own; they refer to the future in which the error will be stored, and would make a
-    cycle that lives until the garbage collector comes by.
+    These frames are shoal's own and reference the future that will store the error: a reference cycle.
     """
     traceback = None if count is None else error.__traceback__
     for _ in range(count or 0):
         if traceback is not None:
             traceback = traceback.tb_next
-    return BaseException.with_traceback(error, traceback)  # an exception of the user may have another one
+    return BaseException.with_traceback(error, traceback)  # a user's exception may override the method

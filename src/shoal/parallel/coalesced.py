@@ -1,7 +1,7 @@
-"""Coalesced broadcasts: tensors of any dtype and shape, sent together from one rank in one message.
+"""Coalesced broadcasts: tensors of any dtype and shape sent from one rank in one message.
 
-Not every tensor can be overwritten with bytes (a sparse one cannot, for example).  :func:`obstacle` says why;
-callers ask it, and let all ranks agree on the answer, before a rank sends anything.
+Not every tensor can be overwritten with bytes (a sparse one cannot, for example).  Callers check this with
+:func:`obstacle`, and compare the result on all ranks, before a rank sends anything.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from torch.nn.parameter import is_lazy
 from ..group import ProcessGroup
 from .core import ALIGNMENT
 
-#: Tensors are sent together up to this many bytes; a larger one goes by itself.
+#: Maximum size of a message with several tensors; a larger tensor is sent in a message of its own.
 MESSAGE_BYTES = 25 * 2**20
 
 
 class CoalescedBroadcast:
-    """Registered memory in which tensors lie one after another, as bytes.
+    """A broadcast of several tensors through one buffer in registered memory.
 
     Args:
-        like: what will be sent, on one device; only shapes and dtypes matter, and must be equal on all ranks.
-            None of them has an :func:`obstacle`.
+        like: tensors on one device, without an :func:`obstacle`, with equal shapes and dtypes on all ranks.
     """
 
     def __init__(self, group: ProcessGroup, like: Sequence[torch.Tensor]) -> None:
@@ -46,8 +45,7 @@ class CoalescedBroadcast:
         ]
 
     def run(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
-        """Overwrite ``tensors`` with those of rank ``root``.  Collective; returns when it is done, or on a
-        device when the current streams wait for it."""
+        """Overwrite ``tensors`` with those of rank ``root``; on a device, in stream order.  Collective."""
         tensors = self._written(tensors)
         with torch.no_grad():
             if self._group.rank == root:
@@ -61,12 +59,12 @@ class CoalescedBroadcast:
 
 
 def obstacle(tensor: torch.Tensor) -> str | None:
-    """The reason why ``tensor`` cannot be overwritten with the bytes of another rank's; None: it can.
+    """Return why ``tensor`` cannot be overwritten with bytes of another rank; None: it can.
 
-    The words are the same on all ranks that have the same kind of tensor.
+    The text is the same on all ranks that have the same kind of tensor.
     """
     if is_lazy(tensor):
-        return "it has no shape yet: run a forward pass through the module before"
+        return "it has no shape yet: run a forward pass through the module first"
     if tensor.is_nested:
         return "it is a nested tensor"
     if tensor.layout is not torch.strided:
@@ -74,7 +72,7 @@ def obstacle(tensor: torch.Tensor) -> str | None:
     if tensor.is_quantized:
         return "it is quantised"
     if tensor.is_meta:
-        return "it is on the meta device, which has no values: call module.to_empty(device=...) before"
+        return "it is on the meta device, which has no values: call module.to_empty(device=...) first"
     if type(tensor) in _PLAIN_CLASSES:
         return None
     try:
@@ -88,9 +86,9 @@ def obstacle(tensor: torch.Tensor) -> str | None:
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` that has each of its elements once, as it is in memory, and can be written to.
+    """Return a writable view of ``tensor`` that has each element in memory once, without lazy conjugation.
 
-    Expanded tensors have elements several times and cannot be written to, nor can inference tensors.
+    Expanded tensors have elements several times and are not writable; neither are inference tensors.
     """
     tensor = tensor.detach()
     for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -111,12 +109,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def packed_size(tensor: torch.Tensor) -> int:
-    """Bytes that ``tensor`` takes in a coalesced message."""
+    """The size of ``tensor`` in a coalesced message, in bytes."""
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
 def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The tensors of each device, in their order: what may lie in one message."""
+    """Split ``tensors`` by device, keeping their order."""
     devices: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         devices.setdefault(tensor.device, []).append(tensor)

@@ -1,7 +1,7 @@
-"""Check that all ranks were given the same, before they send bytes that would fit although they differ.
+"""The check that all ranks have equal arguments, which the sizes of their messages would not reveal.
 
-Every rank describes in words what it was given, and the ranks compare digests of these descriptions.  They
-exchange the descriptions themselves only if the digests differ, so that the error can say what differs.
+The ranks compare digests of textual descriptions.  They exchange the descriptions only if the digests differ,
+so that the error can list the differences.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch.nn.parameter import is_lazy
 from ..errors import ModelMismatch
 from ..group import ProcessGroup
 
-#: Differences shown for one rank.
+#: Maximum number of differences shown for one rank.
 _SHOWN = 5
 
 
 def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]]) -> None:
-    """Raise on every rank unless ``items`` are the same on all of them, in the same order.  Collective.
+    """Raise on every rank unless ``items`` are equal on all ranks, in the same order.  Collective.
 
     Args:
-        what: what the ranks have done if not, for the message.
-        items: names, each one once, and what is compared.
+        what: the continuation of "the ranks ..." in the error message.
+        items: pairs of a unique name and a text to compare.
 
     Raises:
-        ModelMismatch: naming for each rank what differs from rank 0.
+        ModelMismatch: ``items`` differ; the message lists the differences of each rank from rank 0.
     """
     own = json.dumps(list(items)).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)
@@ -48,12 +48,12 @@ def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]])
 
 
 def describe_parameter(parameter: torch.Tensor) -> str:
-    """The properties of a parameter that must be equal on all ranks, in words."""
+    """Return a text of the properties of a parameter that must be equal on all ranks."""
     return f"{describe_tensor(parameter)}, " + ("requires grad" if parameter.requires_grad else "frozen")
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """The same for any tensor: dtype, shape, strides and kind."""
+    """Return a text of the dtype, shape, strides and kind of ``tensor``."""
     if is_lazy(tensor):
         return "without a shape yet"
     if tensor.is_nested:
@@ -88,7 +88,7 @@ def _differences(expected: dict[str, str], given: dict[str, str]) -> list[str]:
 
 
 def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
-    """The descriptions of all ranks."""
+    """Return the descriptions of all ranks."""
     lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)], device="cpu")).wait()]
     parts = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
     group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()

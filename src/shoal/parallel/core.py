@@ -1,10 +1,10 @@
-"""The parts of the native module that data-parallel training uses; no other file of the folder imports it."""
+"""The native functions for data-parallel training.  Only this file of the folder imports ``_core``."""
 
 from __future__ import annotations
 
 from .. import _core
 
-#: A gradient's memory starts at a multiple of this many bytes.
+#: Alignment of a gradient's memory, in bytes.
 ALIGNMENT: int = _core.BUCKET_ALIGNMENT
 
 #: Distributes gradients over buckets (``cpp/reducer/assignment.h``).
@@ -13,7 +13,7 @@ assign_buckets = _core.assign_buckets
 #: The state machine of a backward pass (``cpp/reducer/pass.h``).
 Pass = _core.Pass
 
-#: Stands for the outcome of a pass where ``Pass`` names a bucket.
+#: ``Pass`` uses this number instead of a bucket's for the outcome of a pass.
 OUTCOME: int = _core.OUTCOME
 
 #: What ``Pass.mark`` returns.
@@ -22,8 +22,8 @@ Mark = _core.Mark
 #: What ``Pass.finish`` returns.
 PassEnd = _core.PassEnd
 
-#: Makes the hook of a gradient, which copies it into its bucket (``cpp/bind/reducer.cc``).
+#: Makes a hook that copies a gradient into its bucket (``cpp/bind/reducer.cc``).
 gradient_hook = _core.gradient_hook
 
-#: Whether the values of all dictionaries, one after another, are these very objects.
+#: Whether the concatenated values of all dictionaries are identical (``is``) to the given objects.
 values_are = _core.values_are

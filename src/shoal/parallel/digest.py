@@ -11,13 +11,13 @@ from ..common.tensor_bytes import TensorBytes
 
 
 class Digest:
-    """Collects values; equal ones, bit by bit, give equal digests on all ranks."""
+    """A SHA-256 digest of values, equal on all ranks that add bitwise equal values."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def add(self, name: str, value: Any) -> None:
-        """Add a value: a tensor; a dict, list or tuple of values; anything else counts by its ``repr``."""
+        """Add a tensor, a dict, list or tuple of values, or the ``repr`` of any other object."""
         if isinstance(value, torch.Tensor):
             self._add_tensor(name, value)
         elif isinstance(value, dict):
@@ -30,7 +30,7 @@ class Digest:
             self._hash.update(f"{name}={value!r}\n".encode())
 
     def value(self) -> bytes:
-        """The digest, 32 bytes."""
+        """Return the digest, 32 bytes."""
         return self._hash.digest()
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:

@@ -1,17 +1,14 @@
-"""Join: ranks may run out of batches at different times.
+"""Training on uneven inputs: ranks may run out of batches at different times.
 
-Data-parallel training is a sequence of steps, and in each of them every rank takes part in the same
-collectives.  A rank that has fewer batches than others would be missed in theirs.  Within a Join it goes on
-instead: at the end of the block it shadows what the others still communicate, step by step, until all are
-there.
+In each step of data-parallel training every rank takes part in the same collectives.  In a Join, a rank
+without batches shadows the steps of the others at the end of the block, until all ranks are there.
 
-At the beginning of each step a rank says that it is still active, and a rank that has run out says that it is
-not: one small all-reduce, whose sum tells both sides how many are active.  It is the first of the joinables
-that speaks (:meth:`Join.notify_join_context`), or on ranks that have run out the Join itself.  Then the
-active ranks compute, and the others call every joinable's :meth:`JoinHook.main_hook`.  When the sum is zero
-nobody is left, and :meth:`JoinHook.post_hook` has the last word.
+Each step begins with a small all-reduce that counts the active ranks.  The first joinable takes part in it
+(:meth:`Join.notify_join_context`), or the Join itself on ranks without batches.  Then active ranks compute,
+and the others call :meth:`JoinHook.main_hook` of every joinable.  When no rank is active, all ranks call
+:meth:`JoinHook.post_hook`.
 
-After PyTorch's generic join context manager (``torch.distributed.algorithms.join``).
+The interface is that of PyTorch's generic join (``torch.distributed.algorithms.join``).
 """
 
 from __future__ import annotations
@@ -41,28 +38,23 @@ from ..future import Future
 from ..group import ProcessGroup
 from ..group.group_argument import given_group
 
-#: A rank that has shadowed so many steps says that the inputs are very uneven.
+#: Number of shadowed steps after which a rank warns of very uneven inputs.
 _MANY_STEPS = 1000
 
-#: The errors that every rank raises, alike and at the same place, so that nobody waits for the one that left.
+#: Errors that all ranks raise in the same collective, so that no rank waits for one that left the block.
 _RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismatch)
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def takes_named_options(join_hook: _Hook) -> _Hook:
-    """Mark a ``join_hook`` that uses no options but those of its signature, in spite of ``**kwargs``."""
+    """Mark a ``join_hook`` that uses only the options named in its signature, despite ``**kwargs``."""
     join_hook._takes_named_options = True  # type: ignore[attr-defined]
     return join_hook
 
 
 class _NestedJoin(UsageError):
-    """A Join was entered in the block of another one of the same group.
-
-    Attributes:
-        group: the group.
-        agreed: whether its ranks know that nobody waits for this one.
-    """
+    """A nested Join of ``group``; ``agreed`` if all ranks know that none waits for this rank."""
 
     def __init__(self, text: str, group: ProcessGroup, agreed: bool = False) -> None:
         super().__init__(text)
@@ -70,23 +62,23 @@ class _NestedJoin(UsageError):
 
 
 class JoinHook:
-    """The functions that a rank without batches runs for one joinable.  Override those that are needed."""
+    """The functions that a rank without batches calls for one joinable.  Override those that are needed."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step of the ranks that are still active, in the same order."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on every rank, when all have run out.  It may communicate.
+        """Called once on every rank, when no rank has batches left.  It may communicate.
 
         Args:
-            is_last_joiner: whether this rank was among those that were active longest.  At least one was.
+            is_last_joiner: whether this rank was among the last active ranks.  At least one rank was.
         """
 
 
 class Joinable(ABC):
-    """Something that communicates in every step and can do so within a :class:`Join`.
+    """An object that communicates in every step and can be used in a :class:`Join`.
 
-    A class of this kind calls ``Joinable.__init__(self)`` in its constructor, and
+    A subclass must call ``Joinable.__init__(self)`` in its constructor, and
     ``Join.notify_join_context(self)`` in every step before its first collective.
     """
 
@@ -98,40 +90,38 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """A new hook for one Join.
+        """Return a new hook for one Join.
 
         Args:
-            kwargs: all keyword arguments that the Join was given; those of other joinables are among them.
-                A Join takes any if a ``join_hook`` has ``**kwargs``, and those in its signature otherwise.
+            kwargs: all keyword arguments of the Join, including those for other joinables.  If no
+                ``join_hook`` has ``**kwargs``, a Join accepts only the arguments in their signatures.
         """
 
     def _end_of_batch(self) -> None:
-        """Raise what is still unsaid of the last batch; called when this rank has no more of them."""
+        """Raise pending errors of the last batch; called when this rank has no more batches."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of the Join's own tensors; the first joinable decides."""
+        """The device of the Join's own tensors; that of the first joinable is used."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The ranks; the same for all joinables of a Join.
+        """The group, the same for all joinables of a Join.
 
-        A :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the backend "shoal".
+        A :class:`~shoal.ProcessGroup`, or a group of torch.distributed with the backend "shoal".
         """
 
 
 @dataclass(frozen=True)
 class JoinConfig:
-    """The Join that a joinable is in, as far as the joinable has to know it.
-
-    It belongs to that Join and not to the joinable: in a copy or a file it is disabled.
+    """The settings of the Join that a joinable is in.  Copies and pickles of it are disabled.
 
     Attributes:
-        enable: whether there is one.
-        throw_on_early_termination: whether it ends with the first rank that runs out.
-        is_first_joinable: whether it is this joinable that speaks.
+        enable: whether the joinable is in a Join.
+        throw_on_early_termination: whether the Join ends when the first rank runs out of batches.
+        is_first_joinable: whether this joinable takes part in counting the active ranks.
     """
 
     enable: bool = False
@@ -142,7 +132,7 @@ class JoinConfig:
         if self.enable:
             warnings.warn(
                 "a joinable (a model or an optimiser) is saved or copied inside an active Join; the copy "
-                "does not know of the Join and takes no part in its steps.  Save it after the Join's block",
+                "is not in the Join and takes no part in its steps.  Save it after the Join's block",
                 stacklevel=2,
             )
         return JoinConfig, ()
@@ -154,36 +144,33 @@ class JoinConfig:
     "Make another one of the copied joinables",
 )
 class Join:
-    """Within this context ranks may have uneven numbers of batches.
+    """A context manager for training in which ranks have different numbers of batches.
 
         with shoal.Join([model, optimizer]):
             for inputs, targets in batches:  # some ranks have more of them than others
                 loss(model(inputs), targets).backward()
                 optimizer.step()
 
-    All ranks enter it, with the same arguments.  A Join may be used again, also after a failure that left
-    the group usable.  A group is in one Join at a time: another one inside its block is refused on all ranks.
+    All ranks must enter it, with the same arguments.  A Join can be used again, also after a failure that
+    left the group usable.  A group can be in one Join at a time; a nested Join is refused on all ranks.
 
-    An exception that leaves the block leaves it at once, without shadowing.  The other ranks would wait in
-    vain for this one, so its group is aborted, as the block of a ProcessGroup would do, and they raise
-    GroupAborted with the reason.  It is not aborted after errors that all ranks raise together (UnevenInputs,
-    UnusedParameterError, OutOfStep, ModelMismatch), nor where there was nothing to wait for
-    (``enable=False``).
+    An exception that leaves the block skips shadowing.  The other ranks would wait for this one, so the group
+    is aborted, as by the block of a ProcessGroup, and they raise GroupAborted with the reason.  The group is
+    not aborted for errors that all ranks raise (UnevenInputs, UnusedParameterError, OutOfStep,
+    ModelMismatch), nor with ``enable=False``.
 
     Args:
-        joinables: what communicates in each step.  Their hooks are called in this order, and the first one
-            speaks for all: it must be one that communicates first in every step.
-        enable: False does nothing at all: for inputs known to be even.
-        throw_on_early_termination: do not shadow: when the first rank runs out before the others, raise
-            UnevenInputs on every rank.  The group stays usable.  Every step waits for all ranks then.
-        kwargs: given to every joinable's ``join_hook``.
+        joinables: the objects that communicate in each step.  Their hooks are called in this order; the first
+            one must be the first to communicate in every step.
+        enable: False disables the Join, for inputs known to be even.
+        throw_on_early_termination: instead of shadowing, raise UnevenInputs on every rank when the first rank
+            runs out of batches.  The group stays usable.  Every step then waits for all ranks.
+        kwargs: passed to the ``join_hook`` of every joinable.
 
     Raises:
-        UsageError: no joinables, one that is none or whose constructor did not call that of Joinable, one
-            named twice, joinables of several groups, a keyword argument that none of them takes, or a block
-            inside that of another Join of the group.
-        UnevenInputs: with ``throw_on_early_termination``; from the step of the active ranks, and at the end
-            of the block of the others.
+        UsageError: there are no joinables, one is not an initialised Joinable or occurs twice, they have
+            different groups, none takes a keyword argument, or the group is already in a Join.
+        UnevenInputs: with ``throw_on_early_termination``; in a step, or for ranks without batches at the end.
     """
 
     def __init__(
@@ -232,7 +219,7 @@ class Join:
             return
         hooks, self._hooks = self._hooks, []
         self._group.join_block = None
-        # From here on the Join speaks for this rank: a hook may run the very code that notifies it.
+        # From here on only the Join counts this rank, although a hook may call code that notifies the Join.
         for joinable in self._joinables:
             joinable._join_config = JoinConfig()
         if error is not None:
@@ -250,16 +237,15 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Future[torch.Tensor] | None:
-        """Say that this rank is still active.  A joinable calls it in each step before it communicates.
+        """Report that this rank is active.  A joinable calls it in each step before it communicates.
 
         Returns:
-            A future of the number of ranks that are still active (int64, no dimensions, on the
-            ``join_device``), or None if there is nothing to say: outside of a Join, in a group of one, and
-            for all joinables but the first.  Nobody has to wait for it.
+            A future of the number of active ranks (int64, no dimensions, on the ``join_device``); waiting for
+            it is optional.  None outside of a Join, in a group of one, and for all joinables but the first.
 
         Raises:
             UsageError: the joinable's constructor did not call ``Joinable.__init__(self)``.
-            UnevenInputs: a rank ran out, and the Join was told to raise then.
+            UnevenInputs: a rank ran out of batches, and ``throw_on_early_termination`` is set.
         """
         config = _config(joinable)
         if not (config.enable and config.is_first_joinable):
@@ -278,7 +264,7 @@ class Join:
         return count
 
     def _shadow(self, hooks: Sequence[JoinHook]) -> bool:
-        """Keep the active ranks company until none is left; whether this rank was among the last."""
+        """Shadow the active ranks until there are none; return whether this rank was among the last."""
         if self._group.size == 1:
             return True
         steps = 0
@@ -302,7 +288,7 @@ class Join:
             steps += 1
 
     def _leave_behind(self, error: BaseException) -> None:
-        """Keep the others from waiting for a rank that leaves with ``error``."""
+        """Abort the group if other ranks would wait for this one, which leaves the block with ``error``."""
         orderly = isinstance(error, SystemExit) and not error.code
         broken = isinstance(error, GroupError) and not isinstance(error, OutOfSharedMemory)
         if orderly or broken or isinstance(error, _RAISED_EVERYWHERE):
@@ -313,10 +299,9 @@ class Join:
         self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {shown(error)}")
 
     def _agrees(self) -> bool:
-        """Whether no rank waits for this one, which leaves because another Join was refused.
+        """Whether no rank waits for this one, which leaves the block because of a nested Join.
 
-        On a rank that runs the same program the Join is refused too, and one that shadows is told here.  A
-        rank that is in a step would wait.
+        Ranks with the same program refuse it too; ranks that shadow are notified here; ranks in a step wait.
         """
         if self._group.size == 1:
             return True
@@ -330,7 +315,7 @@ class Join:
         return not self._refused(active)[1]
 
     def _refused(self, active: torch.Tensor) -> tuple[int, int]:
-        """The number of ranks that leave because another Join was refused, and of those in a step."""
+        """Return the numbers of ranks that refused a nested Join, and of ranks in a step."""
         if self._throw:
             told = active.tolist()
             return told.count(2), told.count(1)
@@ -348,11 +333,7 @@ class Join:
 def _count_active(
     group: ProcessGroup, device: torch.device, mine: int, *, named: bool
 ) -> Future[torch.Tensor]:
-    """The number of active ranks, or for each rank whether it is (``named``): one element for each.
-
-    Args:
-        mine: 1: active; 0: shadows; else as of ``Join._agrees``.
-    """
+    """Return the sum of ``mine`` of all ranks (1: active, 0: shadows) or, if ``named``, each.  Collective."""
     if not named:
         return group.all_reduce(torch.full((), mine, device=device))
     active = torch.zeros(group.size, dtype=torch.int64, device=device)
@@ -365,8 +346,8 @@ def _raise_if_uneven(group: ProcessGroup, active: torch.Tensor) -> None:
     if missing:
         raise UnevenInputs(
             f"{ranks_named(missing)} of group {group.name!r} ran out of batches while others "
-            f"had more (seen by rank {group.rank}); this Join was told to raise then "
-            "(throw_on_early_termination=True).  Without that it would go on with the remaining ranks",
+            f"had more (seen by rank {group.rank}); this Join raises in that case "
+            "(throw_on_early_termination=True).  Without that option the remaining ranks continue",
             missing,
         )
 
@@ -408,13 +389,13 @@ def _config(joinable: Joinable) -> JoinConfig:
         kind = type(joinable)
         hint = ""
         if kind.__module__.startswith("torch.") and hasattr(joinable, "join_hook"):
-            hint = "; what torch makes goes into torch.distributed.algorithms.join.Join, or model.join()"
+            hint = "; for objects of torch use torch.distributed.algorithms.join.Join, or model.join()"
         raise UsageError(f"expected a shoal.Joinable, got {kind.__module__}.{kind.__qualname__}{hint}")
     config: JoinConfig | None = getattr(joinable, "_join_config", None)
     if config is None:
         raise UsageError(
             f"{_name(joinable)} is a Joinable that was not initialised; call Joinable.__init__(self) in its "
-            "constructor (super().__init__() does not arrive there through nn.Module or Optimizer)"
+            "constructor (super().__init__() of nn.Module or Optimizer does not call it)"
         )
     return config
 

@@ -275,7 +275,7 @@ def test_one_device_moves_inputs_there_and_several_are_checked(group: shoal.Proc
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there are accelerators here")
 def test_a_number_without_an_accelerator_is_refused() -> None:
-    with pytest.raises(UsageError, match="torch finds none here"):
+    with pytest.raises(UsageError, match="torch finds no accelerator"):
         pick_devices(mlp().parameters(), [0, 1], None)
 
 

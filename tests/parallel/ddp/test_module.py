@@ -225,7 +225,7 @@ def test_a_copy_computes_and_says_that_it_belongs_to_no_group_when_it_is_trained
             lambda layers: setattr(layers[2], "weight", nn.Parameter(torch.zeros(2, 3))),
             r"'2\.weight' was replaced",
         ),
-        (lambda layers: setattr(layers[2], "bias", None), r"'2\.bias' was taken out of the module"),
+        (lambda layers: setattr(layers[2], "bias", None), r"'2\.bias' was removed from the module"),
         (lambda layers: setattr(layers[2], "scale", nn.Parameter(torch.ones(1))), r"'2\.scale' was added"),
         (lambda layers: layers.append(nn.Linear(2, 2)), r"'3\.weight' was added"),
         (

@@ -141,9 +141,9 @@ def test_what_is_put_together_wrongly_is_refused(group: shoal.ProcessGroup) -> N
             make_hook(allreduce_hook, module, overlapping)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="takes a communication hook"):
             make_hook(None, model, overlapping)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="by a hook that is missing"):
+    with pytest.raises(UsageError, match="in backward, but none is registered"):
         overlapping.step()
-    with pytest.raises(UsageError, match="leave parameters_as_bucket_view out"):
+    with pytest.raises(UsageError, match="; omit parameters_as_bucket_view"):
         ZeroRedundancyOptimizer(
             module.parameters(), SGD, group=group, overlap_with_ddp=True, parameters_as_bucket_view=True
         )

@@ -266,7 +266,7 @@ def test_gradients_that_a_hook_takes_away_are_missed(group: shoal.ProcessGroup) 
     loss_of(model, batches(1)[0]).backward()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(UsageError, match="on rank 0 was taken away before it could be reduced"):
+    with pytest.raises(UsageError, match="on rank 0 was removed before it was reduced"):
         loss_of(model, batches(1)[0]).backward()
 
 

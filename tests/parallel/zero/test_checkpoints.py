@@ -126,7 +126,7 @@ def test_a_state_of_other_groups_is_refused(group: shoal.ProcessGroup) -> None:
     saved = torch.optim.Adam(groups_of(own)).state_dict()
     with pytest.raises(UsageError, match=r"groups with \[4, 6\] parameters, .* groups with \[10\]"):
         optimizer.load_state_dict(saved)
-    with pytest.raises(UsageError, match="to=2 is no rank"):
+    with pytest.raises(UsageError, match="to=2 is not a rank"):
         optimizer.consolidate_state_dict(to=2)
 
 

@@ -182,7 +182,9 @@ def test_a_model_that_is_converted_later_is_refused(group: shoal.ProcessGroup) -
     layer = nn.Linear(2, 2)
     optimizer = zero(layer, group, parameters_as_bucket_view=True)
     layer.double()
-    with pytest.raises(UsageError, match=r"was torch.float32 .* is torch.float64 .*convert the model before"):
+    with pytest.raises(
+        UsageError, match=r"was torch.float32 .* is torch.float64 .*convert the model before making"
+    ):
         optimizer.step()
 
 

@@ -210,5 +210,5 @@ def test_without_a_group_it_says_what_is_missing() -> None:
 def test_one_copy_cannot_follow(group: shoal.ProcessGroup) -> None:
     optimizer = zero(mixed(), group)
     for fn in (optimizer.check_regroup, lambda: optimizer.regroup(group)):
-        with pytest.raises(UsageError, match=r"that part dies with the rank\.  Make it with copies=2"):
+        with pytest.raises(UsageError, match=r"that part is lost with the rank\.  Make it with copies=2"):
             fn()

@@ -1,4 +1,4 @@
-"""An agreement as the core runs it, see ``cpp/engine/agreements.h``."""
+"""Agreements of the native backend, which the core runs (``cpp/engine/agreements.h``)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from ..base import GroupSpec
 
 
 class NativeAgreement:
-    """One agreement of a group of the native backend, of which ``core`` is what the core has.
-
-    Raises:
-        GroupError: too many are under way.
-    """
+    """One agreement of ``core``, a group of the core; raises GroupError if too many are pending."""
 
     def __init__(self, core: Any, spec: GroupSpec, op: Op, value: bytes, timeout: float) -> None:
         number = core.agree(_core.AgreementOp[op.name], value, timeout)

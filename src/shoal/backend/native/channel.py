@@ -1,7 +1,7 @@
 """The native backend: shared memory within a host, authenticated TCP between hosts.
 
-Python connects the ranks (:mod:`shoal.backend.native.mesh`) and hands addresses to the core, which moves the
-bytes; see ``cpp/`` and ``docs/design.md``.
+Python connects the ranks (:mod:`shoal.backend.native.mesh`) and passes addresses of memory to the core, which
+moves the bytes; see ``cpp/`` and ``docs/design.md``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .shapes import packed, unpacked
 T = TypeVar("T")
 
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
-_DISPATCH = 1.0  # seconds between looks at whether the backend is still open
+_DISPATCH = 1.0  # seconds between checks whether the backend is still open
 
 _core.learn_tensors(torch.Tensor)
 check_codes()
@@ -52,7 +52,7 @@ _core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(l
 
 
 class _CoreFuture(Future[T]):
-    """A future of the core, whose usual ``wait()`` is one call of C (cpp/bind/source.cc)."""
+    """A future whose common ``wait()`` is a single C call (``cpp/bind/source.cc``)."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ _core.learn_futures(_CoreFuture, Future.wait)
 
 
 def exit_with(code: int) -> None:
-    """Let the process end with this code, from 1 to 255, should it end in good order."""
+    """Make the process exit with ``code``, 1 to 255, if it ends regularly."""
     _core.exit_with(code)
 
 
@@ -69,14 +69,14 @@ class NativeBackend(Backend):
     """Connects a process to all ranks of its job.
 
     Args:
-        membership: who this process is.
-        timeout: seconds until all ranks must be connected.
-        transport: ``"auto"`` shares memory where it can, ``"shm"`` insists on it, ``"tcp"`` never does;
-            None: ``SHOAL_TRANSPORT``.
-        heartbeat_timeout: seconds without a sign of life after which a remote rank is lost; None:
+        membership: the rank of this process and the other ranks of its job.
+        timeout: seconds within which all ranks must be connected.
+        transport: ``"auto"`` uses shared memory where possible, ``"shm"`` requires it, ``"tcp"`` never uses
+            it; None: ``SHOAL_TRANSPORT``.
+        heartbeat_timeout: seconds without a heartbeat after which a remote rank is lost; None:
             ``SHOAL_HEARTBEAT_TIMEOUT``.
-        shared_memory_limit: bytes of shared memory that this process may use; None:
-            ``SHOAL_SHARED_MEMORY_LIMIT``, else the machine's memory.
+        shared_memory_limit: maximum shared memory of this process, in bytes; None:
+            ``SHOAL_SHARED_MEMORY_LIMIT``, or the machine's memory if unset.
     """
 
     name = "native"
@@ -104,7 +104,7 @@ class NativeBackend(Backend):
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._tickets = itertools.count(1)
-        # Reentrant: the garbage collector may drop a future inside a critical section of the same thread.
+        # Re-entrant: the garbage collector may free a future in a critical section of the same thread.
         self._lock = threading.RLock()
         self._dispatcher: threading.Thread | None = None
         self._stopped = False
@@ -122,7 +122,7 @@ class NativeBackend(Backend):
                     self._connect(way, timeout)
                 self._context.start()
             except BaseException:
-                # At once, and not when the last frame of the traceback goes.
+                # Now, and not only when the last frame of the traceback is freed.
                 self._context.close(0.0)
                 self._context = _CLOSED
                 raise
@@ -133,7 +133,7 @@ class NativeBackend(Backend):
         memory = OfferedMemory(self._context.memory_fd, self._context.memory_capacity, rings)
         mesh = connect(me, memory, transport=transport, timeout=timeout)
         self._hosts = mesh.hosts
-        with mesh:  # what the core does not take over is closed
+        with mesh:  # closes the descriptors that the core does not take over
             for rank in list(mesh.local):
                 peer = mesh.local[rank]
                 try:
@@ -167,11 +167,11 @@ class NativeBackend(Backend):
 
     @property
     def meeting(self) -> str:
-        """The name of the meeting that numbered the ranks of the world."""
+        """The name of the rendezvous that numbered the ranks of the world."""
         return self._me.meeting
 
     def in_the_world(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks in the world of some of those that are connected."""
+        """Return the world ranks of some connected ranks."""
         known = self._me.ranks
         return [known[rank] for rank in ranks] if known else list(ranks)
 
@@ -186,24 +186,24 @@ class NativeBackend(Backend):
         with self._lock:
             self._stopped = True
             dispatcher = self._dispatcher
-        # The dispatcher may be here itself, in a finalizer; and what it calls may take longer than we have.
+        # The dispatcher itself may call close(), in a finalizer; and its callbacks may outlast the timeout.
         if dispatcher is not None and dispatcher is not threading.current_thread():
             dispatcher.join(max(deadline - time.monotonic(), 0.1))
-        # Whoever keeps the group must not keep all of its host's shared memory mapped.
+        # A reference to the group must not keep the shared memory of all ranks of this host mapped.
         self._context = _CLOSED
 
     def program_ends(self) -> None:
         self._context.program_ends()
 
     def after_fork_in_child(self) -> None:
-        self._lock = threading.RLock()  # a thread that the child does not have may have held it
+        self._lock = threading.RLock()  # it may have been held by a thread that the child does not have
         self._context.disown()
 
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
-        """Call ``fn`` from the dispatcher's thread when ``core`` is done, or at once if it is.
+        """Call ``fn`` in the dispatcher thread when ``core`` is done, or here and now if it is.
 
         Raises:
-            OutOfResources: the dispatcher cannot be started; ``fn`` waits for one that can.
+            OutOfResources: the dispatcher thread cannot be started; ``fn`` stays registered until one can.
         """
         ticket = next(self._tickets)
         lack = None
@@ -236,38 +236,35 @@ class NativeBackend(Backend):
                 with self._lock:
                     fn = self._callbacks.pop(ticket)
                 fn()
-                del fn  # what it refers to must not live until the next one comes
-            # In a closed context every operation is complete: what is announced now is so at once.
+                del fn  # free the objects that it references before the next wait
+            # In a closed context every operation is complete, so new announcements return at once.
             if not tickets and self._stopped:
                 return
 
     # -- fault injection, for shoal.testing ----------------------------------------------------
 
     def sever(self, rank: int) -> None:
-        """Cut the connection to a rank, as a broken cable would."""
+        """Break the connection to a rank, as a broken cable would."""
         self._context.sever(rank)
 
     def held(self) -> tuple[int, int, int, int]:
-        """Count what is kept for peers, for tests.
-
-        Returns:
-            Groups remembered, unread messages, frames for groups that are not made yet, and bytes of the
-            peers' windows in use.
+        """Return the numbers of remembered groups, unread messages, frames for groups that do not exist yet,
+        and bytes of the peers' windows in use.  For tests.
         """
         held: tuple[int, int, int, int] = self._context.held()
         return held
 
     def hush(self, silent: bool = True) -> None:
-        """Stop (or go on) sending signs of life."""
+        """Stop sending heartbeats, or resume with ``silent=False``."""
         self._context.hush(silent)
 
     def die_at(self, point: str) -> None:
-        """Be killed where an operation next reaches ``point``; see :func:`shoal.testing.faults.die_at`."""
+        """Kill this process when an operation reaches ``point``; see :func:`shoal.testing.faults.die_at`."""
         self._context.die_at(_core.Fault[point.upper().replace(" ", "_")])
 
 
 class NativeChannel(DataChannel):
-    """One group's share of the native backend."""
+    """The data channel of one group of the native backend."""
 
     def __init__(self, backend: NativeBackend, core: _core.Group, spec: GroupSpec) -> None:
         self._backend = backend
@@ -348,13 +345,13 @@ class NativeChannel(DataChannel):
         if known is None and not self._core.broken():
             return None
         if known is None or isinstance(known, PeerLost):
-            latest = self.error(self._core.failure())  # others may have died since
+            latest = self.error(self._core.failure())  # more ranks may have been lost since
             if known is None or str(latest) != str(known):
                 self._failure = latest
         return self._failure
 
     def error(self, error: _core.Error | None) -> GroupError | None:
-        """The exception for an error of the core; reports it to the launcher if another rank caused it."""
+        """Return the exception for an error of the core; report to the launcher if another rank caused it."""
         if error is not None and caused_by_others(error, self._spec.rank):
             ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error.ranks)
             failure_report.told(ranks, self._backend.meeting)
@@ -392,16 +389,16 @@ class NativeChannel(DataChannel):
         self._core = _CLOSED
         if self._shortcut is not None:
             self._shortcut.detach()
-        self._failure = None  # its traceback holds the frames of a caller
+        self._failure = None  # its traceback references the frames of a caller
         if isinstance(failure, CollectiveMismatch) and not self.reported:
             raise CollectiveMismatch(
                 f"group {self._spec.name!r} on rank {self._spec.rank} failed while it was closed: {failure}"
             )
 
-    # -- for the sources of futures, in cpp/bind/source.cc -------------------------------------
+    # -- called by the sources of futures, in cpp/bind/source.cc -------------------------------
 
     def error_of(self, core: _core.Operation) -> GroupError | None:
-        """The error of a complete operation."""
+        """Return the error of a complete operation, or None."""
         error = core.error()
         raised = self.error(error)
         if raised is not None and self._core.broken():
@@ -411,7 +408,7 @@ class NativeChannel(DataChannel):
         return raised
 
     def notify(self, core: _core.Operation, source: _core.Source, fn: Callable[[], None]) -> None:
-        """See :meth:`NativeBackend.notify`; the tensors are let go of before."""
+        """Release the tensors and call ``fn`` when ``core`` is done; see :meth:`NativeBackend.notify`."""
 
         def done() -> None:
             source.done()
@@ -420,13 +417,13 @@ class NativeChannel(DataChannel):
         self._backend.notify(core, done)
 
     def keep(self, core: _core.Operation, tensors: object) -> None:
-        """Keep the tensors until an operation that nobody is interested in any more is complete."""
-        with contextlib.suppress(OutOfResources):  # the backend keeps them all the same
+        """Keep the tensors alive until an operation whose future was dropped is complete."""
+        with contextlib.suppress(OutOfResources):  # the backend keeps them nevertheless
             self._backend.notify(core, partial(_let_go, tensors))
 
 
 class _Closed:
-    """Stands for what is closed and given back: nothing can be done to it any more, nor need be."""
+    """Replaces a closed core object: cleanup methods do nothing, all others raise GroupClosed."""
 
     def broken(self) -> bool:
         return False
@@ -444,15 +441,15 @@ _CLOSED: Any = _Closed()
 
 
 def _let_go(tensors: object) -> None:
-    """Called when the core needs them no more; whoever called it drops them."""
+    """Do nothing; the caller then drops its reference to the tensors."""
 
 
 def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:
-    """The core's reduction of one dtype, bare: for measuring what an operation costs beyond it.
+    """Return the core's reduction kernel for one dtype, to measure the overhead of operations over it.
 
     Returns:
-        A function of destination addresses, source addresses and an element count.  It writes the
-        reduction of all sources to every destination; a destination may be a source.
+        A function of destination addresses, source addresses and an element count.  It writes the reduction
+        of all sources to every destination; a destination may be a source.
     """
     reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code)
     return partial(_core.kernels.reduce, reduction)
@@ -463,7 +460,7 @@ def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _counts(operation: Operation) -> tuple[int, list[int]]:
-    """The sizes that all ranks must agree on: one count of elements, or a list of sizes."""
+    """Return the sizes that must be equal on all ranks: one count of elements, or a list of sizes."""
     sizes = operation.sizes
     if sizes:
         if all(size == sizes[0] for size in sizes):
@@ -475,7 +472,7 @@ def _counts(operation: Operation) -> tuple[int, list[int]]:
 
 
 def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
-    """The value of a receive: tensor, source, tag."""
+    """Return the value of a receive: tensor, source, tag."""
     message = core.received()
     if outputs:
         return outputs[0], message.source, message.tag
@@ -487,11 +484,11 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
 
 
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
-    """Bytes of address space to reserve, and bytes that may be in use."""
+    """Return the bytes of address space to reserve, and the maximum bytes in use."""
     limit = checked_limit(limit)
     if limit is None:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Every rank maps every other's memory; ranks that are threads do so in one address space.
+    # Every rank maps the memory of every other; ranks that are threads share one address space.
     most: int = 2**46 // max(local_size, 1) ** 2
     capacity = min(max(limit, 1 << 30) + (1 << 28), most)
     return capacity // 4096 * 4096, limit

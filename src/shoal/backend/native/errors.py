@@ -1,4 +1,4 @@
-"""Errors of the core, and of the system below it, as exceptions that say what to do."""
+"""Conversion of errors of the core and of the system into shoal's exceptions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _reported_by(rank: int) -> str:
 
 @contextlib.contextmanager
 def limits(what: str) -> Iterator[None]:
-    """Tell what ran out, and what to do about it, where the system or a limit refuses more."""
+    """Convert exhausted memory, descriptors or threads during ``what`` into errors that name the remedy."""
     try:
         yield
     except OutOfSharedMemory:

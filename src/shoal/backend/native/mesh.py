@@ -1,9 +1,9 @@
-"""Connecting the ranks of a job to one another, before the native core takes over.
+"""Connections between all ranks of a job, which the native core takes over.
 
-Every rank publishes where it listens, connects to the ranks below it and accepts those above it.  Each
-connection is authenticated by :mod:`shoal.net`; only then do the two sides say who they are, and on a
-unix socket hand over the descriptor of their shared memory.  *Same host* means that this succeeded, not
-that names match: a pair that cannot share memory is connected by TCP.
+Every rank publishes its address, connects to the lower ranks and accepts the higher ones.  :mod:`shoal.net`
+authenticates each connection before the two sides exchange their ranks and, on a unix socket, the descriptors
+of their shared memory.  Two ranks count as on the same host if this succeeds, whatever their host names; a
+pair that cannot share memory is connected by TCP.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from ..base import Membership
 
 _PURPOSE = "mesh"
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_ATTEMPT = 0.02  # seconds between looks at whether accepting is still needed
-_LOOK = 0.25  # seconds between looks at whether the ranks that are awaited live
-_PATIENCE = 1.0  # seconds in which the reason is found why a rank went away
+_ATTEMPT = 0.02  # seconds between checks whether accepting is still needed
+_LOOK = 0.25  # seconds between checks whether the awaited ranks are still running
+_PATIENCE = 1.0  # seconds to wait for the reason why a rank was lost
 
 
-#: a place in a memory, or its length, in bytes
+#: An offset or length in shared memory, in bytes.
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Address(msgspec.Struct):
-    """Where a rank listens."""
+    """The addresses at which a rank listens."""
 
     host: str
     transport: str
@@ -61,7 +61,7 @@ class _Address(msgspec.Struct):
 
 
 class _Hello(msgspec.Struct):
-    """The rank at the other end; ``ring`` and ``capacity`` describe the memory that it shares, if any."""
+    """The rank at the other end; ``ring`` and ``capacity`` describe its shared memory, if any."""
 
     rank: int
     job: str
@@ -72,7 +72,7 @@ class _Hello(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """A rank whose memory is mapped: descriptors, and where the two rings lie in their arenas."""
+    """A rank that shares memory: its descriptors, and the offsets of the two rings in their arenas."""
 
     socket: int
     memory_fd: int
@@ -84,7 +84,7 @@ class LocalPeer:
 
 @dataclass(frozen=True, slots=True)
 class _Arena(wire.SharedMemory):
-    """The memory that a rank on this host handed over, and where the ring for this rank lies in it."""
+    """The shared memory of another rank on this host, and the offset of the ring for this rank."""
 
     capacity: int
     ring: int
@@ -105,7 +105,7 @@ class Mesh:
     hosts: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor that is still here: the core owns those that were taken out."""
+        """Close all descriptors that are still in the mesh; the core owns those that it removed."""
         for peer in self.local.values():
             os.close(peer.socket)
             os.close(peer.memory_fd)
@@ -120,20 +120,20 @@ class Mesh:
 
 
 class OfferedMemory:
-    """The memory that this rank offers to share; implemented by the native core."""
+    """The shared memory of this rank, owned by the native core."""
 
     def __init__(self, fd: int, capacity: int, rings: list[int]) -> None:
         self.fd = fd
         self.capacity = capacity
-        self.rings = rings  # one for each rank, its offset; unused ones cost nothing
+        self.rings = rings  # the offset of the ring for each rank; unused rings cost nothing
 
 
 def connect(membership: Membership, memory: OfferedMemory, *, transport: str, timeout: float) -> Mesh:
     """Connect this rank to all others.
 
     Raises:
-        RendezvousTimeout: names the ranks that were not connected in time.
-        RendezvousError: ranks disagree on the transport, or ``shm`` was asked for and is not possible.
+        RendezvousTimeout: ranks were not connected within ``timeout`` seconds; the message names them.
+        RendezvousError: the ranks' transports differ, or ``"shm"`` is not possible.
     """
     return _Builder(membership, memory, transport, Deadline(timeout)).run()
 
@@ -208,7 +208,7 @@ class _Builder:
     # -- store ---------------------------------------------------------------------------------
 
     def _share(self, mine: _Address) -> list[_Address]:
-        """Publish where this rank listens and collect where the others do: all that the store is used for."""
+        """Publish this rank's address and collect the others'.  The store is used for nothing else."""
         store = self._me.store
         keys = [f"mesh/{rank}" for rank in range(self._me.size)]
         try:
@@ -225,7 +225,7 @@ class _Builder:
                         f"{in_seconds(self._deadline.timeout)}; they are late or hang"
                     )
         except StoreError:
-            # It may have gone with a rank that died, whose sockets end a moment before it does.
+            # The store may have been in a failed rank, whose sockets close shortly before its process ends.
             self._look_for_reason(range(self._me.size))
             raise
 
@@ -247,11 +247,11 @@ class _Builder:
                 )
 
     def _agree(self) -> dict[int, set[int]]:
-        """With which ranks each rank shares memory, exchanged over the connections themselves.
+        """Return for each rank the ranks with which it shares memory, exchanged over the connections.
 
-        It is also the end of connecting.  A rank says its part when it needs neither the store nor any
-        other rank's help any more, and returns when all have said theirs: from then on every rank gets
-        through with what is on its way already, whatever becomes of this one.
+        This exchange is also the final barrier of connecting.  A rank sends its list when it no longer needs
+        the store or another rank, and returns when all lists are here: from then on every rank can complete
+        connecting even if this one fails.
         """
         mine = sorted(self._memories)
         self._me.connected()
@@ -282,7 +282,7 @@ class _Builder:
         return said
 
     def _partition(self, shared: dict[int, set[int]]) -> list[int]:
-        """The ranks by host; all of a host's pairs must have succeeded, or none counts."""
+        """Return the host index of each rank.  If a pair on a host cannot share memory, none there does."""
         hosts: dict[str, list[int]] = {}
         for rank, address in enumerate(self._addresses):
             hosts.setdefault(address.host, []).append(rank)
@@ -316,7 +316,7 @@ class _Builder:
             except WireError as error:
                 if lacking(error):
                     raise
-                # Otherwise it only means that memory cannot be shared.
+                # Otherwise the pair cannot share memory: use TCP.
         try:
             connection = wire.connect(
                 address.address,
@@ -337,7 +337,7 @@ class _Builder:
             raise self._lost(rank) from error
 
     def _accept_all(self, listener: socket.socket) -> None:
-        """Take in the ranks above, on one of the two listeners, until all have come on either."""
+        """Accept the higher ranks on one of the two listeners, until all are connected through either."""
         looked = Deadline(_LOOK)
         try:
             with wire.Acceptor(
@@ -358,7 +358,7 @@ class _Builder:
                     except WireError as error:
                         if lacking(error):
                             raise
-                        # Strangers, and peers that will try another way, are passed over.
+                        # Ignore strangers, and peers that will retry over the other transport.
         except BaseException as error:
             self._failure = self._failure or error
 
@@ -367,7 +367,7 @@ class _Builder:
             return [rank for rank in ranks if rank not in self._links]
 
     def _introduce(self, connection: Connection, expected: int | None) -> None:
-        """Exchange names, and memory over a unix socket; then the connection belongs to the mesh."""
+        """Exchange ranks, and memory over a unix socket; then add the connection to the mesh."""
         try:
             theirs, memory = self._meet(connection, expected)
         except BaseException:
@@ -394,7 +394,7 @@ class _Builder:
         return theirs.rank, _Arena(memory.fd, memory.pid, theirs.capacity, theirs.ring)
 
     def _check(self, connection: Connection, theirs: _Hello, expected: int | None) -> None:
-        """Refuse whoever is of another job, or not the rank that was expected."""
+        """Raise WireError if the peer belongs to another job or epoch, or is not the expected rank."""
         me = self._me
         if (theirs.job, theirs.epoch) != (me.job, me.epoch):
             raise WireError(
@@ -404,10 +404,7 @@ class _Builder:
             raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
 
     def _keep(self, rank: int, link: Connection, memory: _Arena | None) -> None:
-        """Take a link into the mesh.
-
-        A rank that comes over both transports gave up sharing memory at its end: the socket counts.
-        """
+        """Add a connection to the mesh.  If a rank connects twice, it failed to share memory: use TCP."""
         with self._lock:
             spare: tuple[Connection, _Arena | None] | None = None
             if rank not in self._links or memory is None:
@@ -428,11 +425,7 @@ class _Builder:
         return _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
 
     def _lost(self, rank: int) -> RendezvousError:
-        """The error to raise when ``rank`` cannot be reached, or went, before the ranks were connected.
-
-        Raises:
-            RendezvousError: with the reason, as soon as it is known.
-        """
+        """Return the error for a ``rank`` lost before all were connected, or raise its known cause."""
         self._look_for_reason([rank])
         failure_report.told([rank], self._me.meeting)
         return RendezvousError(
@@ -441,7 +434,7 @@ class _Builder:
         )
 
     def _look_for_reason(self, ranks: Sequence[int]) -> None:
-        """Raise the reason why one of the ranks went, if it is found in a moment."""
+        """Raise the reason why one of the ranks was lost, if it is found within ``_PATIENCE`` seconds."""
         patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
         while True:
             self._me.look(ranks)
@@ -465,7 +458,7 @@ class _Builder:
 
 
 def lacking(error: BaseException) -> OSError | None:
-    """The system's refusal of a descriptor or of memory, if that is the cause of an error."""
+    """Return the system's error for a lack of descriptors or memory, if ``error`` is or was caused by one."""
     for cause in (error, error.__cause__):
         if isinstance(cause, OSError) and cause.errno in _LACKING:
             return cause

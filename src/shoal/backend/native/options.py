@@ -1,4 +1,4 @@
-"""Options of the native backend: each is an argument of ``shoal.init`` or an environment variable."""
+"""Options of the native backend, each an argument of ``shoal.init`` or an environment variable."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from ... import config
 from ...common.keywords import checked_seconds
 from ...errors import UsageError
 
-#: how a rank may be told to reach others on its host
+#: Values of ``transport=``: how a rank reaches other ranks on its host.
 TRANSPORTS = ("auto", "shm", "tcp")
 
 
 def checked_transport(transport: str | None) -> str:
-    """``transport``, or for None ``SHOAL_TRANSPORT``.
-
-    Raises:
-        UsageError: there is no such way.
-    """
+    """Return ``transport``, or ``SHOAL_TRANSPORT`` if it is None; raise UsageError if it is invalid."""
     if transport is None:
         return config.TRANSPORT.get()
     if transport not in TRANSPORTS:
@@ -24,10 +20,9 @@ def checked_transport(transport: str | None) -> str:
 
 
 def checked_heartbeat(seconds: float | None) -> float:
-    """``seconds``, or for None ``SHOAL_HEARTBEAT_TIMEOUT``.
+    """Return ``seconds``, or ``SHOAL_HEARTBEAT_TIMEOUT`` if it is None.
 
-    Raises:
-        UsageError: it is no positive number.
+    Raises UsageError unless the value is a positive finite number.
     """
     if seconds is None:
         return config.HEARTBEAT_TIMEOUT.get()
@@ -35,10 +30,9 @@ def checked_heartbeat(seconds: float | None) -> float:
 
 
 def checked_limit(limit: int | None) -> int | None:
-    """``limit`` in bytes, or for None ``SHOAL_SHARED_MEMORY_LIMIT``, or None: whatever the machine has.
+    """Return ``limit`` in bytes, or ``SHOAL_SHARED_MEMORY_LIMIT`` if it is None; None: no limit.
 
-    Raises:
-        UsageError: it is no number, or too small to run with.
+    Raises UsageError unless the value is an integer of at least 1 MiB.
     """
     what = "shared_memory_limit"
     if limit is None:

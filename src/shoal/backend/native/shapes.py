@@ -1,8 +1,8 @@
-"""How the header of a message, which has words for eight lengths, holds the shape of any tensor.
+"""The encoding of tensor shapes in the header of a message, which has eight 64-bit words for lengths.
 
-A shape of more dimensions is packed: their number, then its lengths in seven bits a byte.  The highest bit of
-the last word tells such a shape from a plain one, since no length is that large.  What is received was
-checked by ``cpp/transport/check.cc``.
+A shape of more than eight dimensions is packed into these words: the number of dimensions, then each length
+in base 128 (7 bits a byte, little-endian).  The highest bit of the last word marks a packed shape, since no
+length is that large.  Received shapes were checked by ``cpp/transport/check.cc``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ _MAX_DIMS = 8
 
 
 def packed(shape: Sequence[int]) -> list[int]:
-    """The words of a message's header that tell the shape.
-
-    Raises:
-        UsageError: they have no room for it.
-    """
+    """Return the words of a message's header for ``shape``; raise UsageError if the shape does not fit."""
     if len(shape) <= _MAX_DIMS:
         return list(shape)
     encoded = bytearray([len(shape)])
@@ -35,7 +31,7 @@ def packed(shape: Sequence[int]) -> list[int]:
 
 
 def unpacked(dims: list[int]) -> list[int]:
-    """The shape that a header's words stand for."""
+    """Return the shape that the words ``dims`` of a header encode."""
     if len(dims) < _MAX_DIMS or not dims[-1] >> 63:
         return dims
     encoded = b"".join(word.to_bytes(8, "little") for word in dims)

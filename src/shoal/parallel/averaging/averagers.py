@@ -1,6 +1,6 @@
-"""When to average parameters, and over which ranks.
+"""Model averagers, which choose the steps and groups for averaging parameters.
 
-Together with :func:`shoal.parallel.hooks.post_localSGD_hook` this is post-local SGD (Lin, Stich, Patel and
+With :func:`shoal.parallel.hooks.post_localSGD_hook` they implement post-local SGD (Lin, Stich, Patel and
 Jaggi, arXiv:1808.07217), and with several levels of groups hierarchical SGD (Wang et al., arXiv:2010.12998).
 """
 
@@ -17,15 +17,15 @@ from .parameters import Parameters, average_parameters
 
 
 class ModelAverager(abc.ABC):
-    """Averages parameters in some steps, and counts them.
+    """Averages parameters in some steps, and counts the steps.
 
     Args:
         group: the ranks to average over.
-        warmup_steps: how many steps average nothing: as many as average all gradients among all ranks.
+        warmup_steps: number of first steps without averaging, in which gradients are averaged over all ranks.
 
     Attributes:
-        step: calls of :meth:`average_parameters` until now.
-        group: the ranks.
+        step: number of calls of :meth:`average_parameters` so far.
+        group: the group.
     """
 
     def __init__(self, group: object, warmup_steps: int) -> None:
@@ -36,7 +36,7 @@ class ModelAverager(abc.ABC):
         self.step = 0
 
     def average_parameters(self, params: Parameters) -> None:
-        """Average ``params`` if it is time to, and count the step.  Call it after every ``optimizer.step()``.
+        """Average ``params`` if due, and count the step.  Call it after every ``optimizer.step()``.
 
         Args:
             params: as for :func:`average_parameters`.
@@ -48,19 +48,19 @@ class ModelAverager(abc.ABC):
 
     @abc.abstractmethod
     def _group_for(self, step: int) -> ProcessGroup | None:
-        """The ranks to average over in this step, or None."""
+        """Return the group to average over in this step, or None."""
 
 
 class PeriodicModelAverager(ModelAverager):
     """Averages parameters over all ranks every ``period`` steps, the first time right after the warm-up.
 
     Args:
-        period: in steps.
-        warmup_steps: how many steps come before; ``start_localSGD_iter`` of the hook's state.
+        period: number of steps.
+        warmup_steps: number of steps before; equal to ``start_localSGD_iter`` of the hook's state.
         group: the ranks to average over.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is invalid.
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, *, group: object = None) -> None:
@@ -75,23 +75,22 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages parameters often in small groups of neighbours, and seldom in large ones.
+    """Averages parameters often in small groups of neighbouring ranks, and rarely in large ones.
 
-    In a step that several periods divide, only the largest of their groups averages.  Groups are made of
-    ranks in a row: with sizes 2 and 4 on 4 ranks, these are {0, 1} and {2, 3}, and all.
+    In a step that several periods divide, only the largest of their groups averages.  Groups have consecutive
+    ranks: with sizes 2 and 4 on 4 ranks, they are {0, 1} and {2, 3}, and {0, 1, 2, 3}.
 
     Args:
-        period_group_size_dict: a group's size for each period in steps, both from small to large.  Each size
-            is a multiple of the one before, and the last is that of ``group``.
-        warmup_steps: how many steps come before; ``start_localSGD_iter`` of the hook's state.
+        period_group_size_dict: the group size for each period in steps, both ascending.  Each size must be a
+            multiple of the previous one, and the last must be the size of ``group``.
+        warmup_steps: number of steps before; equal to ``start_localSGD_iter`` of the hook's state.
         group: all ranks.
 
     Attributes:
-        period_process_group_dict: the group of this rank for each period.  Those made here are closed with
-            the job's first group.
+        period_process_group_dict: this rank's group for each period; closed with the first group of the job.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is invalid.
     """
 
     def __init__(

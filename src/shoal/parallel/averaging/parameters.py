@@ -13,24 +13,24 @@ from ...group.group_argument import given_group
 from ...spec import AVG
 from ..coalesced import MESSAGE_BYTES, obstacle
 
-#: Parameters, or the groups of them that an optimiser has.
+#: Parameters, or the parameter groups of an optimiser.
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 def average_parameters(params: Parameters, group: object = None) -> None:
-    """Replace each parameter by its mean over all ranks of ``group``.  Collective; returns when it is done.
+    """Replace each parameter by its mean over all ranks of ``group``.  Collective and blocking.
 
-    Parameters of one dtype and device are sent together, in messages of up to 25 MiB; one is packed while
-    another is on its way.  The mean is the one of ``ProcessGroup.all_reduce``: bitwise equal on all ranks.
+    Parameters of one dtype and device are sent together, in messages of at most 25 MiB; one message is packed
+    while another is sent.  The means are those of ``ProcessGroup.all_reduce``, bitwise equal on all ranks.
 
     Args:
-        params: of a model, or the parameter groups of an optimiser; the same on all ranks.  Those that
-            require no gradient are left alone.  Those without a gradient are averaged too (torch leaves them
-            out): ranks that see different data may differ about which these are.
+        params: the parameters of a model, or the parameter groups of an optimiser; the same on all ranks.
+            Parameters that do not require a gradient are skipped.  Unlike in torch, parameters without a
+            gradient are averaged, since these may differ between ranks with different data.
 
     Raises:
-        UsageError: ``params`` holds something else, or a tensor that cannot be sent.
-        OutOfSharedMemory: a message does not fit.
+        UsageError: ``params`` contains other objects, or a tensor that cannot be sent.
+        OutOfSharedMemory: a message does not fit into shared memory.
     """
     ranks = given_group(group, "average_parameters")
     on_the_way: list[tuple[list[torch.Tensor], list[torch.Tensor], Future[torch.Tensor]]] = []
@@ -60,7 +60,7 @@ def _trained(params: Parameters) -> Iterator[torch.Tensor]:
         for parameter in some:
             if not isinstance(parameter, torch.Tensor):
                 raise UsageError(
-                    "the parameters of a model or the parameter groups of an optimiser are averaged, got "
+                    "expected the parameters of a model or the parameter groups of an optimiser, got "
                     f"{type(parameter).__name__}"
                 )
             if parameter.requires_grad:
@@ -72,7 +72,7 @@ def _trained(params: Parameters) -> Iterator[torch.Tensor]:
 
 
 def _messages(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in portions of one dtype and device, in an order that is the same on all ranks."""
+    """Yield the parameters of each message, of one dtype and device, in the same order on all ranks."""
     portions: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:

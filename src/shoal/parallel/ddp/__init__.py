@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the module around a model, and what it does beside reducing gradients."""
+"""DistributedDataParallel: the wrapper of a model, and its features beyond the reduction of gradients."""
 
 from .mixed_precision import MixedPrecision
 from .module import DistributedDataParallel

@@ -1,8 +1,7 @@
 """Splitting a batch among the copies of a model, and concatenating their outputs.
 
-Splitting and concatenating follow ``torch.nn.parallel.scatter_gather``: tensors in tuples, lists and dicts
-are cut along one dimension and put together along it, scalars become a vector, and anything else goes to
-all copies.
+As in ``torch.nn.parallel.scatter_gather``, tensors in tuples, lists and dicts are split and concatenated
+along one dimension, scalars become a vector, and other objects are passed to all copies.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from ...errors import UsageError
 
 
 def is_packed(part: Any) -> bool:
-    """Whether ``part`` is a PackedSequence, which is a tuple for others, but must be kept whole."""
+    """Whether ``part`` is a PackedSequence, which is a tuple but must be kept whole."""
     return issubclass(type(part), PackedSequence)
 
 
 def move_to(structure: Any, device: torch.device) -> Any:
-    """``structure`` with all its tensors on ``device``."""
+    """Return ``structure`` with all its tensors on ``device``."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
@@ -34,14 +33,9 @@ def move_to(structure: Any, device: torch.device) -> Any:
 
 
 def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """The parts of ``structure``: one for each device, or fewer if there is too little to split.
+    """Split the tensors in tuples, lists and dicts into one part for each device, or fewer for small batches.
 
-    Args:
-        structure: tuples, lists and dicts with tensors in them.
-        dim: the dimension along which tensors are cut.
-
-    Raises:
-        UsageError: a tensor cannot be cut so, or not into as many parts as the others.
+    Raises UsageError if a tensor cannot be split along ``dim``, or not into as many parts as the others.
     """
     tree = Tree(structure, is_packed)
     leaves = tree.leaves
@@ -51,8 +45,8 @@ def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> li
         shapes = [list(leaf.shape) for leaf, chunks in zip(leaves, cut, strict=True) if chunks]
         raise UsageError(
             f"input tensors of shapes {shapes} cannot be split along dim={dim} into equally many parts for "
-            f"{len(devices)} copies of the model; give those that are no part of the batch to the model in "
-            "another way (as a buffer, for instance)"
+            f"{len(devices)} copies of the model; pass tensors that are not part of the batch in another way "
+            "(as a buffer, for example)"
         )
     (number,) = numbers or {1}
     return [
@@ -65,7 +59,7 @@ def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> li
 
 
 def _chunks(leaf: Any, most: int, dim: int) -> list[torch.Tensor]:
-    """The parts of one input; none if it goes to all copies as it is."""
+    """Split one input; return an empty list if all copies get it unchanged."""
     if isinstance(leaf, PackedSequence):
         raise UsageError(
             "a PackedSequence cannot be split among copies of a model; let the model pack its sequences"
@@ -76,15 +70,14 @@ def _chunks(leaf: Any, most: int, dim: int) -> list[torch.Tensor]:
         raise UsageError(f"an input tensor of shape {list(leaf.shape)} has no dim={dim} to split")
     length = leaf.shape[dim]
     size = max(1, -(-length // most))
-    # not chunk(), whose results must not be written to
+    # not chunk(), because its results must not be written to
     return [leaf.narrow(dim, start, min(size, length - start)) for start in range(0, length or 1, size)]
 
 
 def concatenate_outputs(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
-    """One structure for the outputs of the copies, its tensors joined along ``dim`` on ``device``.
+    """Concatenate the tensors in the outputs of the copies along ``dim``, on ``device``.
 
-    Raises:
-        UsageError: they differ in more than tensors, or hold what we cannot join.
+    Raises UsageError if outputs differ in more than tensors, or contain objects other than tensors.
     """
     trees = [Tree(output) for output in outputs]
     if any(tree.form != trees[0].form for tree in trees):
@@ -108,6 +101,6 @@ def _concatenated(leaves: Sequence[Any], device: torch.device, dim: int) -> Any:
             f"the copies of the model returned {', '.join(map(repr, leaves))}: only tensors can be joined"
         )
     raise UsageError(
-        f"the model returned an object of type {type(first).__name__}; of several copies only tensors can be "
-        "joined, in tuples, lists and dicts"
+        f"the model returned an object of type {type(first).__name__}; outputs of several copies must be "
+        "tensors, or tuples, lists and dicts of tensors"
     )

@@ -1,4 +1,4 @@
-"""Keeping the buffers of a module (running statistics, for instance) equal on all ranks."""
+"""The broadcast of a module's buffers (running statistics, for example)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .members import ModuleTensors, is_scripted
 
 
 class BufferSync:
-    """Makes the buffers of ``module`` that are ``members`` equal to those of one rank, in one message."""
+    """Broadcasts the buffers of ``module`` that are in ``members``, in one message for each device."""
 
     def __init__(self, group: ProcessGroup, module: nn.Module, members: ModuleTensors) -> None:
         self._group = group
         chosen = {id(buffer) for _, buffer in members.named_buffers()}
-        # The places and not the tensors: a module may replace its buffer at any time.
+        # Getters instead of tensors, because a module may replace its buffers at any time.
         self._places: list[Callable[[], torch.Tensor | None]] = []
         seen: set[int] = set()
         for owner in module.modules():
@@ -38,10 +38,10 @@ class BufferSync:
         return bool(self._places)
 
     def refresh(self, step: int, root: int = 0) -> None:
-        """Broadcast the buffers of rank ``root``, unless that was done in this ``step``.
+        """Broadcast the buffers of rank ``root``, once in each ``step``.
 
-        Only once a step: autograd may hold the buffers of the step's first forward pass, and would refuse to
-        go back through tensors that were written to since.
+        Not more often: autograd may have saved them in the step's first forward pass and refuses later
+        writes.
         """
         if step == self._step or not self._places:
             return

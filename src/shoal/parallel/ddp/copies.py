@@ -1,9 +1,9 @@
-"""Several copies of a model in one process, each on a device: a batch is split among them.
+"""Several copies of a model in one process, each on its own device, with one batch split among them.
 
-Every forward pass splits its tensors along one dimension, runs each part through a copy of its own in a
-thread of its own, and joins the outputs.  The reducer adds up the gradients of the copies, so that the
-process acts like one rank that saw the whole batch.  The first copy is the model itself: its parameters are
-trained, its buffers are the ones that last, and the others are refreshed from it.
+Every forward pass splits its tensors along one dimension, runs each part through one copy in a separate
+thread, and concatenates the outputs.  The reducer sums the gradients of the copies, so the process acts like
+one rank with the whole batch.  The first copy is the model itself: its parameters are trained and its buffers
+are kept; the other copies are refreshed from it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,13 @@ Device = torch.device | str | int
 
 
 def pick_device(device: Device) -> torch.device:
-    """The device that a user means; a number is one of the accelerator's.
-
-    Raises:
-        UsageError: there is no accelerator.
-    """
+    """Return the ``torch.device`` for ``device``; a number is the index of an accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device, int):
         if accelerator is None:
             raise UsageError(
-                f"device {device} means one of an accelerator, but torch finds none here; the processor is "
-                "'cpu'"
+                f"device {device} is the index of an accelerator, but torch finds no accelerator; use 'cpu' "
+                "for the processor"
             )
         return torch.device(accelerator.type, device)
     device = torch.device(device)
@@ -49,13 +45,9 @@ def pick_device(device: Device) -> torch.device:
 def pick_devices(
     tensors: Iterable[torch.Tensor], device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> tuple[tuple[torch.device, ...], torch.device | None]:
-    """The devices of the copies, and the one for outputs.
+    """Return the devices of the copies, and the device for outputs.
 
-    Args:
-        tensors: the parameters and buffers of the module.
-
-    Raises:
-        UsageError: they are not on the first of the devices.
+    Raises UsageError if ``tensors``, those of the module, are not on the first device.
     """
     devices = tuple(pick_device(device) for device in device_ids or ())
     output = pick_device(output_device) if output_device is not None else None
@@ -67,11 +59,11 @@ def pick_devices(
     if where != [str(devices[0])]:
         raise UsageError(
             f"with device_ids={list(map(str, devices))} the whole module must be on {devices[0]}, but it is "
-            f"on {', '.join(where)}; move it there, or leave out device_ids for a module on several devices"
+            f"on {', '.join(where)}; move it there, or omit device_ids for a module on several devices"
         )
     if len(devices) == 1 and output not in (None, devices[0]):
         raise UsageError(
-            f"output_device={output} differs from the only one of device_ids, {devices[0]}: outputs stay "
+            f"output_device={output} differs from the only device in device_ids, {devices[0]}: outputs stay "
             "where the module puts them"
         )
     return devices, output or devices[0]
@@ -82,14 +74,14 @@ class Copies:
 
     Args:
         devices: one for each copy; the module is on the first.
-        output_device: where outputs are joined.
-        dim: the dimension along which tensors are split and joined.
-        param_dtype: floating-point parameters of the further copies are of this dtype.
-        buffer_dtype: and their buffers of this one.
+        output_device: the device of the concatenated outputs.
+        dim: the dimension along which tensors are split and concatenated.
+        param_dtype: the dtype of floating-point parameters of all copies but the first.
+        buffer_dtype: the dtype of their floating-point buffers.
 
     Attributes:
         modules: the copies.
-        ran: how many took part in the last forward pass.
+        ran: number of copies used in the last forward pass.
 
     Raises:
         UsageError: the module cannot be copied.
@@ -117,7 +109,7 @@ class Copies:
         self._mirror = Mirror(
             list(module.parameters()), [list(other.parameters()) for other in self.modules[1:]]
         )
-        #: The same part of every copy.
+        #: For each submodule its counterparts in all copies.
         self._parts = list(zip(*(one.modules() for one in self.modules), strict=True))
 
     def __call__(self, run_first: Callable[..., Any], args: Any, kwargs: Any, step: int) -> Any:
@@ -125,13 +117,11 @@ class Copies:
 
         Args:
             run_first: runs the first copy, in the calling thread.
-            args: a structure of any kind (tuples, lists, dicts).
-            kwargs: a dict of such.
-            step: counts reduced passes.
+            step: number of reduced passes so far.
 
         Raises:
-            UsageError: inputs cannot be split or outputs not joined.
-            Exception: what a copy raised; notes say which one.
+            UsageError: inputs cannot be split or outputs cannot be concatenated.
+            Exception: an exception of a copy, with a note that names the copy.
         """
         parts = split_batch((args, kwargs), self._devices, self._dim)
         self.ran = len(parts)
@@ -176,7 +166,7 @@ class Copies:
 
 
 class _Settings:
-    """Settings that torch keeps for each thread, taken from the calling thread to that of a copy."""
+    """Thread-local settings of torch, transferred from the calling thread to that of a copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._grad = torch.is_grad_enabled()
@@ -189,7 +179,7 @@ class _Settings:
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``; the thread is not used for anything else afterwards."""
+        """Call ``function``; the thread must not be used for anything else afterwards."""
         with torch.inference_mode(self._inference):
             torch.set_grad_enabled(self._grad)
             torch.set_autocast_cache_enabled(self._cache)
@@ -227,15 +217,14 @@ def _copied(
 def _follow(
     places: dict[str, torch.Tensor | None], name: str, buffer: torch.Tensor | None, device: torch.device
 ) -> None:
-    """Make one buffer of a copy equal to the first copy's.
+    """Copy one buffer of the first copy to another copy, in every forward pass, since copies change theirs.
 
-    Every forward pass does so, as the copies change their own.  Autograd must not notice: it may hold those
-    of a forward pass before, which had the same values unless training changed them.
+    Autograd must not detect it: it may have saved the buffer earlier, with an equal value if not in training.
     """
     own = places.get(name)
     if buffer is None:
         places[name] = None
-    elif own is None or own.shape != buffer.shape:  # the module made another one
+    elif own is None or own.shape != buffer.shape:  # the module replaced its buffer
         places[name] = buffer.to(device, None if own is None else own.dtype, copy=True)
     else:
         own.data.copy_(buffer)

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module that the wrapper looks after: all but those that it is to ignore."""
+"""The parameters and buffers of a module that the wrapper manages: all except ignored ones."""
 
 from __future__ import annotations
 
@@ -14,38 +14,34 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether ``torch.jit`` made ``module``: it keeps parameters, buffers and inner modules in C++."""
+    """Whether ``torch.jit`` made ``module``, which then keeps parameters, buffers and submodules in C++."""
     return isinstance(module, torch.jit.ScriptModule)
 
 
 def refuse_scripted(module: nn.Module, option: str) -> None:
-    """Raise if ``torch.jit`` made a part of ``module``.
-
-    Raises:
-        UsageError: naming the part and the option of the wrapper that needs modules in Python.
-    """
+    """Raise UsageError if ``torch.jit`` made a part of ``module``; ``option`` needs modules in Python."""
     for name, owner in module.named_modules():
         if is_scripted(owner):
             raise UsageError(
                 f"{option} needs modules in Python, but torch.jit made "
                 + (f"the part {name!r} of the model" if name else "the model")
-                + f": leave {option} out, or give the model that torch.jit.script was given"
+                + f": omit {option}, or pass the original of the model, before torch.jit.script"
             )
 
 
 class ModuleTensors:
-    """What the wrapper of ``module`` looks after.
+    """The parameters and buffers that the wrapper of ``module`` manages.
 
     Args:
-        ignored: names of parameters and buffers that it leaves alone; those in the module's attribute
+        ignored: names of parameters and buffers to ignore.  Those in the module's attribute
             ``_ddp_params_and_buffers_to_ignore``, which torch's
             ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` sets, are added.
 
     Attributes:
-        ignored: the names of both.
+        ignored: the names from both.
 
     Raises:
-        UsageError: the module has no parameter or buffer of a name in the argument ``ignored``.
+        UsageError: the module has no parameter or buffer with a name in the argument ``ignored``.
     """
 
     def __init__(self, module: nn.Module, ignored: Iterable[str] = ()) -> None:
@@ -58,24 +54,24 @@ class ModuleTensors:
                 f"params_and_buffers_to_ignore names {', '.join(unknown)}, which {type(module).__name__} "
                 "does not have; names are those of module.named_parameters() and module.named_buffers()"
             )
-        # Torch's own function wants a dot before the names of the outermost module.
+        # Torch's function needs a dot before the names of the outermost module.
         others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.ignored = frozenset(chosen | {str(name).removeprefix(".") for name in others})
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters, each once, with their names."""
+        """Return each parameter once, with its name."""
         return list(_once(self._module.named_parameters(remove_duplicate=False), self.ignored))
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers that the module has now, each once, with their names."""
+        """Return each current buffer of the module once, with its name."""
         return list(_once(self._module.named_buffers(remove_duplicate=False), self.ignored))
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that require a gradient."""
+        """Return the parameters that require a gradient, with their names."""
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All parameters and buffers."""
+        """Return all parameters and buffers."""
         return [tensor for _, tensor in (*self.named_parameters(), *self.named_buffers())]
 
 
@@ -88,7 +84,7 @@ def _once(named: Iterable[tuple[str, T]], ignored: frozenset[str]) -> Iterator[t
 
 
 def sparse_dims(module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> dict[int, int]:
-    """The parameters that have sparse gradients, with the number of sparse dimensions."""
+    """Return the indices of parameters with sparse gradients, with their numbers of sparse dimensions."""
     tables = {id(owner.weight) for owner in module.modules() if _is_embedding(owner) and owner.sparse}
     return {index: 1 for index, (_, parameter) in enumerate(named) if id(parameter) in tables}
 
@@ -104,10 +100,9 @@ def delayed_parameters(
     chosen: Sequence[tuple[str, nn.Parameter]],
     after: nn.Parameter | None,
 ) -> tuple[tuple[int, ...], int | None]:
-    """The indices of the parameters that are reduced late, and of the one that they wait for.
+    """Return the indices of the parameters to reduce late, and the index of the one that they wait for.
 
-    Raises:
-        UsageError: one of them is not trained, or the two arguments contradict each other.
+    Raises UsageError if one of them is not trained, or the arguments contradict each other.
     """
     if not chosen and after is None:
         return (), None

@@ -1,4 +1,4 @@
-"""Tensors that follow others: what copies of a model were made from changes with every step."""
+"""Copies of tensors that are kept equal to their originals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import torch
 
 
 class Mirror:
-    """Keeps lists of tensors equal to the tensors of a model, across devices and dtypes.
-
-    Args:
-        sources: what an optimiser changes.
-        followers: lists like it.
-    """
+    """Keeps ``followers``, lists of copies of ``sources`` with other devices or dtypes, up to date."""
 
     def __init__(self, sources: Sequence[torch.Tensor], followers: Sequence[Sequence[torch.Tensor]]) -> None:
         self._sources = list(sources)
@@ -22,14 +17,11 @@ class Mirror:
         self._step = -1
 
     def refresh(self, step: int) -> None:
-        """Bring the followers up to date, if the sources have changed or this is another step.
+        """Update the followers if the sources have changed, or if ``step`` has.
 
-        Where torch knows of a change, it also learns that the followers were written to, and refuses a
-        backward pass that still needs the old values.  Other changes (collectives write to memory that torch
-        does not watch) come with steps; such a step may have changed nothing, so backward stays possible.
-
-        Args:
-            step: counts reduced passes.
+        Changes that autograd knows are written so that a backward pass which needs the old values fails.
+        Others (collectives write directly to memory) come with a new ``step``, the number of reduced passes.
+        A step may change nothing, so this write is hidden from autograd and backward stays possible.
         """
         seen: list[object] = [
             (tensor._version, tensor.data_ptr(), tensor.requires_grad) for tensor in self._sources

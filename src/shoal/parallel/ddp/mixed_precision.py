@@ -1,12 +1,11 @@
-"""Mixed precision: forward, backward and reduction in a lower precision than the parameters have.
+"""Mixed precision: forward, backward and reduction in a lower precision than that of the parameters.
 
-Every parameter gets a counterpart in the lower precision.  The counterparts take the parameters' places in
-the module while forward runs, and again while backward does, because activation checkpointing runs parts of
-forward there.  Autograd gives gradients to them; the reducer averages those and puts the result into the
-gradients of the parameters themselves, in full precision.  So whoever looks at the model between the passes
-(an optimiser, ``state_dict``, ``clip_grad_norm_``) sees full precision only.
+Every parameter has a counterpart in lower precision, which replaces it in the module during forward, and
+during backward because activation checkpointing runs parts of forward there.  Autograd writes gradients to
+the counterparts; the reducer writes their averages to the gradients of the parameters, in full precision.  So
+code between the passes (an optimiser, ``state_dict``, ``clip_grad_norm_``) gets full precision only.
 
-What is cast, and what is not, follows torch's DistributedDataParallel (``_MixedPrecision``).
+The choice of tensors to cast follows torch's DistributedDataParallel (``_MixedPrecision``).
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from .mirror import Mirror
 class MixedPrecision:
     """The dtypes in which :class:`DistributedDataParallel` runs forward, backward and the reduction.
 
-    Only floating-point tensors are cast.  None leaves things as they are.
+    Only floating-point tensors are cast.  None keeps the dtype.
 
     Attributes:
-        param_dtype: of parameters in forward and backward.  Outputs stay in it.
-        reduce_dtype: what gradients are averaged in; ``param_dtype`` unless given.
-        buffer_dtype: of buffers in forward.
+        param_dtype: the dtype of parameters in forward and backward, and so of outputs.
+        reduce_dtype: the dtype in which gradients are averaged; default: ``param_dtype``.
+        buffer_dtype: the dtype of buffers in forward.
         cast_forward_inputs: cast the inputs of forward to ``param_dtype``.
 
     Raises:
-        UsageError: a dtype is not a floating-point one.
+        UsageError: a dtype is not a floating-point dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -62,19 +61,18 @@ class MixedPrecision:
 
     @property
     def casts(self) -> bool:
-        """Whether forward sees other tensors than the module holds."""
+        """Whether forward uses other tensors than those of the module."""
         return self.param_dtype is not None or self.buffer_dtype is not None
 
 
 class LowPrecision:
-    """The counterparts of a module's parameters, and their exchange for these.
+    """The counterparts of a module's parameters, and their exchange for the parameters.
 
     Attributes:
-        in_backward: a backward pass through an output of the module is running.
+        in_backward: whether a backward pass through an output of the module is running.
 
     Raises:
-        UsageError: a trained parameter is not among ``module.named_parameters()``, or ``torch.jit`` made a
-            part of the module.
+        UsageError: ``named_parameters()`` lacks a trained parameter, or ``torch.jit`` made a part.
     """
 
     def __init__(self, module: nn.Module, precision: MixedPrecision, members: ModuleTensors) -> None:
@@ -85,7 +83,7 @@ class LowPrecision:
         listed = {id(parameter) for parameter in module.parameters()}
         ignored = listed - {id(parameter) for _, parameter in members.named_parameters()}
         self._counterparts: dict[int, nn.Parameter] = {}
-        #: Where parameters stand, with these and their counterparts.
+        #: For each occurrence of a parameter: its dictionary, its name there, itself, its counterpart.
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         masters: list[torch.Tensor] = []
         for owner in module.modules():
@@ -95,7 +93,7 @@ class LowPrecision:
                 if master.requires_grad and id(master) not in listed:
                     raise UsageError(
                         f"the parameter {name!r} of {type(owner).__name__} requires a gradient, but "
-                        "named_parameters() of the module leaves it out: mixed_precision cannot train it"
+                        "is not in named_parameters() of the module: mixed_precision cannot train it"
                     )
                 if id(master) not in self._counterparts:
                     dtype = precision.param_dtype if master.is_floating_point() else None
@@ -109,15 +107,15 @@ class LowPrecision:
         self.in_backward = False
 
     def counterparts(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that forward uses in the place of ``parameters``."""
+        """Return the tensors that forward uses instead of ``parameters``."""
         return [self._counterparts[id(parameter)] for parameter in parameters]
 
     def refresh(self, step: int) -> None:
-        """Bring the counterparts up to date; ``step`` counts reduced passes."""
+        """Update the counterparts; ``step`` is the number of reduced passes so far."""
         self._mirror.refresh(step)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """``inputs`` in the precision of the parameters."""
+        """Return ``inputs`` in the precision of the counterparts."""
         dtype = self._precision.param_dtype
         if dtype is None or not self._precision.cast_forward_inputs:
             return inputs
@@ -132,7 +130,7 @@ class LowPrecision:
         return map_leaves(cast, inputs, is_packed)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward."""
+        """Run a forward pass with the counterparts in place."""
         self._enter()
         try:
             return self._module(*args, **kwargs)
@@ -140,7 +138,7 @@ class LowPrecision:
             self._leave()
 
     def watch(self, output: Any) -> None:
-        """Keep the counterparts in place during backward passes that come through ``output``."""
+        """Put the counterparts in place during backward passes through ``output``."""
         hook = partial(_backward_begins, weakref.ref(self))
         for tensor in outputs_with_graph(output):
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -178,11 +176,11 @@ class LowPrecision:
         with torch.no_grad():
             for where, name, full, low in buffers:
                 now = where.get(name)
-                if now is not low:  # the module put another one there
+                if now is not low:  # the module replaced its buffer
                     where[name] = None if now is None else now.to(full.dtype)
                     continue
                 where[name] = full
-                if not torch.equal(full.to(low.dtype), low):  # it was written to; else keep every digit
+                if not torch.equal(full.to(low.dtype), low):  # it was written to; else keep full precision
                     full.copy_(low)
 
 
@@ -201,9 +199,9 @@ def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
 )
 @uncompiled
 class _EndOfBackward:
-    """Puts the parameters back into their places when autograd calls it at the end of a pass.
+    """Puts the parameters back in place at the end of a backward pass.
 
-    A pass that an exception ends calls nothing, but drops what it would have called; that is the end as well.
+    Autograd calls it or, if an exception ends the pass, deletes it without a call; both end the pass.
     """
 
     def __init__(self, precision: LowPrecision) -> None:

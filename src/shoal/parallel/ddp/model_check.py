@@ -1,7 +1,7 @@
-"""Check that all ranks hold the same model, and that it stays what it was when it was wrapped.
+"""Checks that all ranks have the same model, and that it does not change after it was wrapped.
 
-Ranks that wrap different models would average gradients of different parameters without any error: the bytes
-fit.
+Without them, ranks with different models could average gradients of different parameters without an error,
+since the sizes of messages may be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .members import ModuleTensors, is_scripted
 
 _dtype = attrgetter("dtype")
 
-#: Tensors named in one error.
+#: Maximum number of tensors named in one error.
 _SHOWN = 10
 
 
@@ -35,19 +35,19 @@ def check_same_model(
     settings: Mapping[str, object],
     problem: UsageError | None = None,
 ) -> None:
-    """Raise on every rank unless all ranks hold models alike.  Collective.
+    """Raise on every rank unless all ranks have equal models.  Collective.
 
-    Compared are the names, kinds, shapes, strides, dtypes and ``requires_grad`` of all parameters and
-    buffers, their order, and ``settings``; not the values.
+    Compares the names, kinds, shapes, strides, dtypes and ``requires_grad`` of all parameters and buffers,
+    their order, and ``settings``, but not the values.
 
     Args:
         problem: the reason why this rank cannot wrap its model.
 
     Raises:
-        ModelMismatch: naming for each rank what differs from rank 0.
+        ModelMismatch: models differ; the message lists the differences of each rank from rank 0.
         UsageError: ``problem``, on the ranks that have one.
     """
-    fitness = "fit for training" if problem is None else f"unfit ({problem})"
+    fitness = "valid" if problem is None else f"invalid ({problem})"
     items = [("the model", fitness), *_describe(members, settings)]
     try:
         check_same(group, "wrapped models that differ", items)
@@ -59,11 +59,7 @@ def check_same_model(
 
 
 def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
-    """Raise unless the parameters and buffers can be sent, and overwritten on other ranks.
-
-    Raises:
-        UsageError: naming those that cannot, and why.
-    """
+    """Raise UsageError, with reasons, unless all parameters and buffers can be sent and overwritten."""
     devices: dict[torch.device, str | None] = {}
     lines = []
     named: list[tuple[str, torch.Tensor]] = []
@@ -82,7 +78,7 @@ def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
         raise UsageError(
             f"DistributedDataParallel cannot send these tensors of the module on rank {group.rank} to other "
             "ranks:\n" + "\n".join(lines[:_SHOWN] + more) + "\nMake them dense tensors that have values, or "
-            "leave them to each rank: params_and_buffers_to_ignore=[...] takes their names"
+            "pass their names in params_and_buffers_to_ignore=[...], which keeps them local to each rank"
         )
 
 
@@ -95,9 +91,9 @@ def _device_obstacle(group: ProcessGroup, device: torch.device) -> str | None:
 
 
 class ModelWatch:
-    """Notices that a model was changed after it was wrapped.
+    """Detects changes of a model after it was wrapped.
 
-    A parameter that was replaced, added or thawed would be trained on each rank by itself, without any error.
+    Each rank would train a replaced, added or unfrozen parameter separately, without an error.
     """
 
     def __init__(self, module: nn.Module, members: ModuleTensors, rank: int) -> None:
@@ -107,7 +103,7 @@ class ModelWatch:
         plain = [owner for owner in module.modules() if not is_scripted(owner)]
         self._tables = [owner._parameters for owner in plain]
         self._tables += [owner._modules for owner in plain]  # type: ignore[misc]
-        # TorchScript keeps the members of its modules in C++, and lets parameters be replaced but not added.
+        # TorchScript keeps the members of its modules in C++; parameters can be replaced but not added.
         self._scripted = [owner for owner in module.modules() if is_scripted(owner)]
         self._in_scripts = self._ids_in_scripts()
         self._entries = self._now()
@@ -118,11 +114,7 @@ class ModelWatch:
         self._registered = self._named()
 
     def check(self) -> None:
-        """Raise if the model is not what it was; every forward pass asks for it.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        """Raise UsageError, naming the parameter, if the model was changed.  Called in every forward pass."""
         if (
             not values_are(self._tables, self._entries)
             or list(map(_dtype, self._parameters)) != self._dtypes
@@ -143,11 +135,11 @@ class ModelWatch:
         return {name: parameter for name, parameter in named if name not in self._ignored}
 
     def _explain(self) -> None:
-        """Name the parameter; a change that concerns none is no matter."""
+        """Raise an error that names the changed parameter; return if no parameter changed."""
         registered = self._named()
         for name, parameter in self._registered.items():
             if name not in registered:
-                self._complain(name, "was taken out of the module")
+                self._complain(name, "was removed from the module")
             if registered[name] is not parameter:
                 self._complain(name, "was replaced")
         for name in registered:
@@ -170,7 +162,7 @@ class ModelWatch:
 
 
 def _describe(members: ModuleTensors, settings: Mapping[str, object]) -> list[tuple[str, str]]:
-    """The properties of a model that must be equal on all ranks, by name."""
+    """Return the properties of a model that must be equal on all ranks, by name."""
     items = [
         (f"parameter {name!r}", describe_parameter(parameter))
         for name, parameter in members.named_parameters()
@@ -181,11 +173,7 @@ def _describe(members: ModuleTensors, settings: Mapping[str, object]) -> list[tu
 
 
 def check_trainable(module: nn.Module, members: ModuleTensors) -> None:
-    """Raise unless there is something to train.
-
-    Raises:
-        UsageError: no parameter requires a gradient, or one has no shape yet.
-    """
+    """Raise UsageError if no parameter requires a gradient, one has no shape, or a part is wrapped."""
     for name, inner in module.named_modules():
         if isinstance(inner, Joinable):
             raise UsageError(
@@ -200,6 +188,6 @@ def check_trainable(module: nn.Module, members: ModuleTensors) -> None:
             )
     if not members.trained():
         raise UsageError(
-            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train, and "
-            "the module can be used as it is"
+            f"no parameter of {type(module).__name__} requires a gradient: there is nothing to train; use "
+            "the module without a wrapper"
         )

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the module wrapper around the reducer."""
+"""The DistributedDataParallel wrapper, which runs a model and its reducer."""
 
 from __future__ import annotations
 
@@ -34,64 +34,63 @@ from .uneven import Intent, Intents, Shadow, exchange_intents
 
 
 class DistributedDataParallel(nn.Module, Joinable):
-    """Trains one model on several ranks: each computes gradients of its part of a batch, all get the mean.
+    """Wraps a model for data-parallel training: gradients are averaged over all ranks.
 
-    Wrap the model on every rank, and build the optimiser from the wrapped parameters or the module's own
-    (they are the same).  Wrapping is collective: it checks that all ranks hold the same model and gives all
-    of them rank 0's parameters and buffers.  Where the loss is a mean over equally large parts of a batch,
+    Wrap the model on every rank, and construct the optimiser from the parameters of the wrapper or of the
+    module (they are the same).  Wrapping is collective: it checks that all ranks have the same model and
+    broadcasts rank 0's parameters and buffers.  If the loss is a mean over equally large parts of a batch,
     training equals that of a single process with the whole batch, up to rounding.
 
-    Gradients are averaged while backward still runs, bucket by bucket; after ``backward()`` returns,
-    ``parameter.grad`` holds the average, as a view of a bucket in the group's shared memory.
+    Gradients are averaged in buckets while backward still runs.  After ``backward()``, ``parameter.grad`` is
+    the average, a view of a bucket in the group's shared memory.
 
-    A forward pass communicates only to make buffers equal to rank 0's: before the first forward of a step, in
-    training mode, with gradients enabled and outside :meth:`no_sync`.  Any rank may run others by itself, to
-    evaluate for instance.
+    A forward pass communicates only to broadcast rank 0's buffers: before the first forward of a step, in
+    training mode, with gradients enabled and outside :meth:`no_sync`.  Other forward passes, for example for
+    evaluation, may run on any subset of ranks.
 
     Args:
         module: the model.  Its parameters must not be replaced after wrapping.
-        device_ids: devices (numbers are the accelerator's).  One: inputs are moved there, where the module
-            must be.  Several: the module, which must be on the first, is copied to the others (the same one
-            may be named again), and every forward pass splits its inputs among the copies.
-        output_device: where several copies' outputs are joined; the first of ``device_ids`` unless given.
-        dim: the dimension along which several copies' inputs are split and their outputs joined.
-        group: the ranks to train on: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the
-            backend "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``.
-        broadcast_buffers: make buffers (running statistics, for instance) equal to rank 0's at every step.
-        init_sync: give all ranks rank 0's parameters and buffers now, and check that they hold the same
-            model. Without it both are up to the caller.
-        bucket_cap_mb: largest bucket in MiB.  A smaller one starts communication earlier, a larger one makes
-            it more efficient.
-        find_unused_parameters: in each pass some parameters may take no part in the loss, others on each
-            rank. Those that no rank used keep the gradient that they had (None, as a rule).
-        gradient_as_bucket_view: False copies averages into gradients of their own.  With True, gradients on
-            the CPU that the program refers to also keep their values when the next backward pass runs.
-        static_graph: all passes use the same parameters, equally often; the first shows which.  For layers in
-            several reentrant checkpoints, and for parameters that are never used.
-        delay_all_reduce_named_params: names and parameters whose reduction waits until the gradient of
-            ``param_to_hook_all_reduce`` is there.
-        param_to_hook_all_reduce: a parameter that is not among those.
+        device_ids: devices, or indices of accelerators.  With one, inputs are moved to it; the module must be
+            there.  With several, the module must be on the first and is copied to the others (a device may
+            occur several times), and every forward pass splits its inputs among the copies.
+        output_device: the device of the copies' concatenated outputs; default: the first of ``device_ids``.
+        dim: the dimension along which inputs are split among copies and their outputs concatenated.
+        group: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed with the backend "shoal"; None:
+            the default group of ``torch.distributed`` or ``shoal.distributed``.
+        broadcast_buffers: broadcast rank 0's buffers (running statistics, for example) in every step.
+        init_sync: check now that all ranks have the same model, and broadcast rank 0's parameters and
+            buffers.  If False, the caller must ensure both.
+        bucket_cap_mb: maximum size of a bucket in MiB.  Smaller buckets start communication earlier, larger
+            ones are more efficient.
+        find_unused_parameters: allow parameters without a gradient, different ones in each pass and on each
+            rank.  Parameters unused on all ranks keep their previous gradient (usually None).
+        gradient_as_bucket_view: False copies averages out of the buckets.  With True, gradients on the CPU
+            that the program references also keep their values in the next backward pass.
+        static_graph: all passes use the same parameters equally often, as found in the first one.  Needed for
+            layers in several reentrant checkpoints; allows parameters that are never used.
+        delay_all_reduce_named_params: names and parameters to reduce only after the gradient of
+            ``param_to_hook_all_reduce`` has arrived.
+        param_to_hook_all_reduce: a parameter that is not in ``delay_all_reduce_named_params``.
         mixed_precision: run forward, backward or the reduction in a lower precision; parameters and their
             gradients keep their own.
-        skip_all_reduce_unused_params: with ``find_unused_parameters``: do not send buckets of which no rank
-            uses a parameter; costs one small message a forward pass.
-        params_and_buffers_to_ignore: names of parameters and buffers that are left to each rank: they are
-            neither compared nor sent, and their gradients stay local.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: do not send buckets without a
+            parameter used on any rank.  Costs one small message for each forward pass.
+        params_and_buffers_to_ignore: names of parameters and buffers that stay local to each rank: they are
+            neither compared nor sent, and their gradients are not averaged.
 
     Attributes:
-        module: the model, as given.
-        group: the ranks.
+        module: the model.
+        group: the group.
 
     Raises:
-        ModelMismatch: the ranks' models differ; the message says how.
+        ModelMismatch: the ranks' models differ; the message lists the differences.
         UsageError: there is nothing to train, a parameter or buffer cannot be sent (a sparse one, for
-            example), or options contradict each other.  If only some ranks find that, the others raise
-            ModelMismatch.
-        OutOfSharedMemory: the buckets do not fit.
+            example), or options contradict each other.  If only some ranks do so, others raise ModelMismatch.
+        OutOfSharedMemory: the buckets do not fit into shared memory.
 
-    ``backward()`` on an output raises UnusedParameterError on every rank if a parameter of any rank got no
-    gradient, OutOfStep if a rank left out a backward pass, and the GroupErrors that
-    ``ProcessGroup.all_reduce`` may raise.  See ``docs/data-parallel.md``.
+    ``backward()`` on an output raises UnusedParameterError on every rank if a parameter on any rank got no
+    gradient, OutOfStep if a rank skipped a backward pass, and the errors of ``ProcessGroup.all_reduce``.  See
+    ``docs/data-parallel.md``.
     """
 
     module: nn.Module
@@ -127,7 +126,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         devices: tuple[torch.device, ...] = ()
         output_on: torch.device | None = None
         problem: UsageError | None = None
-        try:  # what this rank finds, the others must know: they would wait for it
+        try:  # errors are sent to the other ranks, which would otherwise wait for this one
             self._members = ModuleTensors(module, params_and_buffers_to_ignore)
             if not bucket_cap_mb > 0:
                 raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
@@ -210,10 +209,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._after(output)
         return output
 
-    # The code around the module is nothing to compile; the module itself may be.
+    # The wrapper's own code is not compiled; the module may be.
     @uncompiled
     def _before(self) -> bool:
-        """Whether the forward pass that comes is part of a backward pass (checkpointing repeats it there)."""
+        """Whether the next forward pass is part of a backward pass (checkpointing repeats it there)."""
         reducer = self._active_reducer()
         if reducer.in_backward() or (self._precision is not None and self._precision.in_backward):
             return True
@@ -240,7 +239,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._active_reducer().ignore(output)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Forward on the right devices, in the right precision."""
+        """Run forward on the right devices, in the right precision."""
         if self._inputs_to is not None:
             args, kwargs = move_to((args, kwargs), self._inputs_to)
         if self._precision is None and self._copies is None:
@@ -249,7 +248,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @uncompiled
     def _run_otherwise(self, args: Any, kwargs: Any) -> Any:
-        """Forward in several copies, in lower precision, or both."""
+        """Run forward in several copies, in lower precision, or both."""
         precision, copies = self._precision, self._copies
         step = self._passes_before + (self._reducer.passes if self._reducer is not None else 0)
         first: Callable[..., Any] = self.module
@@ -264,10 +263,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this context forward and backward passes stay local: gradients accumulate on each rank.
+        """A context manager that keeps passes local, so that gradients accumulate on each rank.
 
-        The first backward pass whose forward ran outside reduces the sum.  It is the forward pass that must
-        run within the context.
+        It applies to backward passes whose forward pass ran in the context.  The first backward pass whose
+        forward pass ran outside reduces the sum.
         """
         before = self._synchronised
         self._synchronised = False
@@ -277,29 +276,26 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._synchronised = before
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let ``hook`` average the buckets, in the place of an all-reduce.  The same one on every rank.
+        """Average the buckets with ``hook`` instead of an all-reduce.  Must be the same on every rank.
 
         Args:
-            state: given to every call; for the hooks of ``shoal.parallel.hooks`` see there.
+            state: passed to every call; for the hooks of ``shoal.parallel.hooks`` see there.
             hook: ``hook(state, bucket: GradBucket) -> Future[Tensor]``, called in backward for every bucket,
-                in the same order on all ranks.  The future has a tensor with as many elements as
-                ``bucket.buffer()``: the average, which the hook divides itself.  Sparse gradients do not go
-                through hooks.
+                in the same order on all ranks.  The future's value is the average (the hook itself divides),
+                with as many elements as ``bucket.buffer()``.  Hooks are not called for sparse gradients.
 
         Raises:
-            UsageError: it cannot be called so, or a hook was registered before, or backward has begun.
+            UsageError: ``hook`` has another signature, a hook is already registered, or backward has begun.
         """
         check_hook(hook)
         self._active_reducer().set_hook(state, hook)
 
     def synchronise(self) -> None:
-        """Give all ranks rank 0's parameters and buffers; check that they hold the same model.  Collective.
-
-        What ``init_sync`` asks for.
+        """Check that all ranks have the same model; broadcast rank 0's tensors.  Collective.
 
         Raises:
-            ModelMismatch: they do not; on every rank.
-            UsageError: a parameter or buffer cannot be sent, on the ranks that have such a one.
+            ModelMismatch: the ranks' models differ; on every rank.
+            UsageError: a parameter or buffer of this rank cannot be sent.
         """
         problem = None
         try:
@@ -315,30 +311,30 @@ class DistributedDataParallel(nn.Module, Joinable):
     # -- another group ---------------------------------------------------------------------------
 
     def check_regroup(self) -> None:
-        """Find out whether :meth:`regroup` can work, long before it must.
+        """Raise unless :meth:`regroup` is possible.  Call it early, before a rank is lost.
 
         Raises:
-            UsageError: a communication hook with a state, or an optimiser in backward, is in the way.
+            UsageError: there is a communication hook with a state, or an optimiser that runs in backward.
         """
         self._active_reducer().check_regroup()
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
             raise UsageError(
-                "this DistributedDataParallel cannot follow another group: its parameters carry optimisers "
+                "this DistributedDataParallel cannot move to another group: its parameters have optimisers "
                 "that run in backward, so ranks would differ when one is lost in a backward pass"
             )
 
     def regroup(self, group: ProcessGroup) -> None:
-        """Train over ``group`` from now on.  Every rank of it calls this; nothing is sent.
+        """Train over ``group`` from now on.  Every rank of it must call this; nothing is sent.
 
-        Gradients stay what they are.  A backward pass that was under way is dropped, and the order in which
-        gradients arrive is learnt anew.
+        Gradients are kept.  A running backward pass is dropped, and the order in which gradients arrive is
+        determined again.
 
         Args:
-            group: of ranks that hold equal parameters, as the survivors of a lost rank do.
+            group: a group of ranks with equal parameters, such as the survivors of a lost rank.
 
         Raises:
-            UsageError: as of :meth:`check_regroup`.
-            OutOfSharedMemory: the buckets do not fit.
+            UsageError: as for :meth:`check_regroup`.
+            OutOfSharedMemory: the buckets do not fit into shared memory.
         """
         self.check_regroup()
         old = self._active_reducer()
@@ -357,13 +353,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A :class:`Join` of this model alone: ``with model.join(): ...``.
+        """Return a :class:`Join` of this model alone: ``with model.join(): ...``.
 
         Args:
-            divide_by_initial_world_size: divide gradients by the number of all ranks, as if those without a
-                batch had gradients of zero.  False divides by the number of ranks that have one.
-            enable: False does nothing.
-            throw_on_early_termination: raise on every rank as soon as one has no batch any more.
+            divide_by_initial_world_size: divide gradients by the number of all ranks, as if ranks without a
+                batch had zero gradients.  False divides by the number of ranks with a batch.
+            enable: False disables the Join.
+            throw_on_early_termination: raise on every rank as soon as one has no more batches.
         """
         return Join(
             [self],
@@ -374,11 +370,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @takes_named_options
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **kwargs: Any) -> JoinHook:
-        """For a :class:`Join`.
+        """Return the hook for a :class:`Join`.
 
         Args:
             divide_by_initial_world_size: see :meth:`join`.
-            kwargs: those of other joinables.
+            kwargs: arguments for other joinables, ignored.
         """
         self._divide_by_initial_world_size = bool(divide_by_initial_world_size)
         return Shadow(self.group, self._members, self._shadow)
@@ -390,7 +386,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The group."""
         return self.group
 
     def _intent(self) -> Intent:
@@ -408,12 +404,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         return found.first, self._scale(found)
 
     def _end_of_batch(self) -> None:
-        # A pass that is not reduced has not asked yet whether the others treated their batches alike.
+        # For a pass that was not reduced, the intents of the other ranks are not checked yet.
         participants, self._participants = self._participants, Participants()
         participants.resolve()
 
     def _shadow(self, intents: Intents) -> None:
-        """Do what the other ranks do in this step."""
+        """Take part in the collectives of the other ranks in this step."""
         reducer = self._active_reducer()
         reducer.end_interrupted()
         participants = Participants(lambda: (intents.first, self._scale(intents)))
@@ -425,7 +421,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     # -- inside ----------------------------------------------------------------------------------
 
     def _all_copies(self, names: Sequence[str]) -> list[list[torch.Tensor]]:
-        """The trained parameters, and their counterparts in all copies."""
+        """Return the trained parameters of all copies, and their counterparts in lower precision."""
         modules = self._copies.modules if self._copies is not None else (self.module,)
         copies: list[list[torch.Tensor]] = []
         for module in modules:
@@ -440,13 +436,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._buffers_in_step.refresh(self._active_reducer().passes, participants.first)
 
     def waited(self) -> float:
-        """Seconds for which backward passes have waited for the other ranks, in the present group."""
+        """Seconds for which backward passes have waited for other ranks, in the current group."""
         return self._active_reducer().waited
 
     def _active_reducer(self) -> Reducer:
         if self._reducer is None:
             raise UsageError(
-                "this DistributedDataParallel is a copy or came out of a file, and belongs to no group: "
+                "this DistributedDataParallel is a copy or was loaded from a file, and belongs to no group: "
                 "wrap its .module again (or use it under torch.no_grad())"
             )
         return self._reducer

@@ -1,9 +1,8 @@
-"""DistributedDataParallel within a Join: what ranks with and without a batch do in each other's company.
+"""DistributedDataParallel in a Join, where some ranks have no batch.
 
-Before each forward pass of a step every rank says in one small message what it is about to do, so that ranks
-without a batch know which collectives will follow, and all know how many gradients there will be.  Ranks
-with a batch need the answer at the end of backward only, and do not wait for it before (unless the model has
-buffers, which come from a rank that has a batch).
+Before each forward pass of a step all ranks exchange their intents in a small message, so that ranks without
+a batch know the collectives that follow, and all ranks know the number of gradients.  Ranks with a batch wait
+for the intents only at the end of backward (or earlier if the model has buffers, to know their sender).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from .members import ModuleTensors
 
 
 class Intent(IntEnum):
-    """The part that a rank is about to take in a step."""
+    """The part of a rank in the next step."""
 
     SHADOW = 0  # it has no batch
     LOCAL = 1  # forward and backward without communication (no_sync)
-    REDUCE = 2  # backward will be reduced
-    REDUCE_AFTER_BUFFERS = 3  # and before forward, buffers are made equal
+    REDUCE = 2  # gradients are reduced
+    REDUCE_AFTER_BUFFERS = 3  # buffers are broadcast before forward, and gradients are reduced
 
 
 class Intents:
@@ -39,10 +38,10 @@ class Intents:
     Attributes:
         intent: the intent of all ranks that have a batch.
         first: the lowest such rank.
-        active: how many ranks have a batch.
+        active: number of ranks that have a batch.
 
     Raises:
-        UsageError: ranks with a batch are about to do different things.
+        UsageError: ranks with a batch have different intents.
     """
 
     def __init__(self, intents: Sequence[int]) -> None:
@@ -61,17 +60,13 @@ class Intents:
 
 
 def exchange_intents(group: ProcessGroup, intent: Intent) -> Callable[[], Intents]:
-    """Tell the other ranks what this one is about to do.  Collective.
-
-    Returns:
-        A function that waits for the intents of all ranks.
-    """
+    """Send the intent of this rank; return a function that waits for those of all ranks.  Collective."""
     numbers = _from_all(group, intent)
     return lambda: Intents(numbers.wait().tolist())
 
 
 def _from_all(group: ProcessGroup, number: int) -> Future[torch.Tensor]:
-    """The numbers of all ranks, 0 to 255.  Collective."""
+    """Return the numbers, 0 to 255, of all ranks.  Collective."""
     numbers = torch.empty(group.size, dtype=torch.uint8, device="cpu")
     return group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8, device="cpu"))
 
@@ -81,7 +76,7 @@ class Shadow(JoinHook):
 
     Args:
         members: parameters and buffers of the model.
-        shadow_step: takes part in one step of the others with gradients of zero.
+        shadow_step: called to take part in one step of the others with zero gradients.
     """
 
     def __init__(
@@ -92,10 +87,10 @@ class Shadow(JoinHook):
         self._shadow_step = shadow_step
 
     def main_hook(self) -> None:
-        """Take part in one step with gradients of zero."""
+        """Take part in one step with zero gradients."""
         self._shadow_step(exchange_intents(self._group, Intent.SHADOW)())
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the parameters and buffers of one that was active longest."""
+        """Broadcast the parameters and buffers of one of the last active ranks."""
         root = _from_all(self._group, is_last_joiner).wait().tolist().index(1)
         broadcast_coalesced(self._group, self._members.tensors(), root)

@@ -1,8 +1,8 @@
-"""Communication hooks: other ways to reduce the gradients of a bucket.
+"""Communication hooks: alternatives to the all-reduce of the gradients of a bucket.
 
-A hook is a function ``hook(state, bucket) -> Future``; ``model.register_comm_hook(state, hook)`` puts it in
-the place of the all-reduce.  The interface is that of torch's DistributedDataParallel, and so are the names.
-``docs/comm-hooks.md`` compares them.
+A hook is a function ``hook(state, bucket) -> Future``; ``model.register_comm_hook(state, hook)`` uses it
+instead of the all-reduce.  Interface and names are those of torch's DistributedDataParallel.
+``docs/comm-hooks.md`` compares the hooks.
 """
 
 from .batched_power_sgd import batched_powerSGD_hook

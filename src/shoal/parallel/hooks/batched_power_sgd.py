@@ -1,7 +1,7 @@
 """PowerSGD of a whole bucket as one square matrix.
 
-Less to compute than :mod:`.power_sgd` where there are many small parameters, and two small messages; but
-rows and columns that mean nothing have no low rank, so much more is lost.
+It computes less than :mod:`.power_sgd` for many small parameters, and sends two small messages.  But a matrix
+with arbitrary rows and columns does not have a low rank, so much more is lost.
 """
 
 from __future__ import annotations
@@ -18,25 +18,15 @@ from .plain import allreduce_hook
 from .power_sgd import as_matrix
 from .power_sgd_state import PowerSGDState, checked_state
 
-#: Tells the random numbers of buckets from those of parameters.
+#: Offset that separates the random seeds of buckets from those of parameters.
 _BUCKETS = 2**32
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients with all of the bucket compressed to two factors of low rank.
+    """Average the gradients with the whole bucket compressed to two low-rank factors.
 
-    ``min_compression_rate`` and ``batch_tensors_with_same_shape`` of the state have no meaning here.  A rank
-    above 1 seldom gains much; try :func:`powerSGD_hook` first.
-
-    Args:
-        state: one for this rank, with the same settings everywhere.
-        bucket: the gradients.
-
-    Returns:
-        A future of the bucket's buffer; bitwise equal on all ranks whose processors and thread counts are.
-
-    Raises:
-        UsageError: ``state`` is something else.
+    ``min_compression_rate`` and ``batch_tensors_with_same_shape`` of the state are not used.  A rank above 1
+    rarely helps much; try :func:`powerSGD_hook` first.  Arguments, result and errors are the same.
     """
     state = checked_state(state, "batched_powerSGD_hook")
     step = state.next_step(bucket)
@@ -72,7 +62,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         if errors:
             residual(matrix, p, own, out=matrix)
             torch._foreach_copy_(errors, parts)
-        sound = bool(future.wait(blocking=False).isfinite().all())  # halves may have overflown
+        sound = bool(future.wait(blocking=False).isfinite().all())  # 16-bit floats may have overflowed
         product(p, q, out=matrix)
         if not sound:
             state.forget(bucket.indices())
@@ -85,7 +75,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
                 reduce_right_factor()
             else:
                 square.fill_(math.nan)
-            # Not the whole buffer: what lies between gradients stays zero.
+            # Not the whole buffer, because the gaps between gradients must stay zero.
             torch._foreach_copy_([as_matrix(gradient).view(-1) for gradient in bucket.gradients()], parts)
         return buffer
 
@@ -93,7 +83,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
 
 
 def _errors(state: PowerSGDState, bucket: GradBucket) -> list[torch.Tensor]:
-    """Where the loss of each gradient is noted; none without error feedback."""
+    """Return the error-feedback memory of each gradient; empty without error feedback."""
     if not state.use_error_feedback:
         return []
     pairs = zip(bucket.indices(), bucket.gradients(), strict=True)
@@ -101,7 +91,7 @@ def _errors(state: PowerSGDState, bucket: GradBucket) -> list[torch.Tensor]:
 
 
 def _parts_of(square: torch.Tensor, bucket: GradBucket) -> list[torch.Tensor]:
-    """The parts of the square that belong to each gradient, one-dimensional."""
+    """Return the part of the square for each gradient, one-dimensional."""
     start = bucket.buffer().storage_offset()
     return [
         square[gradient.storage_offset() - start :][: gradient.numel()] for gradient in bucket.gradients()

@@ -17,18 +17,18 @@ T = TypeVar("T")
 class GradBucket:
     """The gradients of some parameters of one dtype, which are reduced together.
 
-    Args:
-        group: the ranks of the model.
-        index: 0 for the bucket that is reduced first.
-        last: whether no other bucket follows in this pass.
-        buffer: all gradients, one-dimensional.
-        gradients: a view of ``buffer`` for each parameter, shaped like it.
-        parameters: those that the gradients belong to.
-        indices: the places of ``parameters`` in the model, equal on all ranks.  Unlike the index of a bucket
-            they stay what they are when buckets are made anew.
+    The methods are those of ``torch.distributed.GradBucket``, and some for hooks with state from step to step
+    (:meth:`indices`, :meth:`kept`, :meth:`memory`, :meth:`as_dtype`).
 
-    The methods are those of ``torch.distributed.GradBucket``, and a few more for hooks that keep something
-    from step to step (:meth:`indices`, :meth:`kept`, :meth:`memory`, :meth:`as_dtype`).
+    Args:
+        group: the group of the model.
+        index: position in the order of reduction, from 0.
+        last: whether this is the last bucket of the pass.
+        buffer: all gradients, one-dimensional.
+        gradients: a view of ``buffer`` for each parameter, with its shape.
+        parameters: the parameters of the gradients.
+        indices: the positions of ``parameters`` in the model, equal on all ranks.  Unlike the index of a
+            bucket, they do not change when buckets are rebuilt.
     """
 
     __slots__ = ("_buffer", "_gradients", "_index", "_indices", "_kept", "_last", "_parameters", "group")
@@ -53,30 +53,27 @@ class GradBucket:
         self._kept: dict[Hashable, Any] = {}
 
     def index(self) -> int:
-        """The place of this bucket in the order of reduction.
+        """Return the position of this bucket in the order of reduction.
 
-        Until the first backward pass is complete, the order is the reverse of registration; then buckets are
-        made anew, and an index may stand for other parameters.
+        During the first backward pass that is the reverse order of registration; then buckets are rebuilt,
+        and an index may refer to other parameters.
         """
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, one-dimensional, with gaps of zeros between them.  It may be written to.
-
-        The next pass overwrites it: copy what is to be kept.
-        """
+        """Return all gradients, one-dimensional, with gaps of zeros; writable until the next pass."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """A view of :meth:`buffer` for each of :meth:`parameters`, shaped like it."""
+        """Return a view of :meth:`buffer` for each of :meth:`parameters`, with its shape."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters whose gradients these are."""
+        """Return the parameters of the gradients."""
         return self._parameters
 
     def indices(self) -> tuple[int, ...]:
-        """For each of :meth:`parameters` its place in the model: what a hook remembers of it goes by this."""
+        """Return the position of each of :meth:`parameters` in the model, a stable key for state of hooks."""
         return self._indices
 
     def is_last(self) -> bool:
@@ -84,32 +81,27 @@ class GradBucket:
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put other gradients in the place of these.
-
-        Args:
-            tensor: as many elements as :meth:`buffer`; any dtype and shape.
-        """
+        """Replace the gradients by those in ``tensor``: as many elements, any dtype and shape."""
         self._buffer.copy_(tensor.reshape(self._buffer.shape))
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of ``make()`` when ``key`` was first asked for; kept until buckets are made anew."""
+        """Return the result of ``make()`` for ``key``, which is cached until buckets are rebuilt."""
         if key not in self._kept:
             self._kept[key] = make()
         return cast(T, self._kept[key])
 
     def memory(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a hook to send from, on the device of the gradients: the same tensor in every step,
-        uninitialised in the first.
+        """Return memory for messages of a hook: the same tensor in every step, uninitialised in the first.
 
-        It is registered memory (see :meth:`ProcessGroup.empty`), in which an all-reduce is fastest; fresh
-        memory in every step would cost more than the all-reduce.
+        It is on the device of the gradients and registered (see :meth:`ProcessGroup.empty`), which makes an
+        all-reduce fastest.  New memory in every step would cost more than the all-reduce.
 
         Args:
-            name: of this piece, of the hook's choice.
-            count: elements.
+            name: a name for this tensor, chosen by the hook.
+            count: number of elements.
 
         Raises:
-            OutOfSharedMemory: there is none left.
+            OutOfSharedMemory: the tensor does not fit into shared memory.
         """
         return self.kept(("memory", name, count, dtype), lambda: self._empty(count, dtype))
 
@@ -117,9 +109,9 @@ class GradBucket:
         return self.group.empty(count, dtype=dtype, device=self._buffer.device)
 
     def as_dtype(self, dtype: torch.dtype) -> GradBucket:
-        """The same bucket with gradients of another dtype, the same object in every step.
+        """Return a bucket for the same parameters with another dtype, the same object in every step.
 
-        Its gradients are those that were last put there (with ``set_buffer``), not those of this bucket.
+        It does not contain the gradients of this bucket; write them with ``set_buffer``.
         """
         return self.kept(("as dtype", dtype), lambda: self._with_dtype(dtype))
 
@@ -139,6 +131,6 @@ class GradBucket:
         return f"<GradBucket {self._index}: {counted(gradients, 'gradient')}, {counted(elements, 'element')}>"
 
 
-#: Takes the state given with it and a bucket, returns a future of the averaged gradients: one tensor with as
+#: Takes the registered state and a bucket; returns a future of the averaged gradients, one tensor with as
 #: many elements as the bucket's buffer.
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]

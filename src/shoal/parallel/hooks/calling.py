@@ -1,4 +1,4 @@
-"""Calling a communication hook, and bringing what it returns into the bucket."""
+"""Calling a communication hook, and copying its result into the bucket."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from .contract import name_of, unpacked, waited
 
 
 def check_hook(hook: object) -> None:
-    """Raise unless ``hook`` can be called as ``hook(state, bucket)``.
-
-    Raises:
-        UsageError: it is not callable, or not so.
-    """
+    """Raise UsageError unless ``hook`` can be called as ``hook(state, bucket)``."""
     expected = "a communication hook is a function hook(state, bucket) that returns a shoal.Future"
     if not callable(hook):
         raise UsageError(f"{expected}, got {_kind(hook)}")
     try:
         signature = inspect.signature(hook)
     except ValueError:
-        return  # a function of C that does not say
+        return  # a C function without a signature
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -33,11 +29,7 @@ def check_hook(hook: object) -> None:
 
 
 class HookedReduction:
-    """A bucket that a hook averages.
-
-    Raises:
-        UsageError: the hook returned no future.
-    """
+    """The reduction of a bucket by a hook; raises UsageError if the hook does not return a future."""
 
     def __init__(self, hook: CommHook, state: Any, bucket: GradBucket) -> None:
         self._name = name_of(hook)
@@ -50,20 +42,16 @@ class HookedReduction:
             )
 
     def wait(self, *, blocking: bool = True) -> None:
-        """Wait for the hook's result; it is in the bucket then.
+        """Wait for the hook's result and copy it into the bucket; ``blocking`` as for ``Future.wait``.
 
-        Args:
-            blocking: as for ``Future.wait``; futures of torch have no such argument.
-
-        Raises:
-            UsageError: the result is no tensor like the bucket.
+        Raises UsageError unless the result is a tensor with as many elements as the bucket.
         """
         value = unpacked(waited(self._future, blocking=blocking))
         buffer = self._bucket.buffer()
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(
                 f"the future of {self._where()} has the value {_kind(value)}, but must have a tensor of "
-                f"{counted(buffer.numel(), 'element')}, one for each of the bucket's"
+                f"{counted(buffer.numel(), 'element')}, as many as the bucket"
             )
         if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
             with torch.no_grad():

@@ -1,9 +1,8 @@
-"""Gradients in half precision on the wire.
+"""Hooks that send gradients in half precision.
 
-The gradients are cast into registered memory that stays with the bucket, reduced there, and cast back.
-They are not divided before: an all-reduce of halves adds in float32 and rounds once, and ``avg`` divides
-before that rounding.  So no sum overflows, which the usual division by the number of ranks beforehand is
-to prevent, and small gradients do not lose the bits that it would cost them.
+The gradients are cast into registered memory of the bucket, reduced there, and cast back.  Unlike in torch
+they are not divided by the number of ranks first: an all-reduce of 16-bit floats adds in float32, and ``avg``
+divides before it rounds once.  So sums do not overflow, and small gradients do not lose bits.
 """
 
 from __future__ import annotations
@@ -22,47 +21,37 @@ from .plain import allreduce_hook
 def fp16_compress_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average the gradients as float16: half the bytes of float32, 11 bits of precision.
 
-    Gradients above 65504 become infinite and those below 6e-8 zero: use it with a loss scale, or
-    :func:`bf16_compress_hook`.  Buckets of two-byte and of complex gradients are reduced as they are.
-
-    Args:
-        state: the ranks to average over; None means those of the model.
-        bucket: the gradients.
-
-    Returns:
-        A future of the bucket's buffer.
-
-    Raises:
-        UsageError: ``state`` is something else.
+    Gradients above 65504 become infinite and those below 6e-8 zero: use a loss scale, or
+    :func:`bf16_compress_hook`.  Buckets of 16-bit and of complex gradients are reduced without a cast.
+    Arguments, result and errors are those of :func:`allreduce_hook`.
     """
     return _reduced_as(torch.float16, allreduce_hook, group_of(state, bucket, "fp16_compress_hook"), bucket)
 
 
 def bf16_compress_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients as bfloat16: half the bytes of float32, its range, 8 bits of precision.
+    """Average the gradients as bfloat16: half the bytes of float32, the same range, 8 bits of precision.
 
-    Arguments and results are those of :func:`fp16_compress_hook`.
+    Arguments, result and errors are those of :func:`allreduce_hook`.
     """
     return _reduced_as(torch.bfloat16, allreduce_hook, group_of(state, bucket, "bf16_compress_hook"), bucket)
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that gives ``hook`` the gradients as float16, and casts back what comes of it.
+    """Return a hook that calls ``hook`` with the gradients as float16, and casts the result back.
 
-    What ``hook`` sends is then half as large: ``fp16_compress_wrapper(powerSGD_hook)`` sends its factors as
-    float16.
+    For example, ``fp16_compress_wrapper(powerSGD_hook)`` sends the factors as float16.
 
     Args:
-        hook: takes the state that is registered, and a bucket with float16 gradients.
+        hook: called with the registered state and a bucket of float16 gradients.
 
     Raises:
-        UsageError: ``hook`` is no function.
+        UsageError: ``hook`` is not callable.
     """
     return _wrapper(torch.float16, hook, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that gives ``hook`` the gradients as bfloat16; see :func:`fp16_compress_wrapper`."""
+    """Return a hook that calls ``hook`` with the gradients as bfloat16; see :func:`fp16_compress_wrapper`."""
     return _wrapper(torch.bfloat16, hook, "bf16_compress_wrapper")
 
 

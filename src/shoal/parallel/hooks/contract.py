@@ -1,4 +1,4 @@
-"""Checks of the arguments and results of hooks, which name the hook and say what was expected."""
+"""Checks of the arguments and results of hooks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from .bucket import CommHook, GradBucket
 
 
 def group_of(state: object, bucket: GradBucket, hook: str) -> ProcessGroup:
-    """The ranks to reduce over: ``state`` if it is a group, those of the model if it is None.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return the group ``state``, or the model's if that is None; raise UsageError for anything else."""
     if state is None:
         return bucket.group
     if (group := adopted(state)) is not None:
@@ -33,11 +29,7 @@ def group_of(state: object, bucket: GradBucket, hook: str) -> ProcessGroup:
 
 
 def checked_group(group: object, what: str) -> ProcessGroup | None:
-    """``group``, which an argument called ``what`` gave.
-
-    Raises:
-        UsageError: it is neither a group nor None.
-    """
+    """Return ``group``, the argument ``what``, or raise UsageError if it is neither a group nor None."""
     if group is None:
         return None
     if (found := adopted(group)) is not None:
@@ -48,11 +40,7 @@ def checked_group(group: object, what: str) -> ProcessGroup | None:
 
 
 def checked_hook(hook: object, taker: str) -> CommHook:
-    """``hook``, which ``taker`` was given to build upon.
-
-    Raises:
-        UsageError: it cannot be called.
-    """
+    """Return ``hook``, an argument of the function ``taker``, or raise UsageError if it is not callable."""
     if callable(hook):
         return hook
     raise UsageError(
@@ -64,16 +52,10 @@ def checked_hook(hook: object, taker: str) -> CommHook:
 def after(
     hook: CommHook, state: Any, bucket: GradBucket, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> Future[torch.Tensor]:
-    """Call ``hook`` and then ``fn`` with the averaged gradients, once they are there.
+    """Call ``hook``, then ``fn`` with the averaged gradients; return a future of the result of ``fn``.
 
-    Args:
-        hook: one that returns a future of ours or of torch's.
-
-    Returns:
-        A future of what ``fn`` returns.
-
-    Raises:
-        UsageError: the hook returned something else; through the future: the value is no tensor.
+    Raises UsageError if ``hook`` does not return a future of shoal or torch; the future fails with UsageError
+    if the value of that future is not a tensor.
     """
     future = hook(state, bucket)
     if not callable(getattr(future, "then", None)):
@@ -85,11 +67,7 @@ def after(
 
 
 def averaged(value: object, hook: CommHook) -> torch.Tensor:
-    """The gradients in the value of the future that ``hook`` returned: a tensor, or a list of one.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the tensor in ``value``, the result of ``hook``, or raise UsageError if there is none."""
     value = unpacked(value)
     if isinstance(value, torch.Tensor):
         return value
@@ -100,15 +78,15 @@ def averaged(value: object, hook: CommHook) -> torch.Tensor:
 
 
 def waited(future: Any, *, blocking: bool = False) -> Any:
-    """The value of a future of ours or of torch's, which decides itself whether to block."""
+    """Wait for a future and return its value; ``blocking`` is ignored for futures of torch."""
     return future.wait(blocking=blocking) if isinstance(future, Future) else future.wait()
 
 
 def unpacked(value: object) -> object:
-    """The value of a hook's future without the list of one that torch's futures of collectives have."""
+    """Unpack the list of one element that is the value of torch's futures of collectives."""
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def name_of(hook: object) -> str:
-    """The name of ``hook`` in error messages."""
+    """Return the name of ``hook`` for error messages."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))

@@ -1,8 +1,7 @@
-"""Post-local SGD: average gradients among all ranks at first, and then only among neighbours.
+"""Post-local SGD: average gradients over all ranks at first, and later only over a subgroup.
 
-From Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (arXiv:1808.07217).  What the
-groups of neighbours learn is brought together by averaging parameters from time to time:
-:class:`shoal.PeriodicModelAverager`.
+From Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (arXiv:1808.07217).  The
+models of the subgroups are averaged periodically by :class:`shoal.PeriodicModelAverager`.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ class PostLocalSGDState:
     """The state of :func:`post_localSGD_hook`.
 
     Args:
-        process_group: averages gradients until ``start_localSGD_iter``; None means the model's.
-        subgroup: averages them from then on: the neighbours of this rank and itself, such as those on the
-            same host; made with ``group.split(color)`` or ``group.subgroup(ranks)``.
-        start_localSGD_iter: how many backward passes average among all.
-        post_local_gradient_allreduce: whether gradients are averaged at all from then on.  Without it
-            ``subgroup`` is not needed.
+        process_group: the group to average over until ``start_localSGD_iter``; None: that of the model.
+        subgroup: the group to average over afterwards, for example the ranks on the same host; made with
+            ``group.split(color)`` or ``group.subgroup(ranks)``.
+        start_localSGD_iter: number of backward passes that average over ``process_group``.
+        post_local_gradient_allreduce: whether to average gradients afterwards; False needs no ``subgroup``.
 
     Attributes:
-        iter: backward passes until now.
+        iter: number of backward passes so far.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -50,9 +48,9 @@ class PostLocalSGDState:
             )
         if post_local_gradient_allreduce and subgroup is None:
             raise UsageError(
-                "post-local SGD needs a subgroup, the ranks among which gradients are averaged after "
-                f"{start_localSGD_iter} passes: subgroup=group.split(color), with one color a host, say; "
-                "or post_local_gradient_allreduce=False to average none"
+                "post-local SGD needs a subgroup, the ranks over which gradients are averaged after "
+                f"{start_localSGD_iter} passes: for example subgroup=group.split(color), with one color per "
+                "host; or post_local_gradient_allreduce=False to average none"
             )
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
@@ -60,17 +58,17 @@ class PostLocalSGDState:
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients among all ranks until ``state.start_localSGD_iter``, then in the subgroup.
+    """Average the gradients over all ranks until ``state.start_localSGD_iter``, then over the subgroup.
 
     Args:
-        state: the same on all ranks, but for the subgroup.
+        state: equal on all ranks except for the subgroup.
         bucket: the gradients.
 
     Returns:
         A future of the bucket's buffer.
 
     Raises:
-        UsageError: ``state`` is something else.
+        UsageError: ``state`` has another type.
     """
     if not isinstance(state, PostLocalSGDState):
         raise UsageError(

@@ -1,9 +1,9 @@
 """The linear algebra of PowerSGD: products of matrices with few rows.
 
-A matrix M of n rows and m columns is approximated by P^T Q with P of r rows and n columns, and Q of r rows
-and m columns.  Both are kept lying down, for libraries are made for large matrices: with r between
-2 and 8 and M of 1024 x 1024, M Q^T with Q^T standing takes 5 to 8 times as long, and M^T P^T up to 30
-times.  For the same reason P^T Q is added up from r outer products while r is small.
+A matrix M of shape [n, m] is approximated by P^T Q with P of shape [r, n] and Q of shape [r, m].  The factors
+have few rows instead of few columns, because libraries are optimised for large matrices: with r between 2 and
+8 and M of 1024 x 1024, M Q^T with factors of r columns takes 5 to 8 times as long, and M^T P^T up to 30
+times.  For the same reason P^T Q is a sum of r outer products for small r.
 
 All matrices come in batches of equal shape: P is [b, r, n], Q [b, r, m] and M [b, n, m].
 """
@@ -17,14 +17,14 @@ _FEW = 8
 
 
 def orthogonalize(rows: torch.Tensor, epsilon: float = 0) -> None:
-    """Make the r rows of each matrix orthonormal, in place; what they span stays.
+    """Make the r rows of each matrix orthonormal, in place, without changing their span.
 
-    Rows that depend on those before them (zeros, say) give way to some direction that does not.
+    Rows that depend linearly on previous ones (zeros, for example) become arbitrary independent directions.
 
     Args:
-        rows: [b, r, n] with r <= n; halves are computed in float32.
-        epsilon: added to the length of each row's independent part before it is divided by it: rows much
-            shorter than that fade, where they would otherwise be made as long as all others.
+        rows: [b, r, n] with r <= n; 16-bit floats are computed in float32.
+        epsilon: added to the length of each row's independent part before the row is divided by it, so that
+            rows much shorter than ``epsilon`` become almost zero instead of unit length.
     """
     exact = rows if rows.dtype.itemsize > 2 else rows.float()
     q, r = torch.linalg.qr(exact.mT)

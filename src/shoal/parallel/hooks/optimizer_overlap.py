@@ -1,8 +1,7 @@
-"""Optimiser steps while backward still runs: a bucket's parameters are updated when its gradients are there.
+"""Optimiser steps during backward: a bucket's parameters are updated when its gradients are averaged.
 
-A gradient is ready when autograd is done with its parameter, so the parameter may change before backward
-ends; where something still needs the old value (a model that uses ``weight.detach()``, say), autograd notices
-and raises.
+When a gradient is ready, autograd no longer needs its parameter, so the parameter may change before backward
+ends.  Autograd raises if the old value is needed (by a model that uses ``weight.detach()``, for example).
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from .contract import after, checked_hook, name_of
 
 
 def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> CommHook:
-    """A hook that lets ``optimizer`` update a bucket's parameters once ``hook`` has averaged gradients.
+    """Return a hook that averages a bucket's gradients with ``hook``, then updates its parameters.
 
-    The parameters are then up to date when ``backward()`` returns; do not call ``optimizer.step()``.
-    Schedulers, ``state_dict`` and parameter groups work as usual.  Each backward pass is a step, so
-    accumulate gradients with ``no_sync``.  Clipping by the norm of all gradients and gradient scaling need
-    all gradients before the first step, so they do not go with this; nor does a backward pass that misses
-    parameters: some are updated before the error is known.
+    All parameters are updated when ``backward()`` returns; do not call ``optimizer.step()``.  Schedulers,
+    ``state_dict`` and parameter groups work as usual.  Each backward pass is a step, so accumulate gradients
+    with ``no_sync``.  Not supported: methods that need all gradients first (clipping by their norm, gradient
+    scaling); passes without gradients for some parameters (others are updated before the error is known).
 
     Args:
         hook: averages the gradients.
-        optimizer: treats each parameter by itself, as all of ``torch.optim`` do but LBFGS.  Hooks on its
-            ``step`` run once for each bucket.  Parameters that it does not hold are only reduced.
+        optimizer: an optimiser that updates each parameter independently, like all of ``torch.optim`` except
+            LBFGS.  Hooks on its ``step`` run for each bucket.  It may have a subset of the model's
+            parameters.
 
     Raises:
-        UsageError: ``hook`` is no function, or ``optimizer`` cannot step some parameters alone.
+        UsageError: ``hook`` is not callable, or ``optimizer`` cannot update a subset of its parameters.
     """
     inner = checked_hook(hook, "hook_then_optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
@@ -44,7 +43,7 @@ def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> Com
             "hook_then_optimizer takes an optimiser from torch.optim, other than LBFGS, which treats all "
             f"parameters together; got {type(optimizer).__name__}"
         )
-    # Callbacks of several buckets run at once; optimisers are made for one thread.
+    # Callbacks of several buckets run concurrently; optimisers are not thread-safe.
     stepping = threading.Lock()
 
     def update(bucket: GradBucket) -> None:
@@ -55,13 +54,12 @@ def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> Com
 
 
 def hook_then_optimizers_in_backward(hook: CommHook) -> CommHook:
-    """A hook that runs the optimisers which parameters carry, once ``hook`` has averaged their gradients.
+    """Return a hook that runs the parameters' own optimisers once ``hook`` has averaged the gradients.
 
-    They are in the attribute ``_in_backward_optimizers`` of each parameter, where
-    ``torch.distributed.optim._apply_optimizer_in_backward`` puts them.
+    ``torch.distributed.optim._apply_optimizer_in_backward`` stores them in ``_in_backward_optimizers``.
 
     Raises:
-        UsageError: ``hook`` is no function.
+        UsageError: ``hook`` is not callable.
     """
     inner = checked_hook(hook, "hook_then_optimizers_in_backward")
 
@@ -74,13 +72,13 @@ def hook_then_optimizers_in_backward(hook: CommHook) -> CommHook:
 
 
 def take_over_optimizers_in_backward(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Keep the optimisers that parameters carry from running by themselves, before gradients are averaged.
+    """Remove torch's hooks that run the parameters' own optimisers before gradients are averaged.
 
     Returns:
-        The parameters that carry one; :func:`hook_then_optimizers_in_backward` runs them from now on.
+        The parameters with such optimisers, for :func:`hook_then_optimizers_in_backward`.
     """
     carrying = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
-    # Whoever put optimisers there has imported this module; we need not.
+    # If there are such optimisers, torch has imported this module.
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     if module is not None:
         for parameter in carrying:
@@ -104,16 +102,16 @@ def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str
 
 @contextmanager
 def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[None]:
-    """Within this context the averages in ``value`` are the gradients of the parameters of ``bucket``."""
+    """A context in which the averages in ``value`` are the gradients of the parameters of ``bucket``."""
     buffer = bucket.buffer()
     if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
         with torch.no_grad():
             bucket.set_buffer(value)
     parameters = bucket.parameters()
     before = [parameter.grad for parameter in parameters]
-    # With mixed precision these are other tensors than the bucket's.  They must outlive the assignments
-    # below: torch frees a gradient that `grad = None` drops before it forgets where it was, and lets other
-    # threads run in between; backward may be reading it there.
+    # With mixed precision these are not the bucket's tensors.  They must outlive the assignments below: on
+    # `grad = None`, torch frees the gradient before it clears the pointer, and other threads can run in
+    # between; backward may be reading the gradient.
     averages = [
         gradient.to(parameter.dtype)
         for parameter, gradient in zip(parameters, bucket.gradients(), strict=True)
@@ -128,10 +126,10 @@ def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[N
 
 
 def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Let ``optimizer`` step ``parameters`` and no others.
+    """Run a step of ``optimizer`` for ``parameters`` only.
 
-    It is a twin that does so, with the same state and settings but only these parameters; made anew each
-    time, because schedulers and ``load_state_dict`` replace what the optimiser holds.
+    Steps a copy of the optimiser with the same state and settings but only these parameters.  It is made for
+    each step, because schedulers and ``load_state_dict`` replace attributes of the optimiser.
     """
     wanted = {id(parameter) for parameter in parameters}
     groups = []
@@ -143,6 +141,6 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
         return
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, param_groups=groups)
-    twin.__dict__.pop("step", None)  # a scheduler puts one there that steps the whole optimiser
+    twin.__dict__.pop("step", None)  # set by schedulers; it steps the whole optimiser
     twin.step()
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this

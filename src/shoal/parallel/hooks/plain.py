@@ -1,4 +1,4 @@
-"""The hooks that leave gradients as they are: the all-reduce that is there without a hook, and nothing."""
+"""Hooks without compression: an all-reduce, as without a hook, and no communication."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from .contract import group_of
 
 
 def allreduce_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients with one all-reduce: what happens without a hook, to build others from.
+    """Average the gradients with one all-reduce, as without a hook.  Used to build other hooks.
 
     Args:
-        state: the ranks to average over; None means those of the model.
+        state: the group to average over; None: that of the model.
         bucket: the gradients.
 
     Returns:
         A future of the bucket's buffer.
 
     Raises:
-        UsageError: ``state`` is something else.
+        UsageError: ``state`` has another type.
     """
     return group_of(state, bucket, "allreduce_hook").all_reduce(bucket.buffer(), AVG)
 
 
 def noop_hook(state: object, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Leave the gradients as they are on each rank: to measure what communication costs.
-
-    The ranks' models drift apart with it.
+    """Keep the gradients of each rank, to measure the cost of communication.  The ranks' models diverge.
 
     Args:
-        state: anything; it is not looked at.
+        state: not used.
         bucket: the gradients.
     """
     future: Future[torch.Tensor] = Future()

@@ -1,23 +1,22 @@
-"""PowerSGD: gradients of matrices as products of two thin factors.
+"""PowerSGD: gradients of matrices as products of two low-rank factors.
 
 From Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
 optimization" (arXiv:1905.13727).  A step of power iteration finds the factors:
 
-1. add to each matrix M what the step before lost (error feedback);
-2. P = M Q, with Q of the step before (warm start) or random numbers; average P over the ranks;
+1. add the error of the previous step to each matrix M (error feedback);
+2. P = M Q, with Q of the previous step (warm start) or random numbers; average P over the ranks;
 3. make the columns of P orthonormal, on every rank in the same way;
 4. Q = M^T P; average Q over the ranks;
-5. the gradient is P Q^T; lost is M - P Q^T with this rank's own Q.
+5. the gradient is P Q^T; the error is M - P Q^T with this rank's own Q.
 
-Vectors, and matrices that are too small for it to pay, go as they are: in one message with all P of the
-bucket, so there are two messages a bucket.  They are packed in registered memory.
+Vectors, and matrices too small to gain from it, are sent uncompressed with all P of the bucket, so each
+bucket needs two messages.  They are packed in registered memory.
 
-The loss is computed with the rank's own Q, as in the paper's second algorithm.  Other implementations
-(torch's for one) take the averaged Q, and then keep a copy of M until it is there.  The mean of the errors
-over the ranks is the same in both, and only the mean is ever reduced, so the gradients differ by rounding.
+The error is computed with the rank's own Q, as in the paper's second algorithm.  Other implementations (such
+as torch's) use the averaged Q and must keep a copy of M until it arrives.  The mean of the errors over the
+ranks is the same in both, and only the mean is reduced, so the gradients differ only by rounding.
 
-A step with infinite or NaN gradients (a loss scale too large) gives such gradients and is otherwise
-forgotten: errors and factors stay those of the step before.
+Infinite or NaN gradients (a loss scale too large) give such results, and update no errors or factors.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from .power_sgd_state import PowerSGDState, checked_state
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients with each matrix compressed to two factors of low rank.
+    """Average the gradients with each matrix compressed to two low-rank factors.
 
     Args:
-        state: one for this rank, with the same settings everywhere.
+        state: a state for this rank alone, with the same settings on all ranks.
         bucket: the gradients.
 
     Returns:
-        A future of the bucket's buffer; bitwise equal on all ranks whose processors and thread counts are.
+        A future of the bucket's buffer; bitwise equal on all ranks with equal processors and thread counts.
 
     Raises:
-        UsageError: ``state`` is something else.
+        UsageError: ``state`` has another type.
     """
     state = checked_state(state, "powerSGD_hook")
     step = state.next_step(bucket)
@@ -86,7 +85,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
 
 def _reduce_right_factors(state: PowerSGDState, plan: _Plan, group: ProcessGroup) -> None:
-    """Steps 3 to 5, in the callback of the first message."""
+    """Do steps 3 to 5, in the callback of the first message."""
     for stack in plan.stacks:
         orthogonalize(stack.p, state.orthogonalization_epsilon)
         right_factor(stack.matrices, stack.p, out=stack.q)
@@ -94,7 +93,7 @@ def _reduce_right_factors(state: PowerSGDState, plan: _Plan, group: ProcessGroup
     future = group.all_reduce(plan.second, AVG)
     for stack, q in zip(plan.stacks, own, strict=bool(own)):
         stack.note_errors(state, q)
-    sound = bool(future.wait(blocking=False).isfinite().all())  # halves may have overflown
+    sound = bool(future.wait(blocking=False).isfinite().all())  # 16-bit floats may have overflowed
     for stack in plan.stacks:
         product(stack.p, stack.q, out=stack.matrices)
         if not sound:
@@ -118,16 +117,16 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_(list(targets), list(sources))
 
 
-# -- what is where -------------------------------------------------------------------------------
+# -- layout of the messages ----------------------------------------------------------------------
 
 
 class _Stack:
-    """Matrices of one shape that are computed with together.
+    """A batch of matrices of one shape.
 
     Attributes:
-        indices: the parameters' places in the model.
+        indices: the positions of the parameters in the model.
         sources: their gradients as matrices, views of the bucket.
-        matrices: [b, n, m]; a view of the only source, or memory into which all are copied.
+        matrices: [b, n, m]; a view of the only source, or memory into which all sources are copied.
         p, q: [b, r, n] and [b, r, m]: the factors, views of the messages.
     """
 
@@ -149,7 +148,7 @@ class _Stack:
             _copy_all(self.sources, list(self.matrices))
 
     def note_errors(self, state: PowerSGDState, own: torch.Tensor) -> None:
-        """Remember what this rank lost, of which ``own`` is the second factor."""
+        """Store the errors of this rank, whose second factor is ``own``."""
         for k, (index, source) in enumerate(zip(self.indices, self.sources, strict=True)):
             error = state.error_of(index, source).view(1, *source.shape)
             one = slice(k, k + 1)
@@ -158,15 +157,15 @@ class _Stack:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The division of a bucket into gradients that are compressed and others, and its two messages.
+    """The division of a bucket into compressed and uncompressed gradients, and its two messages.
 
     Attributes:
-        plain: the gradients that are not compressed, one-dimensional views of the bucket.
-        sent: their places in ``first``.
-        stacks: those that are.
-        first: ``sent``, and the first factors.
-        second: the second factors.
-        before, after: elements of all gradients, and of what is sent in their place.
+        plain: the uncompressed gradients, one-dimensional views of the bucket.
+        sent: the views of ``first`` for them.
+        stacks: the compressed gradients.
+        first: the first message: ``sent``, then the first factors.
+        second: the second message: the second factors.
+        before, after: number of elements of all gradients, and of both messages.
     """
 
     plain: list[torch.Tensor]
@@ -218,10 +217,9 @@ def _make_plan(bucket: GradBucket, rank: int, rate: float, batched: bool) -> _Pl
 
 
 def as_matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """A two-dimensional contiguous view of ``gradient``, whose elements lie together in any order.
+    """Return a two-dimensional contiguous view of ``gradient``, which must be dense in memory.
 
-    Its rows are those of the dimension that is outermost in memory: the first one, unless somebody chose
-    other strides.
+    The rows are the dimension that is outermost in memory, with default strides the first one.
     """
     strides = gradient.stride()
     outermost = max(range(gradient.dim()), key=strides.__getitem__, default=None)

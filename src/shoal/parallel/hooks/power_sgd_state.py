@@ -1,4 +1,4 @@
-"""The state that PowerSGD keeps from step to step."""
+"""The state of PowerSGD between steps."""
 
 from __future__ import annotations
 
@@ -18,39 +18,36 @@ _logger = logging.getLogger("shoal")
 
 
 class PowerSGDState:
-    """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
+    """The settings and state of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
-    Give every rank one of its own, with equal settings.
+    Every rank needs its own, with equal settings.  The state of a parameter is kept by its position in the
+    model, so buckets may be rebuilt.  It can be pickled, without the group (``process_group`` is None after
+    loading).  Each rank must save its own, because the errors differ.
 
     Args:
-        process_group: the ranks to average over; None means those of the model.
-        matrix_approximation_rank: of the factors.  1 to 4 is usual; double it until the accuracy is there.
-        start_powerSGD_iter: how many backward passes reduce gradients as they are.  Compressed gradients in
-            the first tenth of training, or while the learning rate warms up, often cost accuracy.
+        process_group: the group to average over; None: that of the model.
+        matrix_approximation_rank: the rank of the factors, usually 1 to 4; increase it for accuracy.
+        start_powerSGD_iter: number of first backward passes without compression.  Compression in the first
+            tenth of training, or during the warm-up of the learning rate, often costs accuracy.
         min_compression_rate: a matrix is compressed only if its factors have this many times fewer elements.
-        use_error_feedback: add what a step lost to the gradients of the next.  Takes memory of the size of
-            the compressed gradients.  Without it PowerSGD is biased, and rarely converges to as good a model.
-        warm_start: begin with the factors of the step before: the approximation gets better from step to
-            step where gradients resemble each other.
-        orthogonalization_epsilon: rows of a factor that are shorter than about this fade away (see
-            ``low_rank.orthogonalize``).  0 is safe: gradients of zeros are no trouble.
-        random_seed: of the first factors; the same on all ranks.
-        compression_stats_logging_frequency: after how many passes the logger ``shoal`` is told the rate.
-        batch_tensors_with_same_shape: compute with matrices of equal shape together, which copies them.
-            It helps devices that many small products leave idle.
+        use_error_feedback: add the error of a step to the gradients of the next.  Needs memory of the size of
+            the compressed gradients.  Without it PowerSGD is biased and rarely reaches the same accuracy.
+        warm_start: start with the factors of the previous step, which is better if gradients are similar.
+        orthogonalization_epsilon: rows of a factor much shorter than this become almost zero (see
+            ``low_rank.orthogonalize``).  0 is safe, also for zero gradients.
+        random_seed: the seed of the first factors; equal on all ranks.
+        compression_stats_logging_frequency: passes between two logs of the rate by the logger ``shoal``.
+        batch_tensors_with_same_shape: batch matrices of equal shape, which copies them.  Better for devices
+            that are not busy with many small products.
 
     Attributes:
-        iter: backward passes until now.
-        errors: what was lost of each parameter's gradient on this rank, by its place in the model.
-        factors: the second factor of each matrix, by its place in the model.
-        bucket_factors: those of the batched hook, by the index of the bucket.
-
-    What is remembered goes by the parameter's place in the model, so buckets may be made anew at any time.
-    The state can be pickled, with all that it remembers and without the group; each rank saves its own, as
-    the errors differ.  After loading, ``process_group`` is None.
+        iter: number of backward passes so far.
+        errors: the error of each parameter's gradient on this rank, by its position in the model.
+        factors: the second factor of each matrix, by its position in the model.
+        bucket_factors: the second factors of the batched hook, by the index of the bucket.
 
     Raises:
-        UsageError: an argument makes no sense.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -98,32 +95,27 @@ class PowerSGDState:
         self._elements_after = 0
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How much was saved since compression began.
-
-        Returns:
-            The ratio of the two following (0 before the first compressed step); how many elements the
-            gradients had; and how many were sent in their place.
-        """
+        """Return the compression rate (0 before the first compressed step), and elements before and after."""
         before, after = self._elements_before, self._elements_after
         return (before / after if after else 0.0), before, after
 
     # -- for the hooks -------------------------------------------------------------------------
 
     def next_step(self, bucket: GradBucket) -> int | None:
-        """Count the pass of which ``bucket`` is a part; None while gradients are reduced as they are."""
+        """Count the pass at its last bucket; return its number, or None while compression has not started."""
         step = self.iter
         if bucket.is_last():
             self.iter += 1
         return step if step >= self.start_powerSGD_iter else None
 
     def count(self, before: int, after: int, step: int, bucket: GradBucket) -> None:
-        """Note that ``after`` elements were sent in the place of ``before``."""
+        """Note that ``after`` elements were sent instead of ``before``."""
         self._elements_before += before
         self._elements_after += after
         since = step - self.start_powerSGD_iter
         if bucket.is_last() and since % self.compression_stats_logging_frequency == 0:
             _logger.info(
-                "PowerSGD, pass %d: %.4g times fewer elements (%d in the place of %d)",
+                "PowerSGD, pass %d: %.4g times fewer elements (%d instead of %d)",
                 step,
                 self.compression_stats()[0],
                 self._elements_after,
@@ -131,13 +123,10 @@ class PowerSGDState:
             )
 
     def start(self, remembered: torch.Tensor | None, out: torch.Tensor, *identity: int) -> None:
-        """Fill ``out`` with the factor to begin with: the ``remembered`` one, or random numbers.
+        """Fill ``out`` ([r, m]) with the initial factor: the ``remembered`` one, or random numbers.
 
-        They depend on the seed and ``identity`` alone, not on what this process drew before.
-
-        Args:
-            out: [r, m].
-            identity: numbers that are equal on all ranks, and differ for all factors of all steps.
+        The latter depend only on the seed and ``identity``, numbers that are equal on all ranks and different
+        for all factors of all steps, and not on the state of torch's generators.
         """
         if self.warm_start and remembered is not None and remembered.shape == out.shape:
             out.copy_(remembered)
@@ -146,14 +135,14 @@ class PowerSGDState:
         out.copy_(torch.randn(out.shape, generator=source, dtype=torch.float32, device="cpu"))
 
     def error_of(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """Where the loss of a parameter is noted: [numel], like its gradient."""
+        """Return the stored error of a parameter: [numel], with the dtype and device of its gradient."""
         error = self.errors.get(index)
         if error is None or error.numel() != like.numel() or error.dtype != like.dtype:
             error = self.errors[index] = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
         return error
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Drop what was noted as lost of these parameters."""
+        """Delete the errors of these parameters."""
         for index in indices:
             self.errors.pop(index, None)
 
@@ -162,11 +151,7 @@ class PowerSGDState:
 
 
 def checked_state(state: object, hook: str) -> PowerSGDState:
-    """``state``, which ``hook`` was given.
-
-    Raises:
-        UsageError: it is no PowerSGDState.
-    """
+    """Return ``state``, the state of ``hook``, or raise UsageError if it is not a PowerSGDState."""
     if isinstance(state, PowerSGDState):
         return state
     raise UsageError(

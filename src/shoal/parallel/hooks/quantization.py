@@ -1,15 +1,15 @@
-"""Gradients in eight bits on the wire, with the range of each rank's values.
+"""Hooks that send gradients quantised to eight bits.
 
-Every rank maps its gradients affinely to 0 .. 255, from the smallest to the largest (zero always among
-them, and exact), and sends the bytes with scale and zero point to all others in one all-gather; each
-then computes the mean of what they stand for.  The result is off by at most half a step, which is the
-mean of the ranks' ranges / 510.  The mapping is that of torch's min-max observers for ``quint8``.
+Every rank maps the range of its gradients (extended to include zero, which is exact) affinely to 0 .. 255,
+and sends the bytes with scale and zero point to all others in one all-gather; each rank then computes the
+mean of the dequantised values.  The maximum error is half a step, the mean of the ranks' ranges / 510.  The
+mapping is that of torch's min-max observers for ``quint8``.
 
-The arithmetic goes through the gradients in pieces that the processor's cache holds: with temporary tensors
-as large as the bucket it takes several times as long.
+The gradients are processed in pieces that fit into the processor's cache; temporary tensors of the size of
+the bucket would take several times as long.
 
-An all-gather sends ``size - 1`` bytes a gradient where an all-reduce of float32 sends 8 (size - 1) / size:
-that is less on up to seven ranks.
+The all-gather sends ``size - 1`` bytes per gradient, an all-reduce of float32 8 (size - 1) / size: with up to
+seven ranks the all-gather sends less.
 """
 
 from __future__ import annotations
@@ -25,26 +25,16 @@ from .bucket import GradBucket
 from .contract import group_of
 
 _STEPS = 255
-#: Elements that are computed with at a time.
+#: Number of elements processed at a time.
 _PIECE = 2**15
 
 
 def quantization_pertensor_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients as bytes, with one range for all of the bucket.
+    """Average the gradients as bytes, with one range for the whole bucket.
 
-    A bucket whose gradients differ much in size loses the small ones;
-    :func:`quantization_perchannel_hook` is nearly as fast and far more precise.
-
-    Args:
-        state: the ranks to average over; None means those of the model.
-        bucket: real gradients of any precision.
-
-    Returns:
-        A future of the bucket's buffer.  A gradient that is infinite or NaN on any rank makes the whole
-        range so.
-
-    Raises:
-        UsageError: ``state`` is something else, or the gradients are complex.
+    If gradients differ much in magnitude, small ones become zero; :func:`quantization_perchannel_hook` is
+    nearly as fast and far more precise.  An infinite or NaN gradient on any rank affects the whole range.
+    Arguments, result and errors are those of :func:`quantization_perchannel_hook`.
     """
     group = group_of(state, bucket, "quantization_pertensor_hook")
     return _quantized_average(group, bucket, max(1, len(bucket.buffer())))
@@ -56,16 +46,16 @@ def quantization_perchannel_hook(
     """Average the gradients as bytes, with a range for every ``bucket_size`` of them.
 
     Args:
-        state: the ranks to average over; None means those of the model.
+        state: the group to average over; None: that of the model.
         bucket: real gradients of any precision.
-        bucket_size: how many neighbouring gradients share a range.  Each range takes 5 bytes more; give
-            another size with ``functools.partial(quantization_perchannel_hook, bucket_size=128)``.
+        bucket_size: number of neighbouring gradients that share a range, which adds 5 bytes.  Change it with
+            ``functools.partial(quantization_perchannel_hook, bucket_size=128)``.
 
     Returns:
         A future of the bucket's buffer.
 
     Raises:
-        UsageError: ``state`` or ``bucket_size`` is something else, or the gradients are complex.
+        UsageError: ``state`` or ``bucket_size`` is invalid, or the gradients are complex.
     """
     group = group_of(state, bucket, "quantization_perchannel_hook")
     if not isinstance(bucket_size, int) or bucket_size < 1:
@@ -102,23 +92,21 @@ def _quantized_average(group: ProcessGroup, bucket: GradBucket, channel: int) ->
 
 
 def _choose_steps(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
-    """Write for each row of ``values`` how far two steps are apart, and which step is zero.
+    """Write the scale (distance of two steps) and the zero point of each row of ``values``.
 
-    Args:
-        values: [rows, columns].
-        scales: [rows, 1], float32.
-        zeros: [rows, 1], uint8.
+    The shapes are [rows, columns] for ``values``, and [rows, 1] for ``scales`` (float32) and ``zeros``
+    (uint8).
     """
     low, high = torch.aminmax(values, dim=1, keepdim=True)
     low, high = low.float().clamp_(max=0), high.float().clamp_(min=0)
     scale = (high - low).div_(_STEPS)
-    scale.masked_fill_(scale == 0, 1)  # all zeros (but not NaN, which must stay visible)
+    scale.masked_fill_(scale == 0, 1)  # all gradients are zero; NaN must be kept
     scales.copy_(scale)
     zeros.copy_((-low / scale).round_().clamp_(0, _STEPS))
 
 
 def _message_size(count: int, channel: int) -> int:
-    """Bytes for ``count`` gradients, and four scales and one zero point for each channel of them."""
+    """Return the message size in bytes: 1 per gradient, and 4 + 1 per channel for scale and zero point."""
     channels = -(-count // channel)
     return -(-(5 * channels + count) // 4) * 4  # the next rank's scales must be aligned
 
@@ -126,9 +114,9 @@ def _message_size(count: int, channel: int) -> int:
 def _channels(
     buffer: torch.Tensor, message: torch.Tensor, channel: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The parts of ``buffer`` with their places in ``message``: values, scales, zeros and steps.
+    """Yield parts of ``buffer`` and their views of ``message``: values, scales, zeros and steps.
 
-    Whole channels come first, one a row; then, if there is one, the shorter channel at the end.
+    The first part has all whole channels, one in each row; the second has the shorter last channel, if any.
     """
     count = len(buffer)
     if count == 0:
@@ -153,7 +141,7 @@ def _channels(
 def _pieces(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, steps: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The same four in pieces of some rows, or of some columns of one row."""
+    """Yield the four tensors in pieces of several rows, or of several columns of one row."""
     rows, columns = values.shape
     together = max(1, _PIECE // columns)
     for top in range(0, rows, together):

@@ -1,8 +1,8 @@
-"""ZeroRedundancyOptimizer in backward: each bucket's parameters are updated and sent when it is reduced.
+"""Steps of ZeroRedundancyOptimizer in backward, for each bucket when it is reduced.
 
-A bucket's average is on all ranks at about the same time.  Each updates the parameters of the bucket that it
-owns and broadcasts them, while later buckets are still computed or reduced.  Which rank owns what does not
-depend on buckets, so steps count from the first one on, and may mix with those after backward.
+Each rank updates the parameters of a bucket that it owns and broadcasts them, while later buckets are still
+computed or reduced.  Owners do not depend on buckets, so the first pass is already a step, and steps may also
+run after backward.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 def hook_with_zero_step(
     hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer
 ) -> CommHook:
-    """A hook that averages gradients with ``hook``, and lets ``zero`` update parameters when backward ends.
+    """Return a hook that averages gradients with ``hook`` and updates parameters at the end of backward.
 
-    The updates begin when the last gradient is computed, bucket by bucket, while later buckets are still
-    reduced.  It is the better one of the two where reducing takes longer than updating.
+    The updates start when the last gradient is computed, bucket by bucket, while later buckets are still
+    reduced.  Better than the interleaved hook if reductions take longer than updates.
 
         hook = hook_with_zero_step(allreduce_hook, model, optimizer)
         model.register_comm_hook(None, hook)
 
-    After ``backward()`` all parameters are up to date on all ranks; ``zero.step()`` may be called, for
-    schedulers and hooks, and does nothing more.  Each reduced backward pass is a step: accumulate gradients
-    with ``no_sync``.  What needs all gradients first (clipping by their norm, gradient scaling) does not go
-    with this, nor do sparse gradients, a Join that divides by the number of active ranks, and a pass that
-    misses parameters.
+    After ``backward()`` all parameters are updated on all ranks; ``zero.step()`` may be called for schedulers
+    and step hooks, and updates nothing.  Each reduced backward pass is a step: accumulate gradients with
+    ``no_sync``.  Not supported are methods that need all gradients first (clipping by their norm, gradient
+    scaling), sparse gradients, a Join that divides by the number of active ranks, and passes without
+    gradients for some parameters.
 
     Args:
-        hook: averages the gradients, ``allreduce_hook`` for instance.
+        hook: averages the gradients, for example ``allreduce_hook``.
         ddp: the model.
         zero: its optimiser, made with ``overlap_with_ddp=True``.
 
     Raises:
-        UsageError: an argument is something else, or the two have different groups.
+        UsageError: an argument is invalid, or model and optimiser have different groups.
     """
     inner = checked_hook(hook, "hook_with_zero_step")
     steps = _BucketSteps(ddp, zero, "hook_with_zero_step")
@@ -55,7 +55,7 @@ def hook_with_zero_step(
 
     def reduced_then_updated(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if bucket.index() == 0:
-            waiting.clear()  # an interrupted pass has left them
+            waiting.clear()  # remaining from an interrupted pass
         future = inner(state, bucket)
         waiting.append((bucket, future))
         if bucket.is_last():
@@ -77,9 +77,9 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: CommHook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer
 ) -> CommHook:
-    """The same as :func:`hook_with_zero_step`, but each bucket is updated as soon as it is reduced.
+    """Return a hook like :func:`hook_with_zero_step` that updates each bucket as soon as it is reduced.
 
-    Updates overlap with backward.  It is the better one of the two where cores are free while backward runs.
+    Updates overlap with backward.  Better than the other hook if cores are free during backward.
     """
     inner = checked_hook(hook, "hook_with_zero_step_interleaved")
     steps = _BucketSteps(ddp, zero, "hook_with_zero_step_interleaved")
@@ -114,27 +114,23 @@ class _BucketSteps:
             )
         zero.hooked = True
         self._zero = zero
-        # Callbacks of several buckets run at once; optimisers are made for one thread.
+        # Callbacks of several buckets run concurrently; optimisers are not thread-safe.
         self._stepping = threading.Lock()
         self._exchanges: dict[int, tuple[list[torch.Tensor], Exchange]] = {}
 
     def update(self, bucket: GradBucket, value: torch.Tensor) -> Exchange:
-        """Update what this rank owns of ``bucket``, whose average is ``value``.
-
-        Returns:
-            What brings the bucket's parameters to all ranks.
-        """
+        """Update this rank's parameters in ``bucket`` with the averages ``value``; return their exchange."""
         zero = self._zero
         parameters = bucket.parameters()
         own = [parameter for parameter in parameters if zero.owner(parameter) == zero.group.rank]
         with averages_as_gradients(bucket, value), self._stepping:
             zero.prepare_step()
             step_some(zero.optim, own)
-            zero._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+            zero._opt_called = True  # type: ignore[attr-defined]  # schedulers check this
             return self._exchange(bucket.index(), parameters)
 
     def _exchange(self, index: int, parameters: list[torch.Tensor]) -> Exchange:
-        """The exchange of a bucket's parameters; buckets are made anew once, after the first pass."""
+        """Return the cached exchange of a bucket's parameters; buckets are rebuilt after the first pass."""
         known = self._exchanges.get(index)
         if known is not None and list(map(id, known[0])) == list(map(id, parameters)):
             return known[1]

@@ -1,4 +1,4 @@
-"""The gradient reducer: averages the gradients of a model over a group while backward still runs."""
+"""The gradient reducer, which averages the gradients of a model over a group during backward."""
 
 from .gradients import ReducerOptions
 from .reducer import Reducer

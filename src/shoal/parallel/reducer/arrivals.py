@@ -1,6 +1,7 @@
-"""The hooks through which autograd tells the reducer that a pass begins and that gradients have come.
+"""The autograd hooks that notify the reducer of the begin of a pass and of the arrival of gradients.
 
-They do not keep the reducer alive: garbage collection does not see what tensors and autograd's graph hold.
+They hold only weak references to the reducer, because the garbage collector does not see references from
+tensors and from autograd's graph.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ OutputHook = Callable[[torch.Tensor], None]
 
 
 class PassListener(Protocol):
-    """Hears what the hooks see of a backward pass: the reducer."""
+    """The interface of the reducer for hooks."""
 
     def enter(self, graph: Graph) -> None:
-        """Backward goes into ``graph``."""
+        """Called when backward enters ``graph``."""
 
     def keep_references(self) -> None:
-        """A gradient is about to be written into its bucket."""
+        """Called before a gradient is written into its bucket."""
 
     def on_gradient(self, index: int, mark: Mark) -> None:
         """The gradient of parameter ``index`` has arrived, and ``mark`` (not ARRIVED) says what follows."""
 
     def fold_later(self) -> None:
-        """A gradient has arrived in a further copy, in a pass that is not reduced."""
+        """Called when a gradient arrives in a copy other than the first, in a pass without reduction."""
 
 
 def output_hook(reducer: PassListener, graph: Graph) -> OutputHook:
-    """For an output of a forward pass whose backward pass is to be reduced."""
+    """Return a hook for an output of a forward pass whose backward pass is reduced."""
     return partial(_enter, weakref.ref(reducer), graph)
 
 
@@ -50,7 +51,7 @@ def _enter(owner: weakref.ref[PassListener], graph: Graph, _: torch.Tensor) -> N
 
 
 def quiet_hook(_: PassListener, graph: Graph) -> OutputHook:
-    """For the others: keeps ``graph`` alive as long as the output lives."""
+    """Return a hook for any other output, which only keeps ``graph`` alive as long as the output."""
     return partial(_pass_by, graph)
 
 
@@ -60,31 +61,29 @@ def _pass_by(graph: Graph, _: torch.Tensor) -> None:
 
 
 class Hooks:
-    """The hooks on the parameters, which have to be the last there: what others make of a gradient is to be
-    reduced, and a bucket must not be written to once it is sent.
-    """
+    """The hooks on the parameters, which must run last: sent gradients must not change."""
 
     def __init__(self, handles: Sequence[RemovableHandle]) -> None:
         self._handles = handles
         self._last_id = RemovableHandle.next_id
 
     def remove(self) -> None:
-        """The reducer has ended."""
+        """Remove the hooks."""
         _remove(self._handles)
 
     def registered(self, count: int) -> None:
-        """So many hooks were put on other tensors."""
+        """Note that the reducer registered ``count`` hooks on other tensors."""
         self._last_id += count
 
     def come_last(self) -> None:
-        """Go behind the hooks that were put on parameters meanwhile."""
-        if self._last_id == RemovableHandle.next_id:  # no hook was made anywhere
+        """Move behind hooks that were registered on the parameters since the last call."""
+        if self._last_id == RemovableHandle.next_id:  # no hook was registered anywhere
             return
         self._last_id = RemovableHandle.next_id
         for handle in self._handles:
             hooks = handle.hooks_dict_ref()
             if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd does not heed move_to_end()
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd ignores move_to_end()
 
 
 def watch_gradients(
@@ -93,7 +92,7 @@ def watch_gradients(
     gradients: Gradients,
     copies: Sequence[Sequence[torch.Tensor]],
 ) -> Hooks:
-    """Tell ``reducer`` of every gradient of ``copies``, the ones that autograd gives gradients to."""
+    """Register hooks that notify ``reducer`` of every gradient of ``copies``, to which autograd writes."""
     lock = threading.Lock()
     put_in_place = _on_only_gradient(reducer, gradients)
     on_several_devices = len({parameter.device for parameter in copies[0]}) > 1
@@ -118,7 +117,7 @@ def watch_gradients(
 def _one_at_a_time(
     lock: threading.Lock, hook: Callable[[torch.Tensor], None]
 ) -> Callable[[torch.Tensor], None]:
-    """For a model on several devices: autograd has a thread for each, and what is marked must be in place."""
+    """Serialise ``hook`` over autograd's threads, one for each device: marked gradients must be in place."""
 
     @uncompiled
     def gradient_is_ready(parameter: torch.Tensor) -> None:
@@ -147,7 +146,7 @@ def _on_only_gradient(reducer: PassListener, gradients: Gradients) -> Callable[[
 def _copy_hook(
     reducer: PassListener, passes: Pass, index: int, lock: threading.Lock, further: bool
 ) -> Callable[[torch.Tensor], None]:
-    """For one of several copies, whose backward may run in different threads; ``further``: not the first."""
+    """Return a hook for one of several copies (``further``: not the first), which may run in any thread."""
     mark = passes.mark
     owner = weakref.ref(reducer)
 

@@ -1,8 +1,7 @@
-"""Buckets: the memory that gradients lie in and are reduced in.
+"""Buckets, the memory in which gradients are reduced.
 
-A bucket is one flat tensor in the group's registered memory, so that its all-reduce needs no staging
-copy; the gradients of its members are views of it.  Which parameter lies where is decided by the native
-core (``cpp/reducer/assignment.h``), which knows sizes and kinds but no tensors.
+A bucket is one flat tensor in the group's registered memory, so its all-reduce needs no staging copy.  The
+gradients of its members are views of it.  ``cpp/reducer/assignment.h`` assigns parameters to buckets.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from ...errors import OutOfSharedMemory
 from ...group import ProcessGroup
 from ..core import assign_buckets
 
-#: The first bucket is small, so that communication starts soon after backward has.
+#: Maximum size of the first bucket, which is small so that communication starts early.
 FIRST_BUCKET_BYTES = 2**20
 
-#: Elements at the end of the last bucket that are no gradients; see ``outcome.py``.
+#: Number of elements at the end of the last bucket for the outcome of the pass; see ``outcome.py``.
 TAIL = 3
 
 
@@ -30,10 +29,10 @@ class Bucket:
 
     Attributes:
         members: indices of the parameters, in the order in which their gradients are expected.
-        flat: all of the memory, one-dimensional; the gaps between gradients hold zeros.
+        flat: the whole memory, one-dimensional; the gaps between gradients are zero.
         body: ``flat`` without the tail.
-        views: for each member the part of ``flat`` that is its gradient, shaped and strided like it.
-        sparse: the one member has sparse gradients, which lie elsewhere: all of the tensors are empty.
+        views: for each member the view of ``flat`` for its gradient, with its shape and strides.
+        sparse: the only member has sparse gradients, which are stored elsewhere; all tensors here are empty.
     """
 
     members: tuple[int, ...]
@@ -48,9 +47,9 @@ class BucketSet:
     """The buckets of one model, in the order in which they are reduced.
 
     Attributes:
-        buckets: together they hold every parameter once.
+        buckets: the buckets; every parameter is in one.
         tail: the last ``TAIL`` elements of the last bucket that is not sparse; empty if all are.
-        views: the gradient's memory of every parameter, by its index.
+        views: the memory of each parameter's gradient, by its index.
     """
 
     buckets: tuple[Bucket, ...]
@@ -58,11 +57,11 @@ class BucketSet:
     views: tuple[torch.Tensor, ...]
 
     def members(self) -> list[tuple[int, ...]]:
-        """The members of each bucket."""
+        """Return the members of each bucket."""
         return [bucket.members for bucket in self.buckets]
 
     def replaced(self, number: int, bucket: Bucket) -> BucketSet:
-        """These buckets, with ``bucket`` in place of number ``number``, which has the same members."""
+        """Return these buckets, with bucket ``number`` replaced by ``bucket``, which has the same members."""
         buckets = (*self.buckets[:number], bucket, *self.buckets[number + 1 :])
         places = dict(zip(bucket.members, bucket.views, strict=True))
         views = tuple(places.get(index, view) for index, view in enumerate(self.views))
@@ -80,17 +79,17 @@ def build_buckets(
     apart: Collection[int] = (),
     reduce_dtype: torch.dtype | None = None,
 ) -> BucketSet:
-    """Distribute ``parameters`` over buckets and allocate them, filled with zeros.
+    """Assign ``parameters`` to buckets and allocate these, filled with zeros.
 
     Args:
         order: the indices of ``parameters`` in the order in which their gradients are expected.
-        cap: the largest bucket in bytes; a larger parameter has a bucket of its own.
-        sparse: the parameters whose gradients are sparse.
-        apart: parameters that share no bucket with the others.
-        reduce_dtype: what real gradients are reduced in, if not in the dtype of their parameters.
+        cap: maximum size of a bucket in bytes; a larger parameter has its own bucket.
+        sparse: indices of the parameters with sparse gradients.
+        apart: indices of parameters that share no bucket with the others.
+        reduce_dtype: the dtype in which real gradients are reduced; None: that of their parameters.
 
     Raises:
-        OutOfSharedMemory: the buckets do not fit.
+        OutOfSharedMemory: the buckets do not fit into shared memory.
     """
     kinds: dict[object, int] = {}
     dtypes = [reduced_dtype(parameter, reduce_dtype) for parameter in parameters]
@@ -137,8 +136,10 @@ def build_buckets(
 
 
 def alias_bucket(bucket: Bucket) -> Bucket:
-    """The same memory as another storage of torch, for hooks: the views that these make are not counted among
-    the references to ``bucket``.  On other devices than the CPU these are not counted: ``bucket`` itself.
+    """Return ``bucket`` with its memory in another torch storage, for communication hooks.
+
+    References from hooks are then not counted as references to ``bucket``.  On other devices than the CPU,
+    where references are not counted, return ``bucket`` itself.
     """
     if bucket.flat.device.type != "cpu":
         return bucket
@@ -147,10 +148,10 @@ def alias_bucket(bucket: Bucket) -> Bucket:
 
 
 def renew_bucket(group: ProcessGroup, bucket: Bucket) -> Bucket:
-    """A bucket like ``bucket``, with zeros in memory of its own.
+    """Return a bucket like ``bucket`` in new memory, filled with zeros.
 
-    A rank may need it without the others, and must not fail alone: if the registered memory does not
-    suffice, it uses the memory of this process, from which an all-reduce copies.
+    A single rank may need this, and must not fail alone: without enough registered memory it uses ordinary
+    memory, from which an all-reduce copies.
     """
     old = bucket.flat
     try:
@@ -161,7 +162,7 @@ def renew_bucket(group: ProcessGroup, bucket: Bucket) -> Bucket:
 
 
 def _bucket_in(flat: torch.Tensor, bucket: Bucket) -> Bucket:
-    """A bucket laid out like ``bucket`` in ``flat``."""
+    """Return a bucket in ``flat`` with the layout of ``bucket``."""
     shift = flat.storage_offset() - bucket.flat.storage_offset()
     views = tuple(
         flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in bucket.views
@@ -170,12 +171,12 @@ def _bucket_in(flat: torch.Tensor, bucket: Bucket) -> Bucket:
 
 
 def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which the gradient of ``parameter`` is reduced; only real numbers have a choice."""
+    """Return the dtype in which the gradient of ``parameter`` is reduced; complex ones are not cast."""
     return reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> torch.Tensor:
-    # With the parameter's own strides (channels_last, say) autograd accumulates into the view as it is.
-    # A layout with holes has no counterpart in a bucket; the strides of a dense copy then serve.
+    # With the parameter's strides (channels_last, for example) autograd accumulates into the view directly.
+    # A layout with holes is not possible in a bucket; then use the strides of a dense copy.
     strides = torch.empty_like(parameter, device="meta").stride()
     return flat.as_strided(parameter.shape, strides, flat.storage_offset() + offset // flat.element_size())

@@ -1,15 +1,14 @@
 """Moving gradients from their parameters into the buckets, and the averages back.
 
-A gradient is copied into its bucket when it arrives, while it is in the cache still and its memory can serve
-the next one.  So nothing is left to copy when a bucket is sent.  The hook itself (``cpp/bind/reducer.cc``)
-does so where it takes no more than copying bytes; :meth:`Gradients.take` does in all other cases.
+A gradient is copied into its bucket when it arrives, while it is still in the cache and its memory can be
+reused for the next one.  The hook itself (``cpp/bind/reducer.cc``) does this if copying bytes suffices,
+otherwise :meth:`Gradients.take`.
 
-A gradient that is a view of its bucket is overwritten by the next pass, unless the program still refers to it
-(PCGrad, GradNorm and loggers do).  :meth:`Gradients.keep_references` looks for such references before a pass
-writes to the buckets: it counts those to each view, and to the memory of each bucket, which any other alias
-(a slice, a numpy array) refers to.  The program keeps that memory, the bucket gets new memory, and averages
-of these parameters are copied out of it from then on.  Not so on other devices than the CPU, where work that
-is not done yet holds references, too.
+The next pass overwrites a gradient that is a view of its bucket, unless the program still references it (as
+PCGrad, GradNorm and loggers do).  Before a pass writes to the buckets, :meth:`Gradients.keep_references`
+counts the references to each view and, to find other aliases (a slice, a numpy array), to the memory of each
+bucket.  If there are any, the program keeps that memory, the bucket gets new memory, and averages of these
+parameters are copied out of it from then on.  CPU only: on other devices pending work holds references too.
 """
 
 from __future__ import annotations
@@ -25,26 +24,25 @@ from ...errors import UsageError
 from ...group import ProcessGroup
 from .buckets import Bucket, BucketSet, build_buckets, renew_bucket
 
-#: An address at which no gradient lies.
+#: An address that no gradient has.
 _NOWHERE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
-    """How a reducer works.
+    """The options of a reducer; parameters are given by their indices.
 
     Attributes:
-        cap: the largest bucket in bytes.
-        find_unused: parameters may lack a gradient, others in each pass.
-        static_graph: every pass uses the same parameters equally often; the first shows which.
-        as_views: after a pass, gradients are views of the buckets, except those that the program was found
-            to refer to in a later pass; else they are copied back.
-        skip_unused: with ``find_unused``: do not send buckets of which no rank uses anything.
-        sparse: for the parameters with sparse gradients, the number of sparse dimensions.
+        cap: maximum size of a bucket in bytes.
+        find_unused: parameters may have no gradient, different ones in each pass.
+        static_graph: every pass uses the same parameters equally often, as found in the first one.
+        as_views: after a pass, gradients are views of the buckets, except those that the program kept
+            references to; otherwise averages are copied back.
+        skip_unused: with ``find_unused``: do not send buckets without a parameter used on any rank.
+        sparse: the number of sparse dimensions of each parameter with sparse gradients.
         delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
-        masters: autograd gives gradients to the other copies only, which were made from the first.
-        reduce_dtype: what to reduce in, if not in the dtype of the parameters; needs ``as_views=False``
-            wherever the two differ.
+        masters: the first copy has the parameters to update; autograd writes gradients only to the others.
+        reduce_dtype: the dtype to reduce in, if not that of the parameters; then needs ``as_views=False``.
     """
 
     cap: int
@@ -60,19 +58,18 @@ class ReducerOptions:
 
 
 class Gradients:
-    """The gradients of all copies of a model in this process, and the buckets that they are reduced in.
+    """The gradients of all copies of a model in this process, and their buckets.
 
     Args:
-        names: what error messages call the parameters.
+        names: names of the parameters, for error messages.
         copies: the parameters of each copy.
 
     Attributes:
         set: the buckets.
-        several: there is more than one copy.
-        copied: the parameters whose averages are copied out of the buckets; the gradients of others are
-            views of the buckets after a pass.
-        views: what ``parameter.grad`` is when a gradient is in its bucket; the same list for ever.
-        addresses: where the views lie, likewise; ``_NOWHERE`` for the parameters that are ``copied``.
+        several: whether there is more than one copy.
+        copied: the parameters whose averages are copied out of the buckets (others get views of them).
+        views: the value of ``parameter.grad`` while the gradient is in its bucket; never replaced.
+        addresses: the addresses of ``views``, ``_NOWHERE`` for parameters in ``copied``; never replaced.
     """
 
     def __init__(
@@ -89,25 +86,21 @@ class Gradients:
         self._options = options
         self.several = len(copies) > 1
         self.copied = set() if options.as_views else set(range(len(names)))
-        # The work that another device has not done yet refers to its memory, too.
+        # On other devices unfinished work references the memory too.
         self._counts_references = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self.set = BucketSet((), torch.empty(0, device="cpu"), ())
         self.views: list[torch.Tensor] = []
         self.addresses: list[int] = []
-        #: The memory of each bucket, and the number of references to it if the program has none; None: not
-        #: counted yet.
+        #: The memory of each bucket, and its number of references without the program's; None: not counted.
         self._references: list[tuple[torch.UntypedStorage, int] | None] = []
 
     # -- buckets ---------------------------------------------------------------------------------
 
     def arrange(self, order: Iterable[int]) -> None:
-        """Lay out the buckets, anew if need be; what is in them moves along.
+        """Build the buckets, or rebuild them and move their contents.
 
-        Args:
-            order: the parameters in the order in which their gradients are expected.
-
-        Raises:
-            OutOfSharedMemory: they do not fit.
+        ``order`` is the order in which gradients are expected.  Raises OutOfSharedMemory if buckets do not
+        fit.
         """
         old = self.set
         new = self._build(order)
@@ -148,7 +141,7 @@ class Gradients:
                 parameter.grad = after
 
     def _own(self, index: int) -> torch.Tensor:
-        """The view of one parameter, mended if it was made to refer to other memory."""
+        """Return the view of one parameter, renewed if it was changed to refer to other memory."""
         view = self.views[index]
         if view.data_ptr() != self.addresses[index]:
             view = self.views[index] = _gradient_at(self.set.views[index])
@@ -157,27 +150,21 @@ class Gradients:
     # -- references that the program keeps -------------------------------------------------------
 
     def count_references(self, renewed: Collection[int] | None = None) -> None:
-        """Note how many references the reducer itself has to the memory of new buckets.
-
-        Args:
-            renewed: the result of :meth:`keep_references`; None: all buckets are new.
-        """
+        """Count the reducer's own references to the memory of ``renewed`` buckets (None: all)."""
         if renewed is None:
             self._references = [None] * len(self.set.buckets)
             renewed = range(len(self.set.buckets))
         for number in renewed:
             memory = self.set.buckets[number].flat.untyped_storage()
-            own = _references_to(memory)  # before a tuple refers to it
+            own = _references_to(memory)  # before the tuple references it
             self._references[number] = memory, own
 
     def keep_references(self) -> Collection[int]:
-        """Leave gradients of earlier passes that the program refers to as they are.
+        """Preserve gradients of earlier passes that the program references; return the buckets with new
+        memory.
 
-        Called before a pass writes to the buckets.  A gradient that a parameter still has is no such one: as
-        without data parallelism, it accumulates in place.
-
-        Returns:
-            The buckets that have new memory now.
+        Called before a pass writes to the buckets.  The current gradient of a parameter is not preserved: as
+        without data parallelism, the pass accumulates into it.
         """
         if not self._counts_references:
             return ()
@@ -189,7 +176,7 @@ class Gradients:
             and not self.copied.issuperset(self.set.buckets[number].members)
         ]
         renewed = {number: set(self.set.buckets[number].members) for number in kept}
-        # The list has one reference to each view, the argument of getrefcount() another one.
+        # The list and the argument of getrefcount() are two references to each view.
         if max(map(sys.getrefcount, self.views)) > 2:
             for number, bucket in enumerate(self.set.buckets):
                 for index in bucket.members:
@@ -200,20 +187,16 @@ class Gradients:
         return renewed
 
     def _is_left(self, index: int) -> bool:
-        """Whether the view of a parameter is not its gradient any more."""
+        """Whether the view of a parameter is no longer its gradient."""
         return index not in self.copied and self._parameters[index].grad is not self.views[index]
 
     def _renew(self, number: int, kept: set[int]) -> None:
-        """Give a bucket new memory: the program has references into the old one.
-
-        Args:
-            kept: the members that it may refer to; their averages are copied out from now on.
-        """
+        """Give a bucket new memory; averages of members ``kept`` by the program will be copied out of it."""
         bucket = renew_bucket(self._group, self.set.buckets[number])
         self.set = self.set.replaced(number, bucket)
         for index, place in zip(bucket.members, bucket.views, strict=True):
             if self._parameters[index].grad is self.views[index]:
-                kept.add(index)  # it stays what it is, in the old memory
+                kept.add(index)  # its gradient stays in the old memory
             self.views[index] = _gradient_at(place)
             self.addresses[index] = place.data_ptr()
         self.copied |= kept
@@ -224,7 +207,7 @@ class Gradients:
     # -- into the buckets ------------------------------------------------------------------------
 
     def take(self, index: int) -> None:
-        """Bring a gradient into its bucket that autograd put elsewhere."""
+        """Copy a gradient that autograd allocated elsewhere into its bucket."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:
@@ -240,13 +223,13 @@ class Gradients:
 
     def _complain_of_theft(self, index: int) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self._names[index]!r} on rank {self._group.rank} was taken away before it "
-            "could be reduced: a hook of the parameter must not apply gradients during backward; let a "
-            "communication hook do that (shoal.parallel.hooks.hook_then_optimizer)"
+            f"the gradient of {self._names[index]!r} on rank {self._group.rank} was removed before it was "
+            "reduced: a hook of the parameter must not apply gradients during backward; use a communication "
+            "hook for that (shoal.parallel.hooks.hook_then_optimizer)"
         )
 
     def fill_gaps(self, bucket: Bucket, counts: Sequence[int]) -> None:
-        """Bring into ``bucket`` what did not arrive in this pass: older gradients, or zeros."""
+        """Fill ``bucket`` with older gradients, or zeros, where none arrived in this pass."""
         for index, view in zip(bucket.members, bucket.views, strict=True):
             if counts[index] == 0:
                 gradient = self._parameters[index].grad
@@ -256,9 +239,9 @@ class Gradients:
                     self.take(index)
 
     def add_up(self, bucket: Bucket) -> None:
-        """Bring into ``bucket`` the sums of the copies' gradients, added in the order of the copies.
+        """Write the sums of the copies' gradients into ``bucket``, added in the order of the copies.
 
-        Those of the further copies are None then; their memory can serve the next ones.
+        The gradients of all copies but the first become None, so that their memory can be reused.
         """
         terms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in self._copies]
         for index, view in zip(bucket.members, bucket.views, strict=True):
@@ -279,15 +262,11 @@ class Gradients:
                     (torch._foreach_add_ if number else torch._foreach_copy_)(into, out)
 
     def present(self, index: int) -> list[torch.Tensor]:
-        """The gradients of one parameter in all copies that have one."""
+        """Return the gradients of one parameter in all copies that have one."""
         return [gradient for copy in self._copies if (gradient := copy[index].grad) is not None]
 
     def sparse(self, index: int) -> list[torch.Tensor]:
-        """The gradients of one parameter, which must be sparse, in all copies that have one.
-
-        Raises:
-            UsageError: one is dense.
-        """
+        """Return the sparse gradients of one parameter in all copies; raise UsageError if one is dense."""
         present = self.present(index)
         if any(gradient.layout is torch.strided for gradient in present):
             raise UsageError(
@@ -300,11 +279,11 @@ class Gradients:
     # -- out of the buckets ----------------------------------------------------------------------
 
     def deliver(self, used: Sequence[bool], *, gaps: bool) -> None:
-        """Make the averages the gradients of the parameters.
+        """Set the gradients of the parameters to the averages.
 
         Args:
-            used: which parameters had a gradient on any rank; the gradients of others are left alone.
-            gaps: whether any did not arrive here.
+            used: whether each parameter had a gradient on any rank; other gradients are not changed.
+            gaps: whether a gradient did not arrive on this rank.
         """
         if self.copied:
             self._copy_out(used)
@@ -321,7 +300,7 @@ class Gradients:
             if not used[index] or index in self._options.sparse:
                 continue
             own = parameter.grad
-            # torch._foreach_copy_ writes to no tensor that is conjugated or negated lazily.
+            # torch._foreach_copy_ cannot write to lazily conjugated or negated tensors.
             if own is None or own.is_conj() or own.is_neg():
                 parameter.grad = own = torch.empty_like(parameter)
             into.append(own)
@@ -331,18 +310,18 @@ class Gradients:
                 torch._foreach_copy_(into, out)
 
     def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
-        """Give the average of a sparse gradient to its parameter."""
+        """Set the gradient of a parameter to the average of its sparse gradients."""
         parameter = self._parameters[index]
         parameter.grad = gradient.to(parameter.dtype)
 
     def drop(self) -> None:
-        """Forget the gradients that are in the buckets."""
+        """Set gradients that are in the buckets to None."""
         for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
 
     def release(self) -> None:
-        """Copy the gradients out that are in the buckets: these go with their group."""
+        """Copy gradients out of the buckets, whose memory is released with the group."""
         for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
@@ -350,7 +329,7 @@ class Gradients:
     # -- of the copies ---------------------------------------------------------------------------
 
     def is_further(self, index: int, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` belongs to another copy than the first."""
+        """Whether ``parameter`` belongs to a copy other than the first."""
         return parameter is not self._parameters[index]
 
     def fold(self) -> None:
@@ -370,22 +349,22 @@ class Gradients:
                     other.grad = None
 
     def drop_copies(self) -> None:
-        """Forget the gradients of the other copies."""
+        """Set the gradients of the other copies to None."""
         for copy in self._copies[1:]:
             for parameter in copy:
                 parameter.grad = None
 
 
 def _gradient_at(place: torch.Tensor) -> torch.Tensor:
-    """What a parameter's gradient is that lies in ``place``.
+    """Return a tensor on the memory of ``place``, to be used as ``parameter.grad``.
 
-    A tensor of its own: module.to() changes what a gradient refers to.  For autograd it is no view, which
-    would refuse ``detach_()``.
+    A separate object, because module.to() changes a gradient's memory; no view, as views refuse
+    ``detach_()``.
     """
     return place.data
 
 
 def _references_to(memory: torch.UntypedStorage) -> int:
-    """The number of references to a storage: those of tensors, and Python's to the object that wraps it."""
+    """Count the references to a storage: by tensors, and by Python to its wrapper object."""
     tensors: int = torch._C._storage_Use_Count(memory._cdata)
     return tensors + sys.getrefcount(memory)

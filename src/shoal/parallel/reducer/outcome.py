@@ -1,8 +1,8 @@
-"""Exchanging the outcome of a pass: whether it went well on all ranks.
+"""The exchange of the outcome of a pass: whether it succeeded on all ranks.
 
-``cpp/reducer/outcome.h`` describes the two encodings.  The tail of the last bucket costs no message, but the
-host has to read it at the end of the pass; where the buckets are on a device that has streams, the host would
-wait for the device there.  So the outcome then takes a message of its own, from the memory of the host.
+``cpp/reducer/outcome.h`` describes the two encodings.  The tail of the last bucket needs no message, but the
+host must read it at the end of the pass.  For buckets on a device with streams the host would have to wait
+for the device, so the outcome is then sent in a separate message from host memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from ..core import Pass
 
 
 class OutcomeExchange:
-    """Carries what ``passes`` says of this rank's pass to the other ranks, and their answers back.
-
-    Args:
-        parameters: how many the model has.
-    """
+    """Exchanges the reports of ``passes``, for a number of ``parameters``, with the other ranks."""
 
     def __init__(self, group: ProcessGroup, passes: Pass, parameters: int) -> None:
         self._group = group
@@ -33,31 +29,28 @@ class OutcomeExchange:
         self._tail = torch.empty(0, device="cpu")
 
     def use_tail(self, tail: torch.Tensor, *, allowed: bool) -> None:
-        """Take ``tail`` where the outcome may travel with the last bucket.
+        """Use ``tail``, zeros in the last bucket, for the outcome, if it is not empty and on the host.
 
-        Args:
-            tail: elements of a bucket, all zeros; empty if no bucket has any.
-            allowed: averages of the bucket are plain means of all its elements.
+        ``allowed`` tells whether averages of the bucket are plain means of all its elements.
         """
-        self._tail = tail.real  # a view, also of complex numbers
+        self._tail = tail.real  # a view also for complex numbers
         on_device = next(device_tensors(tail), None) is not None
         self._pass.separate = not allowed or on_device or not tail.numel()
 
     def write_tail(self) -> None:
-        """Write this rank's report into the tail.  A rank whose tail holds zeros says that all is well."""
+        """Write this rank's report into the tail.  Zeros report success."""
         self._tail.copy_(torch.tensor(self._pass.tail(), dtype=torch.float64, device="cpu"))
 
     def send_flags(self, present: Sequence[bool]) -> None:
         """Start the exchange of flags.  Collective.
 
-        Args:
-            present: the parameters that have a gradient from earlier passes.
+        ``present`` tells for each parameter whether it has a gradient from earlier passes.
         """
         self._flags.copy_(torch.tensor(self._pass.flags(present), dtype=torch.uint8, device="cpu"))
         self._future = self._group.all_reduce(self._flags, op=MAX)
 
     def wait(self) -> None:
-        """Give the answers of all ranks to the pass; the buckets have been waited for."""
+        """Pass the reports of all ranks to ``Pass``.  Called after waiting for the buckets."""
         if self._pass.separate:
             assert self._future is not None
             self._pass.decode_flags(self._future.wait().tolist())

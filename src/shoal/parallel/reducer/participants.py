@@ -1,4 +1,4 @@
-"""The ranks that give gradients in a pass, where not all of them do (within a Join)."""
+"""The ranks that contribute gradients to a pass; in a Join these may be a subset."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 
 class Participants:
-    """The ranks that run a forward pass and give gradients in its backward pass.
-
-    The answer comes from the other ranks, and is waited for only when it is needed.
+    """The ranks that run a forward pass and contribute gradients to its backward pass.
 
     Args:
-        find: returns ``(first, scale)``; it is called once, when one of the two is first asked for.  Without
-            it all ranks take part.
+        find: returns ``(first, scale)``, waiting for the other ranks.  Called once, at the first use of
+            either.  None: all ranks take part.
     """
 
     __slots__ = ("_find", "_found")
@@ -28,14 +26,13 @@ class Participants:
 
     @property
     def scale(self) -> float:
-        """The factor for averages over all ranks: other than 1 if the mean is over the participants alone."""
+        """The factor for averages over all ranks; not 1 if the mean must be over the participants only."""
         return self.resolve()[1]
 
     def resolve(self) -> tuple[int, float]:
-        """The pair ``(first, scale)``; waits for the other ranks the first time.
+        """Return ``(first, scale)``; the first call waits for the other ranks.
 
-        Raises:
-            UsageError: the ranks treat a batch differently; on every rank that asks.
+        Raises UsageError, on every rank that calls it, if the ranks treat a batch differently.
         """
         if self._find is not None:
             self._found = self._find()

@@ -1,20 +1,19 @@
-"""The gradient reducer: averages the gradients of one model over a group while backward still runs.
+"""The gradient reducer, which averages the gradients of one model over a group during backward.
 
-A hook on every parameter tells when its gradient is there.  When the last gradient of a bucket has come, the
-all-reduce of the bucket starts, and the engine moves bytes while autograd goes on.  A callback at the end of
-the backward pass waits for all buckets.  Buckets are always sent in the order of their index, so that all
-ranks issue the same operations whatever order their gradients arrive in.
+A hook on every parameter notifies the reducer when its gradient has arrived.  With the last gradient of a
+bucket the all-reduce of the bucket starts, and runs while autograd continues.  A callback at the end of the
+backward pass waits for all buckets.  Buckets are always sent in the order of their index, so that all ranks
+issue the same operations in whichever order gradients arrive.
 
-``cpp/reducer/pass.h`` decides what is sent when, and whether a pass went well.  The reducer does what it asks
-for: it moves gradients, sends buckets, and waits for them.
+``cpp/reducer/pass.h`` decides when buckets are sent and whether a pass succeeded.  It calls the reducer to
+move gradients, send buckets and wait for them.
 
-A backward pass is reduced when it comes through the output of a forward pass that asked for it
-(:meth:`Reducer.expect`): hooks on the output open the pass.  Where an output holds tensors inside objects of
-unknown classes, its pass is opened by the first gradient that arrives.
+A backward pass is reduced if it passes through the output of a forward pass marked with
+:meth:`Reducer.expect`: hooks on the output open the pass.  If the output contains tensors inside objects of
+unknown classes, the first gradient opens the pass.
 
-The order in which gradients arrived in the first pass replaces the reverse order of registration, once: the
-order of one rank, on all ranks.  (Dynamic discovery of the order is from NVIDIA's Apex; see also
-pytorch#17757.)
+The buckets are first built in the reverse order of registration, and once more, on all ranks, in the order in
+which gradients arrived on one rank in the first pass (as in NVIDIA's Apex; see also pytorch#17757).
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class Reducer:
     """Averages the gradients of ``parameters`` over ``group``.
 
     Args:
-        names: what error messages call the parameters.
+        names: names of the parameters, for error messages.
         copies: for every copy of the model in this process the parameters that require gradients, in the same
-            order on every rank and in every copy.  Gradients of the copies are added up into those of the
-            first.  In a pass some copies may have none.
+            order on every rank and in every copy.  Gradients of all copies are summed into those of the
+            first.  Some copies may have no gradients in a pass.
         options: equal on all ranks.
 
     Attributes:
-        after_pass: called after every pass that went well.
-        waited: seconds for which passes have waited for the other ranks at their end.
+        after_pass: functions called after every successful pass.
+        waited: total time that passes have waited for other ranks at their end, in seconds.
     """
 
     def __init__(
@@ -76,16 +75,16 @@ class Reducer:
         self._options = options
         self._tolerant = options.find_unused and not options.static_graph
         self._hook: tuple[CommHook, Any] | None = None
-        #: The buckets as hooks see them, by their members: the same objects until buckets are made anew.
+        #: The arguments for communication hooks, by members; the same objects until buckets are rebuilt.
         self._hook_buckets: dict[tuple[int, ...], GradBucket] = {}
         count = len(self._parameters)
         self._index_of = {
             id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
         }
         trained = self._copies[1:] if options.masters else self._copies
-        #: How many copies have gradients if all take part.
+        #: Number of copies that have gradients if all take part.
         self._width = len(trained)
-        #: The backward pass without reduction, by autograd's number, after which copies are to be added up.
+        #: Autograd's id of the backward pass without reduction after which to sum the copies' gradients.
         self._local_pass: int | None = None
         self._gradients = Gradients(group, self._names, self._copies, options)
         self._gradients.arrange(range(count - 1, -1, -1))
@@ -100,11 +99,11 @@ class Reducer:
         self._outcome = OutcomeExchange(group, self._pass, count)
         self._use_tail()
         self._gradients.count_references()
-        #: The callback at the end of backward, which autograd drops when an exception ends the pass.
+        #: A weak reference to the callback at the end of backward, which autograd deletes on an exception.
         self._end_of_pass: Callable[[], Callable[[], None] | None] = lambda: None
-        #: The graph of an output from which every parameter may be reached.
+        #: A graph in which every parameter may be reachable.
         self._whole = Graph(range(count))
-        #: The graphs of forward passes whose outputs live and did not go backward yet.
+        #: The graphs of live outputs of forward passes that had no backward pass yet.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._forget_pass()
         self.after_pass: list[Callable[[], None]] = []
@@ -115,29 +114,29 @@ class Reducer:
             _living.add(self)
 
     def _replace_ended(self) -> None:
-        """Let no reducer of a group that has ended watch these parameters any more.
+        """Remove the hooks of reducers whose groups are no longer open from these parameters.
 
-        A program that goes on in another group may still hold the wrapped model of the one before; so does
-        the traceback of what ended that.
+        A program that continues in another group may still reference the previous wrapper of the model, as
+        may the traceback of the error that broke the previous group.
         """
-        with _living_lock:  # a set that another thread adds to while it is copied raises RuntimeError
+        with _living_lock:  # copying a set while another thread adds to it raises RuntimeError
             living = list(_living)
         for other in living:
             if other._group.state != "open" and not self._index_of.keys().isdisjoint(other._index_of):
                 other._hooks.remove()
 
     def _forget_pass(self) -> None:
-        """Begin to record the next pass: the part of its state that holds tensors and futures."""
-        #: The graphs that backward went into.
+        """Reset the state of the pass that references tensors and futures."""
+        #: The graphs that backward has entered.
         self._entered: list[Graph] = []
         #: Whether each parameter had a gradient before any bucket was sent; hooks may change that later.
         self._present = [False] * len(self._parameters)
-        #: The parameters that are reachable on any rank, one future for each forward pass.
+        #: Futures of the parameters reachable on any rank, one for each forward pass.
         self._reaches: list[Future[torch.Tensor]] = []
         self._participants = Participants()
-        #: Whether references to gradients of earlier passes were looked for in this one.
+        #: Whether this pass has already checked for references to gradients of earlier passes.
         self._references_kept = False
-        #: The reductions that were started, by bucket.
+        #: The started reductions, by bucket.
         self._sent: dict[int, Future[Any] | HookedReduction | SparseReduction] = {}
 
     def _use_tail(self) -> None:
@@ -151,14 +150,13 @@ class Reducer:
 
     @property
     def passes(self) -> int:
-        """How many passes were reduced; equal on all ranks."""
+        """Number of reduced passes; equal on all ranks."""
         return self._pass.number
 
     def set_hook(self, state: Any, hook: CommHook) -> None:
-        """Let ``hook(state, bucket)`` average the buckets from now on.
+        """Average the buckets with ``hook(state, bucket)`` from now on.
 
-        Raises:
-            UsageError: one was set before, or backward has begun.
+        Raises UsageError if a hook is already set, or backward has begun.
         """
         if self._hook is not None:
             raise UsageError(
@@ -173,23 +171,18 @@ class Reducer:
     # -- another group ---------------------------------------------------------------------------
 
     def check_regroup(self) -> None:
-        """Raise unless :meth:`over` can work.
-
-        Raises:
-            UsageError: the communication hook has a state.
-        """
+        """Raise UsageError if :meth:`over` is not possible because the communication hook has a state."""
         if self._hook is not None and self._hook[1] is not None:
             raise UsageError(
-                f"this model cannot follow another group: the state of its communication hook, a "
-                f"{type(self._hook[1]).__name__}, is that of the group before, and may differ between the "
-                "ranks that are left; use a hook with the state None"
+                f"this model cannot move to another group: the state of its communication hook, a "
+                f"{type(self._hook[1]).__name__}, belongs to the previous group and may differ between the "
+                "surviving ranks; use a hook with the state None"
             )
 
     def over(self, group: ProcessGroup) -> Reducer:
-        """End this one, and make another one like it over ``group``; gradients stay what they are.
+        """Replace this reducer by an equal one over ``group``, and return that.  Gradients are kept.
 
-        Raises:
-            OutOfSharedMemory: the buckets do not fit; this one goes on.
+        If it raises OutOfSharedMemory, because the buckets do not fit, this reducer stays in use.
         """
         successor = Reducer(group, self._names, self._copies, self._options)
         if self._hook is not None:
@@ -203,14 +196,14 @@ class Reducer:
     # -- called around a forward pass ------------------------------------------------------------
 
     def in_backward(self) -> bool:
-        """Whether a backward pass is running that is being reduced (checkpointing runs forward inside)."""
+        """Whether a backward pass with reduction is running (checkpointing runs forward inside)."""
         return self._pass.opened and torch._C._current_graph_task_id() != -1
 
     def end_interrupted(self) -> None:
-        """Bring a pass to its end that an exception interrupted on this rank, together with the other ranks.
+        """Finish, together with the other ranks, a pass that an exception interrupted on this rank.
 
-        Those raise UnusedParameterError then, unless they were interrupted, too.  Gradients in the buckets
-        are dropped: if they were set to zero meanwhile, what was on its way has come since.
+        The others raise UnusedParameterError, unless they were interrupted too.  Gradients in the buckets are
+        dropped: even if they were set to zero since, pending reductions may have overwritten them.
         """
         if self._local_pass is not None:
             self._local_pass = None
@@ -230,12 +223,12 @@ class Reducer:
         participants: Participants | None = None,
         copies: int | None = None,
     ) -> None:
-        """Reduce the backward pass that comes through ``output``.
+        """Reduce the backward pass through ``output``.
 
         Args:
-            counts: every rank runs this forward pass.
-            participants: a rank that runs it, and what to multiply averages with; only within a Join.
-            copies: how many copies of the model took part, if not all.
+            counts: whether every rank runs this forward pass.
+            participants: the ranks that run it, in a Join; None: all.
+            copies: number of copies of the model that took part; None: all.
         """
         self._pass.expect(counts, copies or self._width)
         self._participants = participants or Participants()
@@ -244,13 +237,13 @@ class Reducer:
             self._tell_reach(graph.reached)
 
     def ignore(self, output: Any) -> None:
-        """Do not reduce the backward pass that comes through ``output`` alone."""
+        """Do not reduce a backward pass through ``output`` alone."""
         self._pass.ignore()
         if self._tolerant:
-            self._follow(output, quiet_hook)  # it may come together with one that is reduced
+            self._follow(output, quiet_hook)  # it may be part of a backward pass that is reduced
 
     def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
-        """Put a hook on the tensors of ``output``; it keeps what is known of their graph while they live."""
+        """Register ``hook`` on the tensors of ``output``; it keeps their :class:`Graph` alive."""
         outputs = list(outputs_with_graph(output))
         graph = self._whole
         if self._tolerant and outputs:
@@ -264,11 +257,9 @@ class Reducer:
         return graph
 
     def shadow(self, participants: Participants) -> None:
-        """Take part in a pass of the other ranks with gradients of zero.  Its parameters get the averages
-        too, because this rank may own some of them (ZeroRedundancyOptimizer).
+        """Take part in a pass of the other ranks with zero gradients.
 
-        Args:
-            participants: as for :meth:`expect`.
+        This rank's parameters get the averages too: it may own some of them (ZeroRedundancyOptimizer).
         """
         self._participants = participants
         if self._options.skip_unused:
@@ -291,9 +282,9 @@ class Reducer:
     # -- called by autograd ----------------------------------------------------------------------
 
     def enter(self, graph: Graph) -> None:
-        """A pass opens before its first gradient, or goes on to another graph."""
+        """Open a pass before its first gradient, or continue it in another graph."""
         if self._pass.opened and self._end_of_pass() is None:
-            self._abandon()  # the pass before, after which no forward pass came that would have ended it
+            self._abandon()  # the previous pass was interrupted, and no forward pass has finished it since
         self._entered.append(graph)
         if not self._pass.opened:
             self.keep_references()
@@ -302,7 +293,7 @@ class Reducer:
             self._queue_finish()
 
     def keep_references(self) -> None:
-        """Leave gradients of earlier passes that the program refers to as they are, once a pass."""
+        """Preserve gradients of earlier passes that the program references; once in each pass."""
         if self._references_kept:
             return
         self._references_kept = True
@@ -312,7 +303,7 @@ class Reducer:
             self._gradients.count_references(renewed)
 
     def _unreached(self) -> list[int]:
-        """The parameters that no graph leads to of those that backward entered, or may still enter."""
+        """Return the parameters not reachable in any graph that backward entered or may still enter."""
         if not (self._tolerant and self._entered):
             return []
         reached = set().union(*(graph.reached for graph in (*self._graphs, *self._entered)))
@@ -320,7 +311,7 @@ class Reducer:
 
     def _queue_finish(self) -> None:
         # A callback runs at the end of the graph task in which it was queued.  Reentrant checkpoints have
-        # tasks of their own; the hook on the output queues it in the outermost one.
+        # their own tasks; the hook on the output queues it in the outermost one.
         if self._end_of_pass() is None:
             end = partial(self._finish)
             self._end_of_pass = weakref.ref(end)
@@ -331,7 +322,7 @@ class Reducer:
         if mark is Mark.UNEXPECTED:
             where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
             raise UsageError(unexpected(where, static=self._options.static_graph, tolerant=self._tolerant))
-        self._queue_finish()  # if the pass came through no output that we know
+        self._queue_finish()  # if no output hook has done it
         if self._pass.arrived == 1:
             self._begin(self._unreached())
         self._pass.launch(self)
@@ -343,7 +334,7 @@ class Reducer:
         self._pass.begin(self, unreached)
 
     def fold_later(self) -> None:
-        """A pass that is not reduced must leave its gradients where the optimiser looks for them."""
+        """At the end of a pass without reduction, sum the gradients into those of the first copy."""
         current = torch._C._current_graph_task_id()
         if self._local_pass != current:
             self._local_pass = current
@@ -353,10 +344,10 @@ class Reducer:
         self._local_pass = None
         self._gradients.fold()
 
-    # -- asked for by the pass ---------------------------------------------------------------------
+    # -- called by the pass ------------------------------------------------------------------------
 
     def fill(self, number: int) -> bool:
-        """Complete the gradients in a bucket before it is sent; False if no rank has any of them."""
+        """Complete the gradients in a bucket before it is sent; return False if no rank has any of them."""
         if number == OUTCOME:
             self._outcome.write_tail()
             return True
@@ -393,21 +384,21 @@ class Reducer:
     def wait(self, number: int) -> None:
         """Wait for the reduction of a bucket, or for the outcome.
 
-        A device is not waited for: what runs on the current streams from now on runs after the reduction.
+        On a device only the current streams wait for the reduction, not the host.
         """
         if number == OUTCOME:
             self._outcome.wait()
             return
         sent = self._sent[number]
         if isinstance(sent, SparseReduction):
-            return  # until it is known that all went well
+            return  # deliver() waits, if the pass succeeded
         sent.wait(blocking=False)
         scale = self._participants.scale
         if scale != 1.0:
             self.buckets[number].body.mul_(scale)
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Make the averages the gradients of the parameters."""
+        """Set the gradients of the parameters to the averages."""
         for number, sent in self._sent.items():
             (index, *_) = self.buckets[number].members
             if isinstance(sent, SparseReduction) and used[index]:
@@ -415,7 +406,7 @@ class Reducer:
         self._gradients.deliver(used, gaps=self._pass.gaps)
 
     def _is_needed(self, bucket: Bucket) -> bool:
-        """Whether any rank may have a gradient in it."""
+        """Whether any rank may have a gradient in ``bucket``."""
         members = list(bucket.members)
         return any(bool(reach.wait()[members].any()) for reach in self._reaches)
 
@@ -439,7 +430,7 @@ class Reducer:
     # -- the end of a pass -----------------------------------------------------------------------
 
     def _finish(self, *, interrupted: bool = False, shadow: bool = False) -> None:
-        """Wait for all buckets; unless the pass went well on every rank, raise."""
+        """Wait for all buckets; raise unless the pass succeeded on every rank."""
         self._end_of_pass = lambda: None
         end = None
         try:
@@ -471,9 +462,9 @@ class Reducer:
         explain(self._group, named, self._pass.missing(), interrupted, self._pass.extra)
 
     def _adopt_order(self) -> None:
-        """After the first pass that went well: lay out the buckets as gradients came on one rank.
+        """After the first successful pass, rebuild the buckets in one rank's order of arrival.
 
-        A rank that had no batch in this pass also learns there how often each gradient arrives.
+        A rank without a batch in this pass also receives the number of arrivals of each gradient.
         """
         order = self._pass.take_order()
         if order is None:

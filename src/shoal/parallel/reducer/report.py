@@ -1,4 +1,4 @@
-"""The error of a pass that went wrong, worded by all ranks together: each knows only its own part."""
+"""The error of a failed pass, composed from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from ...errors import OutOfStep, UnusedParameterError
 from ...group import ProcessGroup
 
-#: Parameters named for one rank.
+#: Maximum number of parameters named for one rank.
 _SHOWN = 20
 
 
 def explain(
     group: ProcessGroup, names: Sequence[str], missing: Sequence[int], interrupted: bool, extra: int
 ) -> None:
-    """Raise the error of a pass on every rank but those whose pass an exception ended.  Collective.
+    """Raise the error of a pass, except on ranks where an exception ended it.  Collective.
 
-    Those ranks have raised that exception.  A rank that catches it and skips the batch stays in step.
+    Those ranks have already raised that exception.  A rank that catches it and skips the batch stays in step.
 
     Args:
-        names: what to call the parameters.
-        missing: those whose gradients did not come on this rank.
-        interrupted: an exception ended this rank's pass.
+        names: names of the parameters for the message.
+        missing: indices of the parameters without a gradient on this rank.
+        interrupted: whether an exception ended this rank's pass.
         extra: forward passes of this rank since the last reduction, without the first.
 
     Raises:
@@ -45,8 +45,8 @@ def explain(
             "the ranks ran different numbers of forward passes in training mode before this backward pass "
             + seen
             + "\n  ".join(lines)
-            + "\nA rank with more of them left out a backward pass.  Let all ranks go backward through every "
-            f"forward pass, or run those that need none under torch.no_grad() or in eval().  {undone}"
+            + "\nA rank with more of them skipped a backward pass.  Run a backward pass for every forward "
+            f"pass on all ranks, or run the others under torch.no_grad() or in eval().  {undone}"
         )
     lines = []
     for rank, row in enumerate(rows):
@@ -58,29 +58,29 @@ def explain(
     raise UnusedParameterError(
         f"backward ended without gradients for some parameters {seen}"
         + "\n  ".join(lines)
-        + "\nTheir buckets can never be complete.  Use every parameter in the loss on every rank, wrap with "
-        "find_unused_parameters=True, or freeze those that are not used (requires_grad_(False)) before "
-        f"wrapping the model.  {undone}"
+        + "\nTheir buckets cannot become complete.  Use every parameter in the loss on every rank, wrap with "
+        "find_unused_parameters=True, or freeze unused parameters (requires_grad_(False)) before wrapping "
+        f"the model.  {undone}"
     )
 
 
 def unexpected(where: str, *, static: bool, tolerant: bool) -> str:
-    """The error of a gradient that arrived although it was not expected.
+    """Return the message for a gradient that arrived unexpectedly.
 
     Args:
-        where: names the gradient and the rank.
-        static, tolerant: whether the graph is static, or parameters may lack a gradient.
+        where: the gradient and the rank, for the message.
+        static, tolerant: whether the graph is static; whether parameters may have no gradient.
     """
     if static:
         return (
-            f"{where} arrived more often than in the first backward pass, but static_graph=True promises "
-            "that every pass is alike; leave that option out"
+            f"{where} arrived more often than in the first backward pass, but static_graph=True requires "
+            "all passes to be alike; omit that option"
         )
     advice = "use torch.utils.checkpoint with use_reentrant=False, or static_graph=True"
     if tolerant:
         return (
             f"{where} arrived twice, or although no output of the forward pass depends on it: it is used "
-            f"outside of forward, or in a reentrant checkpoint, which hides what it uses; {advice}"
+            f"outside of forward, or in a reentrant checkpoint, whose graph is not known; {advice}"
         )
     return (
         f"{where} arrived twice in one backward pass, because the parameter is used in several reentrant "

@@ -1,7 +1,7 @@
-"""Averaging sparse gradients: every rank gets all ranks' rows and adds them up.
+"""Averaging sparse gradients: every rank receives the rows of all ranks and sums them.
 
-The rows differ from rank to rank, so there is nothing to reduce in place; what is sent is proportional to the
-rows that were used and not to the table.
+The rows differ between ranks, so they cannot be reduced in place.  The bytes sent are proportional to the
+number of used rows and not to the size of the table.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from ...group import ProcessGroup
 
 
 class SparseReduction:
-    """One sparse gradient on its way.
-
-    Starts with the exchange of how many entries each rank has.
+    """The reduction of one sparse gradient.  The constructor starts the exchange of the numbers of entries.
 
     Args:
-        gradients: this rank's, to be added up: none if the parameter was not used here.
+        gradients: the gradients of this rank, to be summed; empty if the parameter was not used here.
         like: the parameter.
-        dtype: what to reduce in.
+        dtype: the dtype to reduce in.
     """
 
     def __init__(
@@ -47,12 +45,12 @@ class SparseReduction:
         else:
             self._indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=like.device)
             self._values = torch.empty(0, *like.shape[sparse_dim:], dtype=dtype, device=like.device)
-        own = torch.tensor([len(self._values)], device="cpu")  # on the host, which has to know the numbers
+        own = torch.tensor([len(self._values)], device="cpu")  # on the host, which needs the numbers
         counts = torch.empty(group.size, dtype=own.dtype, device="cpu")
         self._counts: Future[torch.Tensor] = group.all_gather_single(counts, own)
 
     def start(self) -> None:
-        """Send the entries.  Collective; waits for the exchange of the numbers."""
+        """Wait for the numbers of entries and start sending the entries.  Collective."""
         counts = self._counts.wait().tolist()
         indices, values = self._indices, self._values
         self._gathered = (
@@ -61,6 +59,6 @@ class SparseReduction:
         )
 
     def wait(self) -> torch.Tensor:
-        """The average over all ranks, coalesced; the same on every rank."""
+        """Return the average over all ranks, coalesced; equal on every rank."""
         indices, values = (torch.cat(future.wait(blocking=False)) for future in self._gathered)
         return sparse_tensor(indices.t(), values / self._group.size, self._like.shape).coalesce()

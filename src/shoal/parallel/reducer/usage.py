@@ -1,4 +1,4 @@
-"""The parameters that a forward pass used: those that autograd's graph leads to."""
+"""The parameters used by a forward pass, found in autograd's graph."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ...common.containers import tensors
 
 
 def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``output``, a structure of any kind that we know, that have a graph behind them."""
-    if isinstance(output, torch.Tensor):  # nearly always: looking into structures takes longer
+    """Yield the tensors in ``output``, a nested structure, that have a ``grad_fn``."""
+    if isinstance(output, torch.Tensor):  # the common case, faster than the search of structures
         if output.grad_fn is not None:
             yield output
         return
@@ -20,11 +20,7 @@ def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
 
 
 class Graph:
-    """The graph behind the outputs of one forward pass, as far as it is known.
-
-    Attributes:
-        reached: the parameters that it may lead to.
-    """
+    """The autograd graph of one forward pass; ``reached`` are the indices of parameters reachable in it."""
 
     __slots__ = ("__weakref__", "reached")
 
@@ -33,12 +29,10 @@ class Graph:
 
 
 def reachable(outputs: Iterable[torch.Tensor], index_of: Mapping[int, int]) -> set[int]:
-    """The indices of the parameters that the graph behind ``outputs`` leads to.
+    """Return the indices of the parameters reachable in the graph of ``outputs``.
 
-    What reentrant checkpoints use is not seen: their graph is made during backward.
-
-    Args:
-        index_of: from ``id(parameter)`` to the parameter's index.
+    ``index_of`` maps ``id(parameter)`` to the parameter's index.  Parameters used in reentrant checkpoints
+    are not found, since their graph is made during backward.
     """
     found: set[int] = set()
     seen: set[Any] = set()

@@ -1,4 +1,4 @@
-"""An optimiser whose state is distributed over the ranks."""
+"""An optimiser with its state distributed over the ranks."""
 
 from .optimizer import ZeroRedundancyOptimizer
 

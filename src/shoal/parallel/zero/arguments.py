@@ -1,4 +1,4 @@
-"""Checks of the arguments of ZeroRedundancyOptimizer."""
+"""Validation of the arguments of ZeroRedundancyOptimizer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...errors import UsageError
 from ..coalesced import elements, obstacle
 from ..consistency import describe_parameter, describe_tensor
 
-#: what ranks have done wrong whose descriptions differ
-DIFFER = "gave their ZeroRedundancyOptimizer arguments that differ"
+#: The argument ``what`` of :func:`check_same`.
+DIFFER = "passed different arguments to ZeroRedundancyOptimizer"
 
 
 def describe_all(
     groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str], first: int = 0
 ) -> list[tuple[str, str]]:
-    """What must be equal on all ranks: settings, and parameter groups from number ``first`` on."""
+    """Describe what must be equal on all ranks: ``settings``, and groups that are numbered from ``first``."""
     items = [(f"option {name}", value) for name, value in settings.items()]
     for index, group in enumerate(groups, first):
         for name, parameter in zip(names_of(group, index), group["params"], strict=True):
@@ -31,10 +31,9 @@ def describe_all(
 
 
 def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise unless owners can send the parameters of groups from number ``first`` on.
+    """Raise UsageError, with reasons, unless owners can send the parameters of ``groups``.
 
-    Raises:
-        UsageError: naming those that cannot be sent, and why.
+    Groups are numbered from ``first``.
     """
     lines = []
     for index, group in enumerate(groups, first):
@@ -53,7 +52,7 @@ def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> No
 def describe_shapes(
     groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """The same without what may change from step to step: schedules change options, and layers thaw."""
+    """Like :func:`describe_all`, without options and ``requires_grad``, which may change between steps."""
     items = [(f"option {name}", value) for name, value in settings.items()]
     for index, group in enumerate(groups):
         for name, parameter in zip(names_of(group, index), group["params"], strict=True):
@@ -62,7 +61,7 @@ def describe_shapes(
 
 
 def names_of(group: Mapping[str, Any], index: int) -> list[str]:
-    """What messages call the parameters of group ``index``."""
+    """Return names of the parameters of group ``index`` for messages."""
     given = group.get("param_names")
     return [
         f"parameter {place if given is None else repr(given[place])} of group {index}"
@@ -71,11 +70,7 @@ def names_of(group: Mapping[str, Any], index: int) -> list[str]:
 
 
 def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:
-    """``params`` as a list that can be gone through again.
-
-    Raises:
-        UsageError: there are none, some are none, or the optimiser cannot be distributed.
-    """
+    """Return ``params`` as a list; raise UsageError if an argument is invalid."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise UsageError(f"optimizer_class must be a class of torch.optim's kind, got {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
@@ -104,11 +99,7 @@ def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) 
 
 
 def check_copies(copies: Any, size: int | None, *, overlap_with_ddp: bool) -> None:
-    """Refuse a number of copies that a group of ``size`` cannot have; None: there is no group yet.
-
-    Raises:
-        UsageError: it is out of range, or parameters are updated in backward.
-    """
+    """Raise UsageError if ``copies`` is invalid for a group of ``size`` ranks (None: no group yet)."""
     is_number = isinstance(copies, int) and not isinstance(copies, bool) and copies >= 1
     if not is_number or (size is not None and copies > size):
         most = "the size of the group" if size is None else size
@@ -117,13 +108,13 @@ def check_copies(copies: Any, size: int | None, *, overlap_with_ddp: bool) -> No
         )
     if copies > 1 and overlap_with_ddp:
         raise UsageError(
-            f"copies={copies} with overlap_with_ddp=True: a hook that updates parameters in backward lets "
-            "one owner do it; leave overlap_with_ddp out, and call step() after backward"
+            f"copies={copies} with overlap_with_ddp=True: a hook that updates parameters in backward "
+            "supports one owner only; omit overlap_with_ddp, and call step() after backward"
         )
 
 
 def _entries(group: dict[str, Any]) -> list[Any]:
-    """The parameters of a group as the user gave it."""
+    """Return the parameters of a user's group, after making ``group["params"]`` a list."""
     if "params" not in group:
         raise UsageError(f"a parameter group needs 'params', got {sorted(group)}")
     params = group["params"]

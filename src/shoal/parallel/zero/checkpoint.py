@@ -1,7 +1,7 @@
-"""The distributed state as one: brought together on a rank, and divided again.
+"""Gathering the distributed state on one rank, and dividing it again.
 
-In between it has the form that the optimiser inside would give without any distribution, so it can be loaded
-on any number of ranks, and by that optimiser alone.
+The gathered state has the form that the inner optimiser gives without distribution, so it can be loaded on
+any number of ranks, and by the inner optimiser alone.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from ...errors import UsageError
 from ...group import ProcessGroup
 from ...spec import DTYPE_CODES
 
-#: The keys by which a parameter group speaks of each of its parameters, rather than of all together.
+#: The keys of a parameter group with one value for each parameter.
 PER_PARAMETER = ("params", "param_names")
 
-#: The tag of messages that carry state, so that they are not taken for the program's own.
+#: The tag of messages with state, which separates them from the program's messages.
 _TAG = 0x2E5A45B0
 
 
 def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any, Any] | None:
-    """The state of all ranks on rank ``to``, in CPU memory; None elsewhere.  Collective.
+    """Return the state of all ranks on rank ``to``, in CPU memory; None on other ranks.  Collective.
 
     Args:
-        own: this rank's part, by the numbers of its parameters.  Another key belongs to no parameter,
-            and is that of the last rank.
+        own: this rank's part, by parameter number; for other keys the last rank's values are used.
     """
     structure, tensors = dumped(own)
     tensors = [tensor.cpu() for tensor in tensors]
@@ -56,7 +55,7 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
 
 
 def packed(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A state dictionary, as the optimiser inside would give it: by ascending numbers of parameters."""
+    """Return a state dictionary in the form of the inner optimiser, by ascending parameter numbers."""
     numbers = sorted(key for key in state if isinstance(key, int))
     others = [key for key in state if not isinstance(key, int)]
     return {
@@ -66,13 +65,13 @@ def packed(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dic
 
 
 def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as a state dictionary has them: parameters are numbers."""
+    """Return parameter groups in the form of a state dictionary, with numbers as parameters."""
     numbers = count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def part_of_group(group: Mapping[str, Any], chosen: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
-    """A copy of a parameter group with only the parameters that are ``chosen``."""
+    """Return a copy of a parameter group with only the ``chosen`` parameters."""
     keep = [chosen(parameter) for parameter in group["params"]]
     part = dict(group)
     for name in PER_PARAMETER:
@@ -86,14 +85,14 @@ def part_of_state(
     groups: Sequence[Mapping[str, Any]],
     chosen: Callable[[torch.Tensor], bool],
 ) -> dict[str, Any]:
-    """The part of a state that an optimiser of only the ``chosen`` parameters has to load.
+    """Return the part of a state to load into an optimiser of only the ``chosen`` parameters.
 
     Args:
         saved: a state dictionary of an optimiser of all parameters.
-        groups: their parameter groups.
+        groups: the parameter groups of all parameters.
 
     Raises:
-        UsageError: they are other groups than those that were saved.
+        UsageError: ``groups`` differ from the saved groups.
     """
     lengths = [len(group["params"]) for group in groups]
     lengths_saved = [len(group["params"]) for group in saved["param_groups"]]
@@ -123,7 +122,7 @@ def part_of_state(
 
 
 class _TensorlessPickler(pickle.Pickler):
-    """Leaves tensors out, which travel by themselves."""
+    """Leaves out tensors, which are sent separately."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -146,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Any state as bytes, and the tensors in it, which travel by themselves."""
+    """Return any state as bytes, and the tensors in it, which are sent separately."""
     file = io.BytesIO()
     pickler = _TensorlessPickler(file)
     pickler.dump(state)
@@ -154,5 +153,5 @@ def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def loaded(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """What :func:`dumped` took apart."""
+    """Invert :func:`dumped`."""
     return _Unpickler(io.BytesIO(structure), tensors).load()

@@ -1,9 +1,9 @@
-"""How updated parameters get from their owners to all other ranks.
+"""Sending updated parameters from their owners to all other ranks.
 
-Every rank broadcasts what it owns, all at once and in place: each byte is copied once per receiving rank,
-whether it lies in registered memory or not.  (With 2 ranks and 40 MB an all-gather into registered memory
-took six times as long, because its input must not be part of its output, and so did copies into and out of
-registered memory.)  Only small parameters are worth a copy, to travel together in one message.
+All ranks broadcast their parameters concurrently and in place: each byte is copied once per receiving rank,
+in registered memory or not.  (With 2 ranks and 40 MB an all-gather into registered memory took six times as
+long, because its input must not be part of its output, and so did copies into and out of registered memory.)
+Only small parameters are copied, into one message.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from ...future import Future
 from ...group import ProcessGroup
 from ..coalesced import by_device, packed_size
 
-#: Parameters of fewer bytes travel together.  Copying so many costs about what a message does.
+#: Parameters of fewer bytes are sent in one message: copying this many bytes costs as much as a message.
 SMALL_BYTES = 2**15
 
 
 class Exchange:
-    """Sends parameters of any dtypes from their owners to everybody.
+    """Sends parameters of any dtypes from their owners to all ranks.
 
     Args:
-        group: the ranks.
         parameters: the same on all ranks, in the same order.
-        owners: the rank that has the current values, for each of ``parameters``.
-        as_views: make all parameters views of one piece of registered memory, in which each rank's lie
-            together: one message a rank, and no copies.
+        owners: for each of ``parameters`` the rank that has the current values.
+        as_views: make all parameters views of registered memory: no copies, and one message for each owner.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Exchange:
             self._adopt()
 
     def start(self) -> None:
-        """Begin to overwrite what others own with their values.  Collective."""
+        """Start to overwrite the parameters of other owners with their values.  Collective."""
         with torch.no_grad():
             if self._as_views:
                 self._adopt()
@@ -79,18 +77,18 @@ class Exchange:
         ]
 
     def finish(self) -> None:
-        """Wait until it is done."""
+        """Wait for the exchange."""
         sent, self._sent = self._sent, []
         for future in sent:
             future.wait(blocking=False)
         with torch.no_grad():
             if not self._as_views:
                 self._copy(mine=False)
-            # The bytes came past autograd, which must not go back through what was saved before.
+            # Autograd did not record the writes; a backward pass with saved old values must fail.
             torch.autograd.graph.increment_version(self._received)
 
     def _copy(self, *, mine: bool) -> None:
-        """Own parameters into the messages, or others' out of them."""
+        """Copy this rank's parameters into the messages (``mine``), or the other parameters out of them."""
         chosen = [index for index, own in enumerate(self._mine) if own is mine]
         if not chosen:
             return
@@ -98,7 +96,7 @@ class Exchange:
         torch._foreach_copy_(*((views, parameters) if mine else (parameters, views)))
 
     def _adopt(self) -> None:
-        """Make all parameters views of the messages, also those whose ``data`` somebody replaced."""
+        """Make all parameters views of the messages, also after their ``data`` was replaced."""
         for view, parameter in zip(self._views, self._packed, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 continue
@@ -106,7 +104,7 @@ class Exchange:
                 raise UsageError(
                     f"rank {self._group.rank}: a parameter was {view.dtype} {list(view.shape)} when the "
                     f"optimiser was made and is {parameter.dtype} {list(parameter.shape)} now; convert the "
-                    "model before"
+                    "model before making the optimiser"
                 )
             view.copy_(parameter.detach())
             parameter.data = view
@@ -132,18 +130,18 @@ class Portion:
         self._prepare()
 
     def start(self) -> None:
-        """Begin to send the parameters that are trained.  Collective."""
+        """Start to send the trained parameters.  Collective."""
         self._prepare()
         if self._exchange is not None:
             self._exchange.start()
 
     def finish(self) -> None:
-        """Wait until it is done."""
+        """Wait for the exchange."""
         if self._exchange is not None:
             self._exchange.finish()
 
     def _prepare(self) -> None:
-        """Make another exchange if other parameters are trained now: one may thaw layers."""
+        """Make a new exchange if other parameters are trained than before (layers may be unfrozen)."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if self._group.size == 1 or trained == self._trained:
             return
@@ -159,10 +157,9 @@ class Portion:
 def _pack(
     group: ProcessGroup, together: Sequence[tuple[int, torch.Tensor]]
 ) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:
-    """Registered memory for parameters of one device, sorted by owner.
+    """Allocate registered memory for parameters of one device, sorted by owner.
 
-    Returns:
-        A view of the memory for each parameter, and the bytes of each owner.
+    Returns a view of the memory for each parameter, and the bytes of each owner.
     """
     ends = [0] * (group.size + 1)
     offsets = []
@@ -187,6 +184,6 @@ def _pack(
 def _view(memory: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     nbytes = parameter.numel() * parameter.element_size()
     flat = memory[offset : offset + nbytes].view(parameter.dtype)
-    # The parameter's own strides (channels_last, say), or those of a dense copy where it has holes.
+    # The parameter's strides (channels_last, for example), or those of a dense copy if it has holes.
     strides = torch.empty_like(parameter, device="meta").stride()
     return flat.as_strided(parameter.shape, strides)

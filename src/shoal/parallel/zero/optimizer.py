@@ -1,9 +1,8 @@
-"""ZeroRedundancyOptimizer: each rank keeps the state of its share of the parameters.
+"""ZeroRedundancyOptimizer: each rank keeps the optimiser state of its share of the parameters.
 
-With data parallelism all ranks would compute the same update from the same state.  So each does it for some
-parameters, and sends the result to the others.  This is the first stage of Rajbhandari et al., "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models" (2020); the interface is that of torch's class of the
-same name.
+With data parallelism all ranks would compute the same update from the same state.  Instead, each rank updates
+some parameters and sends them to the others.  This is the first stage of Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (2020); the interface is that of torch's class.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part
 from .shares import Shares
 from .survey import Gathers, gather_again
 
-#: arguments of the constructor that are not for the optimiser inside
+#: Arguments of the constructor that are not passed to the inner optimiser.
 _ARGUMENTS = (
     "params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp", "copies",
 )  # fmt: skip
@@ -40,44 +39,43 @@ _ARGUMENTS = (
     "Call consolidate_state_dict() on all ranks and save or copy state_dict()",
 )
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """An optimiser whose state is distributed over ranks that train the same model.
+    """An optimiser with its state distributed over the ranks that train a model.
 
         model = shoal.DistributedDataParallel(net, group=group)
         optimizer = shoal.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, group=group, lr=1e-3)
 
     Each parameter has an owner, which keeps its state and computes its update; then all owners send their
-    parameters to everybody.  The result is that of ``optimizer_class`` without distribution, bit for bit, as
-    long as gradients are the same on all ranks (DistributedDataParallel sees to that), and it is the same on
-    all ranks in any case.
+    parameters to all ranks.  Parameters are always equal on all ranks.  If gradients are equal too (as with
+    DistributedDataParallel), results are bitwise those of ``optimizer_class`` without distribution.
 
-    All ranks make it with the same arguments, which they compare, and call :meth:`step`,
-    :meth:`add_param_group` and :meth:`consolidate_state_dict` together.  Everything else is as with any
+    All ranks must construct it with the same arguments, which are compared, and call :meth:`step`,
+    :meth:`add_param_group` and :meth:`consolidate_state_dict` together.  Everything else is as for any
     optimiser: parameter groups, learning rate schedulers, closures, hooks, ``zero_grad``.
 
     Args:
         params: as for any optimiser: tensors, pairs of name and tensor, or dictionaries for groups.
-        optimizer_class: of the optimiser inside.  One that treats each parameter by itself, as all of
-            ``torch.optim`` do but LBFGS.
-        group: the ranks: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed over the backend
-            "shoal"; None: the default group of ``torch.distributed`` or ``shoal.distributed``; if there is
-            none, and several copies are kept, that of the ``elastic.Session`` that will train with it.
-        parameters_as_bucket_view: make the parameters views of one piece of memory that the whole group on
-            this host can see: one message a rank.  Their values do not change, but their ``data`` does.
-        overlap_with_ddp: update parameters while backward still runs, in a communication hook that
-            ``shoal.parallel.hooks.hook_with_zero_step`` makes.  :meth:`step` has nothing left to do then.
-        copies: how many ranks, on different hosts where there are several, keep the state of a parameter and
-            compute its update.  Nothing more is sent; it needs gradients that are equal on all ranks.
-        defaults: for ``optimizer_class``.
+        optimizer_class: the class of the inner optimiser, which must update each parameter independently,
+            like all of ``torch.optim`` except LBFGS.
+        group: a :class:`~shoal.ProcessGroup`, or a group of torch.distributed with the backend "shoal"; None:
+            the default group of ``torch.distributed`` or ``shoal.distributed``, or if there is none and
+            ``copies`` is above 1, that of the ``elastic.Session`` that will train with this optimiser.
+        parameters_as_bucket_view: make the parameters views of registered memory, for one message per rank.
+            Changes their ``data``, but not their values.
+        overlap_with_ddp: update parameters during backward, in a communication hook made by
+            ``shoal.parallel.hooks.hook_with_zero_step``.  :meth:`step` then updates nothing.
+        copies: number of ranks, on different hosts if possible, that keep the state of a parameter and
+            compute its update.  Needs no more messages, but gradients that are equal on all ranks.
+        defaults: keyword arguments for ``optimizer_class``.
 
     Attributes:
-        group: the ranks, now.
-        optim: the optimiser inside, which has only this rank's parameters.
-        state: its state.
-        overlap_with_ddp, copies: as given.
+        group: the current group.
+        optim: the inner optimiser, with this rank's parameters only.
+        state: the state of the inner optimiser.
+        overlap_with_ddp, copies: the arguments.
 
     Raises:
-        UsageError: there is no parameter, or what is given is none; or there cannot be so many copies.
-        ModelMismatch: the ranks gave other parameters or options; the message says which.
+        UsageError: there are no parameters, an argument is invalid, or ``copies`` is out of range.
+        ModelMismatch: the ranks' parameters or options differ; the message lists the differences.
     """
 
     def __init__(
@@ -99,8 +97,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             ranks = given_group(group, "ZeroRedundancyOptimizer")
         if overlap_with_ddp and parameters_as_bucket_view:
             raise UsageError(
-                "with overlap_with_ddp=True parameters travel with the buckets of gradients; leave "
-                "parameters_as_bucket_view out"
+                "with overlap_with_ddp=True parameters are sent for each bucket of gradients; omit "
+                "parameters_as_bucket_view"
             )
         check_copies(copies, None if ranks is None else ranks.size, overlap_with_ddp=overlap_with_ddp)
         self.overlap_with_ddp = overlap_with_ddp
@@ -110,7 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._shares = Shares(ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp)
         self._leader: Leader | None = None
         self._gathers = Gathers()
-        #: how many calls that gather states are done already, because other ranks had begun them
+        #: Number of later gather calls to skip, because :meth:`settle` has already done their work.
         self._gathered = 0
         self._consolidated: dict[str, Any] | None = None
         self._made = False
@@ -131,14 +129,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._made = True
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the parameters that this rank owns, and get the others.  Collective.
+        """Update the parameters that this rank owns, and receive the others.  Collective.
 
         Args:
-            closure: computes the loss again, with its gradients; on all ranks.
-            kwargs: for the step of the optimiser inside.
+            closure: recomputes the loss and its gradients; on all ranks.
+            kwargs: keyword arguments for the step of the inner optimiser.
 
         Returns:
-            What the step of the optimiser inside gives: the loss of ``closure``.
+            The result of the step of the inner optimiser: the loss of ``closure``.
         """
         Join.notify_join_context(self)
         if self.overlap_with_ddp:
@@ -157,12 +155,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters.  Collective: all ranks add the same.  Those there are keep their owners."""
+        """Add parameters, the same on all ranks.  Previous parameters keep their owners.  Collective."""
         if self._made:
             self._settle_with_others()
         super().add_param_group(param_group)
         if not self._made:
-            return  # by the constructor, which distributes all groups together
+            return  # called by the constructor, which assigns all groups together
         index = len(self.param_groups) - 1
         try:
             self._check_same(index, {})
@@ -178,15 +176,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks to one, in CPU memory, for :meth:`state_dict` there.  Collective.
+        """Gather the state of all ranks in CPU memory of rank ``to``, for :meth:`state_dict` there.
+        Collective.
 
-        It lives until the next step.
-
-        Args:
-            to: the rank.
+        It is kept until the next step.
         """
         if not 0 <= to < self.group.size:
-            raise UsageError(f"to={to!r} is no rank of {self.group!r}")
+            raise UsageError(f"to={to!r} is not a rank of {self.group!r}")
         if self._gathered:
             self._gathered -= 1
             return
@@ -201,10 +197,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathers = self._gathers._replace(under_way=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all ranks, as the optimiser inside would give it if there was only one rank.
+        """Return the state of all ranks, in the form of the inner optimiser without distribution.
 
         Raises:
-            UsageError: it was not consolidated on this rank since the last step.
+            UsageError: the state was not consolidated on this rank since the last step.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -224,13 +220,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of all parameters, of which this rank keeps its part.  Each rank by itself.
+        """Load this rank's part of a state of all parameters.  Not collective.
 
         Args:
-            state_dict: from :meth:`state_dict` on any number of ranks, or from the optimiser inside alone.
+            state_dict: from :meth:`state_dict` on any number of ranks, or from the inner optimiser alone.
 
         Raises:
-            UsageError: it is of other parameter groups.
+            UsageError: its parameter groups differ.
         """
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -249,53 +245,46 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks."""
+        """The current group."""
         return self._shares.group
 
     @property
     def present_group(self) -> ProcessGroup | None:
-        """The ranks; None: a session has not given them yet."""
+        """The current group; None: no session has set it yet."""
         return self._shares.group if self._shares.has_group else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all parameters as the newest update has left them."""
+        """Whether this rank has all parameters of the newest update."""
         return self._shares.is_whole
 
     def check_regroup(self) -> None:
-        """Find out whether :meth:`regroup` can work.
-
-        Raises:
-            UsageError: there is only one copy of the state.
-        """
+        """Raise UsageError if :meth:`regroup` is not possible because there is only one copy of the state."""
         if self.copies == 1:
             raise UsageError(
-                "this ZeroRedundancyOptimizer cannot follow another group: it keeps each part of its state "
-                "on one rank, and that part dies with the rank.  Make it with copies=2"
+                "this ZeroRedundancyOptimizer cannot move to another group: it keeps each part of its state "
+                "on one rank, and that part is lost with the rank.  Make it with copies=2"
             )
 
     def regroup(self, group: ProcessGroup) -> None:
-        """Work over ``group`` from now on.  Every rank of it calls this; nothing is sent before
-        :meth:`settle`.
+        """Use ``group`` from now on.  Every rank of it must call this; nothing is sent before :meth:`settle`.
 
         Args:
-            group: of ranks that have had the group before, or of any that have this optimiser of the same
-                parameters, also without any state.
+            group: a group of ranks that have this optimiser of the same parameters, with or without state.
 
         Raises:
-            UsageError: as of :meth:`check_regroup`.
+            UsageError: as for :meth:`check_regroup`.
         """
         self.check_regroup()
         self._shares.move_to(group)
 
     def settle(self) -> None:
-        """Bring parameters and state in order, if the group is new.
+        """Exchange missing parameters and state, if the group is new.  Collective.
 
-        Collective: every rank calls it at a point of the program at which it has called :meth:`step` as
-        often as the others; otherwise the end of the next :meth:`step` does it, or whatever needs the state.
-        Owners keep their state, and what has fewer owners than ``copies`` is sent to the rank that has least.
-        If an exchange of parameters broke, it is done again.  A rank that has computed fewer steps counts as
-        one without a state.
+        Every rank must call it after the same number of calls of :meth:`step`; without a call, the end of the
+        next :meth:`step` does it, or another method that needs the state.  Owners keep their state.  A state
+        with fewer owners than ``copies`` is sent to the rank with the least load.  An interrupted exchange of
+        parameters is repeated.  A rank that has computed fewer steps counts as a rank without state.
 
         Raises:
             GroupError: a rank is lost; call it again after the next :meth:`regroup`.
@@ -310,50 +299,48 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if again is not None and again.to < self.group.size:
             self._gather(again.to)
         last = max(each.gathers for each in holdings)._replace(under_way=False)
-        if holdings[self.group.rank].steps == self._shares.steps:  # else it has joined the others
+        if holdings[self.group.rank].steps == self._shares.steps:  # otherwise this rank has just joined
             self._gathered += last.begun - self._gathers.begun
         self._gathers = last
 
     def follow(self, leader: Leader | None) -> None:
-        """Let :meth:`step` and :meth:`consolidate_state_dict` go on when a rank is lost in them.
+        """Let :meth:`step` and :meth:`consolidate_state_dict` continue when a rank is lost during them.
 
-        Args:
-            leader: makes a new group then.  None: raise again.
+        ``leader`` makes a new group in this case.  None: raise the error (the default).
         """
         self._leader = leader
 
     def hold_nothing(self) -> None:
-        """What this rank has is not that of the ranks of the next group: it takes everything from them."""
+        """Ignore the state of this rank in the next :meth:`settle`, which receives that of other ranks."""
         self._shares.steps = -1
 
     def take_over(self, common: Mapping[str, Any]) -> None:
-        """Become what :meth:`what_all_have` has given elsewhere; :meth:`settle` does the rest.
+        """Copy the options from :meth:`what_all_have` of another rank; :meth:`settle` does the rest.
 
-        Raises:
-            ValueError: it has other groups.
+        Raises ValueError if the parameter groups differ.
         """
         _copy_options(common["param_groups"], self.param_groups)
 
     def what_all_have(self) -> dict[str, Any]:
-        """What is to be equal on all ranks: how many steps there were, and the options."""
+        """Return the values that must be equal on all ranks: the number of steps, and the options."""
         groups = [{**group, "params": len(group["params"])} for group in self.param_groups]
         return {"steps": self._shares.steps, "param_groups": groups}
 
     # -- for hooks that update parameters in backward -----------------------------------------------
 
     def prepare_step(self) -> None:
-        """Let the optimiser inside know what schedulers and users changed."""
+        """Copy options that schedulers and users changed to the inner optimiser."""
         self._consolidated = None
         _copy_options(self.param_groups, self.optim.param_groups)
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that updates and sends ``parameter``, or None if it is none of this optimiser's."""
+        """Return the rank that updates and sends ``parameter``, or None if it was never added."""
         return self._shares.owner(parameter)
 
     def _step_in_backward(self, closure: Callable[[], Any] | None) -> Any:
         if not self.hooked:
             raise UsageError(
-                "with overlap_with_ddp=True parameters are updated in backward, by a hook that is missing: "
+                "with overlap_with_ddp=True a hook updates parameters in backward, but none is registered: "
                 "model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, optimizer))"
             )
         if closure is None:
@@ -365,7 +352,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @takes_named_options
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Takes part in the steps of the others, with the gradients that they have."""
+        """Return a hook that takes part in the steps of the other ranks, with their gradients."""
         return _ZeroHook(self)
 
     @property
@@ -376,15 +363,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The ranks."""
+        """The group."""
         return self.group
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _gather(self, to: int) -> None:
-        """Bring the state of all ranks to one.  Collective."""
+        """Gather the state of all ranks on rank ``to``.  Collective."""
         self._consolidated = None
-        # One of its owners sends the state of a parameter.
+        # Only one of its owners sends the state of a parameter.
         state = gather_state(self.group, self._own_state(self._shares.is_sent_from_here), to)
         if state is not None:
             _copy_options(self.param_groups, self.optim.param_groups)
@@ -393,7 +380,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Do not raise the error of a lost rank if who follows the group goes on without it."""
+        """Suppress the error of a lost rank if the leader continues without that rank."""
         try:
             yield
         except GroupError as error:
@@ -401,7 +388,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 raise
 
     def _settle_with_others(self) -> None:
-        """Settle, with what else is new in the group."""
+        """Settle, through the leader if there is one, which settles its other components too."""
         if not self._shares.is_settled and self._leader is not None:
             self._leader.settle()
         else:
@@ -411,7 +398,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return part_of_group(group, self._shares.is_own)
 
     def _own_state(self, chosen: Callable[[torch.Tensor], bool]) -> dict[Any, Any]:
-        """The state of the ``chosen`` ones of this rank's parameters, by their numbers among all."""
+        """Return the state of this rank's ``chosen`` parameters, by parameter number."""
         own = [
             (number, parameter)
             for number, parameter in enumerate(_parameters(self.param_groups))
@@ -425,9 +412,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         }
 
     def _check_same(self, first: int, settings: Mapping[str, str]) -> None:
-        """Raise on every rank unless all have the same groups, from the ``first`` one on.  Collective.
+        """Check that all ranks have the same parameter groups from ``first`` on.  Collective.
 
-        Where there is no group yet, :meth:`settle` does it.
+        Without a group, :meth:`settle` does it later.
         """
         if not self._shares.has_group:
             return
@@ -436,7 +423,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 class _ZeroHook(JoinHook):
-    """A rank that has run out still owns parameters, which the others train on."""
+    """The hook of a rank without batches, which still updates its parameters for the others."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
@@ -450,7 +437,7 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def _copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Learning rates and the like, which schedulers and users change in our groups, not in those inside."""
+    """Copy options, such as learning rates, from one list of parameter groups to another."""
     for given, taken in zip(source, target, strict=True):
         for name, value in given.items():
             if name not in PER_PARAMETER:

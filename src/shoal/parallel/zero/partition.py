@@ -1,4 +1,4 @@
-"""The division of parameters among ranks: equally many bytes for each, the same answer on every rank."""
+"""The assignment of parameters to ranks, with about equal bytes for each, and equal results on all ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import torch
 
 from ...group import ProcessGroup
 
-#: A rank takes a copy for the sake of its host up to this multiple of the even share.
+#: A rank is preferred for its host while its load is at most this multiple of the mean.
 _FOR_ITS_HOST = 4 / 3
 
 
 class Partition:
     """The owners of each parameter.
 
-    The largest parameter goes to the rank that has least so far, then the next largest: no rank has more than
-    4/3 of what the best division would give the fullest one (Graham, "Bounds on multiprocessing timing
-    anomalies", 1969).  Parameters are not divided, because optimisers may look at one as a whole.  Frozen
-    parameters have no state, and are counted by themselves.
+    Parameters are assigned by descending size, each to the rank with the least load: the maximum load is at
+    most 4/3 of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).  Parameters are not
+    split, because optimisers may need one as a whole.  Frozen ones (no state) are counted separately.
 
-    With several copies a parameter goes to as many ranks, on different hosts where that does not fill one of
-    them.  One of its owners is the sender, such that all ranks send equally many bytes.
+    With several copies a parameter has as many owners, on different hosts unless that overloads a rank.  One
+    of the owners is the sender, chosen such that all ranks send about equal bytes.
 
     Args:
         size: number of ranks.
-        copies: how many owners a parameter has; in a smaller group every rank owns all.
-        hosts: of each rank, equal numbers for equal hosts; None: all ranks are on one.
+        copies: number of owners of a parameter; in a smaller group every rank owns all.
+        hosts: the host number of each rank; None: all ranks are on one host.
     """
 
     def __init__(self, size: int, copies: int = 1, hosts: Sequence[int] | None = None) -> None:
@@ -43,12 +42,12 @@ class Partition:
         held: Sequence[Collection[int]] | None = None,
         trained: Sequence[bool] | None = None,
     ) -> None:
-        """Distribute further parameters; those there are stay where they are.
+        """Assign more parameters; previous ones keep their owners.
 
         Args:
-            held: for each parameter the ranks that have its state, at least one; they keep it where they can.
-                None: there is no state yet.
-            trained: whether each is not frozen; None: as it is here.
+            held: for each parameter the ranks that have its state, at least one; these are preferred as
+                owners.  None: there is no state yet.
+            trained: whether each parameter is not frozen; None: as on this rank.
         """
         kinds = [parameter.requires_grad for parameter in parameters] if trained is None else trained
         everyone = range(self._size)
@@ -87,16 +86,16 @@ class Partition:
             self._owners[parameters[index]] = (sender, *others)
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that sends ``parameter`` when it is updated, or None if it was never added."""
+        """Return the rank that sends ``parameter`` when it is updated, or None if it was never added."""
         owners = self._owners.get(parameter)
         return None if owners is None else owners[0]
 
     def owners(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """The ranks that update ``parameter``, the sender first; none if it was never added."""
+        """Return the ranks that update ``parameter``, the sender first; empty if it was never added."""
         return self._owners.get(parameter, ())
 
     def _limits(self, kinds: Sequence[bool], sizes: Sequence[int]) -> dict[bool, float]:
-        """How full a rank may become for the sake of its host."""
+        """Return the maximum loads for which a rank is preferred for its host."""
         limits = {}
         for trained, loads in self._loads.items():
             added = sum(size for kind, size in zip(kinds, sizes, strict=True) if kind is trained)
@@ -106,7 +105,7 @@ class Partition:
     def _chosen(
         self, candidates: Sequence[int], others: Sequence[int], loads: Sequence[int], size: int, limit: float
     ) -> int:
-        """The next owner of a parameter that has the owners ``others``."""
+        """Return the next owner of a parameter that already has the owners ``others``."""
         hosts = {self._hosts[rank] for rank in others}
         elsewhere = [
             rank
@@ -119,8 +118,9 @@ class Partition:
     def _relieve(
         owners: list[int], held: Collection[int], idle: Collection[int], loads: list[int], size: int
     ) -> None:
-        """Let one of the ``idle`` ranks, which had no state, take a copy from the fullest owner, if another
-        one keeps it."""
+        """Move a copy from the most loaded owner to an ``idle`` rank (without state) if another owner keeps
+        one.
+        """
         takers = [rank for rank in idle if rank not in owners]
         keeps = [rank for rank in owners if rank in held]
         if not takers or len(keeps) < 2:
@@ -134,5 +134,5 @@ class Partition:
 
 
 def partition_of(group: ProcessGroup, copies: int) -> Partition:
-    """A division among the ranks of a group."""
+    """Return an empty partition over the ranks of a group."""
     return Partition(group.size, copies, group._links.hosts(group._spec) if copies > 1 else None)

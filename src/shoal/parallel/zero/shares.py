@@ -1,4 +1,4 @@
-"""What this rank has of a distributed optimiser: the parameters that it owns, in the group as it is now."""
+"""This rank's share of a distributed optimiser in the current group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .survey import Gathers, Holding, are_whole, holders, move, moves
 
 
 class Shares:
-    """The owners of all parameters, and the exchange of what they update.
+    """The owners of all parameters, and the exchange of updated parameters.
 
     Args:
-        group: the ranks; None: they come later, and this rank owns everything until then.
-        copies: how many owners a parameter has.
-        as_views: as of an exchange.
-        sends: whether there is one; otherwise a hook sends.
+        group: the group; None: it is set later, and this rank owns all parameters until then.
+        copies: number of owners of a parameter.
+        as_views: see :class:`Exchange`.
+        sends: whether to exchange parameters here; False: a hook does it.
 
     Attributes:
-        steps: how many updates this rank has computed.
-        is_settled: whether the ranks of the group know what the others hold.
-        is_whole: whether the parameters of other owners are those of the newest update.
+        steps: number of updates that this rank has computed.
+        is_settled: whether :meth:`settle` has completed in the current group.
+        is_whole: whether this rank has the parameters of other owners after the latest update.
     """
 
     def __init__(self, group: ProcessGroup | None, copies: int, *, as_views: bool, sends: bool) -> None:
@@ -48,30 +48,26 @@ class Shares:
 
     @property
     def has_group(self) -> bool:
-        """Whether there are other ranks, or may be."""
+        """Whether the group is set."""
         return self._group is not None
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks."""
+        """The group."""
         self.check_group()
         assert self._group is not None
         return self._group
 
     def check_group(self) -> None:
-        """Raise unless there is a group.
-
-        Raises:
-            UsageError: a session has not given it one yet.
-        """
+        """Raise UsageError if no session has set the group yet."""
         if self._group is None:
             raise UsageError(
                 "this ZeroRedundancyOptimizer was made without a group, for the elastic.Session of a State "
-                "that has it; to use it elsewhere, give it a group: group=shoal.init()"
+                "that contains it; to use it elsewhere, pass a group: group=shoal.init()"
             )
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Distribute further parameters."""
+        """Assign more parameters to owners."""
         self._partition.add(parameters)
         rank = 0 if self._group is None else self._group.rank
         self._own.update(parameter for parameter in parameters if rank in self._partition.owners(parameter))
@@ -79,7 +75,7 @@ class Shares:
             self._portions.append(self._portion(self._group, parameters))
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """The rank that sends ``parameter``; None: it was never added."""
+        """Return the rank that sends ``parameter``; None: it was never added."""
         return self._partition.owner(parameter)
 
     def is_own(self, parameter: torch.Tensor) -> bool:
@@ -87,16 +83,16 @@ class Shares:
         return parameter in self._own
 
     def is_sent_from_here(self, parameter: torch.Tensor) -> bool:
-        """Whether it is this one of its owners that sends ``parameter``."""
+        """Whether this rank is the owner that sends ``parameter``."""
         return self._partition.owner(parameter) == self.group.rank
 
     def updated(self) -> None:
-        """This rank has computed an update."""
+        """Note that this rank has computed an update."""
         self.steps += 1
         self.is_whole = False
 
     def exchange(self) -> None:
-        """Bring what the owners have updated to all ranks.  Collective."""
+        """Send the updated parameters of all owners to all ranks.  Collective."""
         for portion in self._portions:
             portion.start()
         for portion in self._portions:
@@ -104,13 +100,13 @@ class Shares:
         self.is_whole = True
 
     def move_to(self, group: ProcessGroup) -> None:
-        """Work over ``group`` from now on.  Nothing is sent before :meth:`settle`."""
+        """Use ``group`` from now on.  Nothing is sent before :meth:`settle`."""
         self._group = group
         self._portions = []
         self.is_settled = False
 
     def prepare_load(self, groups: Sequence[dict[str, Any]], inside: torch.optim.Optimizer) -> None:
-        """A whole state is to be loaded: if it is not known who will own what, this rank takes everything."""
+        """Prepare loading a whole state: while owners are not known, this rank owns all parameters."""
         if self._group is None or not self.is_settled:
             self._take(set(_parameters(groups)), groups, inside)
             self.steps, self.is_whole = 0, True
@@ -122,19 +118,19 @@ class Shares:
         settings: Mapping[str, str],
         gathers: Gathers,
     ) -> list[Holding]:
-        """Find out what the ranks hold, and bring it in order.  Collective.
+        """Assign owners in a new group, and send missing parameters and state.  Collective.
 
-        Ranks may be here from different places of the program, so what depends on options, or on which
-        parameters are frozen, is decided by what the ranks tell, and not by what is here.
+        Ranks may call this at different points of the program, where options and frozen parameters differ.
+        So decisions that depend on these use the exchanged holdings, and not the values of this rank.
 
         Args:
             groups: all parameters.
-            inside: the optimiser of this rank's own ones.
-            settings: what else must be equal on all ranks.
-            gathers: of this rank.
+            inside: the inner optimiser, with this rank's parameters.
+            settings: other values that must be equal on all ranks.
+            gathers: this rank's progress in gathering states.
 
         Returns:
-            What all ranks said.
+            The holdings of all ranks.
         """
         group = self.group
         parameters = _parameters(groups)
@@ -167,7 +163,7 @@ class Shares:
         kept = {number for number, ranks in enumerate(held) if group.rank in ranks}
         self._take({parameters[number] for number in kept | received.keys()}, groups, inside)
         if planned:
-            group.barrier().wait()  # nobody drops what another one may not have yet
+            group.barrier().wait()  # no rank may drop state before its receivers have it
         own = {parameter for parameter in parameters if group.rank in self._partition.owners(parameter)}
         self._take(own, groups, inside)
         self.steps = max(each.steps for each in holdings)
@@ -200,7 +196,7 @@ class Shares:
     def _take(
         self, own: set[torch.Tensor], groups: Sequence[dict[str, Any]], inside: torch.optim.Optimizer
     ) -> None:
-        """Own exactly these parameters from now on, and let the optimiser inside have them."""
+        """Own exactly these parameters from now on, and pass them to the inner optimiser."""
         for parameter in self._own - own:
             inside.state.pop(parameter, None)
         self._own = own

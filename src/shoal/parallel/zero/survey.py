@@ -1,7 +1,7 @@
-"""What the ranks of a new group say they hold, what follows for who owns what, and the state on its way.
+"""The survey of the state on the ranks of a new group, and the transfer of state to new owners.
 
-Nothing is concluded from the group before: a rank may have taken over state there, or given it away, in an
-exchange that broke for another one.
+Nothing is derived from owners in the previous group: an exchange of state there may have completed on some
+ranks and failed on others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ...group import ProcessGroup
 from .checkpoint import dumped, loaded
 from .partition import Partition
 
-#: The tag of messages that carry state to a new owner.
+#: The tag of messages with state for a new owner.
 _TAG = 0x2E5A45B1
 
-#: how many parameters an error names
+#: Maximum number of parameters named in an error.
 _NAMED = 5
 
 
 class Gathers(NamedTuple):
-    """How far a rank has come in gathering states for checkpoints.
+    """A rank's progress in gathering states for checkpoints.
 
     Attributes:
-        begun: how many times it has begun.
-        to: the rank that the last one was for.
-        under_way: whether it waits for the last one.
+        begun: number of gathers that it has started.
+        to: the destination rank of the last gather.
+        under_way: whether the last gather has not completed.
     """
 
     begun: int = 0
@@ -39,15 +39,15 @@ class Gathers(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What one rank holds.
+    """The state on one rank.
 
     Attributes:
-        steps: how many updates it has computed.
-        is_whole: whether it has the updated parameters of all others.
-        states: the parameters that it owns, by number, with a digest of the state of each.
-        trained: of each parameter, whether it is not frozen.
-        form: a digest of what must be equal on all ranks.
-        gathers: how far it has come in gathering states.
+        steps: number of updates that it has computed.
+        is_whole: whether it has the updated parameters of all other owners.
+        states: digests of the states of the parameters that it owns, by parameter number.
+        trained: for each parameter, whether it is not frozen.
+        form: a digest of the description that must be equal on all ranks.
+        gathers: its progress in gathering states.
     """
 
     steps: int
@@ -59,14 +59,14 @@ class Holding(NamedTuple):
 
 
 def holders(holdings: Sequence[Holding], names: Sequence[str]) -> list[list[int]]:
-    """For each parameter the ranks whose state of it is the newest.
+    """Return for each parameter the ranks that have its newest state.
 
     Args:
-        holdings: of all ranks.
-        names: of the parameters, for errors.
+        holdings: the holdings of all ranks.
+        names: names of the parameters, for errors.
 
     Raises:
-        StateLost: nobody has the state of a parameter.
+        StateLost: no rank has the state of a parameter.
         StateDiverged: owners of a parameter have different states.
     """
     newest = max(each.steps for each in holdings)
@@ -79,7 +79,7 @@ def holders(holdings: Sequence[Holding], names: Sequence[str]) -> list[list[int]
     if lost:
         raise StateLost(
             f"the optimiser's state of {_some(lost)} is lost with all its owners, after {newest} steps.  "
-            "Load a checkpoint, in a new session; more copies= outlive more deaths at once"
+            "Load a checkpoint, in a new session; with larger copies= more simultaneous failures are survived"
         )
     for number, ranks in enumerate(held):
         for rank in ranks[1:]:
@@ -92,9 +92,9 @@ def holders(holdings: Sequence[Holding], names: Sequence[str]) -> list[list[int]
 
 
 def gather_again(holdings: Sequence[Holding]) -> Gathers | None:
-    """The gathering that some ranks have begun or ended and others not; None: there is none.
+    """Return the gather that some ranks have started or completed and others not; None: there is none.
 
-    Every rank takes part in it now, and those that have not begun it pass over their own call.
+    All ranks must then take part in it, and those that have not started it skip their own later call.
     """
     newest = max(each.steps for each in holdings)
     known = [each.gathers for each in holdings if each.steps == newest]
@@ -105,14 +105,14 @@ def gather_again(holdings: Sequence[Holding]) -> Gathers | None:
 
 
 def are_whole(holdings: Sequence[Holding]) -> bool:
-    """Whether all ranks have all parameters as the newest update has left them."""
+    """Whether all ranks have all parameters of the newest update."""
     return all(each.is_whole and each.steps == holdings[0].steps for each in holdings)
 
 
 def moves(
     partition: Partition, parameters: Sequence[torch.Tensor], held: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, int]]:
-    """The state that owners lack: the number of a parameter, the rank that sends, the one that receives."""
+    """Return the state to send to owners: (parameter number, sending rank, receiving rank)."""
     return [
         (number, partition.owners(parameter)[0], rank)
         for number, parameter in enumerate(parameters)
@@ -127,14 +127,9 @@ def move(
     parameters: Sequence[torch.Tensor],
     state: Mapping[torch.Tensor, Any],
 ) -> dict[int, Any]:
-    """Send and receive state.  Collective.
+    """Send and receive state as ``planned`` by :func:`moves`.  Collective.
 
-    Args:
-        planned: what :func:`moves` gives.
-        state: of this rank's parameters.
-
-    Returns:
-        What this rank has received, by the numbers of parameters; None where there is no state yet.
+    Returns the received states by parameter number, None for a parameter without state.
     """
     sent: list[Future[Any]] = []
     for number, sender, receiver in planned:
