@@ -156,9 +156,9 @@ def test_a_variable_that_means_nothing_is_a_warning_once(
     caught = [warning for warning in caught if warning.category is UserWarning]  # others may be of garbage
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 2
-    assert texts[0].startswith("the environment variable SHOAL_QQQ means nothing to shoal")
-    assert "those that it reads are SHOAL_RANK, SHOAL_SIZE, " in texts[0]
-    assert texts[1].endswith("SHOAL_TRANSPORT is meant, probably")
+    assert texts[0].startswith("the environment variable SHOAL_QQQ is unknown to shoal and is ignored")
+    assert "the known variables are SHOAL_RANK, SHOAL_SIZE, " in texts[0]
+    assert texts[1].endswith("did you mean SHOAL_TRANSPORT?")
     assert caught[0].filename == __file__
 
 

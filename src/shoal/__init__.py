@@ -5,8 +5,8 @@
     group = shoal.init()
     group.all_reduce(torch.ones(1024)).wait()
 
-The public names are loaded when they are first used, so that ``import shoal`` costs nothing and the
-``shoal`` command does not pay for ``import torch``.
+Public names are loaded when they are first used, so that ``import shoal`` and the ``shoal`` command do not
+import torch.
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A release that is not supported must not keep programs from `import torch`: compat.registration warns then.
+# An unsupported release must not prevent `import torch`: then compat.registration warns.
 if not _torch_release.torch_is_importing():
     _torch_release.check()
 
-#: submodule -> the public names that it gives; the block above is the same for type checkers
+#: submodule -> its public names; the block above has the same for type checkers
 _PUBLIC = {
     "backend.base": ["Backend", "DataChannel", "GroupSpec"],
     "backend.registry": ["register_backend"],
@@ -209,7 +209,7 @@ _PUBLIC = {
     ],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
-#: modules that programs use by name, as in ``shoal.errors.PeerLost``: ``import shoal`` is enough for them
+#: modules that are available after ``import shoal``, as in ``shoal.errors.PeerLost``
 _SUBMODULES = (
     "backend",
     "compat",
@@ -238,7 +238,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name in _SUBMODULES:
-        return import_module(f".{name}", __name__)  # which sets the attribute
+        return import_module(f".{name}", __name__)  # sets the attribute too
     if name not in _MODULES:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     value: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
@@ -250,6 +250,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
-# Where shoal is installed torch does this itself at its own import (entry point torch.backends).
+# If shoal is installed, importing torch does this too (entry point torch.backends).
 if "torch" in sys.modules:
     from . import compat as compat

@@ -1,4 +1,4 @@
-"""``python -m shoal`` is the ``shoal`` command."""
+"""The ``shoal`` command, as ``python -m shoal``."""
 
 from .launch.cli import main
 

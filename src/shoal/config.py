@@ -1,11 +1,11 @@
-"""Every environment variable that shoal reads, in one table, with typed access.
+"""The environment variables that shoal reads, with typed access.
 
     from shoal import config
 
-    config.TIMEOUT.get()      # -> 300.0 unless SHOAL_TIMEOUT says otherwise
-    config.secret()           # -> the job's secret, b"" when there is none
+    config.TIMEOUT.get()      # -> 300.0 unless SHOAL_TIMEOUT is set
+    config.secret()           # -> the job's secret, b"" if there is none
 
-A variable that is set to the empty string counts as not set.  ``docs/environment.md`` is
+A variable that is set to the empty string counts as not set.  ``docs/environment.md`` contains
 :func:`markdown_table`; a test compares the two.
 """
 
@@ -30,11 +30,11 @@ class Variable(Generic[T]):
     """One environment variable.
 
     Attributes:
-        name: of the environment variable.
-        kind: the legal values, in words; part of every error about the variable.
-        parse: turns the text into the value; raises ``ValueError`` for text that makes no sense.
-        default: the value while the variable is not set.
-        meaning: one sentence for the documentation.
+        name: name of the environment variable.
+        kind: description of the legal values, for error messages.
+        parse: converts the text to the value; raises ``ValueError`` for an illegal text.
+        default: the value if the variable is not set.
+        meaning: description for the documentation.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Variable(Generic[T]):
     meaning: str
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
-        """The value in ``environ`` (the process's environment unless given), or the default.
+        """Return the value in ``environ`` (default: ``os.environ``), or the default.
 
         Raises:
             ConfigurationError: the text is not a legal value; the message names the variable.
@@ -58,7 +58,7 @@ class Variable(Generic[T]):
             raise ConfigurationError(f"{self.name}={text!r}: expected {self.kind}") from None
 
     def is_set(self) -> bool:
-        """Whether the process's environment has a value."""
+        """Whether the variable is set in the environment of this process."""
         return bool(self._text(os.environ))
 
     def _text(self, environ: Mapping[str, str]) -> str:
@@ -102,7 +102,7 @@ def _join(text: str) -> bool | str:
 
 
 def _bytes(text: str) -> int:
-    """A number of bytes, optionally with a unit: 1048576, 64M, 2G (powers of 1024)."""
+    """Parse a number of bytes, optionally with a unit: 1048576, 64M, 2G (powers of 1024)."""
     units = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
     unit = units.get(text[-1].lower())
     value = int(text) if unit is None else int(text[:-1]) * unit
@@ -112,7 +112,7 @@ def _bytes(text: str) -> int:
 
 
 def _descriptor(text: str) -> tuple[int, int]:
-    """``7:4026``: a descriptor, and the inode of the file that it stands for."""
+    """Parse ``7:4026``: a descriptor, and the inode of its file."""
     fd, inode = map(int, text.split(":"))
     if fd < 0 or inode < 0:
         raise ValueError(text)
@@ -120,10 +120,10 @@ def _descriptor(text: str) -> tuple[int, int]:
 
 
 def job_name(text: str) -> str:
-    """``text`` itself, if it can name a job: it becomes part of keys, and of every message about the job.
+    """Return ``text`` if it is a legal name of a job, which is part of keys and messages.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it is not legal.
     """
     if not text.isprintable() or not 1 <= len(text.encode()) <= _LONGEST_JOB:
         raise ValueError(text)
@@ -131,7 +131,7 @@ def job_name(text: str) -> str:
 
 
 _LONGEST_JOB = 256
-#: The names that :func:`job_name` takes, in words.
+#: Description of the names that :func:`job_name` accepts.
 JOB_NAME = f"1 to {_LONGEST_JOB} bytes of printable text"
 
 _RANK = "a whole number from 0"
@@ -140,11 +140,11 @@ _SECONDS = "a positive number of seconds"
 
 RANK: Variable[int | None] = Variable(
     "SHOAL_RANK", _RANK, _at_least(0), None,
-    "Rank of this process in the job. Not set: ranks are given out in order of arrival.",
+    "Rank of this process in the job. Not set: ranks are assigned in order of arrival.",
 )  # fmt: skip
 SIZE: Variable[int | None] = Variable(
     "SHOAL_SIZE", _COUNT, _at_least(1), None,
-    "Number of processes in the job. Not set: it stands in the job's record in the store.",
+    "Number of processes in the job. Not set: it is read from the job's record in the store.",
 )  # fmt: skip
 LOCAL_RANK: Variable[int | None] = Variable(
     "SHOAL_LOCAL_RANK", _RANK, _at_least(0), None,
@@ -156,148 +156,146 @@ LOCAL_SIZE: Variable[int | None] = Variable(
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
     "SHOAL_STORE", "a URL such as tcp://127.0.0.1:29400", str, None,
-    "Where the processes meet: `tcp://host:port`, `file:///path`, `etcd://host:port`, `redis://host:port`, "
-    "or a registered scheme. Not set: a group of one.",
+    "URL of the job's store: `tcp://host:port`, `file:///path`, `etcd://host:port`, `redis://host:port`, or "
+    "a registered scheme. Not set: a group of one.",
 )  # fmt: skip
 STORE_USER: Variable[str | None] = Variable(
     "SHOAL_STORE_USER", "any text", str, None,
-    "User of a store on a server that asks for one, such as `etcd://` or `redis://`, where its URL names "
-    "none.",
+    "User name for a store that requires one, such as `etcd://` or `redis://`, if its URL has none.",
 )  # fmt: skip
 STORE_PASSWORD: Variable[str | None] = Variable(
     "SHOAL_STORE_PASSWORD", "any text", str, None,
-    "Password of that user, where the store's URL holds none: other users of a host see command lines.",
+    "Password of that user, if the URL has none. Unlike a URL on a command line, other users cannot see it.",
 )  # fmt: skip
 JOB: Variable[str] = Variable(
     "SHOAL_JOB", JOB_NAME, job_name, "default",
-    "Name of the job; keys of different jobs on one store do not meet. `shoal.init(job=...)` overrides it.",
+    "Name of the job; it separates the keys of jobs in one store. `shoal.init(job=...)` overrides it.",
 )  # fmt: skip
 EPOCH: Variable[int] = Variable(
     "SHOAL_EPOCH", _RANK, _at_least(0), 0,
-    "Incarnation of the job; a restart counts it up, and nothing of an older one is accepted.",
+    "Incarnation of the job, incremented by a restart; keys and connections of older ones are rejected.",
 )  # fmt: skip
 JOIN: Variable[bool | str] = Variable(
     "SHOAL_JOIN", "0, 1 or auto", _join, False,
-    "1: this process has no rank, and joins the ranks of a running session of `shoal.elastic`; `shoal run "
-    "--respawn` and `--spares` set it. `auto`: the same, and it begins the session where none runs.",
+    "1: this process has no rank, and joins a running session of `shoal.elastic`; `shoal run --respawn` and "
+    "`--spares` set it. `auto`: the same, but it starts a session if none is running.",
 )  # fmt: skip
 SESSION_SIZE: Variable[int | None] = Variable(
     "SHOAL_SESSION_SIZE", _COUNT, _at_least(1), None,
-    "How many ranks a session of `shoal.elastic` takes, but for one with `max=`: who comes then waits as a "
-    "spare. `shoal run --spares` sets it, and `shoal scale` changes it. Not set: as many as come.",
+    "Maximum number of ranks of a session of `shoal.elastic` without `max=`; further processes wait as "
+    "spares. `shoal run --spares` sets it, and `shoal scale` changes it. Not set: no maximum.",
 )  # fmt: skip
 SECRET: Variable[str | None] = Variable(
     "SHOAL_SECRET", "any text", str, None,
-    "The job's secret: every connection proves that it knows it.",
+    "The job's secret, which authenticates every connection.",
 )  # fmt: skip
 SECRET_FILE: Variable[str | None] = Variable(
     "SHOAL_SECRET_FILE", "the path of a readable file", str, None,
-    "File that holds the job's secret; read when `SHOAL_SECRET` is not set.",
+    "File with the job's secret; read if `SHOAL_SECRET` is not set.",
 )  # fmt: skip
 TLS: Variable[bool] = Variable(
     "SHOAL_TLS", "0 or 1", _flag, False,
-    "1: connections to stores of shoal are encrypted, with TLS 1.3; the same for every process of the job. "
+    "1: encrypt connections to stores of shoal with TLS 1.3. Must be the same for all processes of a job. "
     "`--tls` of `shoal run` and `shoal store` sets it. Tensors and calls of `shoal.rpc` are not encrypted.",
 )  # fmt: skip
 TLS_CA: Variable[str | None] = Variable(
     "SHOAL_TLS_CA", "the path of a PEM file", str, None,
-    "With `SHOAL_TLS=1`: the authority that must have signed the certificate of whoever is at the other end. "
-    "Not set: certificates are made at the start, and the secret vouches for them.",
+    "With `SHOAL_TLS=1`: certificate authority (CA) that must have signed the certificate of the other side. "
+    "Not set: temporary certificates, authenticated by the secret.",
 )  # fmt: skip
 TLS_CERT: Variable[str | None] = Variable(
     "SHOAL_TLS_CERT", "the path of a PEM file", str, None,
-    "With `SHOAL_TLS_CA`: the certificate of this process, for servers and clients, and what links it to the "
-    "authority.",
+    "With `SHOAL_TLS_CA`: certificate of this process, valid for servers and clients, with its chain.",
 )  # fmt: skip
 TLS_KEY: Variable[str | None] = Variable(
     "SHOAL_TLS_KEY", "the path of a PEM file", str, None,
-    "With `SHOAL_TLS_CA`: the key of that certificate, without a password.",
+    "With `SHOAL_TLS_CA`: private key of that certificate, without a password.",
 )  # fmt: skip
 SSH: Variable[str] = Variable(
     "SHOAL_SSH", "a program and its options, such as ssh -F file", str, "ssh",
-    "What `shoal run --hosts` runs to reach a host: called as ssh is, with options, the host and a command.",
+    "Program that `shoal run --hosts` calls like ssh, with options, the host and a command.",
 )  # fmt: skip
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
-    "Where this process tells its launcher of its own failure; `shoal run` sets it.",
+    "Descriptor on which this process reports failures to its launcher; `shoal run` sets it.",
 )  # fmt: skip
 HOST_ID: Variable[str | None] = Variable(
     "SHOAL_HOST_ID", "any text", str, None,
-    "Takes the place of the host's own identity: different values make one machine look like several.",
+    "Overrides the identity of the host: with different values one machine counts as several hosts.",
 )  # fmt: skip
 INTERFACE: Variable[str | None] = Variable(
     "SHOAL_INTERFACE", "an address or host name of this host", str, None,
-    "Address that this process listens on. Not set: loopback, or the one that leads to the store.",
+    "Address that this process listens on. Not set: loopback, or the address on the route to the store.",
 )  # fmt: skip
 TIMEOUT: Variable[float] = Variable(
     "SHOAL_TIMEOUT", _SECONDS, _seconds, 300.0,
-    "Seconds until a rendezvous, a store request or an operation without a timeout of its own fails.",
+    "Default timeout in seconds of a rendezvous, a store request or an operation.",
 )  # fmt: skip
 CONCURRENCY: Variable[int] = Variable(
     "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
-    "Lanes of a group: how many of its operations may be in progress at once.",
+    "Number of lanes of a group: the maximum number of its operations in progress at once.",
 )  # fmt: skip
 TRANSPORT: Variable[str] = Variable(
     "SHOAL_TRANSPORT", "auto, shm or tcp", _choice("auto", "shm", "tcp"), "auto",
-    "How ranks on one host talk: shared memory (`shm`), sockets (`tcp`), or the best there is (`auto`).",
+    "Transport between ranks on one host: shared memory (`shm`), sockets (`tcp`), or the best one (`auto`).",
 )  # fmt: skip
 HEARTBEAT_TIMEOUT: Variable[float] = Variable(
     "SHOAL_HEARTBEAT_TIMEOUT", _SECONDS, _seconds, 5.0,
-    "Seconds of silence after which another host counts as lost, and after which a master gives up a node "
-    "that a signal has stopped.",
+    "Seconds of silence after which another host counts as lost, and after which a master treats a node that "
+    "a signal has stopped as lost.",
 )  # fmt: skip
 VOTE_TIMEOUT: Variable[float] = Variable(
     "SHOAL_VOTE_TIMEOUT", _SECONDS, _seconds, 10.0,
-    "Seconds after the first vote of an agreement after which ranks that have not voted are left out.",
+    "Seconds after the first vote of an agreement until ranks that have not voted are evicted.",
 )  # fmt: skip
 QUORUM: Variable[str] = Variable(
     "SHOAL_QUORUM", "majority or any", _choice("majority", "any"), "majority",
-    "Who may decide while ranks are lost that may live: more than half of the group, or half of it and the "
-    "store (`majority`); or any part of it, so that two parts may go on apart (`any`).",
+    "Ranks that may decide while lost ranks may still be running: more than half of the group, or half of it "
+    "with the store (`majority`); or any part of the group, so that two parts may go on separately (`any`).",
 )  # fmt: skip
 SHARED_MEMORY_LIMIT: Variable[int | None] = Variable(
     "SHOAL_SHARED_MEMORY_LIMIT", "a positive number of bytes such as 1073741824 or 1G", _bytes, None,
-    "Most shared memory that this process may take for groups, in bytes (K, M, G and T are powers of 1024).",
+    "Maximum shared memory of this process for groups, in bytes (K, M, G and T are powers of 1024).",
 )  # fmt: skip
 RPC_TIMEOUT: Variable[float] = Variable(
     "SHOAL_RPC_TIMEOUT", _SECONDS, _seconds, 60.0,
-    "Seconds until a call to another worker without a timeout of its own fails.",
+    "Default timeout in seconds of a call to another worker.",
 )  # fmt: skip
 RPC_MEMORY: Variable[int] = Variable(
     "SHOAL_RPC_MEMORY", "a positive number of bytes such as 1073741824 or 1G", _bytes, 2**30,
-    "Most bytes of large parts (over 256 KiB) of calls that an agent of `shoal.rpc` holds unhandled or keeps "
-    "memory for, and most that it lends, in shared memory, to workers of its host.",
+    "Maximum number of bytes of large parts (over 256 KiB) of calls that an agent of `shoal.rpc` holds "
+    "unhandled or keeps memory for, and of those that it lends, in shared memory, to workers of its host.",
 )  # fmt: skip
 CONTROLLER: Variable[str] = Variable(
     "SHOAL_CONTROLLER", "async or sync", _choice("async", "sync"), "async",
-    "Whether a master goes on while nodes compute. With `sync` each operation is waited for, and what fails "
-    "raises at its line.",
+    "Whether a master goes on while nodes compute (`async`), or waits for each operation, so that an error "
+    "is raised at its line (`sync`).",
 )  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
-    "Number of the latest operations that the flight recorder keeps; 0 turns it off.",
+    "Number of operations that the flight recorder keeps; 0 turns it off.",
 )  # fmt: skip
 DUMP_DIR: Variable[str | None] = Variable(
     "SHOAL_DUMP_DIR", "the path of a directory", str, None,
-    "Where every rank writes a file when a group fails: the error, the latest operations, "
-    "every thread's stack.",
+    "Directory in which every rank writes a file when a group fails, with the error, the latest operations, "
+    "and the stacks of all threads.",
 )  # fmt: skip
 
-#: every variable, in the order of the documentation
+#: all variables, in the order of the documentation
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in tuple(globals().values()) if isinstance(value, Variable)
 )
 
 _PREFIX = "SHOAL_"
-#: unknown variables that the user was told of
+#: unknown variables for which a warning was issued
 _warned: set[str] = set()
 
 
 def check_values(environ: Mapping[str, str]) -> None:
-    """Look at the value of every variable.
+    """Check the values of all variables.
 
     Raises:
-        ConfigurationError: the text of one is not a legal value, or it makes no sense beside the others.
+        ConfigurationError: a value is illegal, or contradicts another one.
     """
     for variable in VARIABLES:
         variable.get(environ)
@@ -305,12 +303,12 @@ def check_values(environ: Mapping[str, str]) -> None:
 
 
 def check(environ: Mapping[str, str] | None = None) -> None:
-    """Look at every variable before any is used, so that a mistake shows wherever a job starts.
+    """Check all variables before any is used, so that a mistake is found at the start of a job.
 
-    A variable that begins with ``SHOAL_`` and means nothing is a warning, once in a process.
+    An unknown variable that begins with ``SHOAL_`` is a warning, once per process.
 
     Raises:
-        ConfigurationError: the text of one is not a legal value.
+        ConfigurationError: a value is illegal, or contradicts another one.
     """
     table = os.environ if environ is None else environ
     check_values(table)
@@ -322,23 +320,23 @@ def check(environ: Mapping[str, str] | None = None) -> None:
         _warned.add(name)
         near = difflib.get_close_matches(word, known, 1)
         warnings.warn(
-            f"the environment variable {name} means nothing to shoal and is ignored; "
+            f"the environment variable {name} is unknown to shoal and is ignored; "
             + (
-                f"{_PREFIX}{near[0]} is meant, probably"
+                f"did you mean {_PREFIX}{near[0]}?"
                 if near
-                else f"those that it reads are {', '.join(_PREFIX + word for word in known)}"
+                else f"the known variables are {', '.join(_PREFIX + word for word in known)}"
             ),
             stacklevel=3,
         )
 
 
 def secret(environ: Mapping[str, str] | None = None) -> bytes:
-    """The job's secret: ``SHOAL_SECRET``, or what the file ``SHOAL_SECRET_FILE`` holds, or ``b""``.
+    """The job's secret: ``SHOAL_SECRET``, or the content of the file ``SHOAL_SECRET_FILE``, or ``b""``.
 
-    White space around it is dropped, so a file may end in a newline.
+    White space around it is removed, so a file may end in a newline.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds nothing.
+        ConfigurationError: the file cannot be read, or is empty.
     """
     text = SECRET.get(environ)
     if text is not None:
@@ -359,7 +357,7 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """The paths of the files of an authority of one's own."""
+    """Paths of the files of a user-defined certificate authority."""
 
     ca: str
     cert: str
@@ -367,10 +365,10 @@ class TlsFiles:
 
 
 def tls_files(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
-    """The certificates that the environment names, None if it names none.
+    """The certificates that the environment names; None if it names none.
 
     Raises:
-        ConfigurationError: it names some of them only, or nothing says whether they are to be used.
+        ConfigurationError: it does not name all of them, or ``SHOAL_TLS`` is not set.
     """
     found = {variable.name: variable.get(environ) for variable in (TLS_CA, TLS_CERT, TLS_KEY)}
     paths = [path for path in found.values() if path]
@@ -381,7 +379,7 @@ def tls_files(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
         raise ConfigurationError(f"{', '.join(given)} set without the others of {', '.join(found)}")
     if not TLS._text(os.environ if environ is None else environ):
         raise ConfigurationError(
-            f"{', '.join(found)} are set, but nothing is encrypted without {TLS.name}=1; set it, or to 0"
+            f"{', '.join(found)} are set, but {TLS.name} is not: set it to 1 for encryption, or to 0"
         )
     return TlsFiles(*paths)
 

@@ -1,8 +1,8 @@
-"""Every exception that shoal raises, in one tree.
+"""The exceptions that shoal raises.
 
-Each docstring says what happened and what to do about it.  All of them derive from
-:class:`ShoalError`, and so from ``RuntimeError``; those that are also a kind of another built-in error
-(``ValueError``, ``TimeoutError``, ...) derive from that too, so existing handlers keep working.
+Each docstring describes the error and what to do about it.  All derive from :class:`ShoalError`, and so from
+``RuntimeError``.  Some also derive from another built-in error (``ValueError``, ``TimeoutError``, ...), so
+that existing handlers work.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Sequence
 
 
 class ShoalError(RuntimeError):
-    """The root of the tree.  Catch it to catch everything that shoal itself raises.
+    """The base class of all exceptions of shoal.
 
-    A RuntimeError, as the failures of torch.distributed are.
+    It is a RuntimeError, as are the failures of torch.distributed.
     """
 
 
 class UsageError(ShoalError, ValueError, TypeError):
-    """An argument makes no sense: a shape, dtype, device, rank, URL or secret.
+    """An argument is invalid, such as a shape, dtype, device, rank, URL or secret.
 
-    Raised before anything is sent; the group stays usable.  Fix the call: the message says what
-    was expected and what was given.
+    It is raised before anything is sent; the group stays usable.  Fix the call: the message says what was
+    expected and what was given.
 
-    A ValueError, a TypeError and a RuntimeError, because torch.distributed raises one or the other of
-    them for such a mistake: who catches torch's catches ours.
+    It is a ValueError, a TypeError and a RuntimeError, because torch.distributed raises one of them for such
+    an error.
     """
 
 
 class UnsupportedOperation(UsageError, NotImplementedError):
-    """The combination of operation, dtype and reduction has no meaning, or the backend lacks it.
+    """The combination of operation, dtype and reduction is undefined, or the backend does not support it.
 
-    Examples: MIN of complex numbers, BAND of floats.  ``docs/operations.md`` lists what is legal.
+    Examples: MIN of complex numbers, BAND of floats.  ``docs/operations.md`` lists the legal combinations.
     """
 
 
@@ -43,52 +43,52 @@ class ConfigurationError(UsageError):
 
 
 class WireError(ShoalError, ConnectionError):
-    """A connection ended or carried something that is not the protocol."""
+    """A connection ended, or received data that violates the protocol."""
 
 
 class WireTimeout(WireError, TimeoutError):
-    """The other side of a connection stayed silent, or took nothing, for too long."""
+    """The other side of a connection did not send or receive in time."""
 
 
 class AuthenticationError(WireError):
-    """The other side does not hold the job's secret, or one does not take the other's user, password or
+    """The other side does not have the job's secret, or one side rejects the other's user, password or
     certificate.
 
-    Give every process of the job the same ``SHOAL_SECRET`` (or the same file in
-    ``SHOAL_SECRET_FILE``); ``shoal run`` does so by itself.
+    Set the same ``SHOAL_SECRET`` (or ``SHOAL_SECRET_FILE``) for every process of the job; ``shoal run`` does
+    so by itself.
     """
 
 
 class VersionMismatch(WireError):
-    """Two processes do not speak the same protocol: they run other builds, or only one of them encrypts.
+    """Two processes use different protocols: they run different builds, or only one of them encrypts.
 
-    Install the same version of shoal everywhere, and set ``SHOAL_TLS`` for all processes of a job and their
-    store or for none; the message names both sides.
+    Install the same version of shoal everywhere, and set ``SHOAL_TLS`` to the same value for all processes of
+    a job and their store.  The message names both sides.
     """
 
 
 class StoreError(ShoalError):
-    """A store could not do what was asked, and has not done it: a value is too large, or the data is gone.
+    """A store could not perform a request, and changed nothing: a value is too large, or the data is lost.
 
-    A connection that is lost is no error by itself: the store connects again until the deadline.  The data is
-    gone when the server has ended, also if another one was started in its place.
+    A lost connection alone is not an error: the store reconnects until the deadline.  The data is lost when
+    the server has ended, even if another one was started at the same address.
     """
 
 
 class StoreTimeout(StoreError, TimeoutError):
-    """A key did not appear in time.  The message names the keys that were missing.
+    """A key did not appear in time; the message names the missing keys.
 
-    Either the process that should have set them is late or dead, or it works in another namespace
-    (another job id or epoch).  The store's server may also have been silent; if a change was asked for, the
-    message says whether it was never sent, or may still be made.  A store of one's own (a ``Backing``) raises
-    it too for a key that could not be changed in time; the message then says how often that was tried.
+    Either the process that should have set them is late or dead, or it uses another namespace (another job id
+    or epoch).  It is also raised if the server does not answer; for a change, the message says whether it was
+    never sent, or may still be made.  A user-defined store (a ``Backing``) also raises it for a key that
+    could not be changed in time; the message then has the number of attempts.
     """
 
 
 class RendezvousError(ShoalError):
-    """The processes of a job could not find each other, or do not agree on who they are.
+    """The processes of a job could not find each other, or contradict each other.
 
-    A wrong size, a rank given twice, a late-comer to a full group.
+    Examples: different sizes, a rank given twice, one process too many.
     """
 
 
@@ -100,28 +100,26 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 
 
 class _OfRanks(RuntimeError):
-    """What an error has that names ranks."""
-
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
 
 
 class GroupError(ShoalError):
-    """Something ended the group.  Every pending and later operation on it raises.
+    """The group is broken: all its pending and later operations raise.
 
     ``agree`` and ``rebuild`` still work, unless this rank has closed the group itself:
     :meth:`shoal.ProcessGroup.rebuild` makes a group of the ranks that can go on.
 
-    In a group with ``scope="pair"`` it ended one message, and whatever else goes between the two ranks if one
-    of them is lost; the group stays usable.
+    In a group with ``scope="pair"`` only one message fails, or all messages between two ranks if one of them
+    is lost; the group stays usable.
 
-    What an in-place operation leaves in its tensor after such an error is undefined.
+    After such an error the content of the tensor of an in-place operation is undefined.
 
     Attributes:
         last_completed: number of the last collective that had completed on this rank together with all
-            before it, where the engine tells it; None: none had, or it does not tell.  Collectives are
-            numbered from 0; those issued in callbacks have no number.
+            earlier ones; None: there is none, or the engine does not report it.  Collectives are numbered
+            from 0; those issued in callbacks have no number.
     """
 
     last_completed: int | None = None
@@ -131,82 +129,82 @@ class PeerLost(_OfRanks, GroupError, ConnectionError):
     """One or more members of the group died or can no longer be reached.
 
     Attributes:
-        ranks: all that are known to be lost when it is raised, numbered in this group.  A rank that the
-            others gave up, because it was stopped for too long, finds itself here.
+        ranks: all ranks known to be lost, numbered in this group.  It contains this rank itself if the others
+            treat it as lost because it was stopped for too long.
 
     The survivors can go on in a new group: see :meth:`shoal.ProcessGroup.rebuild`.
     """
 
 
 class RebuildCalled(PeerLost):
-    """``agree`` met a rank that calls :meth:`shoal.ProcessGroup.rebuild`.
+    """``agree`` failed because another rank calls :meth:`shoal.ProcessGroup.rebuild`.
 
-    That rank knows of a loss, or had an error, of which this one has not heard yet.
+    That rank has detected a loss or an error that this rank does not know of yet.
 
     Attributes:
-        ranks: all that this rank knows to be lost, numbered in this group.  May be empty.
+        ranks: all ranks that this rank knows to be lost, numbered in this group; may be empty.
 
-    Nothing was agreed on, on any rank.  Call ``rebuild`` too; the other rank waits for it.
+    No rank has agreed on anything.  Call ``rebuild`` too; the other rank waits for it.
     """
 
 
 class ProtocolError(_OfRanks, GroupError, WireError):
-    """A member of the group sent, or wrote into shared memory, what the protocol does not allow.
+    """A member of the group violated the protocol in a message or in shared memory.
 
-    If it sent it, the connection to it is cut, so it is lost to every group; if it wrote it, the group whose
-    operation read it ends.  Either way it is not used.
+    After an invalid message the member is disconnected, and so lost to all groups; after invalid data in
+    shared memory the group that read it is broken.  The data is not used.
 
     Attributes:
         ranks: that member, numbered in this group.
 
-    Its memory is damaged, or it runs another build, or something else speaks in its place.  The others can
-    go on in a group without it.
+    Its memory is corrupt, or it runs another build, or another program uses its connection.  The other
+    members can go on in a group without it.
     """
 
 
 class CollectiveMismatch(GroupError):
-    """The ranks of a group called different operations, or the same one with arguments that differ.
+    """The ranks of a group called different operations, or one operation with different arguments.
 
-    The message is a table of which rank called what.  It is a bug in the program: all ranks must
-    submit the same numbered operations in the same order.  A rank that had finished what it called gets it
-    from :meth:`shoal.ProcessGroup.close`.
+    The message is a table of the ranks and their calls.  It is a bug in the program: all ranks must submit
+    the same numbered operations in the same order.  If the operation has completed on a rank,
+    :meth:`shoal.ProcessGroup.close` raises the error there.
     """
 
 
 class OperationTimeout(_OfRanks, GroupError, TimeoutError):
     """An operation did not finish within its ``timeout=``.
 
-    The group is broken by it, unless it has ``scope="pair"``: then the operation alone has ended.
+    It breaks the group, unless the group has ``scope="pair"``: then only the operation fails.
 
     Attributes:
-        ranks: the ranks that never arrived at the operation, as far as known, numbered in this group.
+        ranks: the ranks that did not start the operation, as far as known, numbered in this group.
 
-    A rank that is merely slow needs a longer timeout (``docs/timeouts.md``); a rank that hangs needs a
-    debugger.  :meth:`shoal.ProcessGroup.rebuild` gives a group that works again.
+    If a rank is only slow, use a longer timeout (``docs/timeouts.md``); if it hangs, debug it.
+    :meth:`shoal.ProcessGroup.rebuild` makes a group that works again.
     """
 
 
 class OperationCancelled(GroupError):
-    """A send or receive was cancelled here; nothing reads or writes its tensor any more.
+    """A send or receive was cancelled on this rank; its tensor is not read or written any more.
 
-    The group stays usable.  A message whose sender cancelled it has never been, as far as its receiver can
-    tell; one that was arriving when its receiver cancelled is dropped.
+    The group stays usable.  The receiver does not see a message that its sender has cancelled.  A message
+    that was arriving when its receiver cancelled is dropped.
     """
 
 
 class GroupAborted(GroupError):
-    """Somebody called ``abort()`` on the group; the message says which rank, and the reason given."""
+    """A rank called ``abort()`` on the group; the message has the rank and the reason."""
 
 
 class QuorumLost(_OfRanks, GroupError, TimeoutError):
-    """The ranks that can be reached are too few to decide for the group: the others may live and decide too.
+    """Too few ranks can be reached to decide for the group, because the others may be running and decide too.
 
     Attributes:
-        ranks: those that this rank has lost, numbered in this group.
+        ranks: the ranks that this rank has lost, numbered in this group.
 
-    More than half of the group decides, or half of it with the job's store, or all that are not known to be
-    dead.  The group is as it was.  ``SHOAL_QUORUM=any`` takes every loss for a death: only where no two parts
-    of a job can live apart.
+    A decision needs more than half of the group, or half of it and the job's store, or all ranks that are not
+    known to be dead.  The group is unchanged.  ``SHOAL_QUORUM=any`` treats every lost rank as dead: use it
+    only if two parts of a job cannot run separately.
     """
 
 
@@ -214,115 +212,113 @@ class Evicted(_OfRanks, GroupError):
     """The others have decided to go on without this rank.
 
     Attributes:
-        ranks: those that go on, numbered in this group.
+        ranks: the ranks that go on, numbered in this group.
 
-    They had lost it, or it had not voted in time.  It can take no part in what they do from now on: end the
-    process.
+    They lost it, or it did not vote in time.  It cannot communicate with them any more: exit the process.
     """
 
 
 class TooFewRanks(GroupError):
-    """Fewer ranks would go on than ``rebuild(min_size=...)`` asks for.  The group is as it was."""
+    """Fewer ranks would go on than ``rebuild(min_size=...)`` requires.  The group is unchanged."""
 
 
 class GroupClosed(GroupError):
-    """The group was closed, here or by the peer an operation needs.
+    """The group was closed, by this rank or by a peer that an operation needs.
 
-    Where a peer closed it, the others can go on without that peer: :meth:`shoal.ProcessGroup.rebuild`.  A
-    rank that closed the group itself can neither send nor rebuild it.
+    If a peer closed it, the others can go on without that peer: :meth:`shoal.ProcessGroup.rebuild`.  A rank
+    that has closed the group itself can neither use nor rebuild it.
     """
 
 
 class ForkedProcess(GroupError):
-    """A group was used in a child made by ``fork``.
+    """A group was used in a forked child process, where it does not work.
 
-    A forked child inherits no working group.  Start workers with the ``spawn`` method, or fork
-    before ``shoal.init``.
+    Start workers with the ``spawn`` method, or fork before ``shoal.init``.
     """
 
 
 class OutOfSharedMemory(GroupError, MemoryError):
     """Shared memory could not be allocated: the machine or the group's limit is exhausted.
 
-    Raised at allocation; the group stays usable.
+    It is raised at allocation; the group stays usable.
     """
 
 
 class OutOfResources(ShoalError, OSError):
-    """The operating system refused descriptors, threads or the like.
+    """The operating system refused a resource, such as descriptors or threads.
 
-    Raise the limit that the message names (``ulimit -n`` for descriptors, ``ulimit -u`` for threads).
+    Increase the limit that the message names (``ulimit -n`` for descriptors, ``ulimit -u`` for threads).
     """
 
 
 class WaitTimeout(ShoalError, TimeoutError):
-    """``wait(timeout)`` gave up.  Only the waiting ended: the operation goes on."""
+    """``wait(timeout)`` timed out.  The operation is still in progress."""
 
 
 class InvalidFutureState(ShoalError):
-    """A future was asked for what it does not have yet, or given a result when it needs none.
+    """A method of a future is not valid in its state.
 
-    ``value()`` and ``exception()`` before completion: call ``wait()`` first, or ask ``done()``.
-    ``set_result`` and ``set_exception``: only once, and not on a future that an engine completes.
+    ``value()`` and ``exception()`` need a completed future: call ``wait()`` or ``done()`` first.
+    ``set_result`` and ``set_exception`` may be called once, and not on a future that an engine completes.
     """
 
 
 class UnusedParameterError(ShoalError):
-    """Parameters took no part in the loss, so their bucket can never be reduced; they are named."""
+    """Parameters were not used for the loss, so their bucket cannot be reduced; the message names them."""
 
 
 class UnevenInputs(_OfRanks, ShoalError):
-    """Some ranks ran out of batches before others, in a Join that was told to raise then.
+    """Some ranks ran out of batches before others, in a Join with ``throw_on_early_termination=True``.
 
     Attributes:
-        ranks: those that ran out first, numbered in the group of the Join.
+        ranks: the ranks that ran out first, numbered in the group of the Join.
 
-    Every rank raises it, in the same step, and the group stays usable.  Give all ranks equally many batches,
-    or let the Join go on without ``throw_on_early_termination=True``.
+    All ranks raise it, in the same step, and the group stays usable.  Give all ranks the same number of
+    batches, or remove ``throw_on_early_termination=True``.
     """
 
 
 class OutOfStep(ShoalError):
-    """The ranks ran different numbers of forward passes before a backward pass; each rank's is named.
+    """The ranks ran different numbers of forward passes before a backward pass; the message lists them.
 
-    A rank left out a backward pass, or ran a forward pass of its own in training mode and with gradients.
+    A rank skipped a backward pass, or ran an additional forward pass in training mode with gradients.
     """
 
 
 class ModelMismatch(ShoalError):
-    """The ranks wrapped models that differ; the message names rank and parameter."""
+    """The ranks wrapped different models; the message names rank and parameter."""
 
 
 class StateDiverged(ShoalError):
-    """The ranks of a session of :mod:`shoal.elastic` hold different states, or commit different steps.
+    """The ranks of a session of :mod:`shoal.elastic` have different states, or commit different steps.
 
-    Every rank raises it in the same commit, before any parameter changes.  Each rank must make the same
-    ``State``, and load the same checkpoint, before the session begins; and only what is the same on all ranks
-    may change parameters and optimisers.
+    All ranks raise it in the same commit, before any parameter changes.  Each rank must create the same
+    ``State``, and load the same checkpoint, before the session starts.  Afterwards parameters and optimisers
+    must change in the same way on all ranks.
     """
 
 
 class StateLost(ShoalError):
-    """No rank that lives holds the state of a session of :mod:`shoal.elastic`, or a part of it: all owners of
-    a part of a distributed optimiser are lost.  The message names the parameters.
+    """All ranks that had the state of a session of :mod:`shoal.elastic`, or a part of it, are lost.
 
-    Start again from a checkpoint, in a new session.
+    For example, all owners of a part of a distributed optimiser are lost.  The message names the parameters.
+    Restart from a checkpoint, in a new session.
     """
 
 
 class LaunchError(ShoalError):
-    """The launcher could not start what it was asked to start."""
+    """The launcher could not start a program, or connect to a host."""
 
 
 class RemoteError(ShoalError):
-    """A function that ran elsewhere failed: on some of several ranks, or at a worker that was called.
+    """A function failed in another process: on a rank, or at a called worker.
 
-    The message holds the tracebacks from there.  The exception that a call over RPC raises has this one as
-    its cause, or is this one where its own type could not be rebuilt here.
+    The message has the remote tracebacks.  The exception that a call over RPC raises has this one as its
+    cause, or is this one if its own type could not be recreated here.
 
     Attributes:
-        worker: name of the worker that was called; "" where ranks were run.
-        traceback: of the exception there, as text; "" where the message holds those of several ranks.
+        worker: name of the called worker; "" for ranks.
+        traceback: remote traceback as text; "" if the message has those of several ranks.
     """
 
     def __init__(self, message: str, worker: str = "", traceback: str = "") -> None:
@@ -335,48 +331,47 @@ class RemoteError(ShoalError):
 
 
 class RpcError(ShoalError):
-    """A call to another worker did not come to its end.  Other calls go on.
+    """A call to another worker failed.  Other calls are not affected.
 
-    Nothing is tried again: whether the function ran, or how far, is known only where the message says it.
+    It is not retried.  Whether the function ran, and how far, is unknown unless the message has it.
     """
 
 
 class CallTimeout(RpcError, TimeoutError):
-    """A call had no reply within its timeout; the message says how far it came, if the callee told.
+    """A call had no reply within its timeout; the message has its progress, if the callee reported it.
 
-    Or its worker could not be connected to in time, or took nothing of a post.
+    It is also raised if the connection to the worker timed out, or the worker did not receive a post in time.
 
-    Give a slow function more time, ``peer.options(timeout=...)``.  The callee of a call was told that nobody
-    waits any more: one that had not begun never runs, and a function can ask
-    ``shoal.rpc.current().cancelled()``.
+    Give a slow function more time by ``peer.options(timeout=...)``.  The call is cancelled at the callee: if
+    it had not started it never runs, and a running function can check ``shoal.rpc.current().cancelled()``.
     """
 
 
 class CallCancelled(RpcError):
     """``cancel()`` was called on the future of a call.
 
-    A call that had not begun never runs; a function that runs already goes on, unless it asks
+    A call that had not started never runs; a running function continues, unless it checks
     ``shoal.rpc.current().cancelled()``.
     """
 
 
 class UnknownWorker(RpcError):
-    """Nobody has joined under the name of a worker in time; the message lists who has."""
+    """No worker has joined under a name in time; the message lists the workers that have joined."""
 
 
 class AgentClosed(RpcError):
-    """The agent was closed, here or by the worker that a call was for.  Nothing more can be called."""
+    """The agent was closed, by this process or by the called worker.  No more calls are possible."""
 
 
 class WorkerLost(RpcError, PeerLost):
-    """The worker that a call was for died, or the connection to it broke before the reply came.
+    """The called worker died, or the connection to it broke before the reply came.
 
     Attributes:
         worker: its name.
-        ranks: empty; workers are known by names.
+        ranks: empty; workers have names instead of ranks.
 
-    Whether the function ran is not known.  Calls to other workers go on.  A later call reaches the worker
-    again if it lives, or a new process that has joined under its name.
+    Whether the function ran is unknown.  Calls to other workers are not affected.  A later call reaches the
+    worker again if it is running, or a new process that has joined under its name.
     """
 
     def __init__(self, message: str, worker: str = "", ranks: Sequence[int] = ()) -> None:
@@ -394,7 +389,7 @@ class NodeLost(PeerLost):
         worker: its name.
         ranks: its index.
 
-    Its tensors are gone: whatever uses them raises this.  Other nodes go on.
+    Its tensors are lost: operations on them raise this error.  Other nodes are not affected.
     """
 
     def __init__(self, message: str, worker: str = "", ranks: Sequence[int] = ()) -> None:
@@ -405,29 +400,28 @@ class NodeLost(PeerLost):
 class DeviceMismatch(ShoalError, ValueError):
     """The tensors of an operation are on several nodes, or on a node and on the master.
 
-    Move them to one device: the message has the ``.to(...)`` that does it.  It is no TypeError, as a
-    UsageError is: Python would take that for an operator that the operands lack.
+    Move them to one device: the message has the necessary ``.to(...)``.  It is not a UsageError, because that
+    is a TypeError, which Python would take for a missing operator.
     """
 
 
 class RecordingMismatch(ShoalError):
     """A recorded step of the master-worker mode cannot be replayed.
 
-    The function waits for a tensor inside, moves a tensor of the master that is no argument, or its calls
-    are not alike.  The message names the operator, the line, and the remedy.
+    The function waits for a tensor, moves a tensor of the master that is not an argument, or its calls
+    differ.  The message names the operator, the line, and the remedy.
     """
 
 
 class RemoteOpError(RemoteError):
     """An operation that the master issued failed on a node.
 
-    Raised where its result, or one that was computed of it, is needed on the master, and by
-    ``synchronize()``.
+    It is raised when the master needs the result, or a value computed from it, and by ``synchronize()``.
 
     Attributes:
         worker: name of the node.
-        traceback: of the exception there, as text.
-        line: of the master's program that issued the operation.
+        traceback: remote traceback as text.
+        line: line of the master's program that issued the operation.
     """
 
     def __init__(self, message: str, worker: str = "", traceback: str = "", line: str = "") -> None:

@@ -1,25 +1,24 @@
-"""A rank reports its own failure to its launcher, which then tells causes from consequences.
+"""Reports of a rank about failures to its launcher, which distinguishes causes from consequences.
 
-The rank that fails first is often not the first to end: it tells its peers, and closes its groups, while they
-end already because of it.  So each rank of ``shoal run`` inherits a descriptor and reports, with the time:
+The rank that fails first is often not the first to end: its peers may end while it still notifies them and
+closes its groups.  So each rank of ``shoal run`` inherits a descriptor and sends reports, with the time:
 
-- ``failed``: an exception that nobody caught ends it, or it could not connect;
+- ``failed``: an uncaught exception ends it, or it could not connect;
 - ``left``: it aborts a group, or closes the world, which others may still need;
-- ``told``: it has heard that others failed or left, and which;
-- ``rebuilt``: it goes on without those that failed: what it reported before ends it no more;
-- ``joined``: it has come later than the first ranks, and they have taken it in;
-- ``met``: it has a rank of a later meeting, in which newcomers and ranks have met;
-- ``evicted``: it goes on without ranks that may still run: they have not voted in an agreement, or are lost;
-- ``ended``: the exit code that Python gives it after an exception that nobody caught.
+- ``told``: it was notified that others failed or left, and which;
+- ``rebuilt``: it goes on without failed ranks, so its earlier reports do not explain its end any more;
+- ``joined``: it started later than the initial ranks, and has joined them;
+- ``met``: it has a rank in a later meeting, of newcomers and ranks;
+- ``evicted``: it goes on without ranks that did not vote in an agreement or are lost, and may still run;
+- ``ended``: its exit code after an uncaught exception.
 
-A rank reports before it tells its peers, so the report of a cause is earlier than those of its
-consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing; those that lost it name it.
+A rank reports before it notifies its peers, so the report of a cause is earlier than those of its
+consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing, but ranks that lost it do.
 
-Without such a launcher nothing happens here.  A forked child closes its copy of the descriptor, a program
-that the rank executes does not inherit it, and neither speaks for the rank.
+Without such a launcher the functions do nothing.  Forked children and executed programs of a rank do not have
+the descriptor, and cannot report for the rank.
 
-The launcher can also ask a rank where it hangs: at :data:`STACKS` the rank writes the stack of every thread
-to stderr.
+At the signal :data:`STACKS` of the launcher a rank writes the stacks of all threads to stderr.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from .common.wording import in_words
 from .errors import ConfigurationError
 from .net import close_in_forked_child
 
-#: characters of a report's text, ranks that it names, and bytes of the whole
+#: limits of a report: characters of the text, number of ranks, and bytes in total
 LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
 
-#: reports of one process until it rebuilds a group
+#: maximum number of reports of one process until it rebuilds a group
 _MOST_REPORTS = 12
 
-#: the signal at which a rank of a launcher writes its stacks; no other program has a use for it
+#: the signal at which a rank of a launcher writes its stacks; a signal that programs rarely use
 STACKS = signal.SIGRTMAX - 5
 
 Kind = Literal["failed", "left", "told", "rebuilt", "joined", "met", "evicted", "ended"]
@@ -58,13 +57,13 @@ class Report(msgspec.Struct, frozen=True):
     """One report.
 
     Attributes:
-        at: when it happened, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
-        ranks: which ranks have failed, of a ``told``, or are evicted; empty if nothing says which.  Of a
-            ``met`` the own one.
-        meeting: of ``ranks``: short for the name of the meeting that numbered them; "": the first one, whose
-            ranks have the launcher's numbers.
-        code: of an ``ended``; a failure's, so never 0.
-        text: of a ``failed``: the exception, in words.
+        at: time of the event, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
+        ranks: failed ranks (``told``), evicted ranks (``evicted``), or the rank of this process (``met``);
+            empty if unknown.
+        meeting: short hash of the name of the meeting that numbered ``ranks``; "": the first meeting, with
+            the launcher's numbers.
+        code: exit code (``ended``), not 0.
+        text: description of the exception (``failed``).
     """
 
     kind: Kind
@@ -76,19 +75,17 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def descriptor_name(fd: int) -> str:
-    """``fd`` as ``SHOAL_REPORT_FD`` names it: with its inode, because numbers are used again."""
+    """The value of ``SHOAL_REPORT_FD`` for ``fd``, with the inode, because descriptors are reused."""
     return f"{fd}:{os.fstat(fd).st_ino}"
 
 
 class _Descriptor:
-    """The inherited descriptor."""
-
     def __init__(self, fd: int, inode: int) -> None:
         self._fd = fd
         self._inode = inode
 
     def is_there(self) -> bool:
-        """Whether the descriptor is still what the launcher gave this process."""
+        """Whether the descriptor is still the one that the launcher passed to this process."""
         if self._fd < 0:
             return False
         try:
@@ -98,7 +95,7 @@ class _Descriptor:
         return stat.S_ISSOCK(status.st_mode) and status.st_ino == self._inode
 
     def send(self, report: bytes) -> None:
-        """Send a report if that is possible without waiting."""
+        """Send a report, unless that would block."""
         with contextlib.suppress(OSError):
             if self.is_there():
                 os.write(self._fd, report)
@@ -128,15 +125,15 @@ def _inherited() -> _Descriptor | None:
 
 _line = _inherited()
 _reported: set[tuple[Kind, tuple[int, ...], str]] = set()
-#: whether the ranks of meetings without a name have the launcher's numbers
+#: whether ranks of meetings without a name have the launcher's numbers
 _same_numbers = True
 
 
 def met(rank: int, size: int, meeting: str = "") -> None:
-    """This process is ``rank`` of ``size`` that meet.
+    """Report that this process is ``rank`` of ``size`` ranks in a meeting.
 
     Args:
-        meeting: its name, by which later reports name its ranks; "": the first meeting of a job.
+        meeting: name of the meeting, which later reports refer to; "": the first meeting of a job.
     """
     global _same_numbers
     if meeting:
@@ -146,42 +143,42 @@ def met(rank: int, size: int, meeting: str = "") -> None:
 
 
 def taken_in() -> None:
-    """This process came later than the first ranks, and is in a group with them now."""
+    """Report that this process, which started later than the initial ranks, has joined them."""
     _report("joined")
 
 
 def failed(error: BaseException) -> None:
-    """This rank fails with ``error``; to be called before others hear of it."""
+    """Report that this rank fails with ``error``; must be called before others are notified."""
     _report("failed", text=in_words(error))
 
 
 def left() -> None:
-    """This rank leaves a group; to be called before others hear of it."""
+    """Report that this rank leaves a group; must be called before others are notified."""
     _report("left")
 
 
 def told(ranks: Collection[int] = (), meeting: str = "") -> None:
-    """This rank was notified that ``ranks`` of a meeting failed or left, or that some did."""
+    """Report that this rank was notified that ``ranks`` of a meeting failed or left; empty: unknown ones."""
     _report("told", tuple(ranks)[:MOST_RANKS] if meeting or _same_numbers else (), meeting=meeting)
 
 
 def evicted(ranks: Collection[int], meeting: str = "") -> None:
-    """This rank goes on without ``ranks`` of a meeting, whose processes may still run."""
+    """Report that this rank goes on without ``ranks`` of a meeting, whose processes may still run."""
     if ranks and (meeting or _same_numbers):
         _report("evicted", tuple(ranks)[:MOST_RANKS], meeting=meeting)
 
 
 def rebuilt() -> None:
-    """This rank goes on in a new group, without those that failed."""
+    """Report that this rank goes on in a new group, without failed ranks."""
     if _reported:
         _reported.clear()
         _report("rebuilt")
 
 
 def ended(error: BaseException) -> None:
-    """The interpreter ends because of ``error``, which nobody caught."""
+    """Report that the interpreter exits because of the uncaught ``error``."""
     failed(error)
-    # Python ends by SIGINT, which a shell calls 130, after an interrupt that nobody caught.
+    # After an uncaught KeyboardInterrupt Python ends by SIGINT, which a shell gives as 130.
     _report("ended", code=130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
@@ -193,5 +190,5 @@ def _report(
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
     _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words, short)))
-    # Not before: another thread that does the same must not tell its peers first.
+    # Not before: otherwise another thread with the same report could notify its peers before it is sent.
     _reported.add((kind, ranks, meeting))

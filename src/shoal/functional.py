@@ -1,14 +1,14 @@
-"""Collective operations through which gradients flow.
+"""Differentiable collective operations.
 
     y = shoal.functional.all_reduce(x, group=group)        # a new tensor, with x in its graph
-    y.square().sum().backward()                            # communicates, too
+    y.square().sum().backward()                            # communicates too
 
-The methods of a group are no part of autograd's graph; these functions are, as those of
-``torch.distributed.nn.functional``.  They wait, and return new tensors.
+Unlike the methods of a group, and like ``torch.distributed.nn.functional``, these functions are part of
+autograd's graph.  They block, and return new tensors.
 
-The gradient of such an operation is a collective too.  So all ranks build the same graph, with inputs that
-require grad on all ranks or on none, and all call backward.  Of a call with several outputs a rank must use
-at least one; those that it does not use have a gradient of zero.
+The gradient of such an operation is a collective too.  So all ranks must build the same graph, with inputs
+that require grad on all ranks or on none, and all must call backward.  If a call has several outputs, a rank
+must use at least one; unused outputs have a gradient of zero.
 
 :func:`broadcast` can be differentiated once, the others any number of times.
 """
@@ -33,15 +33,16 @@ def all_reduce(x: torch.Tensor, op: ReduceOpLike = SUM, *, group: Any = None) ->
     """The reduction of ``x`` over all ranks.
 
     Args:
-        x: same dtype and shape everywhere.
-        op: SUM, AVG or ``ReduceOp.premul_sum(factor)``; the gradients of others are no collective.
+        x: same dtype and shape on all ranks.
+        op: SUM, AVG or ``ReduceOp.premul_sum(factor)``; the gradients of other reductions are not
+        collectives.
         group: the ranks; None: the default group.
 
     Returns:
-        A new tensor like ``x``.  The gradient of ``x`` is the sum (or mean) of the ranks' gradients of it.
+        A new tensor like ``x``.  The gradient of ``x`` is the sum (or mean) of the gradients of all ranks.
 
     Raises:
-        UsageError, UnsupportedOperation, GroupError: as the method of the group.
+        UsageError, UnsupportedOperation, GroupError: see the method of the group.
     """
     result: torch.Tensor = _apply(
         _AllReduce, x, given_group(group, "functional.all_reduce"), _linear(op, "all_reduce")
@@ -53,11 +54,11 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...
     """The tensors of all ranks, in the order of the ranks.
 
     Args:
-        x: same dtype and shape everywhere.
+        x: same dtype and shape on all ranks.
         group: the ranks; None: the default group.
 
     Returns:
-        New tensors.  The gradient of ``x`` is the sum of all ranks' gradients of their copies of it.
+        New tensors.  The gradient of ``x`` is the sum of the gradients of its copies on all ranks.
     """
     result: tuple[torch.Tensor, ...] = _apply(_AllGather, x, given_group(group, "functional.all_gather"))
     return result
@@ -66,15 +67,15 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...
 def reduce_scatter(
     inputs: Sequence[torch.Tensor], op: ReduceOpLike = SUM, *, group: Any = None
 ) -> torch.Tensor:
-    """The reduction over all ranks of their ``inputs[r]``, on rank *r*.
+    """The reduction of ``inputs[r]`` over all ranks, on rank *r*.
 
     Args:
-        inputs: one tensor for each rank, all of one dtype and shape.
+        inputs: one tensor per rank, all with the same dtype and shape.
         op: SUM or AVG.
         group: the ranks; None: the default group.
 
     Returns:
-        A new tensor.  The gradient of ``inputs[r]`` is that of rank *r*'s result.
+        A new tensor.  The gradient of ``inputs[r]`` is that of the result on rank *r*.
     """
     reduction = _linear(op, "reduce_scatter")
     if reduction.code == PREMUL_SUM.code:
@@ -88,31 +89,31 @@ def reduce_scatter(
 
 
 def broadcast(x: torch.Tensor, root: int = 0, *, group: Any = None) -> torch.Tensor:
-    """A copy of rank ``root``'s ``x``.
+    """A copy of ``x`` of rank ``root``.
 
     Args:
-        x: same dtype and shape everywhere; its values are those of ``root``, and it requires grad everywhere
-            or nowhere.
-        root: the rank whose tensor it is.
+        x: same dtype and shape on all ranks; the values on ranks other than ``root`` are not used.  It must
+            require grad on all ranks or on none.
+        root: the rank to copy from.
         group: the ranks; None: the default group.
 
     Returns:
-        A new tensor.  The gradient of ``x`` is the sum of all ranks' gradients on ``root``, zero elsewhere.
+        A new tensor.  The gradient of ``x`` is the sum of the gradients of all ranks on ``root``, else zero.
     """
     result: torch.Tensor = _apply(_Broadcast, x, given_group(group, "functional.broadcast"), root)
     return result
 
 
 def all_to_all(inputs: Sequence[torch.Tensor], *, group: Any = None) -> tuple[torch.Tensor, ...]:
-    """What each rank sends to this one, where rank *r* is sent ``inputs[r]``.
+    """Send ``inputs[r]`` to rank *r*, and return the tensors that all ranks send to this one.
 
     Args:
-        inputs: one tensor for each rank, all of one dtype and shape, the same on all ranks.  For parts of
-            other sizes there is :func:`all_to_all_single`.
+        inputs: one tensor per rank, all with the same dtype and shape on all ranks.  For parts of different
+            sizes use :func:`all_to_all_single`.
         group: the ranks; None: the default group.
 
     Returns:
-        New tensors.  The gradient of ``inputs[r]`` is that of what rank *r* has received.
+        New tensors.  The gradient of ``inputs[r]`` is that of the tensor that rank *r* received.
     """
     result: tuple[torch.Tensor, ...] = _apply(_AllToAll, given_group(group, "functional.all_to_all"), *inputs)
     return result
@@ -125,15 +126,15 @@ def all_to_all_single(
     *,
     group: Any = None,
 ) -> torch.Tensor:
-    """Cut ``x`` along its first dimension, send part *r* to rank *r*, and join what arrives.
+    """Split ``x`` along its first dimension, send part *r* to rank *r*, and concatenate the received parts.
 
     Args:
         x: has at least one dimension.
-        output_splits, input_splits: the length of each rank's part; None: equal parts.
+        output_splits, input_splits: length of the part of each rank; None: equal parts.
         group: the ranks; None: the default group.
 
     Returns:
-        A new tensor.  Its gradient takes the way back.
+        A new tensor.  Its gradient is sent back in the same way.
     """
     ranks = given_group(group, "functional.all_to_all_single")
     result: torch.Tensor = _apply(_AllToAllSingle, x, ranks, output_splits, input_splits)
@@ -141,7 +142,7 @@ def all_to_all_single(
 
 
 def _linear(op: ReduceOpLike, name: str) -> ReduceOp:
-    """The reduction, if its gradient is a reduction too."""
+    """Return the reduction if its gradient is a reduction too; otherwise raise UnsupportedOperation."""
     reduction = ReduceOp.of(op)
     if reduction.code not in (SUM.code, AVG.code, PREMUL_SUM.code):
         raise UnsupportedOperation(

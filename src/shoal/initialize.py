@@ -1,7 +1,7 @@
-"""``shoal.init``: from nothing to a process group of everybody in the job.
+"""``shoal.init``: creates the process group of all processes of a job.
 
-A rendezvous says who this process is, a backend from the registry connects it, and both belong to a
-:class:`~shoal.world.World`, on which the group of all ranks stands.
+A rendezvous determines the rank of this process, and a backend from the registry connects it.  Both belong to
+a :class:`~shoal.world.World`, which the group uses.
 """
 
 from __future__ import annotations
@@ -37,43 +37,43 @@ def init(
     job: str | None = None,
     **options: Any,
 ) -> ProcessGroup:
-    """Meet the other processes of the job and connect to them.
+    """Connect to the other processes of the job, and return the group of all of them.
 
-    Every process of the job calls it; it returns when all have come and are connected.
+    All processes of the job must call it; it returns when all are connected.
 
     Args:
-        url: where to meet: ``env://`` (the default: what the launcher's environment says; a group of one
-            without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme of
-            :func:`shoal.register_store` or :func:`shoal.register_rendezvous`.
-        store: where to meet instead of at a url: a :class:`shoal.Store`, or a ``torch.distributed.Store``.
-            It must be the same one for all ranks, stays the caller's and is not closed; it must serve until
-            all groups are closed.  Without ``secret`` the ranks agree on one in it: whoever can read the
-            store, or listen to its connections, can then join their connections.
-        rank: of this process; None: as the launcher says, else in order of arrival.
-        size: number of processes; None: as the launcher says, else as the job's record in the store.
-        timeout: seconds until all must have come, and the group's default for operations; None:
+        url: where to find the other processes: ``env://`` (the default: environment variables of the
+            launcher; a group of one without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme
+            of :func:`shoal.register_store` or :func:`shoal.register_rendezvous`.
+        store: a store to use instead of ``url``: a :class:`shoal.Store`, or a ``torch.distributed.Store``.
+            It must be the same one for all ranks, and must be available until all groups are closed; it is
+            not closed here.  Without ``secret`` the ranks agree on a secret in it: anyone who can read the
+            store, or its connections, can then connect to them.
+        rank: rank of this process; None: set by the launcher, else in order of arrival.
+        size: number of processes; None: set by the launcher, else read from the job's record in the store.
+        timeout: timeout of the rendezvous in seconds, and default of the group's operations; None:
             ``SHOAL_TIMEOUT`` (300 s).
-        secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names; else, on one
-            host, what only its user can read (``docs/security.md``).
+        secret: the job's secret; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names; else,
+            on one host, a file that only this user can read (``docs/security.md``).
         backend: name of the data channel: "native", or one given to :func:`shoal.register_backend`.
-        name: of the group, for errors and logs.
-        concurrency: lanes: how many operations of a group may be in progress at once; None:
+        name: name of the group, for errors and logs.
+        concurrency: number of lanes: maximum number of operations of a group in progress at once; None:
             ``SHOAL_CONCURRENCY`` (1).
         host_id: identity of this host; ranks with different values do not share memory.  None:
-            ``SHOAL_HOST_ID``, or the machine's own.
-        job: name of the job: processes that give the same one meet.  With a name for each, one process can
-            be in several worlds at one place.  None: ``SHOAL_JOB``, or as the launcher says.
-        options: the backend's own; native takes ``transport="auto"``, ``"shm"`` or ``"tcp"``.
+            ``SHOAL_HOST_ID``, or the identity of the machine.
+        job: name of the job; processes with the same name form a group.  With different names, one process
+            can be in several worlds at one URL.  None: ``SHOAL_JOB``, or set by the launcher.
+        options: options of the backend; native has ``transport="auto"``, ``"shm"`` or ``"tcp"``.
 
     Returns:
         The group of all processes; a context manager.
 
     Raises:
-        UsageError, ConfigurationError: an argument or variable that cannot be right.
-        RendezvousError: the processes contradict each other; RendezvousTimeout names the missing ones.
+        UsageError, ConfigurationError: an argument or an environment variable is invalid.
+        RendezvousError: the processes contradict each other; RendezvousTimeout names missing ranks.
         AuthenticationError, VersionMismatch: a process does not belong to this job.
     """
-    # Whatever is wrong is refused before anybody waits, and in a group of one too.
+    # Check all arguments before waiting for other processes, and in a group of one too.
     config.check()
     dump_directory()
     factory = backend_factory(backend)
@@ -91,16 +91,16 @@ def init(
     return world_group(membership, factory, name=name, timeout=seconds, concurrency=count, options=options)
 
 
-#: arguments that :func:`init` takes itself
+#: names of the arguments of :func:`init`
 _ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
 
 
 def refuse_joiner() -> None:
-    """Raise ConfigurationError if ``SHOAL_JOIN`` says that this process joins a running session."""
+    """Raise ConfigurationError if, by ``SHOAL_JOIN``, this process is to join a running session."""
     if joins := config.JOIN.get():
         raise ConfigurationError(
-            f"SHOAL_JOIN={'auto' if joins == 'auto' else 1}: this process has no rank among those that meet "
-            "here; it joins a running session by shoal.elastic.Session(state)"
+            f"SHOAL_JOIN={'auto' if joins == 'auto' else 1}: this process has no rank for shoal.init; it "
+            "can join a running session by shoal.elastic.Session(state)"
         )
 
 
@@ -114,11 +114,11 @@ def world_group(
     options: dict[str, Any],
     within: float | None = None,
 ) -> ProcessGroup:
-    """Connect to the others of ``membership`` by the backend that ``factory`` makes; the group of all.
+    """Connect the ranks of ``membership`` by the backend of ``factory``; return the group of all ranks.
 
     Args:
-        timeout: of the group's operations, in seconds.
-        within: seconds until all are connected; None: as ``timeout``.
+        timeout: default timeout in seconds of the group's operations.
+        within: timeout in seconds for connecting; None: as ``timeout``.
     """
     name = encodable(name)
     identity = f"{membership.job}/{membership.epoch}/{name}"

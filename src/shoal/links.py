@@ -1,7 +1,7 @@
-"""Connections among some ranks of a world: one backend, and how it was made.
+"""The connections among some ranks of a world: one backend, and its factory.
 
-The first ones of a world connect all its ranks.  A group with a backend or a transport of its own has others,
-which its members make together; groups made from it use them too.
+The first links of a world connect all its ranks.  The members of a group with another backend or transport
+create further links together, which groups derived from it use too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from .errors import RendezvousError, StoreError, StoreTimeout, WireError
 from .rendezvous.membership import Membership
 from .store import Store
 
-#: where a member says why it cannot connect
+#: key for the reason why a member cannot connect
 _FAILED = "failed"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Links:
-    """Connections.
+    """The connections of this process to some ranks.
 
     Attributes:
-        backend: connects this process.
-        ranks: those that are connected, by their ranks in the world.
-        factory, options: how the backend was made.
+        ranks: the connected ranks, numbered in the world.
+        factory, options: factory of the backend, and its options.
     """
 
     backend: Backend
@@ -37,12 +36,12 @@ class Links:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def numbered(self, spec: GroupSpec) -> GroupSpec:
-        """A group as the backend numbers its ranks, which in ``spec`` are those in the world."""
+        """``spec`` with the backend's numbers of ranks instead of the world's."""
         place = {rank: index for index, rank in enumerate(self.ranks)}
         return replace(spec, ranks=tuple(place[rank] for rank in spec.ranks))
 
     def hosts(self, spec: GroupSpec) -> list[int]:
-        """For each rank of a group the number of its host: equal ones for ranks that die with one machine."""
+        """The number of the host of each rank of a group; ranks on one machine have equal numbers."""
         return self.backend.hosts(self.numbered(spec).ranks)
 
     def lost(self) -> frozenset[int]:
@@ -61,18 +60,17 @@ def connect_some(
     lost: Callable[[], frozenset[int]],
     look: Callable[[], None],
 ) -> Links:
-    """Connect some ranks of a world to one another; each of them calls it.
+    """Connect some ranks of a world to one another; all of them must call it.
 
     Args:
-        membership: in the world.
-        ranks: the members, by their ranks in the world.
-        timeout: in seconds, until all are connected.
-        store: of these members alone.
-        lost: the ranks of the world that are lost already.
-        look: called while others are waited for; raises if they never come.
+        ranks: the members, numbered in the world.
+        timeout: timeout in seconds until all are connected.
+        store: a store that only these members use.
+        lost: returns the lost ranks of the world.
+        look: called while waiting for others; raises if they will never come.
 
     Raises:
-        RendezvousError: a member was lost, or could not connect; RendezvousTimeout names those that are late.
+        RendezvousError: a member was lost, or could not connect; RendezvousTimeout names late members.
     """
 
     def still_possible(positions: Collection[int] | None = None) -> None:
@@ -106,6 +104,6 @@ def connect_some(
             said = f"rank {membership.rank} could not connect: {in_words(error)}"
             store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
         except (StoreError, WireError):
-            pass  # nobody can be told; they have their timeout
+            pass  # the others run into their timeout
         raise
     return Links(backend, ranks, factory, dict(options))

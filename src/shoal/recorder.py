@@ -1,9 +1,9 @@
-"""The flight recorder: the last operations of a group, for the moment when something hangs or fails.
+"""The flight recorder: the last operations of a group, for debugging hangs and failures.
 
-It is always on, so recording costs next to nothing: one small object of the core per operation, appended
-to a ring.  No group or engine marks completion: the future writes the time and the failure to its ``record``
-when a thread first sees it complete, and reading the record of an operation that no thread waited for asks
-the future.  A record refers to its future weakly: it keeps no tensor alive.
+It is always on, so recording is cheap: one small object of the core per operation, appended to a ring buffer.
+The future writes the time and the failure to its ``record`` when its completion is first seen.  Reading the
+record of an operation that was not waited for checks the future.  A record has a weak reference to its
+future, so it keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class Entry:
 
     Attributes:
         kind: e.g. ``"all_reduce"``.
-        number: in the group's sequence; -1 for what is matched by key, or by peer and tag.
-        key: of operations issued in callbacks; else 0.
-        dtype, count: of what this rank put in or gets out, e.g. ``"float32"``; ``""`` and 0 for none.
-        root, peer, tag: in group ranks; -1 where there is none.
-        state: ``"submitted"``, ``"completed"``, ``"failed"``, or ``"released"``: the future was
-            dropped before anybody saw its outcome.
-        submitted, ended: ``time.monotonic_ns()``; ``ended`` is when the outcome was first seen, 0 before.
-        failure: type and message of the exception; ``""`` for none.
+        number: sequence number in the group; -1 for operations matched by key, or by peer and tag.
+        key: key of an operation issued in a callback; else 0.
+        dtype, count: dtype (e.g. ``"float32"``) and number of elements of this rank's input or output; ``""``
+            and 0 if there is none.
+        root, peer, tag: numbered in the group; -1 if there is none.
+        state: ``"submitted"``, ``"completed"``, ``"failed"``, or ``"released"``: the future was released
+            before its outcome was seen.
+        submitted, ended: ``time.monotonic_ns()`` of the submission, and when the outcome was first seen (0
+            before).
+        failure: type and message of the exception; ``""`` if there is none.
     """
 
     kind: str
@@ -66,19 +68,19 @@ class Entry:
     "Copy what entries() returns",
 )
 class FlightRecorder:
-    """The last operations of one group on one rank.  May be used from any thread.
+    """The last operations of one group on one rank.  Thread-safe.
 
     Args:
-        group: its name.
-        rank: of this process in it.
-        size: how many operations to keep; 0 keeps none.
+        group: name of the group.
+        rank: rank of this process in the group.
+        size: number of operations to keep; 0: none.
     """
 
     def __init__(self, group: str, rank: int, size: int = 1024) -> None:
         self._group = group
         self._rank = rank
         self._ring: deque[Record] = deque(maxlen=size)
-        #: Adds a record, for :meth:`add` and for cpp/bind/shortcut.cc.
+        #: appends a record; used by :meth:`add` and cpp/bind/shortcut.cc
         self.append: Callable[[Record], None] = self._ring.append
 
     def add(
@@ -93,18 +95,18 @@ class FlightRecorder:
         peer: int = -1,
         tag: int = -1,
     ) -> None:
-        """Record that an operation was submitted; the arguments are as in :class:`Entry`."""
+        """Record the submission of an operation; for the arguments see :class:`Entry`."""
         record = Record(future, kind, number, key, dtype, count, root, peer, tag)
         self.append(record)
         future.note_in(record)
 
     def entries(self) -> list[Entry]:
-        """The operations, oldest first, in their present state."""
+        """The operations, oldest first, with their current states."""
         return [_entry(record) for record in list(self._ring)]
 
     @property
     def last_completed(self) -> Entry | None:
-        """The numbered operation with the highest number among those known to have completed well."""
+        """The operation with the highest number among those known to have completed without an error."""
         completed = (entry for entry in self.entries() if entry.state == "completed" and entry.number >= 0)
         return max(completed, key=lambda entry: entry.number, default=None)
 
@@ -114,12 +116,12 @@ class FlightRecorder:
         return f"<FlightRecorder of {self._title(entries)}{last}; print(recorder.dump()) shows them>"
 
     def dump(self) -> str:
-        """The operations as a table for people, oldest first, with times in milliseconds."""
+        """The operations as a table, oldest first, with times in milliseconds."""
         entries = self.entries()
         return f"{self._title(entries)}\n{_table(entries)}"
 
     def to_json(self) -> str:
-        """The operations for programs: an object with ``group``, ``rank``, ``now`` and ``entries``.
+        """The operations as JSON: an object with ``group``, ``rank``, ``now`` and ``entries``.
 
         ``now`` is ``time.monotonic_ns()``, comparable with the times in the entries.
         """
@@ -142,7 +144,7 @@ class FlightRecorder:
 def _entry(record: Record) -> Entry:
     future = record.future()
     if future is not None:
-        future.done()  # the future writes a completion that no thread has seen yet to the record
+        future.done()  # updates the record if the future has completed
     if record.ended:
         state = "completed" if record.failure is None else "failed"
     elif future is None:
@@ -183,8 +185,8 @@ def _table(entries: Iterable[Entry]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text; the first column and the state are flush left, the others right."""
-    # Imported here: a group must not pay for it.
+    """Format a table as text; the first column and the state are left-aligned, the others right-aligned."""
+    # Imported here, as most programs never need it.
     from rich import box
     from rich.console import Console
     from rich.table import Table

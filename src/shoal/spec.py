@@ -1,7 +1,7 @@
-"""The vocabulary of operations: kinds, reductions, dtype codes, and the record of one call.
+"""Types of operations: kinds, reductions, dtype codes, and the description of one call.
 
-:class:`Operation` is what travels from :mod:`shoal.group` to a backend.  The numeric codes here are
-the ones of the native core (``cpp/kernels/types.h``); a test compares the two.
+:mod:`shoal.group` passes an :class:`Operation` to a backend.  The numeric codes are those of the native core
+(``cpp/kernels/types.h``); a test compares the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import UsageError
 
 
 def encodable(text: str) -> str:
-    r"""``text`` as UTF-8 can carry it: a lone surrogate, as of an undecodable name, becomes ``\udcff``."""
+    r"""Make ``text`` encodable as UTF-8: a lone surrogate, as in an undecodable name, becomes ``\udcff``."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -30,7 +30,7 @@ ReduceOpLike: TypeAlias = Any
 
 
 class OpKind(enum.IntEnum):
-    """The kind of an operation.  The value is the code on the wire."""
+    """The kind of an operation.  The value is its code in the protocol."""
 
     ALL_REDUCE = 1
     REDUCE = 2
@@ -61,15 +61,15 @@ class _Kind(enum.IntEnum):
 class ReduceOp:
     """A reduction: one of the class attributes below, or :meth:`premul_sum`.
 
-    ``SUM AVG PRODUCT MIN MAX BAND BOR BXOR``.  Wherever an operation takes ``op=``, the name as a string
-    means the same (``op="max"``), and so does torch's (``torch.distributed.ReduceOp.MAX``).
+    ``SUM AVG PRODUCT MIN MAX BAND BOR BXOR``.  Operations with an argument ``op`` also accept the name as a
+    string (``op="max"``), and reductions of torch (``torch.distributed.ReduceOp.MAX``).
 
     Integer AVG truncates toward zero; on bool SUM and MAX are *or*, PRODUCT and MIN are *and*; MIN and MAX
     propagate NaN.
     """
 
     code: int
-    #: of this rank, for :meth:`premul_sum`
+    #: factor of this rank, for :meth:`premul_sum`
     factor: float = 1.0
 
     @property
@@ -79,23 +79,24 @@ class ReduceOp:
 
     @staticmethod
     def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-        """SUM of the inputs, each multiplied by its rank's ``factor`` first, and rounded to its dtype.
+        """SUM of the inputs after multiplying each by the ``factor`` of its rank, rounded to its dtype.
 
         Args:
-            factor: of this rank; each has its own.  Any real number, infinities and NaN too, or a tensor of
-                one floating-point element on the CPU, which is read at once.
+            factor: factor of this rank, which may differ between ranks.  Any real number, including
+                infinities and NaN, or a tensor of one floating-point element on the CPU, which is read at
+                once.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: it is neither.
         """
         return ReduceOp(_Kind.PREMUL_SUM, _factor(factor))
 
     @staticmethod
     def of(op: ReduceOpLike) -> ReduceOp:
-        """``op`` itself, or the reduction that a name in any case or a value of torch's ReduceOp stands for.
+        """Convert ``op`` to a reduction: a ReduceOp, its name in any case, or a ReduceOp of torch.
 
         Raises:
-            UsageError: it stands for none, or for PREMUL_SUM without its factor.
+            UsageError: it is not a reduction, or it is PREMUL_SUM without its factor.
         """
         if isinstance(op, ReduceOp):
             return op
@@ -105,8 +106,8 @@ class ReduceOp:
         names = ", ".join(sorted(_BY_NAME))
         meant = _meant(op)
         raise UsageError(
-            f"unknown reduction {op!r}{meant and f'; {meant!r} is meant, probably'}; expected a reduction "
-            f"such as ReduceOp.SUM, of shoal or torch, or one of the names {names}"
+            f"unknown reduction {op!r}{meant and f' (did you mean {meant!r}?)'}; expected a reduction such "
+            f"as ReduceOp.SUM, of shoal or torch, or one of the names {names}"
         )
 
     def __repr__(self) -> str:
@@ -116,12 +117,12 @@ class ReduceOp:
 
 
 def _of_torch(op: Any) -> ReduceOp | None:
-    """The reduction that a value of ``torch.distributed.ReduceOp`` stands for; None: it is no such value."""
+    """The reduction of a value of ``torch.distributed.ReduceOp``; None: it is not such a value."""
     if op.__class__ not in _torch_classes:
         if not type(op).__module__.startswith("torch.") or not hasattr(getattr(op, "op", op), "__int__"):
             return None
         _torch_classes.add(type(op))
-    # A torch.distributed.ReduceOp has its constant in `op`.  Asking for a name takes three times as long.
+    # A torch.distributed.ReduceOp has its constant in `op`.  Reading its name takes three times as long.
     kind: Any = getattr(op, "op", op)
     if (number := int(kind)) != _Kind.PREMUL_SUM:
         return _BY_NUMBER.get(number)
@@ -135,7 +136,7 @@ def _of_torch(op: Any) -> ReduceOp | None:
 
 def _meant(op: object) -> str:
     """The name of the reduction that a caller probably meant."""
-    # Torch's reductions show themselves as <RedOpType.SUM: 0>.
+    # The str of a reduction of torch is <RedOpType.SUM: 0>.
     word = op if isinstance(op, str) else getattr(op, "name", None) or str(op)
     word = str(word).rpartition(".")[2].partition(":")[0].lower()
     word = _OTHER_NAMES.get(word, word)
@@ -146,7 +147,6 @@ _OTHER_NAMES = {"mean": "avg", "average": "avg", "prod": "product", "mul": "prod
 
 
 def _factor(given: object) -> float:
-    """The factor of PREMUL_SUM as a number."""
     if isinstance(given, torch.Tensor):
         if given.numel() != 1:
             elements = counted(given.numel(), "element")
@@ -175,22 +175,22 @@ AVG = ReduceOp(_Kind.AVG)
 PRODUCT = ReduceOp(_Kind.PRODUCT)
 MIN = ReduceOp(_Kind.MIN)
 MAX = ReduceOp(_Kind.MAX)
-PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # the inputs are multiplied already
+PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # for inputs that are multiplied already
 BAND = ReduceOp(_Kind.BAND)
 BOR = ReduceOp(_Kind.BOR)
 BXOR = ReduceOp(_Kind.BXOR)
-#: those that have a name; PREMUL_SUM has a factor instead
+#: the reductions that have a name; PREMUL_SUM has a factor instead
 REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
 for _op in REDUCTIONS:
     setattr(ReduceOp, _op.name, _op)
 _BY_NAME = {op.name.lower(): op for op in REDUCTIONS}
-#: Torch numbers its reductions as shoal does, which a test compares.
+#: by the number of torch, which is the same; a test compares them
 _BY_NUMBER = {op.code: op for op in REDUCTIONS}
-#: Torch's classes of reductions that were seen: small messages are spared the look at names.
+#: known classes of torch's reductions; a cache that avoids checking names for small messages
 _torch_classes: set[type] = set()
 
 
-#: torch dtype -> code in the native core.  A dtype that is absent cannot be sent.
+#: torch dtype -> code in the native core.  Other dtypes cannot be sent.
 DTYPE_CODES: dict[torch.dtype, int] = {
     torch.float64: 0,
     torch.float32: 1,
@@ -215,12 +215,12 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 }
 DTYPES_BY_CODE: dict[int, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
-# -- which kinds, dtypes and reductions go together: the only place that says it -----------------
+# -- legal combinations of kinds, dtypes and reductions ------------------------------------------
 #
-# The core has the same table for what comes from the wire (cpp/kernels/types.cc).  tests/test_legality.py
-# holds this one against the kernels and against groups.
+# The core has the same table, for received messages (cpp/kernels/types.cc).  tests/test_legality.py compares
+# this table with the kernels and with groups.
 
-#: Kinds that reduce; all others copy, and take every dtype.
+#: Kinds that reduce; all others copy, and accept every dtype.
 REDUCING = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER})
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -236,7 +236,7 @@ _SCALED = frozenset({_Kind.PREMUL_SUM})
 _ORDER = frozenset({_Kind.MIN, _Kind.MAX})
 _BITS = frozenset({_Kind.BAND, _Kind.BOR, _Kind.BXOR})
 
-#: dtype -> codes of the reductions that have a meaning for it.  Dtypes that are absent can only be copied.
+#: dtype -> codes of its legal reductions.  Other dtypes can only be copied.
 LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
     **dict.fromkeys(_FLOATS, _RING | _MEAN | _SCALED | _ORDER),
     **dict.fromkeys(_INTS, _RING | _MEAN | _ORDER | _BITS),
@@ -246,10 +246,10 @@ LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
 
 
 def illegality(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | None:
-    """Why an operation cannot take tensors of ``dtype``, in words; None if it can.
+    """Return why an operation does not accept tensors of ``dtype``; None if it does.
 
     Args:
-        op: looked at for the kinds that reduce.
+        op: the reduction, for kinds that reduce.
     """
     if dtype not in DTYPE_CODES:
         return f"tensors of {dtype} cannot be sent"
@@ -266,16 +266,16 @@ def illegality(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | No
     )
 
 
-#: As the source of a receive: the message may come from any rank.
+#: The source of a receive that accepts a message from any rank.
 ANY_SOURCE = -1
 
 
 @dataclass(slots=True)
 class Operation:
-    """One validated call, ready for a backend.  All tensors are contiguous and on the group's device.
+    """One validated call for a backend.  All tensors are contiguous and on the group's device.
 
-    A backend reads ``inputs`` and writes ``outputs`` (an in-place operation names the same tensor in
-    both).  Which tensors an operation has, for a group of ``n``, rank ``r`` and root ``q``:
+    A backend reads ``inputs`` and writes ``outputs`` (for an in-place operation both have the same tensor).
+    The tensors of an operation, for a group of ``n``, rank ``r`` and root ``q``:
 
     ================  ==========================================  ==================================
     kind              inputs                                      outputs
@@ -290,25 +290,24 @@ class Operation:
     ALL_TO_ALL        n tensors                                   n tensors
     BARRIER           []                                          []
     SEND              [x]                                         []
-    RECV              []                                          [y], or [] (allocate what arrives)
+    RECV              []                                          [y], or [] (allocate the message)
     ================  ==========================================  ==================================
 
-    Inputs of PREMUL_SUM are multiplied by their rank's factor already: a backend adds them up, as for SUM.
+    Inputs of PREMUL_SUM are multiplied by the factor of their rank already: a backend adds them, as for SUM.
 
-    In the ONE form (``*_single`` with equal parts) the parts lie one after another in one tensor.
-    Tensors of ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER and ALL_TO_ALL may differ in size from
-    rank to rank; ``sizes`` then holds the element count of each part (the same list on every rank,
-    except for ALL_TO_ALL, which needs none: part *i* of rank *j* must be as long as output *j* of
-    rank *i* expects).
+    In the ONE form (``*_single`` with equal parts) one tensor has all parts, one after another.  Tensors of
+    ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER and ALL_TO_ALL may have different sizes on different ranks;
+    ``sizes`` then has the number of elements of each part, the same list on all ranks.  It is not used for
+    ALL_TO_ALL, where input *i* of rank *j* must be as long as output *j* of rank *i*.
 
     Attributes:
-        kind: of the operation.
-        number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for
-            operations matched by ``key``.
+        kind: kind of the operation.
+        number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for operations
+            matched by ``key``.
         key: 0, or a 64-bit key that replaces the number for operations issued in a callback.
-        timeout: seconds from submission until the operation breaks the group, or fails alone in a group with
-            ``scope="pair"``.
-        root, peer, tag: in group ranks; peer may be ANY_SOURCE for RECV.
+        timeout: seconds from submission until the operation breaks the group, or, in a group with
+            ``scope="pair"``, only fails itself.
+        root, peer, tag: numbered in the group; peer may be ANY_SOURCE for RECV.
     """
 
     kind: OpKind

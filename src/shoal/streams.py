@@ -1,12 +1,11 @@
-"""The device part of futures: events behind which results are usable, and the streams that wait for them.
+"""Device support of futures: events after which results can be used, and streams that wait for them.
 
-On a device, work is enqueued on streams and runs later.  A future of such work is complete as soon as
-the work is enqueued; it then holds one event for each device (and stream), and whoever uses the
-result waits for the events: on the host, or only with its current streams.
+On a device, work is enqueued on streams and runs later.  A future of such work is complete as soon as the
+work is enqueued; it then has one event for each device (and stream).  A user of the result waits for the
+events, on the host or only on the current streams.
 
-What a device must be able to do stands in :class:`StreamRuntime`; :class:`CudaRuntime` does it with
-``torch.cuda``.  Runtimes are chosen by device type, and :func:`register_runtime` puts another one in
-place (the tests play a deterministic one).
+:class:`StreamRuntime` is the interface to a device; :class:`CudaRuntime` implements it with ``torch.cuda``.
+Runtimes are chosen by device type, and can be replaced by :func:`register_runtime`, for example in tests.
 
 The design is that of "CUDA-aware future for distributed" (pytorch issue 48305).
 """
@@ -24,15 +23,15 @@ import torch
 from .common.containers import tensors
 from .errors import UnsupportedOperation
 
-#: Seconds that an event is asked for without a pause, and the pauses after that.
+#: seconds of polling an event without a pause, and then the first and the longest pause
 _SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
 
-#: Seconds that a runtime is asked to block for at a time: Ctrl-C is seen in between.
+#: maximum time in seconds of one blocking wait; Ctrl-C is handled between two waits
 _SLICE = 0.1
 
 
 class StreamRuntime(abc.ABC):
-    """The functions that a type of device must offer.  Streams and events are opaque to everyone else."""
+    """The interface of a device type.  Streams and events are opaque to its callers."""
 
     @abc.abstractmethod
     def current_stream(self, device: torch.device) -> Any:
@@ -40,36 +39,36 @@ class StreamRuntime(abc.ABC):
 
     @abc.abstractmethod
     def stream_from_pool(self, device: torch.device, high_priority: bool) -> Any:
-        """A stream of ``device`` for independent work; streams may be given out again."""
+        """A stream of ``device`` for independent work; streams may be reused."""
 
     @abc.abstractmethod
     def use(self, stream: Any) -> Any:
-        """A context manager in which ``stream`` is its device's current stream (in this thread)."""
+        """A context manager in which ``stream`` is the current stream of its device in this thread."""
 
     @abc.abstractmethod
     def record(self, stream: Any) -> Any:
-        """A new event that occurs when the work enqueued on ``stream`` until now is done."""
+        """Return a new event that occurs when all work enqueued on ``stream`` so far is done."""
 
     @abc.abstractmethod
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Let work enqueued on ``stream`` from now on run after ``event``; does not block."""
+        """Make work enqueued on ``stream`` from now on run after ``event``; does not block."""
 
     @abc.abstractmethod
     def query(self, event: Any) -> bool:
         """Whether ``event`` has occurred; never blocks.
 
         Raises:
-            Exception: the device failed before it did.
+            Exception: the device failed before the event.
         """
 
     def synchronize(self, event: Any, timeout: float | None = None) -> bool:
-        """Block the calling thread until ``event`` has occurred; False when ``timeout`` seconds ran out.
+        """Block the calling thread until ``event`` has occurred; return False after ``timeout`` seconds.
 
-        Asks :meth:`query`, at first without a pause, then at growing ones: a device has no way of its own to
-        wait for an event only so long.
+        Polls :meth:`query`, at first without a pause, then with growing pauses, because devices cannot wait
+        for an event with a timeout.
 
         Raises:
-            Exception: the device failed before it did.
+            Exception: the device failed before the event.
         """
         begin = time.monotonic()
         pause = _FIRST_PAUSE
@@ -84,18 +83,18 @@ class StreamRuntime(abc.ABC):
 
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep the memory of ``tensor``, once freed, from reuse until what ``stream`` has now is done."""
+        """Prevent reuse of the memory of ``tensor``, once freed, until the work now on ``stream`` is done."""
 
     def host_memory(self, bytes: int) -> torch.Tensor:
-        """Memory of the host, as ``uint8``, which ``copy_(non_blocking=True)`` copies to and from the device.
+        """Host memory (``uint8``) for ``copy_(non_blocking=True)`` to and from the device.
 
-        When it is freed while such a copy runs, it is not used for anything else until the copy is done.
+        If it is freed while such a copy runs, it is not reused until the copy is done.
         """
         return torch.empty(bytes, dtype=torch.uint8, device="cpu")
 
 
 class CudaRuntime(StreamRuntime):
-    """NVIDIA (and through HIP, AMD) devices, by ``torch.cuda``."""
+    """NVIDIA (and, with HIP, AMD) devices, by ``torch.cuda``."""
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -131,7 +130,7 @@ _runtimes: dict[str, StreamRuntime] = {"cuda": CudaRuntime()}
 
 
 def register_runtime(device_type: str, runtime: StreamRuntime | None) -> None:
-    """Use ``runtime`` for devices of ``device_type`` (``None``: none, their tensors are like the CPU's)."""
+    """Use ``runtime`` for devices of ``device_type`` (``None``: treat their tensors like CPU tensors)."""
     if runtime is None:
         _runtimes.pop(device_type, None)
     else:
@@ -142,20 +141,20 @@ def runtime_of(device: torch.device) -> StreamRuntime:
     """The runtime for ``device``.
 
     Raises:
-        UnsupportedOperation: nobody registered one for its type.
+        UnsupportedOperation: none is registered for its type.
     """
     try:
         return _runtimes[device.type]
     except KeyError:
         known = ", ".join(sorted(_runtimes))
         raise UnsupportedOperation(
-            f"no stream runtime for device {device}; there is one for: {known}. "
-            "shoal.streams.register_runtime adds one"
+            f"no stream runtime for device {device}; runtimes are registered for: {known}. "
+            "Add one by shoal.streams.register_runtime"
         ) from None
 
 
 def device_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``, or in containers in it, on devices that have streams.
+    """The tensors in ``value``, and in containers in it, on devices that have streams.
 
     Never raises: the completion of a future must not fail because of its value.
     """
@@ -163,20 +162,19 @@ def device_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class DeviceEvents:
-    """The events behind which a future's value is usable.
+    """The events after which a future's value can be used.
 
-    Give one to a :class:`~shoal.future.Future` to say on which devices its work will be, or at which
-    priority its callbacks run.
+    Pass it to a :class:`~shoal.future.Future` to set devices of the work, or the priority of callbacks.
 
-    An engine calls :meth:`record` with its own streams before it completes the future.  For devices
-    without an event by then, one is recorded on the current stream of the completing thread.
+    An engine calls :meth:`record` with its own streams before it completes the future.  For devices without
+    an event at completion, one is recorded on the current stream of the completing thread.
 
     Args:
-        devices: with an index each.  Those of the tensors in the value are found without being named.
-        high_priority: whether callbacks get streams of high priority.
-        check: called when the host has waited for the events, before it uses the value: raises what broke the
-            work, for engines whose events occur also when it was cut short.  The results of callbacks have
-            it too.
+        devices: the devices, with an index each.  Devices of tensors in the value are added automatically.
+        high_priority: run callbacks on streams with high priority.
+        check: called after the host has waited for the events, before it uses the value; raises the error of
+            the work, for engines with events that also occur after a failure.  It applies to the results of
+            callbacks too.
     """
 
     __slots__ = ("_checks", "_devices", "_high_priority", "_recorded")
@@ -197,13 +195,13 @@ class DeviceEvents:
             runtime_of(device)
 
     def record(self, streams: Mapping[torch.device, Any]) -> None:
-        """Record an event on each of ``streams``, which hold all the work that the value needs."""
+        """Record an event on each of ``streams``, on which all work for the value is enqueued."""
         for device, stream in streams.items():
             self._devices.setdefault(device)
             self._recorded.append((device, stream, runtime_of(device).record(stream)))
 
     def successor(self) -> DeviceEvents:
-        """Events for a value made from this one: the same devices, priority and checks, not recorded yet."""
+        """Events for a value computed from this one: the same devices, priority and checks, none recorded."""
         result = DeviceEvents(self._devices, high_priority=self._high_priority)
         result._checks = self._checks
         return result
@@ -220,11 +218,11 @@ class DeviceEvents:
         return result
 
     def complete(self, value: object, inputs: object = None) -> None:
-        """Record what is not recorded yet and tie the tensors' memory to the streams that work on it.
+        """Record the missing events, and protect the memory of tensors until the streams are done with it.
 
         Args:
-            value: of the future.
-            inputs: what else the streams may still read.
+            value: the value of the future.
+            inputs: other values that the streams may still read.
         """
         tensors = [*device_tensors(value), *device_tensors(inputs)]
         recorded = {device for device, _, _ in self._recorded}
@@ -236,10 +234,10 @@ class DeviceEvents:
             _protect(tensors, device, stream)
 
     def order(self, value: object) -> None:
-        """Make the current streams of the calling thread wait for the events; the host does not.
+        """Make the current streams of the calling thread wait for the events; does not block the host.
 
         Args:
-            value: of the future; its memory is kept from reuse while these streams work on it.
+            value: the value of the future; its memory is not reused while these streams use it.
         """
         tensors = list(device_tensors(value))
         for device, _, event in self._recorded:
@@ -249,10 +247,10 @@ class DeviceEvents:
             _protect(tensors, device, current)
 
     def synchronize(self, value: object, timeout: float | None = None) -> bool:
-        """Block until the events have occurred; False when ``timeout`` seconds ran out.
+        """Block until the events have occurred; return False after ``timeout`` seconds.
 
         Args:
-            value: of the future; its memory is kept from reuse while the current streams work on it.
+            value: the value of the future; its memory is not reused while the current streams use it.
 
         Raises:
             Exception: the device, or the work on it, failed.
@@ -271,10 +269,10 @@ class DeviceEvents:
 
     @contextmanager
     def streams_behind(self, value: object, high_priority: bool | None = None) -> Iterator[None]:
-        """A context in which each device's current stream is a fresh one that waits for the events.
+        """A context in which the current stream of each device is a new one that waits for the events.
 
         Args:
-            high_priority: of these streams; None: as was said when this was made.
+            high_priority: use streams with high priority; None: as given to the constructor.
         """
         tensors = list(device_tensors(value))
         high = self._high_priority if high_priority is None else high_priority
@@ -288,7 +286,7 @@ class DeviceEvents:
 
 
 def events_behind(value: object, given: DeviceEvents | None, inputs: object) -> DeviceEvents | None:
-    """The events for a future that now completes with ``value``; None if no device takes part."""
+    """The events for a future that completes with ``value``; None if no device is used."""
     if given is None:
         if next(device_tensors(value), None) is None:
             return None
@@ -304,9 +302,9 @@ def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
 
 @contextmanager
 def use_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
-    """A context in which these are their devices' current streams, and the first device is current."""
+    """A context in which ``streams`` are the current streams, and the first device is current."""
     with ExitStack() as stack:
-        # Entering a stream makes its device current too.
+        # Using a stream makes its device current too.
         for device, stream in reversed(list(streams.items())):
             stack.enter_context(runtime_of(device).use(stream))
         yield

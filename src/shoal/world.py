@@ -1,11 +1,10 @@
-"""A world: what connects this process to the others of its job, and the groups that use it.
+"""A world: the connections of this process to the others of its job, and the groups that use them.
 
-Groups know their world, and a world knows its groups only as :class:`Member`: what is done to all of them
-when the process forks or ends. The connections live as long as any group does; the last one to be closed
-closes them and leaves the rendezvous, unless an agent of :mod:`shoal.rpc` still uses it. Worlds that still
-have open groups when the interpreter exits are closed then, so that the other ranks hear a goodbye and not a
-lost connection; if an uncaught exception ends the process, the groups are aborted, so that the other ranks
-hear the reason.
+Groups know their world; a world knows its groups only as :class:`Member`, for forks and the end of the
+process. Closing the last group closes the connections and leaves the rendezvous, unless an agent of
+:mod:`shoal.rpc` still uses it. When the interpreter exits, worlds with open groups are closed, so that the
+other ranks see a regular close and not a lost connection. If an uncaught exception ends the process, the
+groups are aborted, so that the other ranks get the reason.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from .errors import CollectiveMismatch
 from .links import Links
 from .rendezvous.membership import Membership
 
-#: seconds for closing what was left open when the process ends
+#: timeout in seconds for closing open groups when the process ends
 _EXIT_TIMEOUT = 10.0
-#: seconds for a goodbye after the first group could not be made
+#: timeout in seconds for closing connections after the first group could not be created
 _FAILED_TIMEOUT = 5.0
 
 
 class Member(Protocol):
-    """A group, as its world sees it."""
+    """The interface of a group to its world."""
 
     def abort(self, reason: str) -> None: ...
 
@@ -58,12 +57,12 @@ M = TypeVar("M", bound=Member)
     "Keep the group outside of the object that you copy",
 )
 class World:
-    """One process's part in a job.
+    """The membership of one process in a job, and its connections.
 
     Attributes:
         membership: rank, size, job, secret, interface and store.
-        links: connect this process to all others.
-        losses_reported: whether the program learns of lost ranks from the calls of an agent.
+        links: connections to all other ranks.
+        losses_reported: whether calls of an agent report lost ranks to the program.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class World:
     ) -> None:
         self.membership = membership
         self.links = Links(backend, tuple(range(membership.size)), factory, dict(options or {}))
-        # Reentrant: the garbage collector may find a group inside a critical section of the same thread.
+        # Reentrant: the garbage collector may drop a group inside a critical section of the same thread.
         self._lock = threading.RLock()
         self._open: dict[int, tuple[weakref.ref[Any], Links]] = {}
         #: groups that the program dropped, until they are closed
         self._dropped: list[Any] = []
         self._ended = False
-        #: how many use what the ranks met in, and are no groups
+        #: number of users of the membership that are not groups
         self._guests = 0
         self._left = False
         self.losses_reported = False
@@ -91,7 +90,7 @@ class World:
     def connect(
         cls, membership: Membership, factory: BackendFactory, *, timeout: float, options: Mapping[str, Any]
     ) -> World:
-        """The world of ``membership``, connected; when that fails, the other ranks are told."""
+        """Connect the world of ``membership``; if that fails, notify the other ranks."""
         try:
             backend = factory(membership, timeout=timeout, **options)
             try:
@@ -107,11 +106,11 @@ class World:
     # -- its groups ----------------------------------------------------------------------------
 
     def make(self, links: Links, make: Callable[[], M]) -> M | None:
-        """Register the group that ``make`` returns; None if the world has ended, and nothing was made.
+        """Create a group by ``make``, and register it; return None if the world is closed.
 
-        The group uses ``links``, which are closed with the last one that does, or at once if it is not made.
+        The group uses ``links``, which are closed with their last group, or at once if no group uses them.
 
-        A world whose first group cannot be made is released.
+        If the first group of a world cannot be created, the world is released.
         """
         try:
             with self._lock:
@@ -131,14 +130,14 @@ class World:
             self._close_unused(links, _FAILED_TIMEOUT)
 
     def members(self) -> list[Any]:
-        """The groups that are not closed, the oldest first."""
+        """The open groups, the oldest first."""
         with self._lock:
             dropped = {id(member): member for member in self._dropped}
             found = [dropped.get(key, reference()) for key, (reference, _) in self._open.items()]
         return [member for member in found if member is not None]
 
     def discard(self, member: Member, timeout: float) -> None:
-        """``member`` is closed.  The last one closes the connections, which may take ``timeout`` seconds."""
+        """Remove the closed ``member``; the last one closes the connections, within ``timeout`` seconds."""
         with self._lock:
             _, links = self._open.pop(id(member))
             self._dropped = [each for each in self._dropped if each is not member]
@@ -152,7 +151,7 @@ class World:
                 try:
                     self._release(remaining(deadline))
                 finally:
-                    # Not before: until now a forked child would have inherited connections.
+                    # Not before: until here a forked child inherits connections.
                     _worlds.discard(self)
 
     def _in_use(self) -> set[Links]:
@@ -165,9 +164,9 @@ class World:
             links.backend.close(timeout)
 
     def dropped(self, member: Member) -> None:
-        """The program has lost the last reference to ``member`` without having closed it: do so.
+        """Close ``member``, which the program has released without closing it.
 
-        In a thread of its own, because the garbage collector calls this anywhere.
+        A new thread closes it, because the garbage collector may call this anywhere.
         """
         with self._lock:
             if id(member) not in self._open:
@@ -177,7 +176,7 @@ class World:
         closer = threading.Thread(
             target=member.close, args=(_EXIT_TIMEOUT,), name="shoal-dropped", daemon=True
         )
-        with contextlib.suppress(RuntimeError):  # no more threads: it is closed with the world
+        with contextlib.suppress(RuntimeError):  # no more threads can start: it is closed with the world
             closer.start()
         warnings.warn(text, ResourceWarning, stacklevel=3, source=member)
 
@@ -188,18 +187,18 @@ class World:
             self._leave(timeout)
 
     def enter(self) -> None:
-        """Use the membership and its store until :meth:`exit`, also when all groups are closed before."""
+        """Keep the membership and its store open until :meth:`exit`, even after all groups are closed."""
         with self._lock:
             self._guests += 1
 
     def exit(self, timeout: float) -> None:
-        """Use them no more; the last that does leaves the rendezvous, which may take ``timeout`` seconds."""
+        """Undo :meth:`enter`; the last user leaves the rendezvous, within ``timeout`` seconds."""
         with self._lock:
             self._guests -= 1
         self._leave(timeout)
 
     def _leave(self, timeout: float) -> None:
-        """Leave the rendezvous, if nothing of this world is open."""
+        """Leave the rendezvous, if this world is not used any more."""
         with self._lock:
             if self._left or self._guests or self._open or not self._ended:
                 return
@@ -208,37 +207,37 @@ class World:
 
     def abort(self, reason: str) -> None:
         """Abort all groups; see :meth:`shoal.ProcessGroup.abort`."""
-        with contextlib.ExitStack() as all_of_them:  # whatever one of them raises
+        with contextlib.ExitStack() as all_of_them:  # calls all, even if one raises
             for member in reversed(self.members()):
                 all_of_them.callback(member.abort, reason)
 
     def close(self, timeout: float) -> None:
-        """Close all groups, the newest first, and with the last one the connections.
+        """Close all groups, the newest first, and then the connections.
 
         Args:
-            timeout: in seconds, for all together.
+            timeout: total timeout in seconds.
 
-        What the closing of one group raises is raised when all have been closed.
+        An exception from closing one group is raised after all have been closed.
         """
         deadline = time.monotonic() + checked_seconds("timeout", timeout)
         with self._lock:
             self._ended = True
         members = self.members()
-        with contextlib.ExitStack() as all_of_them:  # the last that is pushed comes first
+        with contextlib.ExitStack() as all_of_them:  # calls in reverse order
             for member in members:
                 all_of_them.callback(lambda member: member.close(remaining(deadline)), member)
             for member in reversed(members):
                 all_of_them.callback(member._begin_close)
 
     def end_with_program(self, error: BaseException | None) -> None:
-        """Close what the program has left open at its end, and tell the others that it ended.
+        """Close open groups at the end of the program, and notify the other ranks.
 
         Args:
-            error: the exception that ended it; None: it came to its end, or called :func:`sys.exit`.
+            error: the uncaught exception; None: the program finished, or called :func:`sys.exit`.
         """
         with self._lock:
             used = self._in_use()
-        with contextlib.ExitStack() as all_of_them:  # the last that is pushed comes first
+        with contextlib.ExitStack() as all_of_them:  # calls in reverse order
             all_of_them.callback(self.close, _EXIT_TIMEOUT)
             if error is not None:
                 all_of_them.callback(self.abort, f"rank {self.membership.rank} ended with {in_words(error)}")
@@ -246,8 +245,8 @@ class World:
                 all_of_them.callback(links.backend.program_ends)
 
     def become_forked(self) -> None:
-        """In a forked child: nothing of this works, and nothing of the parent's is touched."""
-        self._lock = threading.RLock()  # a thread that the child does not have may have held it
+        """Disable this world in a forked child, without an effect on the parent."""
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         for member in self.members():
             member._become_forked()
         for links in self._in_use():
@@ -255,7 +254,7 @@ class World:
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until ``deadline``; even a late close gets a moment, so that nothing is left behind."""
+    """Seconds until ``deadline``, at least 0.1, so that even a late close can finish."""
     return max(deadline - time.monotonic(), 0.1)
 
 
@@ -264,14 +263,14 @@ _worlds: set[World] = set()
 
 
 def living() -> list[Any]:
-    """The groups of this process that are not closed."""
+    """The open groups of this process."""
     return [member for world in list(_worlds) for member in world.members()]
 
 
 def _after_fork_in_child() -> None:
-    """A fork copies memory but not threads, and shares sockets with the parent.
+    """Disable all worlds in a forked child, which has no threads and shares sockets with the parent.
 
-    A child that used them would corrupt the parent's traffic, and one that merely kept them open would hide
+    A child that used the sockets would corrupt the parent's messages; a child that kept them open would hide
     the parent's death from its peers.
     """
     worlds = list(_worlds)
@@ -281,7 +280,7 @@ def _after_fork_in_child() -> None:
 
 
 def _close_at_exit() -> None:
-    # The uncaught exception that the interpreter printed; 3.12 renamed it.
+    # The uncaught exception that the interpreter printed; Python 3.12 renamed it.
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if hasattr(sys, "ps1"):
         error = None
@@ -294,11 +293,11 @@ def _close_at_exit() -> None:
         except CollectiveMismatch as found:
             mismatch = found
         except Exception:
-            pass  # nobody is left to act on it
-    if error is None and mismatch is not None:  # as if the program's last line had raised it
+            pass  # the program has ended and cannot handle it
+    if error is None and mismatch is not None:  # as if the last line of the program had raised it
         failure_report.ended(mismatch)
         sys.excepthook(type(mismatch), mismatch.with_traceback(None), None)
-        from .backend.native.channel import exit_with  # not needed by a world of another backend
+        from .backend.native.channel import exit_with  # imported here: other backends do not need it
 
         exit_with(1)
 

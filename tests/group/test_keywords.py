@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda g: g.barrier(timeout=datetime.timedelta(seconds=1)),
         "timeout=datetime.timedelta(seconds=1) on rank 0: expected a positive number of seconds; pass its ",
     ),
-    "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean'; 'avg' is meant"),
+    "mean": (lambda g: g.all_reduce(X, op="mean"), "unknown reduction 'mean' (did you mean 'avg'?)"),
     "number": (lambda g: g.all_reduce(X, op=3), "unknown reduction 3; expected a reduction such as ReduceOp"),
     "torch's premul_sum": (
         lambda g: g.all_reduce(X, dist.ReduceOp.PREMUL_SUM),

@@ -214,7 +214,7 @@ def test_a_failing_srun_is_heard(jobs: Jobs) -> None:
     with jobs.start(before="export SLURM_JOB_NODELIST=a,z; ") as program:
         code, said = program.end()
     assert code == 1
-    assert "shoal: hosts a, z: srun ended with exit code 1 before an agent had called from there" in said
+    assert "shoal: hosts a, z: srun ended with exit code 1 before an agent had connected from there" in said
     assert re.search(r"^  \| srun: error: ", said, re.M)
     assert "it runs" not in said
 

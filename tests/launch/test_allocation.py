@@ -57,7 +57,7 @@ def test_how_often_the_job_was_queued_again_is_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set: call it in a script of sbatch"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID is not set: call it in an sbatch script"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "one of several tasks of a step: leave out the srun"),
         ({"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
         ({"SLURM_JOB_NODELIST": "a,-oX"}, "SLURM_JOB_NODELIST: not a Slurm node list: 'a,-oX'"),

@@ -116,7 +116,7 @@ def test_what_ranks_leave_running_is_killed_and_named(workshop: Workshop) -> Non
     )
     children = workshop.pids("child0", "child1")
     assert code == 0
-    assert err.startswith(b"shoal: killed what the ranks left running: ")
+    assert err.startswith(b"shoal: killed processes that the ranks left running: ")
     assert all(b"(%d)" % child in err for child in children)
     assert not any(alive(child) for child in children)
 

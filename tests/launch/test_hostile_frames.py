@@ -177,35 +177,35 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (b"x" * 70_000, "something else than an agent of shoal answers"),
-        (PREAMBLE + framed(b"\xff"), "it sent what is no frame: "),
-        (PREAMBLE + framed(HELLO, DEEP), "it sent what is no frame: lists or maps are nested too deeply"),
+        (b"x" * 70_000, "the program that answers is not an agent of shoal"),
+        (PREAMBLE + framed(b"\xff"), "it sent a malformed frame: "),
+        (PREAMBLE + framed(HELLO, DEEP), "it sent a malformed frame: lists or maps are nested too deeply"),
         (PREAMBLE + frame_header(LIMIT + 1), f"a frame of {LIMIT + 1} bytes came"),
-        (PREAMBLE + framed(Ready()), "it does not begin as an agent does"),
-        (PREAMBLE + framed(HELLO, HELLO), "it does not begin as an agent does"),
-        (PREAMBLE + framed(HELLO, ProcessOutput(0, 1, b"x")), "a ProcessOutput came when none may come"),
-        (PREAMBLE + framed(HELLO, Ready(), Ready()), "a Ready came when none may come"),
-        (PREAMBLE + framed(HELLO, Beat(1e9, 0.0)), "it answered a beat that was not sent"),
-        (PREAMBLE + framed(HELLO, Beat(float("nan"), 0.0)), "it answered a beat that was not sent"),
+        (PREAMBLE + framed(Ready()), "it must send Hello once, as its first frame"),
+        (PREAMBLE + framed(HELLO, HELLO), "it must send Hello once, as its first frame"),
+        (PREAMBLE + framed(HELLO, ProcessOutput(0, 1, b"x")), "it sent an unexpected ProcessOutput"),
+        (PREAMBLE + framed(HELLO, Ready(), Ready()), "it sent an unexpected Ready"),
+        (PREAMBLE + framed(HELLO, Beat(1e9, 0.0)), "it replied to a heartbeat that was not sent"),
+        (PREAMBLE + framed(HELLO, Beat(float("nan"), 0.0)), "it replied to a heartbeat that was not sent"),
         (PREAMBLE + framed(HELLO, RequestRefused("no room")), "no room"),
         (PREAMBLE + framed(msgspec.structs.replace(HELLO, version="7")), "it runs shoal 7 "),
-        (PREAMBLE + framed(*STARTED, Started(0, 12)), "a Started came when none may come"),
-        (PREAMBLE + framed(*STARTED, ProcessOutput(2, 1, b"x")), "it spoke of process 2, which"),
+        (PREAMBLE + framed(*STARTED, Started(0, 12)), "it sent an unexpected Started"),
+        (PREAMBLE + framed(*STARTED, ProcessOutput(2, 1, b"x")), "it sent a frame about process 2, which"),
         (
             PREAMBLE + framed(*STARTED, ProcessOutput(0, 1, b""), ProcessOutput(0, 1, b"x")),
             "it sent output after its end",
         ),
         (PREAMBLE + framed(*STARTED, *[Exited(0, 1, 0.0, 1.0)] * 2), "process 0 ended twice"),
-        (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent what is no frame: "),
-        (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "ranks that are not"),
-        (PREAMBLE + framed(*STARTED, Bye(())), "it said Bye while processes ran"),
+        (PREAMBLE + framed(*STARTED, Exited(0, 300, 0.0, 1.0)), "it sent a malformed frame: "),
+        (PREAMBLE + framed(*STARTED, Reported(0, False, (Report("told", 1.0, (7,)),))), "name unknown ranks"),
+        (PREAMBLE + framed(*STARTED, Bye(())), "it sent Bye while processes were running"),
         (
             PREAMBLE + framed(*STARTED, *[ProcessOutput(0, 1, bytes(1 << 16))] * 66),
             "it sent more output than",
         ),
         (
             PREAMBLE + framed(*STARTED, {"type": "ProcessOutput", "index": 0, "stream": 3, "data": b""}),
-            "no frame",
+            "a malformed frame",
         ),
         (PREAMBLE + framed(*STARTED)[:-3], "the connection has ended"),
     ],
@@ -340,24 +340,27 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        (framed(b"\x00"), "it sent what is no frame: "),
+        (framed(b"\x00"), "it sent a malformed frame: "),
         (
             framed(BEGIN, DEEP.replace(b"\xa5Ready", b"\xa3End")),
-            "it sent what is no frame: lists or maps are nested too deeply",
+            "it sent a malformed frame: lists or maps are nested too deeply",
         ),
         (frame_header(LIMIT + 1), "bytes came, at most"),
         (framed(start()), "process 0 cannot be started now"),
-        (framed(BEGIN, BEGIN), "it begins twice"),
+        (framed(BEGIN, BEGIN), "it sent Begin twice"),
         (framed(BEGIN, start(), start()), "process 0 cannot be started now"),
         (framed(BEGIN, start(), Release(0)), "process 0 has not ended and cannot be released"),
-        (framed(BEGIN, Taken(1)), "it has read more output than was sent"),
-        (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "a second process is to have stdin"),
-        (framed(BEGIN, start(stdin=True), *[StdinData(bytes(STDIN_WINDOW))] * 4), "more came for stdin than"),
-        (framed(BEGIN, StdinData(b""), StdinData(b"x")), "more came for stdin than"),
-        (framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}), "is no frame"),
+        (framed(BEGIN, Taken(1)), "it acknowledged more output than was sent"),
+        (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "stdin was requested for a second process"),
+        (framed(BEGIN, start(stdin=True), *[StdinData(bytes(STDIN_WINDOW))] * 4), "it sent stdin beyond the"),
+        (framed(BEGIN, StdinData(b""), StdinData(b"x")), "it sent stdin beyond the"),
+        (
+            framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}),
+            "malformed frame",
+        ),
         (framed(BEGIN, start(), Signal(9, 9, True)), "the connection has ended"),
         (framed(BEGIN, start(), Release(9), Close(9, 1)), "the connection has ended"),
-        (framed(BEGIN, {"type": "Taken", "amount": WINDOW + 1}), "is no frame"),
+        (framed(BEGIN, {"type": "Taken", "amount": WINDOW + 1}), "malformed frame"),
         (framed(BEGIN, start())[:-3], "the connection has ended"),
     ],
 )
@@ -417,7 +420,7 @@ def test_output_that_still_comes_keeps_an_ending_agent(
         agency.tick(time.monotonic())
         assert not agency.trouble
     agency.tick(time.monotonic())
-    assert "its agent has not ended what it was told to end" in agency.trouble
+    assert "its agent has not ended its processes as requested" in agency.trouble
 
 
 @pytest.mark.parametrize("bad", [{"A=": "x"}, {"A": "\0"}, {"": ""}])

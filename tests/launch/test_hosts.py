@@ -394,15 +394,15 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--hosts", "h1:2", "-n", "3"], "3 ranks on 2 slots of 1 host"),
-        (["--hosts", "h1:2", "-n", "2", "--min", "1", "--spares", "1"], "2 ranks and 1 spare on 2 slots"),
-        (["--hosts", "h1:2", "-n", "1", "--min", "1", "--max", "3"], "3 ranks on 2 slots"),
+        (["--hosts", "h1:2", "-n", "3"], "3 ranks do not fit into 2 slots of 1 host"),
+        (["--hosts", "h1:2", "-n", "2", "--min", "1", "--spares", "1"], "2 ranks and 1 spare do not fit"),
+        (["--hosts", "h1:2", "-n", "1", "--min", "1", "--max", "3"], "3 ranks do not fit into 2 slots"),
         (["--hosts", "h1", "--hostfile", "x"], "expected one of them"),
         (["--hostfile", "/no/such"], "--hostfile /no/such: No such file"),
         (["--python", "x"], "need --hosts"),
         (["--hosts", "h1", "--env", "SHOAL_NO_SUCH"], "--env SHOAL_NO_SUCH: there is no such variable"),
-        (["--hosts", "-h1"], "'-h1' is no host"),
-        (["--nnodes", "2"], "several hosts are --hosts h1:4,h2:4"),
+        (["--hosts", "-h1"], "'-h1' is not a host"),
+        (["--nnodes", "2"], "for several hosts, use --hosts h1:4,h2:4"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_is_one_line_and_code_2(

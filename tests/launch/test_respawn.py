@@ -101,7 +101,7 @@ def test_a_process_takes_the_place_of_a_rank_that_failed(workshop: Workshop) -> 
     assert said["2"].partition(")")[2] == said["2.1"].partition(")")[2], "the cores"
     lines = err.decode().splitlines()
     assert re.fullmatch(
-        r"shoal: rank 2 failed: exit code 3, .*; ranks 0, 1 go on; a new process takes its place in 0 s",
+        r"shoal: rank 2 failed: exit code 3, .*; ranks 0, 1 go on; a new process replaces it in 0 s",
         lines[0],
     )
     assert lines[1:] == ["shoal: 3 of 3 ranks finished; rank 2 ended with exit code 3; rank 2.1 finished"]
@@ -202,9 +202,9 @@ def test_a_newcomer_that_fails_is_replaced_but_not_for_ever(workshop: Workshop) 
     lines = said(job, "shoal: rank 1.2 failed").splitlines()
     (workshop.path / "go").touch()
     assert [line.rpartition("; ")[2] for line in lines] == [
-        "a new process takes its place in 0 s",
-        "a new process takes its place in 0 s",
-        "its place stays empty after 2 restarts in 10 minutes",
+        "a new process replaces it in 0 s",
+        "a new process replaces it in 0 s",
+        "it is not replaced after 2 restarts in 10 minutes",
     ]
     code, _, err = workshop.end(job)
     assert code == 0
@@ -237,7 +237,7 @@ def test_the_rank_that_failed_first_is_named_when_its_slot_has_been_refilled(wor
 
 def test_ctrl_c_ends_a_job_that_is_about_to_start_a_process(workshop: Workshop) -> None:
     job = start(workshop, "sys.exit(3) if slot == '1' else time.sleep(600)", *("-n", "2"), wait=900.0)
-    said(job, "a new process takes its place in 900 s")
+    said(job, "a new process replaces it in 900 s")
     job.send_signal(signal.SIGINT)
     code, _, err = workshop.end(job)
     assert code == 130
@@ -341,7 +341,7 @@ def test_a_slot_has_ten_restarts_in_ten_minutes() -> None:
 def test_respawn_needs_to_know_how_many_must_go_on(workshop: Workshop) -> None:
     code, _, err = workshop.end(workshop.shoal("run", "-n", "2", "--respawn", "script.py"))
     assert code == 2
-    assert err == b"shoal: --respawn needs --min N: how many ranks must go on while another one starts\n"
+    assert err == b"shoal: --respawn needs --min N: the job ends when fewer than N ranks are left\n"
 
 
 def test_the_plan_says_what_later_processes_find(workshop: Workshop) -> None:
@@ -351,6 +351,6 @@ def test_the_plan_says_what_later_processes_find(workshop: Workshop) -> None:
     assert code == 0
     last = out.decode().splitlines()[-1]
     assert last == (
-        "in the place of a rank that failed: the same without SHOAL_RANK, SHOAL_SIZE, RANK, WORLD_SIZE, "
+        "replacement of a failed rank: the same without SHOAL_RANK, SHOAL_SIZE, RANK, WORLD_SIZE, "
         "and with SHOAL_JOIN=1"
     )

@@ -93,4 +93,6 @@ def test_an_elastic_job_is_not_restarted_as_a_whole(workshop: Workshop) -> None:
     options = ("-n", "2", "--min", "1", "--max-restarts", "1")
     code, _, err = workshop.end(workshop.shoal(*command(workshop, "", *options)))
     assert code == 2
-    assert err.startswith(b"shoal: --max-restarts starts the whole job again, so it does not go with --min")
+    assert err.startswith(
+        b"shoal: --max-restarts restarts the whole job and cannot be combined with --min, which"
+    )

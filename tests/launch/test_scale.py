@@ -56,7 +56,7 @@ def test_a_job_gets_more_processes_and_fewer(workshop: Workshop) -> None:
     workshop.read("ready0"), workshop.read("ready1")
     assert scale(workshop, "4") == (0, "shoal: 4 ranks wanted: ranks 2, 3 start\n")
     workshop.read("ready2"), workshop.read("ready3")
-    assert scale(workshop, "4") == (0, "shoal: 4 ranks wanted: there are as many\n")
+    assert scale(workshop, "4") == (0, "shoal: 4 ranks wanted: no change\n")
     assert scale(workshop, "1") == (0, "shoal: 1 rank wanted: ranks 1-3 leave\n")
     told = ""
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_those_that_left_are_not_counted_as_finished(workshop: Workshop) -> None
 
 
 def test_a_job_must_be_named_if_there_are_several(workshop: Workshop) -> None:
-    none = (2, "shoal: no job of this user runs under shoal run --max here\n")
+    none = (2, "shoal: no job of shoal run --max of this user runs on this machine\n")
     assert scale(workshop, "2") == none
     options = ("-n", "1", "--min", "1", "--max", "2")
     jobs = []
@@ -113,7 +113,7 @@ def test_a_job_must_be_named_if_there_are_several(workshop: Workshop) -> None:
         (workshop.path / "ready0").unlink()
     command = f"shoal run {' '.join(options)} script.py (in {workshop.path})"
     named = "".join(f"\n  --job {pid}: {command}" for pid in sorted(job.pid for job in jobs))
-    several = f"shoal: several jobs run under shoal run --max: name one of them{named}\n"
+    several = f"shoal: several jobs of shoal run --max are running: choose one of them{named}\n"
     assert scale(workshop, "2") == (2, several)
     assert scale(workshop, "--job", str(jobs[1].pid), "2")[0] == 0
     jobs[0].send_signal(signal.SIGKILL)

@@ -61,7 +61,7 @@ def test_a_session_holds_spares_back_until_a_rank_dies(launcher: QuickLauncher, 
     # The launcher may hear of the end when the place has been taken already.
     taken, waits = lines[1][1], {"2": "3", "3": "2"}[lines[1][1]]
     assert first.endswith(
-        ("; ranks 2, 3 can take its place", f"; ranks 0, {taken} go on; rank {waits} can take its place")
+        ("; ranks 2, 3 can replace it", f"; ranks 0, {taken} go on; rank {waits} can replace it")
     )
     assert last == f"shoal: 2 of 2 ranks finished; rank 1 was killed by SIGKILL; rank {taken} finished"
 
@@ -181,7 +181,7 @@ def test_scale_counts_ranks_and_not_spares(workshop: Workshop, monkeypatch: pyte
 def test_spares_need_to_know_how_many_must_go_on(workshop: Workshop) -> None:
     code, _, err = workshop.end(workshop.shoal("run", "-n", "2", "--spares", "1", "script.py"))
     assert code == 2
-    assert err == b"shoal: --spares needs --min N: how many ranks must go on until a spare has come\n"
+    assert err == b"shoal: --spares needs --min N: the job ends when fewer than N ranks are left\n"
 
 
 def test_only_a_job_with_spares_says_how_large_its_sessions_are() -> None:
@@ -193,5 +193,5 @@ def test_a_process_without_a_place_is_told_so_and_disturbs_no_meeting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_JOIN", "1")
-    with pytest.raises(shoal.ConfigurationError, match="it joins a running session"):
+    with pytest.raises(shoal.ConfigurationError, match="it can join a running session"):
         shoal.init()

@@ -81,7 +81,7 @@ def test_fewer_ranks_than_slots_leave_nodes_unused(cluster: Workshop) -> None:
     )
     assert (code, sorted(out.splitlines()), err) == (0, ["[0] h1", "[1] h2"], "")
     code, _, err = run(cluster, "", "-n", "5")
-    assert (code, err) == (2, "shoal: 5 ranks on 4 slots of 2 hosts\n")
+    assert (code, err) == (2, "shoal: 5 ranks do not fit into 4 slots of 2 hosts\n")
 
 
 def test_ranks_find_the_secret_of_their_job_and_nothing_that_speaks_of_the_agent(cluster: Workshop) -> None:
@@ -241,14 +241,14 @@ def test_an_agent_tells_what_it_was_sent_just_now() -> None:
     [
         (
             "closed",
-            "shoal: host closed: srun ended with exit code 1 before an agent had called from there\n"
-            "srun said:\n"
+            "shoal: host closed: srun ended with exit code 1 before an agent had connected from there\n"
+            "output of srun:\n"
             "  | srun: error: Unable to create step for job 7: Job/step already completing\n",
         ),
         (
             "h1,broken",
-            "shoal: host broken: its agent ended before it had called back: Exited with exit code 127\n"
-            "srun said:\n  | srun: error: broken: task 1: Exited with exit code 127\n",
+            "shoal: host broken: its agent ended before it had connected: Exited with exit code 127\n"
+            "output of srun:\n  | srun: error: broken: task 1: Exited with exit code 127\n",
         ),
         ("h1,old", "shoal: host old: it runs shoal 9.9 (agents' protocol"),
     ],
@@ -286,8 +286,8 @@ def test_an_agent_that_never_calls_is_named_in_time(
     monkeypatch.setattr(srun_fleet, "_START", 5.0)
     said = _fleet(cluster, monkeypatch, "h1", "deaf")
     assert re.match(
-        r"host deaf: its agent has not called back in 5 s; agents call port [0-9]+ of this machine, and "
-        "SHOAL_INTERFACE names another address",
+        r"host deaf: its agent has not connected in 5 s; agents connect to port [0-9]+ of this machine; set "
+        "SHOAL_INTERFACE for another address",
         said,
     ), said
 
@@ -295,7 +295,7 @@ def test_an_agent_that_never_calls_is_named_in_time(
 @pytest.mark.parametrize(
     ("names", "missing", "why"),
     [
-        (("h1", "twin"), "host twin", "one has called from there already"),
+        (("h1", "twin"), "host twin", "one has connected from there already"),
         (("twin", "h2"), "hosts? .*twin.*", "the job has no ranks there"),
     ],
 )
@@ -303,7 +303,7 @@ def test_an_agent_that_claims_another_node_ends_the_start(
     cluster: Workshop, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], missing: str, why: str
 ) -> None:
     said = _fleet(cluster, monkeypatch, *names)
-    words = f"{missing}: no agent has called from there; one says that it is on h1, but {why}"
+    words = f"{missing}: no agent has connected from there; one reports node h1, but {why}"
     assert re.fullmatch(words, said), said
 
 
@@ -335,7 +335,7 @@ def test_a_stranger_without_the_secret_is_passed_over(cluster: Workshop) -> None
     ("arguments", "words"),
     [
         (["--srun", "--hosts", "h1", "x.py"], "--srun takes the hosts of the allocation: leave out --hosts"),
-        (["--srun", "x.py"], "--srun runs in an allocation of Slurm, and SLURM_JOB_ID is not set"),
+        (["--srun", "x.py"], "--srun must run in a Slurm allocation, but SLURM_JOB_ID is not set"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -354,7 +354,7 @@ def test_without_srun_on_the_path_that_is_said(cluster: Workshop, monkeypatch: p
     code, _, err = run(cluster, "")
     assert (code, err) == (
         2,
-        "shoal: --srun: there is no program srun on PATH: this machine is none of Slurm's\n",
+        "shoal: --srun: srun was not found on PATH: run it on a machine with Slurm\n",
     )
 
 

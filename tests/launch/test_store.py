@@ -125,10 +125,13 @@ def test_a_store_without_room_for_its_log_refuses_changes_until_there_is_some(
     [
         (
             ["--store", "redis://h", "--size", "2", "--listen", "h:1"],
-            "--listen and --log are for one of its own",
+            "--listen and --log apply to a store that this",
         ),
         (["--store", "redis://u:pass@h"], "and --size, the number of ranks"),
-        (["--store", "tcp://u:pass@h:1", "--size", "2"], r"a store on other servers \(etcd://, .*rediss://"),
+        (
+            ["--store", "tcp://u:pass@h:1", "--size", "2"],
+            r"expected an external store \(etcd://, .*rediss://",
+        ),
         (["--store", "redis://u:pass@h", "--size", "2"], "needs a secret"),
     ],
 )

@@ -164,4 +164,4 @@ def test_a_dry_run_shows_the_variable(workshop: Workshop) -> None:
 def test_a_store_that_it_cannot_encrypt_is_refused(workshop: Workshop) -> None:
     code, out, err = workshop.end(workshop.shoal("run", "--tls", "--store", "etcd://127.0.0.1:2379", "true"))
     assert (code, out, err.count(b"\n")) == (2, b"", 1)
-    assert b"name it by etcds://" in err
+    assert b"store: use etcds:// in" in err

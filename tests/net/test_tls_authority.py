@@ -240,7 +240,7 @@ def _with_password(key: bytes) -> bytes:
     [
         ({"SHOAL_TLS": "1", "SHOAL_TLS_CA": "ca"}, "SHOAL_TLS_CA set without the others of SHOAL_TLS_CA, S"),
         ({"SHOAL_TLS": "1", "SHOAL_TLS_CERT": "c", "SHOAL_TLS_KEY": "k"}, "SHOAL_TLS_CERT, SHOAL_TLS_KEY se"),
-        (dict.fromkeys(_VARIABLES[1:], "x"), "nothing is encrypted without SHOAL_TLS=1"),
+        (dict.fromkeys(_VARIABLES[1:], "x"), "but SHOAL_TLS is not: set it to 1 for encryption"),
     ],
 )  # fmt: skip
 def test_settings_that_are_not_whole_are_named(given: dict[str, str], message: str) -> None:

@@ -1,8 +1,7 @@
-"""What a launcher and its agents on other hosts say to each other.
+"""The protocol between a launcher and its agents on other hosts.
 
-Every frame is a msgpack map with its type's name under ``type``.  Both sides check what they get: the types
-and bounds of fields here, and what only they can know (whether there is such a rank, and what it may do
-now) where the frame is used.
+Every frame is a msgpack map with the name of its type under ``type``.  Types and bounds of fields are checked
+here; whether a frame is valid in the current state is checked where it is handled.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from ..common.decoding import Raw, msgpack_decoder
 from ..errors import WireError
 from ..failure_report import Report
 
-#: counted up whenever a frame changes its meaning
+#: version of the protocol, incremented when the meaning of a frame changes
 PROTOCOL: Final = 2
-#: what an agent writes before its first frame: the shell of the other host may have said something before
+#: written by an agent before its first frame, as the login shell may have written something before
 PREAMBLE: Final = b"\x89shoal agent\r\n\x00"
-#: longest frame in bytes
+#: maximum length of a frame in bytes
 LIMIT: Final = 1 << 22
-#: so many bytes of output may be on their way from an agent, unread by the launcher's own reader
+#: maximum number of bytes of an agent's output that the launcher has not consumed
 WINDOW: Final = 4 << 20
-#: so many bytes of stdin may be on their way to rank 0
+#: maximum number of bytes of stdin that rank 0 has not consumed
 STDIN_WINDOW: Final = 1 << 16
-#: bytes in one frame
+#: maximum number of bytes of output or stdin in one frame
 MOST_BYTES: Final = 1 << 16
-#: seconds between two beats, and seconds of silence after which the other side is lost
+#: seconds between two heartbeats, and seconds of silence after which the other side counts as lost
 BEAT: Final = 1.0
 SILENCE: Final = 5.0
 
@@ -52,9 +51,9 @@ class Hello(_Frame, frozen=True):
     """The first frame of an agent.
 
     Attributes:
-        version, protocol: of its shoal.
-        launcher, address: the addresses of the launcher's host and of this one, as their connection knows
-            them; "" where nothing tells.
+        version, protocol: versions of shoal and of this protocol.
+        launcher, address: addresses of the launcher's host and of the agent's host, taken from their
+            connection; "" if unknown.
         port: a port that the agent keeps free on its host, for torch.distributed.
     """
 
@@ -66,17 +65,17 @@ class Hello(_Frame, frozen=True):
 
 
 class Ready(_Frame, frozen=True):
-    """It has done what :class:`Begin` asks for."""
+    """The agent has handled :class:`Begin`."""
 
 
 class RequestRefused(_Frame, frozen=True):
-    """It cannot do that."""
+    """The agent cannot handle :class:`Begin`."""
 
     text: _Words
 
 
 class Started(_Frame, frozen=True):
-    """A process runs."""
+    """A process was started."""
 
     index: _Index
     pid: Annotated[int, msgspec.Meta(ge=1)]
@@ -90,7 +89,7 @@ class NotStarted(_Frame, frozen=True):
 
 
 class ProcessOutput(_Frame, frozen=True):
-    """What a process wrote to stdout (1) or stderr (2); no bytes: the end."""
+    """Output of a process on stdout (1) or stderr (2); no bytes: the end."""
 
     index: _Index
     stream: _Stream
@@ -98,17 +97,17 @@ class ProcessOutput(_Frame, frozen=True):
 
 
 class StdinTaken(_Frame, frozen=True):
-    """So many bytes of stdin were given to the rank, or dropped if it has closed it."""
+    """``amount`` bytes of stdin were written to the rank, or dropped because it has closed its stdin."""
 
     amount: Annotated[int, msgspec.Meta(ge=0, le=STDIN_WINDOW)]
 
 
 class Reported(_Frame, frozen=True):
-    """The reports of a process, in the agent's CLOCK_MONOTONIC.
+    """The reports of a process; times are in the agent's CLOCK_MONOTONIC.
 
     Attributes:
-        reports: all that it has sent of its failure so far.
-        notices: those of meetings and evictions since the last frame.
+        reports: all its reports of failures so far.
+        notices: its reports of meetings and evictions since the last frame.
     """
 
     index: _Index
@@ -122,8 +121,8 @@ class Exited(_Frame, frozen=True):
 
     Attributes:
         status: exit code, or minus the number of the signal.
-        at: when, in the agent's CLOCK_MONOTONIC.
-        seconds: how long it ran.
+        at: time of the end, in the agent's CLOCK_MONOTONIC.
+        seconds: run time.
     """
 
     index: _Index
@@ -133,7 +132,7 @@ class Exited(_Frame, frozen=True):
 
 
 class Bye(_Frame, frozen=True):
-    """The last frame: everything has ended, and all output was sent.  ``killed``: what had to be killed."""
+    """The last frame: all processes have ended, and all output was sent.  ``killed``: killed processes."""
 
     killed: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=1000)]
 
@@ -145,10 +144,10 @@ class Begin(_Frame, frozen=True):
     """The first frame of a launcher.
 
     Attributes:
-        directory: in which the processes run.
-        environment: what they find beside what the agent does.
-        ranks: how many of those that meet first are this host's.
-        bind: give each slot cores of its own.
+        directory: working directory of the processes.
+        environment: their variables, in addition to those of the agent.
+        ranks: number of initial ranks on this host.
+        bind: bind each slot to its own cores.
     """
 
     directory: str
@@ -161,10 +160,10 @@ class Start(_Frame, frozen=True):
     """Start a process.
 
     Attributes:
-        place: its number among this host's slots.
+        place: its number among the slots of this host.
         size: number of ranks of the job.
-        variables: its own, beside those of :class:`Begin`.
-        stdin: it gets what the launcher's stdin has; otherwise nothing.
+        variables: its variables, in addition to those of :class:`Begin`.
+        stdin: pass the launcher's stdin to it; otherwise its stdin is empty.
     """
 
     index: _Index
@@ -179,13 +178,13 @@ class Start(_Frame, frozen=True):
 
 
 class Taken(_Frame, frozen=True):
-    """So many more bytes of output may be sent."""
+    """The launcher has consumed ``amount`` bytes of output."""
 
     amount: _Count
 
 
 class Close(_Frame, frozen=True):
-    """Nobody reads stdout (1) or stderr (2) of a process any more."""
+    """Close stdout (1) or stderr (2) of a process, which is not read any more."""
 
     index: _Index
     stream: _Stream
@@ -200,34 +199,34 @@ class Signal(_Frame, frozen=True):
 
 
 class StdinData(_Frame, frozen=True):
-    """What the launcher's stdin had; no bytes: the end."""
+    """Bytes of the launcher's stdin; no bytes: the end."""
 
     data: _Data
 
 
 class Release(_Frame, frozen=True):
-    """Kill what an ended process left in its group, and forget it."""
+    """Kill the process group of an ended process, and forget it."""
 
     index: _Index
 
 
 class End(_Frame, frozen=True):
-    """All processes have ended: what they left in their groups may live so many seconds; then say Bye."""
+    """All processes have ended: kill their process groups after ``linger`` seconds, then send Bye."""
 
     linger: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class Suspend(_Frame, frozen=True):
-    """The launcher is about to be stopped, as by Ctrl-Z: it sends nothing until it is continued."""
+    """The launcher is about to be suspended, as by Ctrl-Z, and sends nothing until it is continued."""
 
 
 # -- from both -------------------------------------------------------------------------------------
 
 
 class Beat(_Frame, frozen=True):
-    """The launcher sends one each second, and the agent sends it back with its own clock.
+    """A heartbeat: the launcher sends one each second, and the agent replies with its own clock.
 
-    Both are seconds of CLOCK_MONOTONIC.
+    Both times are in seconds of CLOCK_MONOTONIC.
     """
 
     launcher: float
@@ -250,16 +249,16 @@ FromAgent = (
 FromLauncher = Begin | Start | Taken | Close | Signal | StdinData | Release | End | Suspend | Beat
 
 
-#: decode the frames of agents and of launchers; raise MalformedMessage
+#: decoders of frames from agents and from launchers; they raise MalformedMessage
 decode_from_agent: Callable[[Raw], FromAgent] = msgpack_decoder(FromAgent)
 decode_from_launcher: Callable[[Raw], FromLauncher] = msgpack_decoder(FromLauncher)
 
 
 def encode(frame: _Frame) -> bytes:
-    """A frame as bytes; raises WireError if it would be longer than the other side accepts."""
+    """Encode a frame; raises WireError if it is longer than the other side accepts."""
     data = msgspec.msgpack.encode(frame)
     if len(data) > LIMIT:
         raise WireError(
-            f"a {type(frame).__name__} of {len(data)} bytes: at most {LIMIT} are sent to an agent"
+            f"a {type(frame).__name__} frame of {len(data)} bytes exceeds the limit of {LIMIT} bytes"
         )
     return data

@@ -1,4 +1,4 @@
-"""The ``shoal`` command itself: a table of subcommands, each imported when it is used."""
+"""The ``shoal`` command: a table of subcommands, each imported when it is used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 from ..errors import ShoalError
 from ..net import build_version
 
-#: subcommand -> "module:attribute" of its click command; a new subcommand is one line here
+#: subcommand -> "module:attribute" of its click command
 COMMANDS = {
     "run": "shoal.launch.commands.run:run",
     "scale": "shoal.launch.commands.scale:scale",
@@ -25,12 +25,12 @@ COMMANDS = {
 }
 #: errors of writing to a full disk, or to a terminal that was closed
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-#: those that no user types: ``shoal run --hosts`` starts an agent on each host
+#: subcommands for internal use: ``shoal run --hosts`` starts an agent on each host
 HIDDEN = {"agent": "shoal.launch.commands.agent:agent"}
 
 
 class _LazyGroup(click.Group):
-    """Imports a subcommand when it is named, so that ``shoal run`` pays for nothing else."""
+    """A group that imports a subcommand when it is used, so that ``shoal run`` imports no other one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -61,13 +61,13 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked: bool) -> N
     help="Print the version and exit.",
 )
 def cli() -> None:
-    """Run and inspect jobs of several ranks."""
+    """Run and inspect distributed jobs."""
 
 
 def invoke(arguments: Sequence[str]) -> int:
-    """Run the command line ``arguments`` (without the program's name); returns the exit code.
+    """Run the command line ``arguments`` (without the program name); return the exit code.
 
-    Whatever is wrong with it is one line on stderr and code 2.
+    An error in the command line is one line on stderr and exit code 2.
     """
     try:
         code = cli.main(list(arguments) or ["--help"], prog_name="shoal", standalone_mode=False)
@@ -82,7 +82,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in _OF_OUTPUT:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer is not tried once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # do not try to write the rest of a buffer again
         click.echo(f"shoal: stdout cannot be written: {error.strerror}", err=True)
         return os.EX_IOERR
     return int(code or 0)

@@ -1,9 +1,8 @@
-"""``shoal agent``: what runs on a host for a launcher on another one.
+"""``shoal agent``: starts processes on a host for a launcher on another host.
 
-An agent is a small server of processes.  The launcher tells it what to start and which signals to send; the
-agent tells what the processes write, report and how they end.  It decides nothing, but for one thing: when
-its connection ends, or when no beat of the launcher has come for some seconds, it kills all that it has
-started, and ends.  Should it be killed itself, its guardian does that.
+The launcher requests processes and signals; the agent sends back output, reports and exit codes.  When its
+connection ends, or no frame has come from the launcher for ``SILENCE`` seconds, the agent kills all processes
+that it started, and exits.  If the agent is killed, its guardian kills them.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ from ..remote.link import AgentConnection, Carrier, Descriptors, OfStream
 from ..slurm.allocation import OF_THE_AGENT
 
 _POLL = 0.02
-#: seconds in which the launcher reads the last frames
+#: seconds for the launcher to read the last frames
 _FAREWELL = 5.0
-#: what an agent says before Python cuts it
+#: maximum length of a text in a frame
 _WORDS = 2000
 
 
@@ -73,15 +72,15 @@ def _never(number: int) -> bool:
 
 
 class AgentServer:
-    """Serves one launcher, to the end of its connection.
+    """A server of processes for one launcher, until its connection ends.
 
     Args:
         carrier: the connection.
-        guardian: of this process.
-        port: kept free on this host.
-        preamble: sent first.
-        ends: the addresses of the launcher's host and of this one, "" where nothing tells.
-        told: whether the processes were sent a signal already.
+        guardian: the guardian of this process.
+        port: a port that this process keeps free on its host.
+        preamble: bytes that are sent first.
+        ends: the addresses of the launcher's host and of this host; "" if unknown.
+        told: returns whether the processes already got a signal from elsewhere (Slurm).
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class AgentServer:
         self._why = ""
         self._ended = False
         self._sweep: Sweep | None = None
-        #: output: the sources that are read, and those that are left alone until the launcher has read more
+        #: the sources of output (also those that are paused by the window) -> index of the process, stream
         self._sources: dict[OutputSource, tuple[int, int]] = {}
         self._unread = 0
         self._stdin = StdinPipe(self._selector, self._stdin_taken)
@@ -118,7 +117,7 @@ class AgentServer:
         self._link.send(Hello(build_version(), PROTOCOL, *ends, port))
 
     def run(self) -> str:
-        """Serve; returns why it ended in the middle, "" if the launcher has ended it."""
+        """Serve; return why the connection was lost, or "" if the launcher ended the job."""
         while not self._why:
             timeout = _POLL if self._sweep is not None else self._silent_at - time.monotonic()
             for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE)):
@@ -131,11 +130,11 @@ class AgentServer:
 
     @property
     def _silent_at(self) -> float:
-        """When the launcher has been silent for too long."""
+        """The time at which a silent launcher counts as lost."""
         return math.inf if self._is_suspended else self._heard + SILENCE
 
     def close(self) -> None:
-        """Kill everything that was started, and release everything."""
+        """Kill all processes and close the connection."""
         for rank in self._ranks.values():
             rank.send_group(signal.SIGKILL)
         for rank in self._ranks.values():
@@ -161,7 +160,7 @@ class AgentServer:
                 self._start(frame)
             case Taken():
                 if frame.amount > self._unread:
-                    raise WireError("it has read more output than was sent")
+                    raise WireError("it acknowledged more output than was sent")
                 was_full = self._unread >= WINDOW
                 self._unread -= frame.amount
                 if was_full:
@@ -179,7 +178,7 @@ class AgentServer:
 
     def _prepare(self, begin: Begin) -> None:
         if self._begin is not None:
-            raise WireError("it begins twice")
+            raise WireError("it sent Begin twice")
         try:
             os.chdir(begin.directory)
         except (OSError, ValueError) as error:
@@ -241,7 +240,7 @@ class AgentServer:
     def _signal(self, frame: Signal) -> None:
         rank = self._ranks.get(frame.index)
         if rank is None or rank.is_released:
-            return  # it has been released, or never started, when the launcher did not know that yet
+            return  # released or never started; the launcher did not know yet
         if frame.group:
             rank.send_group(frame.number)
         elif rank.status is None and not self._told(frame.number):
@@ -249,7 +248,7 @@ class AgentServer:
 
     def _close(self, frame: Close) -> None:
         rank = self._ranks.get(frame.index)
-        if rank is not None:  # else it was never started
+        if rank is not None:  # None: it was never started
             source = rank.stdout if frame.stream == 1 else rank.stderr
             self._sources.pop(source, None)
             source.close()
@@ -265,7 +264,7 @@ class AgentServer:
             self._guardian.forget(rank.pid)
             rank.release()
 
-    # -- what processes do ---------------------------------------------------------------------
+    # -- events of processes -------------------------------------------------------------------
 
     def _exited(self, rank: LocalRank) -> None:
         assert rank.status is not None
@@ -274,7 +273,7 @@ class AgentServer:
     # -- output --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Listen to the processes' pipes, unless too much of what they wrote is unread."""
+        """Read from the pipes of the processes, unless the launcher has to read a full window first."""
         full = self._unread >= WINDOW
         for source in self._sources:
             source.ignore()
@@ -282,7 +281,7 @@ class AgentServer:
                 source.listen(self._selector, partial(self._read, source))
 
     def _read(self, source: OutputSource) -> bool:
-        """Read a chunk and send it; False when there is nothing now."""
+        """Read a chunk and send it; return whether there was one."""
         if source not in self._sources or self._unread >= WINDOW:
             return False
         try:
@@ -293,7 +292,7 @@ class AgentServer:
         return bool(data)
 
     def _pass_on(self, source: OutputSource, data: bytes) -> None:
-        """Send what was read; no bytes are the end."""
+        """Send ``data`` of a source; ``b""`` is its end."""
         index, stream = self._sources[source]
         self._link.send(ProcessOutput(index, stream, data), bulk=True)
         self._unread += len(data)
@@ -304,8 +303,7 @@ class AgentServer:
             self._listen()
 
     def _drain(self) -> bool:
-        """Send what is left in the pipes, also if another process still holds their other ends; whether
-        all is on its way."""
+        """Send the rest of the output, even of pipes that others hold open; return whether all is sent."""
         for source in list(self._sources):
             while source in self._sources and self._unread < WINDOW and self._read(source):
                 pass
@@ -339,11 +337,7 @@ def serve(
     ends: tuple[str, str] = ("", ""),
     told: Callable[[int], bool] = _never,
 ) -> int:
-    """Be the agent of the launcher at the other end of ``carrier``; returns the exit code.
-
-    Args:
-        carrier, preamble, ends, told: as of :class:`AgentServer`.
-    """
+    """Serve the launcher at the other end of ``carrier``; return the exit code.  See :class:`AgentServer`."""
     with ExitStack() as steps:
         port = steps.enter_context(closing(ReservedPort("")))
         guardian = steps.enter_context(Guardian())
@@ -351,7 +345,7 @@ def serve(
         agent = steps.enter_context(closing(serving))
         why = agent.run()
     if why:
-        print(f"shoal agent: {why}; all that it had started was killed", file=sys.stderr, flush=True)
+        print(f"shoal agent: {why}; all its processes were killed", file=sys.stderr, flush=True)
     return 1 if why else 0
 
 
@@ -361,7 +355,7 @@ def _ends_of_ssh() -> tuple[str, str]:
 
 
 def _call(where: str) -> int:
-    """Call the launcher that has had srun start this process, and be its agent."""
+    """Connect to the launcher that started this process by srun, and serve it."""
     with IgnoredStepSignal() as told, dial(where, os.environ) as connection:
         forget(OF_THE_AGENT)
         ends = ends_of(connection)
@@ -369,13 +363,13 @@ def _call(where: str) -> int:
 
 
 @click.command(hidden=True)
-@click.option("--stdio", is_flag=True, help="Talk to the launcher over stdin and stdout.")
-@click.option("--connect", metavar="HOST:PORT", help="Connect to the launcher there.")
+@click.option("--stdio", is_flag=True, help="Communicate with the launcher over stdin and stdout.")
+@click.option("--connect", metavar="HOST:PORT", help="Connect to the launcher at this address.")
 def agent(stdio: bool, connect: str | None) -> int:
-    """Start processes for a shoal run on another host, which starts this command itself."""
+    """Start processes for shoal run on another host. This command is started by shoal run."""
     if stdio == (connect is not None):
-        raise click.UsageError("shoal run --hosts and --srun start agents by themselves")
-    # What the processes below print by mistake must not get between the frames.
+        raise click.UsageError("shoal agent is started by shoal run --hosts and --srun")
+    # Frames have their own descriptors: anything printed to stdout must not get between them.
     reading, writing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)

@@ -1,4 +1,4 @@
-"""What ``--tls`` of the commands does."""
+"""The option ``--tls`` of ``shoal run`` and ``shoal store``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...store.urls import OUTSIDE
 
 
 def demand_tls(store: str | None) -> None:
-    """Encrypt the connections of this process, and of those that it starts, as ``SHOAL_TLS=1`` does.
+    """Set ``SHOAL_TLS=1`` for this process and its children.
 
     Args:
-        store: URL of the store that the command names, if it names one.
+        store: URL of the store given on the command line, if any.
 
     Raises:
-        UsageError: that store has a TLS of its own, which its URL does not ask for.
+        UsageError: TLS of that store is requested by another scheme of its URL.
     """
     scheme = "" if store is None else store.partition("://")[0]
     if f"{scheme}s" in OUTSIDE:
-        raise UsageError(f"--tls does not encrypt a store of {scheme}://: name it by {scheme}s://")
+        raise UsageError(f"--tls does not encrypt a {scheme}:// store: use {scheme}s:// in its URL")
     os.environ[config.TLS.name] = "1"

@@ -1,4 +1,4 @@
-"""``shoal run --hosts``: what is passed on to other hosts, and how a job runs there."""
+"""``shoal run --hosts`` and ``--srun``: the environment of other hosts, and the start of a job there."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ..remote.ssh import command
 from ..slurm import srun
 from ..slurm.fleet import SrunFleet
 
-#: variables beside those of shoal that other hosts get
+#: variables passed on to other hosts in addition to those of shoal
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
-#: variables of shoal that mean something on one host only, or that the launcher gives to each rank
+#: variables of shoal that are valid on one host only, or that the launcher sets for each rank
 _OF_ONE_HOST = {
     variable.name
     for variable in (
@@ -38,24 +38,24 @@ _OF_ONE_HOST = {
         config.JOIN,
     )
 }  # fmt: skip
-#: seconds in which Slurm sends a signal to all processes of a job, on whatever node
+#: seconds within which Slurm sends a signal to all processes of a job, on all nodes
 _SETTLE = 0.3
-#: the exit code when a host could not be used, or a rank not be started there
+#: exit code if a host could not be used, or a rank could not be started there
 _NOT_STARTED = 1
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Where and how a job runs.
+    """The hosts of a job, and its settings there.
 
     Attributes:
-        hosts: those that have a slot.
+        hosts: the hosts that have a slot.
         python: the interpreter of the agents.
-        directory: in which ranks run.
-        environment: what ranks find beside what their host gives them.
-        bind: give each slot cores of its own.
-        by_srun: srun starts the agents, in the allocation whose nodes the hosts are.
-        named: those of ``environment`` that the user names, whose values may be secret.
+        directory: working directory of the ranks.
+        environment: variables of the ranks, in addition to those of their host.
+        bind: bind each slot to its own cores.
+        by_srun: start the agents by srun; the hosts are the nodes of the allocation.
+        named: the variables in ``environment`` that ``--env`` names; their values may be secret.
     """
 
     hosts: Sequence[Host]
@@ -68,15 +68,15 @@ class HostPlan:
 
 
 def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
-    """What of this process's environment ranks on other hosts get.
+    """The variables of this process's environment that ranks on other hosts get.
 
     Args:
-        names: further ones that the user names.
-        extra: what the launcher sets itself.
-        store: the ranks meet in a store that the user names, whose secret is then passed on.
+        names: additional variables, of ``--env``.
+        extra: variables that the launcher sets.
+        store: the job uses a store given by the user; its secret is passed on too.
 
     Raises:
-        UsageError: there is no such variable, or other hosts cannot be given its value.
+        UsageError: there is no such variable, or its value is not UTF-8.
     """
     own = _OF_ONE_HOST | set(Job(1).variables(0, "", ""))
     found = {
@@ -96,11 +96,7 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
 
 
 def directory(chdir: str | None) -> str:
-    """The directory of ranks on other hosts: this process's, or ``chdir`` from there.
-
-    Raises:
-        UsageError: other hosts cannot be told its name.
-    """
+    """The working directory of ranks on other hosts; raises UsageError if its path is not UTF-8."""
     found = os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir)
     if _undecodable(found):
         raise UsageError(f"the directory {encodable(found)} is not UTF-8: name another one by --chdir")
@@ -118,12 +114,10 @@ def _undecodable(text: str) -> bool:
 def fitted(
     hosts: Sequence[Host], size: int | None, most: int | None, spares: int, *, respawn: bool = False
 ) -> tuple[int, list[Host]]:
-    """How many ranks meet first, and the hosts that are used; ``size`` None: as many as fit.
+    """The number of ranks at the start, and the hosts that are used; ``size`` None: as many as fit.
 
-    With ``respawn`` those are used too that have slots for the ranks of a host that is lost.
-
-    Raises:
-        UsageError: they do not fit.
+    With ``respawn`` all hosts are used, to have slots for the ranks of a lost host.  Raises UsageError if
+    there are too few slots.
     """
     slots = sum(host.slots for host in hosts)
     size = slots - spares if size is None else size
@@ -131,7 +125,7 @@ def fitted(
     if size < 1 or needed > slots:
         kinds = [counted(max(size, most or 0), "rank"), *([counted(spares, "spare")] if spares else [])]
         raise UsageError(
-            f"{' and '.join(kinds)} on {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
+            f"{' and '.join(kinds)} do not fit into {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
         )
     return size, [host for host in hosts if respawn or host.first < needed]
 
@@ -139,7 +133,7 @@ def fitted(
 def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -> str:
     """The text that ``--dry-run`` prints."""
     url, secret = (store, {}) if store else ("tcp://<address>:<port>", {"SHOAL_SECRET": "<secret>"})
-    lines = [f"in the directory {plan.directory}, each rank's environment, beside what its host gives it:"]
+    lines = [f"in {plan.directory}, environment of each rank, in addition to the variables of its host:"]
     hidden = dict.fromkeys(plan.named, "<passed on>")
     hidden |= {"SHOAL_SECRET": "<secret>", "SHOAL_STORE_PASSWORD": "<secret>"}
     lines += [f"  {k}={hidden.get(k, v)}" for k, v in plan.environment.items()]
@@ -157,9 +151,7 @@ def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -
             own = " ".join(f"{k}={v}" for k, v in variables.items())
             lines.append(f"  rank {slot}: {own} {shlex.join(argv)}")
         if host.slots > count:
-            lines.append(
-                f"  {counted(host.slots - count, 'slot')} more, for spares and for processes that join"
-            )
+            lines.append(f"  {counted(host.slots - count, 'slot')} left for spares and processes that join")
     return "\n".join(lines)
 
 
@@ -183,11 +175,10 @@ def launch_on_hosts(
     log_dir: Path | None = None,
     store: str | None = None,
 ) -> int:
-    """Run ``argv`` on the ranks of ``job``; returns the exit code.  For the main thread.
+    """Run ``argv`` on the ranks of ``job``; return the exit code.  Must be called on the main thread.
 
     Args:
-        plan: where and how.
-        least, respawn, most, restarts, grace, prefixed, log_dir, store: as of ``launch``.
+        least, respawn, most, restarts, grace, prefixed, log_dir, store: see ``launch``.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
@@ -202,7 +193,7 @@ def launch_on_hosts(
         def run_once(job: Job, restart: str) -> JobOutcome:
             with ExitStack() as steps:
                 try:
-                    # A store may take its time, in which agents would hear nothing.
+                    # Before the agents start: opening a store may take long, without heartbeats to them.
                     named = None if store is None else steps.enter_context(job_store(store, job))
                     fleet = steps.enter_context(closing(_fleet(plan, signals)))
                     fleet.connect()

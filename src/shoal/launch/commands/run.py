@@ -32,7 +32,7 @@ from ..slurm.allocation import allocation
 from .encryption import demand_tls
 from .on_hosts import HostPlan, describe, directory, fitted, launch_on_hosts, passed_on
 
-#: longest --grace in seconds: a day
+#: maximum of --grace: a day
 MOST_GRACE_S = 86400.0
 
 
@@ -44,18 +44,18 @@ def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | No
     if value == "p":
         raise click.BadParameter("-np is spelled -n here: shoal run -n 2 ...")
     if not value.isdecimal() or not int(value):
-        raise click.BadParameter(f"{value!r} is neither a whole number from 1 nor auto")
+        raise click.BadParameter(f"expected an integer of at least 1, or auto; got {value!r}")
     return int(value)
 
 
 def _checked_grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
     if not 0.0 <= value <= MOST_GRACE_S:  # nor NaN
-        raise click.BadParameter(f"{value} is not a number of seconds from 0 to {MOST_GRACE_S:.0f}")
+        raise click.BadParameter(f"expected a time from 0 to {MOST_GRACE_S:.0f} s, got {value}")
     return value
 
 
 class _Run(click.Command):
-    """Answers options of other launchers with the name of its own."""
+    """A command that suggests its own option for an unknown option that another launcher has."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -67,22 +67,22 @@ class _Run(click.Command):
             raise click.UsageError(f"No such option: {error.option_name}; {meant}", ctx) from None
 
 
-_NUMBER = "the number of ranks is -n N, or -n auto for one on each core"
-_HOSTS = "several hosts are --hosts h1:4,h2:4, or within Slurm --srun"
-_NO_ADDRESS = "shoal run finds the addresses by itself; leave it out"
+_NUMBER = "use -n N for the number of ranks, or -n auto for one per core"
+_HOSTS = "for several hosts, use --hosts h1:4,h2:4, or --srun in a Slurm allocation"
+_NO_ADDRESS = "not needed: shoal run chooses the addresses"
 _USUAL_TERMINAL = os.terminal_size((80, 24))
-#: options of torchrun, mpiexec, accelerate and srun -> what to write
+#: options of torchrun, mpiexec, accelerate and srun -> advice
 _MEANT = {
     **dict.fromkeys(("--nproc-per-node", "--np", "--nprocs", "--num-processes", "--ntasks"), _NUMBER),
     **dict.fromkeys(("--nnodes", "--node-rank", "--host", "--machinefile"), _HOSTS),
     **dict.fromkeys(
         ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
     ),
-    "--bind-to": "ranks are bound to cores by --bind",
-    "--cpu-bind": "ranks are bound to cores by --bind",
-    "--log-directory": "the directory for a file a rank is --log-dir DIR",
-    "--enable-recovery": "the other ranks go on with --min N",
-    "--no-python": "any program may be run; leave it out",
+    "--bind-to": "use --bind to bind ranks to cores",
+    "--cpu-bind": "use --bind to bind ranks to cores",
+    "--log-directory": "use --log-dir DIR for one log file per rank",
+    "--enable-recovery": "use --min N to go on without failed ranks",
+    "--no-python": "not needed: COMMAND may be any program",
 }
 
 
@@ -101,60 +101,63 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     "size",
     metavar="NUMBER",
     callback=_number_of_ranks,
-    help="Number of ranks, or auto: one on each core that may be used.  [default: 1, or the hosts' slots]",
+    help="Number of ranks, or auto for one per usable core.  [default: 1, or all slots of the hosts]",
 )
 @click.option(
     "--hosts",
     metavar="HOST:SLOTS,...",
-    help="Run ranks on these hosts, which ssh reaches without a password: h1:4,h2:4. localhost is this one.",
+    help="Run ranks on these hosts, for example h1:4,h2:4. ssh must reach them without a password; localhost "
+    "is this machine, without ssh.",
 )
 @click.option(
     "--hostfile",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The same from a file with lines h1:4 or h1 slots=4.",
+    help="Read the hosts from a file with lines such as h1:4 or h1 slots=4.",
 )
 @click.option(
     "--srun",
     is_flag=True,
-    help="Run ranks on the nodes of this allocation of Slurm, as many on each as the job has tasks there.",
+    help="Run ranks on the nodes of this Slurm allocation, on each as many as the job has tasks there.",
 )
 @click.option(
-    "--python", metavar="PATH", help="With --hosts or --srun: the interpreter there.  [default: this one]"
+    "--python",
+    metavar="PATH",
+    help="With --hosts or --srun: Python interpreter on the hosts.  [default: the one that runs shoal]",
 )
 @click.option(
     "--chdir",
     metavar="DIR",
-    help="With --hosts or --srun: the directory in which ranks run.  [default: this one]",
+    help="With --hosts or --srun: working directory of the ranks.  [default: the current directory]",
 )
 @click.option(
     "--env",
     "names",
     metavar="NAME",
     multiple=True,
-    help="With --hosts: pass this variable on too, beside those of shoal, PYTHONPATH and OMP_NUM_THREADS; "
-    "may be repeated.",
+    help="With --hosts or --srun: pass this environment variable to the ranks, in addition to the variables "
+    "of shoal, PYTHONPATH and OMP_NUM_THREADS. May be repeated.",
 )
 @click.option(
     "--min",
     "least",
     metavar="NUMBER",
     type=click.IntRange(min=1),
-    help="Go on when ranks fail, while at least so many live or have finished; without it all end with the "
-    "first. COMMAND must know what to do then: see group.rebuild.",
+    help="When ranks fail, go on while at least this many are running or have finished. Without it, the "
+    "first failure ends the job. COMMAND must handle lost ranks: see group.rebuild.",
 )
 @click.option(
     "--respawn",
     is_flag=True,
-    help="With --min: start another process in the place of a rank that failed. It has no rank, and "
-    "SHOAL_JOIN=1: see elastic.Session.",
+    help="With --min: start a new process for each failed rank. It has no rank, and SHOAL_JOIN=1: see "
+    "elastic.Session.",
 )
 @click.option(
     "--max",
     "most",
     metavar="NUMBER",
     type=click.IntRange(min=1),
-    help="With --min: let shoal scale have up to so many processes run. Those beyond -n have no rank, and "
+    help="With --min: maximum number of processes for shoal scale. Processes beyond -n have no rank, and "
     "SHOAL_JOIN=1.",
 )
 @click.option(
@@ -162,8 +165,8 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     metavar="NUMBER",
     type=click.IntRange(min=0),
     default=0,
-    help="With --min: start so many processes beyond -n, which have no rank, and SHOAL_JOIN=1. A session "
-    "holds them back until a rank dies, whose place one of them takes: see elastic.Session.",
+    help="With --min: number of spare processes to start in addition to -n. They have no rank, and "
+    "SHOAL_JOIN=1. A session lets a spare join when a rank is lost: see elastic.Session.",
 )
 @click.option(
     "--max-restarts",
@@ -171,8 +174,8 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     metavar="NUMBER",
     type=click.IntRange(min=0),
     default=0,
-    help="Start all ranks again after one has failed, at most NUMBER times. SHOAL_EPOCH counts the starts, "
-    "from 0. Not with --min.",
+    help="Restart all ranks after one has failed, at most NUMBER times. SHOAL_EPOCH is the number of earlier "
+    "starts. Not with --min.",
 )
 @click.option(
     "--grace",
@@ -182,32 +185,32 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     default=STOP_GRACE,
     help="Seconds from SIGTERM or Ctrl-C, which are passed on to the ranks, to SIGKILL.  [default: 30]",
 )
-@click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as python -m does.")
+@click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as by python -m.")
 @click.option(
     "--log-dir",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write what rank N says, stdout and stderr, to DIR/rankN.log too, in the place of an older one; "
-    "and what the launcher says to DIR/launcher.log.",
+    help="Also write stdout and stderr of rank N to DIR/rankN.log, and the launcher's messages to "
+    "DIR/launcher.log (overwritten).",
 )
 @click.option(
     "--store",
     metavar="URL",
-    help="Let the ranks meet in this store (tcp://host:port, file:///path, or a registered scheme), in "
-    "the place of one that the launcher serves. Its secret is SHOAL_SECRET.",
+    help="Store of the job (tcp://host:port, file:///path, or a registered scheme), with the secret in "
+    "SHOAL_SECRET.  [default: one hosted by the launcher]",
 )
 @click.option(
     "--tls",
     is_flag=True,
-    help="Encrypt the connections to the store, with TLS 1.3: SHOAL_TLS=1 for the launcher and the ranks.",
+    help="Encrypt the connections to the store with TLS 1.3: set SHOAL_TLS=1 for launcher and ranks.",
 )
-@click.option("--no-prefix", is_flag=True, help="Write lines without their rank.")
+@click.option("--no-prefix", is_flag=True, help="Do not prefix lines of output with the rank.")
 @click.option(
     "--bind",
     is_flag=True,
-    help="Give each rank cores of its own, equally many; with fewer cores than ranks, one core, shared.",
+    help="Bind each rank to an equal share of the cores. With fewer cores than ranks, ranks share a core.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would run, and run nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the environment and the commands, without running them.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
     size: int | None,
@@ -232,11 +235,11 @@ def run(
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
-    """Run COMMAND (a Python script or module, or a program) with its arguments, once for each rank.
+    """Run COMMAND (a Python script or module, or a program) with its arguments, once per rank.
 
-    The first word that is not an option is the command; what follows it goes to the command
-    untouched. The exit code is that of the rank that failed first (128 and the number of the
-    signal, if one killed it), or 0; with --min also if ranks failed and the others finished.
+    The first word that is not an option is COMMAND; all words after it are passed to COMMAND unchanged. The
+    exit code is that of the rank that failed first (128 plus the signal number if a signal killed it), or 0.
+    With --min it is also 0 if ranks failed and the others finished.
     """
     slots = _slots(hosts, hostfile)
     given = None
@@ -253,22 +256,24 @@ def run(
         size, slots = fitted(slots, size, most, spares, respawn=respawn)
     size = size or 1
     if least is not None and least > size:
-        raise click.BadParameter(f"{least} of {counted(size, 'rank')}", param_hint="'--min'")
+        raise click.BadParameter(
+            f"{least} is more than the job's {counted(size, 'rank')}", param_hint="'--min'"
+        )
     if respawn and least is None:
-        raise click.UsageError("--respawn needs --min N: how many ranks must go on while another one starts")
+        raise click.UsageError("--respawn needs --min N: the job ends when fewer than N ranks are left")
     if most is not None and least is None:
-        raise click.UsageError("--max needs --min N: how many ranks must go on whatever shoal scale asks for")
+        raise click.UsageError("--max needs --min N: the minimum number of ranks for shoal scale")
     if most is not None and most < size:
-        raise click.BadParameter(f"{most}, but -n is {size}", param_hint="'--max'")
+        raise click.BadParameter(f"expected at least -n ({size}), got {most}", param_hint="'--max'")
     if spares and least is None:
-        raise click.UsageError("--spares needs --min N: how many ranks must go on until a spare has come")
+        raise click.UsageError("--spares needs --min N: the job ends when fewer than N ranks are left")
     if restarts and least is not None:
         raise click.UsageError(
-            "--max-restarts starts the whole job again, so it does not go with --min, where the other ranks "
-            "go on; --respawn replaces the ranks that failed"
+            "--max-restarts restarts the whole job and cannot be combined with --min, which keeps the other "
+            "ranks running; --respawn replaces failed ranks"
         )
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
-    # Nothing but what is passed on comes to other hosts: there the launcher's defaults hold.
+    # Other hosts do not inherit this environment, so a variable that is set here must not suppress a default.
     inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
     extra = defaults(size, inherited, _terminal(), prefixed=not no_prefix)
     if tls:
@@ -276,7 +281,7 @@ def run(
         extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
     if slots is not None:
-        # How the cores of a host are shared is known there.
+        # Each agent divides the cores of its host.
         shown = {k: v for k, v in extra.items() if k != "OMP_NUM_THREADS"}
         plan = HostPlan(
             slots,
@@ -351,20 +356,20 @@ def launch(
     log_dir: Path | None = None,
     store: str | None = None,
 ) -> int:
-    """Run ``argv`` on ``size`` ranks; returns the exit code.  For the main thread.
+    """Run ``argv`` on ``size`` ranks; return the exit code.  Must be called on the main thread.
 
     Args:
-        extra: added to the environment.
-        least: so many ranks may go on when others fail; None: all end with the first that fails.
-        respawn: start another process in the place of one that failed while others go on.
-        most: so many processes ``shoal scale`` may ask for; None: it cannot.
-        spares: so many processes beyond ``size`` wait to take the place of one that dies.
-        restarts: how often all are started again after one has failed.
+        extra: variables to add to the environment.
+        least: minimum number of ranks that go on when others fail; None: the first failure ends the job.
+        respawn: start a new process for a failed rank while others go on.
+        most: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
+        spares: number of processes, in addition to ``size``, that replace lost ranks.
+        restarts: maximum number of restarts of the whole job after a failure.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
-        bound: the cores of each rank; None: all ranks run on all.
-        prefixed: begin lines with their rank.
-        log_dir: directory for a file for each rank.
-        store: URL of the store in which they meet; None: the launcher serves one.
+        bound: the cores of each rank; None: all ranks run on all cores.
+        prefixed: prefix lines of output with the rank.
+        log_dir: directory for one log file per rank.
+        store: URL of the job's store; None: the launcher hosts one.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
@@ -374,7 +379,7 @@ def launch(
     job = Job(size, spares) if store is None else Job(size, spares, secret="")
     inherited = dict(os.environ)
     if job.secret:
-        # The secret has one source: a file that the shell names is not it.
+        # The ranks must use the job's secret, not the one in a file that the user's environment names.
         inherited.pop("SHOAL_SECRET_FILE", None)
     with Signals() as signals, ExitStack() as open_logs:
         logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
@@ -411,7 +416,7 @@ def launch(
                 )
                 with closing(supervisor):
                     supervisor.start()
-                    # Threads begin here: from now on no Python runs between fork and exec.
+                    # This starts threads: from now on no Python code may run between fork and exec.
                     meeting_place.start()
                     code = supervisor.run()
                     return JobOutcome(code, supervisor.failed)
@@ -420,17 +425,17 @@ def launch(
 
 
 def _open_standard_files() -> None:
-    """Make sure that descriptors 0 to 2 are open: a program that starts daemons may have closed them."""
+    """Open descriptors 0 to 2 if they are closed, as they may be in a child of a daemon."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def _terminal() -> os.terminal_size | None:
-    """The size of the terminal that shows the ranks' output, None when none does."""
+    """The size of the terminal that shows the ranks' output; None if stdout or stderr is not a terminal."""
     if is_terminal(1) and is_terminal(2):
         size = shutil.get_terminal_size()
-        return size if size.columns > 0 else _USUAL_TERMINAL  # Python 3.10 gives 0 where nothing is known
+        return size if size.columns > 0 else _USUAL_TERMINAL  # Python 3.10 gives 0 for an unknown size
     return None
 
 
@@ -442,7 +447,6 @@ def _plan(
     store: str | None,
     respawn: bool,
 ) -> str:
-    """The text that ``--dry-run`` prints."""
     url = "tcp://127.0.0.1:<port>" if store is None else store
     secret = {"SHOAL_SECRET": "<secret>"} if store is None else {}
     ranks = [job.variables(rank, url, "<port>") for rank in range(job.size)]
@@ -450,9 +454,9 @@ def _plan(
         variables |= {**secret, "SHOAL_JOB": "<job>", config.REPORT_FD.name: "<descriptor>"}
     own_names = ("SHOAL_RANK", "SHOAL_LOCAL_RANK", "RANK", "LOCAL_RANK")
     same = {k: v for k, v in ranks[0].items() if k not in own_names}
-    lines = ["each rank's environment, beside what it inherits:"]
+    lines = ["environment of each rank, in addition to the inherited variables:"]
     lines += [f"  {name}={value}" for name, value in same.items()]
-    notes = {"OMP_NUM_THREADS": f"  (the machine's {counted(len(os.sched_getaffinity(0)), 'core')}, shared)"}
+    notes = {"OMP_NUM_THREADS": f"  ({counted(len(os.sched_getaffinity(0)), 'core')} divided by the ranks)"}
     lines += [f"  {name}={value}{notes.get(name, '')}" for name, value in extra.items()]
     for rank, variables in enumerate(ranks):
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
@@ -462,5 +466,5 @@ def _plan(
     if job.spares:
         lines.append(f"{counted(job.spares, 'spare')}: {without}")
     if respawn:
-        lines.append(f"in the place of a rank that failed: {without}")
+        lines.append(f"replacement of a failed rank: {without}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""How ``shoal scale`` reaches the launcher of a job: a socket in a directory that only this user can enter.
+"""The control socket of a launcher, for ``shoal scale``, in a directory that only this user can enter.
 
-The socket has the launcher's process id for a name.  Each connection carries one request and one answer.
+The launcher's process id is in the name of the socket.  Each connection carries one request and one reply.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ from ...rendezvous import private_directory
 
 _PREFIX = "launcher-"
 _LONGEST = 4096
-#: seconds in which a launcher answers, whose loop waits for nothing
+#: timeout of a request in seconds; a launcher's loop never blocks for long
 _PATIENCE = 10.0
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Asks for so many processes."""
+    """A request to change the number of processes to ``wanted``."""
 
     wanted: int
 
 
 class ControlReply(msgspec.Struct, frozen=True):
-    """What the launcher says; ``done``: it does what it was asked to do."""
+    """The reply of the launcher; ``done``: it accepted the request."""
 
     done: bool
     text: str
 
 
 class Control:
-    """The launcher's side.
+    """The launcher's side of the control socket.
 
-    Args:
-        selector: of the loop; the data of its keys are functions to call.
-        scale: does what is asked, and tells in words what that is; raises UsageError.
+    ``scale`` performs a request and returns a description of it, or raises UsageError.
     """
 
     def __init__(self, selector: selectors.BaseSelector, scale: Callable[[int], str]) -> None:
@@ -51,7 +49,7 @@ class Control:
         self._directory = private_directory()
         self._name = f"{_PREFIX}{os.getpid()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        (self._directory / self._name).unlink(missing_ok=True)  # of a launcher that had this number
+        (self._directory / self._name).unlink(missing_ok=True)  # of an earlier process with this id
         with _address(self._directory, self._name) as address:
             self._socket.bind(address)
         self._socket.listen()
@@ -60,7 +58,7 @@ class Control:
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Take no more requests."""
+        """Remove the socket and close all connections."""
         (self._directory / self._name).unlink(missing_ok=True)
         for guest in list(self._guests):
             self._dismiss(guest)
@@ -90,7 +88,7 @@ class Control:
 
 
 def launchers() -> list[int]:
-    """The process ids of the launchers of this user that take requests."""
+    """The process ids of this user's launchers that accept requests."""
     directory = private_directory()
     found = []
     for path in directory.glob(f"{_PREFIX}*"):
@@ -108,10 +106,10 @@ def launchers() -> list[int]:
 
 
 def ask(launcher: int, wanted: int) -> str:
-    """Ask the launcher with this process id for so many processes; what it does, in words.
+    """Ask the launcher with process id ``launcher`` for ``wanted`` processes; return its description.
 
     Raises:
-        UsageError: it cannot do that.
+        UsageError: it refuses the request.
         LaunchError: there is no such launcher, or it does not answer.
     """
     try:
@@ -119,7 +117,7 @@ def ask(launcher: int, wanted: int) -> str:
             connection.send(msgspec.json.encode(Scale(wanted)))
             answer = from_json(connection.recv(_LONGEST), ControlReply)
     except (OSError, MalformedMessage) as error:
-        raise LaunchError(f"process {launcher} is no `shoal run --max` that answers: {error}") from error
+        raise LaunchError(f"process {launcher} does not answer as a `shoal run --max`: {error}") from error
     if not answer.done:
         raise UsageError(answer.text)
     return answer.text
@@ -139,7 +137,7 @@ def _connected(launcher: int) -> socket.socket:
 
 @contextmanager
 def _address(directory: Path, name: str) -> Iterator[str]:
-    """The address of a socket in ``directory``, whose own path may be longer than addresses may be."""
+    """The address of a socket in ``directory``; its path may be longer than a socket address allows."""
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{name}"

@@ -1,4 +1,4 @@
-"""Starts the processes of a job: the ranks that meet first, spares, and those that join them later."""
+"""Starts the processes of a job: the initial ranks, spares, and processes that join later."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..ranks.guardian import Guardian
 from ..ranks.process import LocalRank, Sweep
 from ..ranks.rank import JobProcess
 
-#: called with the name of a host, why it is lost, and the ranks that are lost with it
+#: called with the name of a lost host, the reason, and its ranks
 HostLost = Callable[[str, str, Sequence[JobProcess]], None]
 
 
 class Sweeping(Protocol):
-    """The end of the processes that ranks left behind; see :class:`Sweep`."""
+    """Cleanup of the processes that ranks left behind; see :class:`Sweep`."""
 
     killed: list[str]
 
@@ -30,12 +30,12 @@ class Sweeping(Protocol):
 class Crew(Protocol):
     """Starts the processes of a job.
 
-    A *slot* is a place on a host: a number from 0, and cores.  The process that starts in it first has
-    its number for a rank.  One that is started there later has no rank before it has joined the others.
+    A *slot* is a number from 0, with cores on a host.  The first process in a slot has its number as rank.  A
+    later process has no rank until it has joined the others.
 
     Attributes:
-        size, spares, most: how many ranks meet first, wait as spares, and may be wanted.
-        slots: how many slots there are.
+        size, spares, most: number of initial ranks, number of spares, and maximum number of ranks.
+        slots: number of slots.
     """
 
     @property
@@ -48,55 +48,54 @@ class Crew(Protocol):
     def slots(self) -> int: ...
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
-        """Handle what comes from the hosts in the loop of ``selector``."""
+        """Handle events of the hosts in the loop of ``selector``."""
 
     def first(self, slot: int) -> JobProcess:
-        """Start a rank that meets the others at once, while there are no threads; raises LaunchError."""
+        """Start an initial rank, before this process has threads; raises LaunchError."""
 
     def later(self, index: int, slot: int, restart: int) -> JobProcess:
-        """Start a process that joins the ranks, after ``restart`` others in its slot; raises LaunchError."""
+        """Start a process that joins the ranks, restart ``restart`` of its slot; raises LaunchError."""
 
     def settle(self) -> None:
-        """Return when all that were started are there; raises LaunchError."""
+        """Wait until all processes have been started; raises LaunchError."""
 
     def can_start(self, slot: int) -> bool:
-        """Whether a process can be started in ``slot``, if none runs there."""
+        """Whether a process can be started in ``slot`` if it is free."""
 
     def release(self, rank: JobProcess) -> None:
-        """Kill what an ended rank left running in its group, and let the kernel use its number again."""
+        """Kill the process group of an ended rank, and let the kernel reuse its process id."""
 
     def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
-        """All ``ranks`` have ended: what is left in their groups may live for ``linger`` seconds."""
+        """Kill the process groups of the ended ``ranks`` after ``linger`` seconds."""
 
     def next_at(self) -> float | None:
-        """When :meth:`tick` has something to do."""
+        """The time of the next :meth:`tick`, if any."""
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Run timed actions that are due."""
 
     def suspend(self) -> None:
-        """This process is about to be stopped, and its ranks are."""
+        """Prepare for the stop of this process; its ranks are stopped already."""
 
     def resume(self) -> None:
-        """This process has been continued."""
+        """Go on after this process was continued."""
 
     def close(self) -> None:
-        """End all processes that are left."""
+        """End all remaining processes."""
 
 
 class LocalCrew:
     """Starts one program on the slots of a job, all on this machine.
 
     Args:
-        argv: what each process executes.
-        job: whose processes they are.
-        environment: of all of them, beside the variables that ``job`` gives to each.
+        argv: the command of each process.
+        environment: of all processes, in addition to the variables that ``job`` sets for each.
         store: URL of the job's store.
-        master_port: where rank 0 may listen.
-        guardian: told of every process before its program runs.
-        most: so many ranks may be wanted; there is a slot for each of them, and for each spare.
-        bound: the cores of the first slots, which later ones share; None: all run on all.
-        threaded: whether this process may have threads when the ranks that meet first are started.
+        master_port: port for rank 0 to listen on.
+        guardian: every process announces itself to it before its program runs.
+        most: maximum number of ranks; each of them, and each spare, has a slot.
+        bound: the cores of the first slots, which later slots share; None: all run on all cores.
+        threaded: whether this process may have threads when the initial ranks are started.
     """
 
     def __init__(
@@ -120,12 +119,12 @@ class LocalCrew:
         self._announce = guardian.announcer()
         self._bound, self._threaded = bound, threaded
         self._selector: selectors.BaseSelector | None = None
-        #: of rank 0, if this process passes it on
+        #: stdin for rank 0, if this process passes it on
         self._stdin: StdinReader | None = None
         self._pipe: StdinPipe | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
-        """Nothing comes from other hosts."""
+        """Keep the selector, for stdin; there are no other hosts."""
         self._selector = selector
 
     def first(self, slot: int) -> JobProcess:
@@ -149,7 +148,7 @@ class LocalCrew:
         return rank
 
     def _relay_stdin(self, rank: LocalRank) -> None:
-        """Pass the terminal's input on to ``rank`` while this job is in the foreground."""
+        """Pass the input of the terminal to ``rank`` while this job is in the foreground."""
         assert self._selector is not None
         stdin = StdinReader(lambda data: pipe.take(data))
         pipe = StdinPipe(self._selector, stdin.taken)
@@ -164,7 +163,7 @@ class LocalCrew:
         return LocalRank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
 
     def settle(self) -> None:
-        """They are there as soon as they were started."""
+        """Start to read stdin; local processes run as soon as they are started."""
         if self._stdin is not None and self._selector is not None:
             self._stdin.watch(self._selector)
 
@@ -187,13 +186,13 @@ class LocalCrew:
             self._stdin.tick(now)
 
     def suspend(self) -> None:
-        """There are only the ranks, which the supervisor stops."""
+        """Do nothing: the supervisor stops the ranks."""
 
     def resume(self) -> None:
-        """There are only the ranks, which the supervisor continues."""
+        """Do nothing: the supervisor continues the ranks."""
 
     def close(self) -> None:
-        """The supervisor ends the ranks."""
+        """Close stdin; the supervisor ends the ranks."""
         if self._stdin is not None and self._pipe is not None:
             self._stdin.close()
             self._pipe.close()

@@ -1,9 +1,9 @@
-"""Ends the processes without which the other ranks go on.
+"""Ends evicted processes.
 
-A rank that hangs does not vote in the agreement of the others, who then go on without it and report that.  It
-may still run, hold the job's end up, and keep its slot from a new process.  A process that was only late
-raises ``Evicted`` and ends by itself, so it gets a moment for that.  Then it writes its stacks (if it uses
-shoal), gets SIGTERM, and at last SIGKILL.
+The other ranks evict a rank that hangs, because it does not vote in their agreement, and report that to the
+launcher.  Its process would delay the end of the job and occupy its slot.  If it was only late it raises
+``Evicted`` and exits by itself.  Otherwise it writes its stacks (if it uses shoal), gets SIGTERM, and finally
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ...failure_report import STACKS
 from ..ranks.meetings import Meetings
 from ..ranks.rank import JobProcess
 
-#: seconds in which an evicted process may end by itself
+#: seconds for an evicted process to exit by itself
 PATIENCE_S = 2.0
 #: seconds for writing the stacks
 STACKS_S = 0.3
-#: longest time in seconds from SIGTERM to SIGKILL: an evicted process has nothing to save
+#: maximum time from SIGTERM to SIGKILL: an evicted process has nothing to save
 GRACE_S = 5.0
-#: a rank that left its group so many seconds before the report of its eviction was not evicted
+#: a rank that left its group at most this many seconds before the report of its eviction was not evicted
 _LEFT_S = 2.0
 
 
@@ -34,14 +34,11 @@ class _Stage(enum.Enum):
 
 
 class Evictions:
-    """The evicted processes that have not ended.
+    """The evicted processes that still run.
 
     Args:
-        grace: seconds from SIGTERM to SIGKILL, if that is less than :data:`GRACE_S`.
-        announce: called with a process before it gets the first signal.
-
-    Attributes:
-        meetings: resolve the ranks that reports name.
+        grace: seconds from SIGTERM to SIGKILL, at most :data:`GRACE_S`.
+        announce: called with a process before its first signal.
     """
 
     def __init__(self, grace: float, announce: Callable[[JobProcess], None]) -> None:
@@ -51,23 +48,23 @@ class Evictions:
         self.meetings = Meetings()
 
     def take_notices(self, rank: JobProcess, ranks: Sequence[JobProcess]) -> None:
-        """Handle the reports of meetings and evictions that ``rank`` has sent; ``ranks``: all processes."""
+        """Handle reports of meetings and evictions from ``rank``; ``ranks``: all processes."""
         for notice in rank.take_notices():
             if notice.kind == "met":
                 self.meetings.add(notice, rank.index)
             elif not (rank.evicted or rank in self._under_way):
-                # Else two parts go on without each other, and the first report counts.
+                # If two parts evict each other, the first report counts.
                 for index in self.meetings.resolved(notice).ranks:
                     if index != rank.index:
                         self.add(ranks[index], time.monotonic())
 
     def add(self, rank: JobProcess, now: float) -> None:
-        """The others go on without ``rank``."""
+        """Add ``rank``, which the others have evicted."""
         if rank.status is None and rank not in self._under_way and not (rank.evicted or _has_left(rank, now)):
             self._under_way[rank] = _Stage.WAITS, now + PATIENCE_S
 
     def next_at(self) -> float | None:
-        """When :meth:`tick` has something to do."""
+        """The time of the next :meth:`tick`, if any."""
         return min((at for _, at in self._under_way.values()), default=None)
 
     def tick(self, now: float) -> None:
@@ -80,7 +77,7 @@ class Evictions:
 
     def _go_on(self, rank: JobProcess, stage: _Stage, now: float) -> None:
         if stage is _Stage.WAITS:
-            rank.evicted = True  # not before: it may have died, and its end not be known yet
+            rank.evicted = True  # not before: it may have died already, and its exit not have been seen
             self._announce(rank)
             rank.send(STACKS)
             self._under_way[rank] = _Stage.WRITES_STACKS, now + STACKS_S
@@ -93,5 +90,5 @@ class Evictions:
 
 
 def _has_left(rank: JobProcess, now: float) -> bool:
-    """Whether ``rank`` left its group just now: not all of the others knew that when they decided."""
+    """Whether ``rank`` has just left its group: some of the others may not have known that."""
     return any(report.kind == "left" and report.at >= now - _LEFT_S for report in rank.reports)

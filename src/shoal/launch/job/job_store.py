@@ -1,4 +1,4 @@
-"""The store of a job that ``shoal run`` starts: its own, or one that is named by ``--store``."""
+"""The store of a job of ``shoal run``: one that the launcher hosts, or that of ``--store``."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from ...rendezvous import LOOPBACK, Request, job_record, loopback_trouble, open_
 from ...store import Store, TCPStore, TCPStoreServer
 from ..ranks.environment import Job
 
-#: seconds that the launcher's loop waits for the store at most
+#: maximum time in seconds that the launcher's loop waits for the store
 _PATIENCE = 1.0
 
 
 class JobStore:
-    """Where the ranks of a job meet.
-
-    Attributes:
-        url: what the ranks find in ``SHOAL_STORE``.
-    """
+    """The store of a job; ``url`` is the value of ``SHOAL_STORE`` for the ranks."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def url_at(self, address: str) -> str:
-        """What ranks find in ``SHOAL_STORE`` on a host that reaches this one by ``address``."""
+        """The value of ``SHOAL_STORE`` on a host that reaches this machine at ``address``."""
         return self.url
 
     def start(self) -> None:
-        """Called once all ranks were forked: threads may begin."""
+        """Start serving.  Called after all ranks were forked, as it may start threads."""
 
     def connect(self) -> Store:
-        """A connection for the launcher, none of whose calls takes longer than a second."""
+        """Return a connection for the launcher; its calls take at most one second."""
         raise NotImplementedError
 
 
@@ -72,11 +68,7 @@ class _Named(JobStore):
 def job_store(
     url: str | None, job: Job, addresses: Collection[str] = ("127.0.0.1",)
 ) -> AbstractContextManager[JobStore]:
-    """The store of ``job``: the one that ``url`` names, or a server of this process.
-
-    Args:
-        addresses: of this machine, by which the server is to be reached.
-    """
+    """The store of ``job``: the one at ``url``, or a server in this process, at ``addresses``."""
     if url is not None:
         return _named(url, job)
     if len(set(addresses)) == 1:
@@ -97,10 +89,11 @@ def _served(job: Job, host: str) -> Iterator[JobStore]:
 
 @contextmanager
 def _named(url: str, job: Job) -> Iterator[JobStore]:
-    """Raises UsageError, ShoalError: the URL, or the store, cannot be used."""
     parts = parse_url(url)
     if parts.scheme == "env":
-        raise UsageError("--store must name a store, not env://: the launcher is what env:// asks")
+        raise UsageError(
+            "--store must name a store, not env://, which reads variables that the launcher sets"
+        )
     deadline = Deadline(config.TIMEOUT.get())
     venue = open_venue(Request(parts, None, job.size, config.secret(), deadline, job=job.ident, serves=False))
     store = venue.store
@@ -108,7 +101,7 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
         store.multi_set(*zip(*job_record(job.size, job.ident, job.epoch).items(), strict=True))
         yield _Named(url, store)
     finally:
-        # The job's name is used once: nobody else will clear its keys.
+        # The job id is used only once: no other process will remove its keys.
         with suppress(StoreError, WireError):
             store.timeout = _PATIENCE
             root_of(store, job.ident, job.epoch).delete_prefix("")

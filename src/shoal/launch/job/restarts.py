@@ -1,4 +1,4 @@
-"""Starts a whole job again after a rank has failed: ``shoal run --max-restarts``."""
+"""Restarts of a whole job after a rank has failed: ``shoal run --max-restarts``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ from ..ranks.environment import Job
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """The end of one start of a job.
-
-    Attributes:
-        code: the exit code.
-        failed: whether a rank failed and nobody has stopped the job.
-    """
+    """Exit code of one start of a job, and whether a rank failed without a signal to stop the job."""
 
     code: int
     failed: bool = False
 
 
 def run_with_restarts(job: Job, most: int, run: Callable[[Job, str], JobOutcome]) -> int:
-    """Run a job, and start it again while it fails; returns the exit code of the last start.
+    """Run a job, and restart it while it fails; return the exit code of the last start.
 
     Args:
-        job: the first start; ``epoch`` counts the later ones.
-        most: number of restarts.
-        run: runs one start to its end.  The text is for the user, at the end of a start that failed.
+        job: the first start; each restart increments ``epoch``.
+        most: maximum number of restarts.
+        run: runs one start.  The text is a message to print if the start fails.
     """
     for restart in range(1, most + 1):
         ended = run(job, f"starting all ranks again: restart {restart} of {most}")

@@ -11,21 +11,21 @@ from typing import Any
 
 #: end the job
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: stop the job until a shell continues it: Ctrl-Z, and use of the terminal by a job in the background
+#: suspend the job: Ctrl-Z, and use of the terminal by a job in the background
 SUSPEND = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-#: mean whatever the ranks make of them
+#: passed on to the ranks
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """A context in which STOP, SUSPEND and USER signals do nothing but make ``fd`` readable.
+    """A context in which STOP, SUSPEND and USER signals only make ``fd`` readable.
 
-    Only for the main thread, as Python's signal handlers are.  On leaving, the former handlers are
-    in place again.  SIGHUP and SUSPEND signals that are ignored, as by nohup, stay ignored.
+    Must be used on the main thread.  On exit the former handlers are restored.  SIGHUP and SUSPEND signals
+    that are ignored, as by nohup, stay ignored.
 
     Args:
-        settle: seconds for which :meth:`read` keeps back what Slurm may be sending to other processes of the
-            job too: they shall have got it when this process tells them.
+        settle: seconds by which :meth:`read` delays signals other than SIGINT, so that Slurm has sent the
+            signal to the other processes of the job before this process passes it on.
     """
 
     def __init__(self, settle: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Signals:
         kept = {each for each in (signal.SIGHUP, *SUSPEND) if signal.getsignal(each) is signal.SIG_IGN}
         taken = [number for number in (*STOP, *USER, *SUSPEND) if number not in kept]
         self._old: dict[int, Any] = {number: signal.signal(number, _nothing) for number in taken}
-        # With SIGCHLD ignored, as some parents hand it down, ended children would vanish unseen.
+        # If the parent left SIGCHLD ignored, the exit status of children would be lost.
         self._old_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
@@ -54,12 +54,12 @@ class Signals:
         os.close(self._writer)
 
     def wake(self) -> None:
-        """Make ``fd`` readable without a signal; from any thread."""
+        """Make ``fd`` readable without a signal; may be called on any thread."""
         with suppress(BlockingIOError):
             os.write(self._writer, b"\0")
 
     def read(self) -> list[int]:
-        """The signals since the last call, in order of arrival; blocks for ``settle`` seconds at most."""
+        """The signals since the last call, in order of arrival; blocks for at most ``settle`` seconds."""
         with suppress(BlockingIOError):
             found = [number for number in os.read(self.fd, 4096) if number in self._old]
             if self._settle and any(number != signal.SIGINT for number in found):
@@ -69,9 +69,9 @@ class Signals:
 
 
 def stop_this_process(number: int) -> None:
-    """Stop as a SUSPEND signal does by default; returns once this process is continued.
+    """Stop as a SUSPEND signal does by default; return once this process is continued.
 
-    At once where the kernel lets nobody stop, as no shell could continue the process.
+    Returns at once in an orphaned process group, which the kernel does not stop.
     """
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,25 +1,25 @@
-"""The loop that watches over the ranks: exits, signals and deadlines.
+"""The event loop of a launcher: exits, signals, deadlines and output of the ranks.
 
-One thread and one epoll set.  The kernel lists ready descriptors in the order in which they became
-ready, so exits (seen through a ``pidfd``) are handled in the order in which they happened, even
-when many are seen at once: the first failure is the first, not the one with the lowest rank.
+It uses one thread and one epoll set.  The kernel lists ready descriptors in the order in which they became
+ready, so exits (seen through a ``pidfd``) are handled in the order in which they happened, even if many are
+ready at once.
 
-A job goes through these phases::
+The phases of a job::
 
     RUNNING --a rank fails-----> FAILED    the others get SIGTERM, and SIGKILL a moment later;
        |      and too few are left |       the rank that caused it (causes.py) may end by itself
-       |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after a long grace or a second SIGINT
+       |-----SIGINT, SIGTERM---> STOPPING  passed on; SIGKILL after the grace time or a second SIGINT
        v                           |
-    every rank has ended <---------+----> what they left in their process groups is killed,
-                                          the last output is written, then the summary
+    every rank has ended <---------+----> kill the rest of their process groups,
+                                          write the last output, then the summary
 
-With ``respawn`` the slot of a rank that fails while enough others go on gets another process, after a while
-(respawn.py).  It is a *newcomer* until it reports that it has joined the others, and nothing depends on it:
-it does not count among those that live, and when all others have ended it is ended too, without a word.
-Spares are newcomers from the beginning, which the ranks hold back while they are as many as are wanted.
+With ``respawn``, if a rank fails while enough others go on, a new process starts in its slot after a delay
+(respawn.py).  Until it reports that it has joined the others, it is a *newcomer*: it does not count for
+``least``, and when all others have ended it is ended too, without a message.  Spares are newcomers from the
+start, which the ranks let join only to replace a lost rank.
 
-Where the processes run is the crew's business (crew.py, hosts.py).  A host that is lost is the end of all its
-ranks at one moment.
+A ``Crew`` starts the processes, on this machine or on other hosts.  If a host is lost, all its ranks end at
+the same time.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from .interrupts import Interrupts
 from .signals import STOP, SUSPEND, Signals
 from .suspension import suspend_job
 
-#: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all are gone within a second
+#: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all end within a second
 FAILURE_GRACE = 0.6
-#: seconds for a rank that failed first and has not ended yet, so that its traceback and exit code are seen
+#: seconds for the rank that failed first to exit by itself, to get its traceback and exit code
 CULPRIT_GRACE = 5.0
-#: default seconds that ranks have to save their work after a SIGINT or SIGTERM that was passed on
+#: default seconds for ranks to save their work after SIGINT or SIGTERM
 STOP_GRACE = 30.0
-#: seconds that helpers of a finished rank have to notice and end by themselves
+#: seconds for child processes of a finished rank to exit by themselves
 _LINGER = 0.5
 _POLL = 0.02
-#: seconds in which the last output is written after an impatient user has stopped the job
+#: maximum time in seconds to write the last output after a second stop signal
 _SILENCE = 1.0
-#: seconds after which the user is told of a rank that ended without leaving a group, while others run
+#: seconds until a message about a rank that ended without leaving a group, while others run
 UNANNOUNCED = 10.0
 
 
@@ -72,20 +72,20 @@ class _Phase(enum.Enum):
 
 
 class Supervisor:
-    """Runs one job to its end.
+    """Runs one job until all its processes have ended.
 
     Args:
-        signals: the launcher's; those that arrive are passed on.
-        crew: starts the ranks.
-        notes: told of every rank that ends before others do, and of how many are wanted.
-        least: so many ranks may go on when others fail; None: all or none.
-        respawn: start others in the place of those that failed.
+        signals: signals of the launcher, which are passed on.
+        `crew`: starts the ranks.
+        notes: publishes the ranks that end while others run, and the wanted number of ranks.
+        least: minimum number of ranks that go on when others fail; None: the first failure ends the job.
+        respawn: replace failed ranks by new processes.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
-        restart: the line for the user if the job is started again after a failure; "": it is not.
-        scalable: let ``shoal scale`` ask for another number of processes, from ``least`` to the crew's most.
+        restart: a message to print if the job fails and is restarted; "": it is not restarted.
+        scalable: accept requests of ``shoal scale``, for ``least`` to ``crew.most`` ranks.
         prefixed, logs: see :class:`RankOutput`.
 
-    Call :meth:`start` while there are no threads, :meth:`run` once, and :meth:`close` whatever happened.
+    Call :meth:`start` before this process has threads, :meth:`run` once, and :meth:`close` in any case.
     """
 
     def __init__(
@@ -112,30 +112,30 @@ class Supervisor:
         self._ranks: list[JobProcess] = []
         self._phase = _Phase.RUNNING
         self._culprit: JobProcess | None = None
-        #: those that failed while enough others went on, and the one after which too few were left
+        #: the ranks that failed while enough others went on, and the one after which too few were left
         self._outlived: list[JobProcess] = []
         self._fatal: JobProcess | None = None
         self._stop_signal = 0
         self._interrupts = Interrupts()
         self._kill_at: float | None = None
         self._unannounced = UnannouncedEnds(UNANNOUNCED)
-        #: until when the culprit may end by itself
+        #: the time until which the culprit may exit by itself
         self._spare_until: float | None = None
-        #: how many ranks there shall be, without spares
+        #: wanted number of ranks, without spares
         self._wanted = crew.size
-        #: how many processes to start as soon as others have left
+        #: number of processes to start as soon as others have left
         self._later = 0
         self._selector = selectors.DefaultSelector()
         self._control = Control(self._selector, self._scale) if scalable else None
         self._output: RankOutput | None = None
         self._sweeping = self._closing = self._impatient = False
-        #: a host was lost before it had sent all that its ranks wrote
+        #: a host was lost before it had sent all output of its ranks
         self._cut = False
         self._evictions = Evictions(grace, lambda rank: self._told(summary.evicted(rank)))
         crew.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
-        """Start the ranks that meet first, and spares; raises LaunchError."""
+        """Start the initial ranks and the spares; raises LaunchError."""
         size = self._crew.size
         for slot in range(size):
             self._add(self._crew.first(slot))
@@ -150,10 +150,10 @@ class Supervisor:
         rank.watch(self._selector, lambda: self._ended(rank), take_notices)
 
     def run(self) -> int:
-        """Watch until every rank and all that they started is gone; returns the exit code.
+        """Run the loop until the ranks and their process groups have ended; return the exit code.
 
-        That is the rank's that failed first; or 128 and a number when a signal to the launcher ended
-        the job; or ``LOST`` if output was lost; or 0.
+        It is that of the rank that failed first; 128 plus the signal number if a signal to the launcher ended
+        the job; ``LOST`` if output was lost; otherwise 0.
         """
         output = self._output = RankOutput(
             self._selector,
@@ -175,18 +175,18 @@ class Supervisor:
         self._closing, self._impatient = True, False
         while not output.ended and not self._impatient and time.monotonic() < end:
             self._turn(_POLL)
-        for text in output.new_troubles():  # with the last lines
+        for text in output.new_troubles():  # errors of writing the last lines
             with suppress(OSError):
                 os.write(2, text + b"\n")
         return code or (LOST if output.lost else 0)
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, and nobody has stopped the job."""
+        """Whether a rank has failed, and no signal has stopped the job."""
         return self._phase is _Phase.FAILED and not self._stop_signal
 
     def close(self) -> None:
-        """Kill the ranks that may still be alive, and release everything."""
+        """Kill the remaining ranks, and close everything."""
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
@@ -198,7 +198,7 @@ class Supervisor:
     # -- the loop ------------------------------------------------------------------------------
 
     def _turn(self, timeout: float | None) -> None:
-        """Handle the ready descriptors; wait for one until ``timeout`` or the next deadline."""
+        """Handle ready descriptors; wait for at most ``timeout`` seconds or until the next deadline."""
         assert self._output is not None
         now = time.monotonic()
         moments = (
@@ -232,7 +232,7 @@ class Supervisor:
     def _ended(self, rank: JobProcess) -> None:
         status = rank.status
         assert status is not None
-        # The notes are for those that meet by the numbers of the job's first meeting, which no newcomer has.
+        # Notes are read by the initial ranks, and use their numbers, which a newcomer does not have.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.ended(rank.slot, summary.describe(status))
         if status == 0:
@@ -248,21 +248,19 @@ class Supervisor:
         self._stop_restarts_if_over()
 
     def _told(self, text: bytes) -> None:
-        """Something has happened at a host that the user wants to know."""
         if self._output is not None:
             self._output.say(text)
 
     def _host_lost(self, host: str, why: str, ranks: Sequence[JobProcess]) -> None:
-        """These ranks, whose status is ``LOST``, are gone with their host."""
+        """Handle the loss of a host and of its ``ranks``, which have the status ``LOST``."""
         self._told(summary.host_lost(host, why, ranks))
         self._cut |= self._sweeping
         for rank in ranks:
             self._ended(rank)
 
     def _failed(self, rank: JobProcess) -> None:
-        """``rank`` has failed, by itself or because of another one."""
         assert self._output is not None
-        self._read_reports()  # which say who has joined
+        self._read_reports()  # to know which processes have joined
         left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
@@ -277,7 +275,7 @@ class Supervisor:
             self._end_all()
 
     def _plan_restart(self, slot: int, lived: float) -> str:
-        """Plan the next process of ``slot``, whose last one lived so long; gives words on it."""
+        """Plan the restart of ``slot``, whose process ran for ``lived`` seconds; return a message on it."""
         if self._respawn is None or not self._runs_a_member():
             return ""
         place = self._place_of_next(slot)
@@ -287,14 +285,14 @@ class Supervisor:
         return summary.next_process(wait, spares=self._crew.spares > 0)
 
     def _place_of_next(self, slot: int) -> int | None:
-        """The slot of the next process after one of ``slot``: another one if that cannot be used."""
+        """The slot for the next process after that of ``slot``: another one if ``slot`` cannot be used."""
         waiting = set() if self._respawn is None else self._respawn.waiting
         taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
         slots = (slot, *range(self._crew.slots))
         return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
 
     def _start_in(self, slot: int) -> bool:
-        """Start a newcomer in ``slot``; whether that could be done."""
+        """Start a newcomer in ``slot``; return whether it was started."""
         assert self._output is not None
         before = last_of_slots(self._ranks).get(slot)
         if before is not None and not before.is_released:
@@ -310,12 +308,12 @@ class Supervisor:
         return True
 
     def _scale(self, wanted: int) -> str:
-        """Have ``wanted`` ranks beside spares; tells what is done for that; raises UsageError."""
+        """Change the number of ranks, without spares; return a description; raises UsageError."""
         assert self._output is not None
         self._read_reports()
         least, most = self._least or 1, self._crew.most
         if self._phase is not _Phase.RUNNING or not self._runs_a_member():
-            raise UsageError("the job is about to end")
+            raise UsageError("the job is ending")
         if not least <= wanted <= most:
             raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
         waiting = set() if self._respawn is None else self._respawn.waiting
@@ -323,7 +321,7 @@ class Supervisor:
         usable = [slot for slot in range(self._crew.slots) if self._crew.can_start(slot)]
         found = plan(wanted, usable, last, waiting, spares=self._crew.spares)
         self._wanted, self._later = wanted, found.later
-        self._notes.wanted(wanted)  # or a spare would take the place of one that leaves
+        self._notes.wanted(wanted)  # otherwise a spare would replace a rank that leaves
         if self._respawn is not None:
             self._respawn.cancel(waiting.intersection(found.stop))
         text = summary.scaled(wanted, found.start, found.stop, found.later)
@@ -336,20 +334,19 @@ class Supervisor:
         return text
 
     def _left(self, rank: JobProcess) -> None:
-        """``rank``, which was asked to leave, has ended."""
         assert self._output is not None
         self._output.say(summary.left(rank))
         while self._later > 0:
             place = self._place_of_next(rank.slot)
             if place is None or not self._start_in(place):
-                break  # until another one has left
+                break  # retried when another rank has left
             self._later -= 1
 
     def _runs_a_member(self) -> bool:
         return any(rank.is_member and rank.status is None and not rank.evicted for rank in self._ranks)
 
     def _stop_restarts_if_over(self) -> None:
-        """Start no more processes if the job ends, and end newcomers that have nobody left to join."""
+        """If the job ends, start no more processes, and end newcomers, which have no ranks left to join."""
         self._read_reports()
         if self._phase is _Phase.RUNNING and self._runs_a_member():
             return
@@ -364,7 +361,6 @@ class Supervisor:
                 rank.send(signal.SIGTERM)
 
     def _tell_of_unannounced_ends(self) -> None:
-        """Tell the user, once, of ranks that exited with 0 and left no group, while others run."""
         assert self._output is not None
         self._read_reports()
         text = self._unannounced.text(self._ranks)
@@ -378,7 +374,6 @@ class Supervisor:
                 self._evictions.take_notices(rank, self._ranks)
 
     def _cause(self) -> int:
-        """The index of the rank that failed first, now that one has failed."""
         self._read_reports()
         if self._outlived and self._fatal is not None:
             return causes.origin(self._ranks, self._fatal)
@@ -387,7 +382,7 @@ class Supervisor:
         return found
 
     def _end_all(self) -> None:
-        """End every rank but the culprit that is spared, because one has failed."""
+        """End every rank except a culprit that may still exit by itself, because one has failed."""
         self._kill_at = time.monotonic() + FAILURE_GRACE
         for rank in self._ranks:
             if rank.status is None and not self._is_spared(rank):
@@ -403,7 +398,7 @@ class Supervisor:
             if number in STOP and self._phase is _Phase.FAILED:
                 self._stop_signal = number  # the exit code stays that of the failure
             if number in STOP and (self._closing or self._is_insisted_on(number)):
-                # The user does not want to wait until somebody reads the last output.
+                # The user does not want to wait until the last output is read.
                 self._impatient = True
             elif number in SUSPEND:
                 self._suspend(number)
@@ -428,7 +423,7 @@ class Supervisor:
         self._spare_until = None if self._spare_until is None else self._spare_until + stopped
 
     def _is_insisted_on(self, number: int) -> bool:
-        """Whether a signal tells to stop, now that all ranks have ended because of a signal or a failure."""
+        """Whether a signal is a repeated request to stop, after a signal or a failure has ended all ranks."""
         again = number != signal.SIGINT or self._interrupts.is_another(time.monotonic())
         return self._sweeping and self._phase is not _Phase.RUNNING and again
 
@@ -441,7 +436,6 @@ class Supervisor:
             self._kill()
 
     def _remind(self, now: float) -> None:
-        """Tell the user for which ranks Ctrl-C waits, and how long."""
         assert self._output is not None
         self._interrupts.remind_at = None
         left = [rank for rank in self._ranks if rank.status is None]
@@ -449,10 +443,10 @@ class Supervisor:
             self._output.say(summary.waiting(self._kill_at - now, left))
 
     def _send(self, number: int) -> None:
-        """Send a signal to every rank that runs.
+        """Send a signal to every running rank.
 
-        SIGINT reaches a rank's children too, as Ctrl-C at a terminal does.  The others do not: a
-        rank that saves its work on SIGTERM still needs its helpers, and SIGUSR1 would kill them.
+        SIGINT is also sent to the rank's children, as by Ctrl-C at a terminal.  Other signals are not: a rank
+        that saves its work on SIGTERM still needs its child processes, and SIGUSR1 would kill them.
         """
         for rank in self._ranks:
             if rank.status is None and number == signal.SIGINT:
@@ -469,7 +463,6 @@ class Supervisor:
     # -- the end -------------------------------------------------------------------------------
 
     def _sweep(self, output: RankOutput) -> None:
-        """End the processes that ranks left behind in their process groups."""
         self._kill_at = None
         self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
@@ -480,7 +473,7 @@ class Supervisor:
             output.say(summary.leftovers(sweep.killed))
 
     def _conclude(self, output: RankOutput) -> int:
-        """Print the summary of a job that did not end well; gives the exit code."""
+        """Print the summary if something failed; return the exit code."""
         if self._phase is _Phase.FAILED:
             first = self._cause()
             output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
@@ -494,7 +487,7 @@ class Supervisor:
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
         if self._stop_signal and self._impatient:
-            return 128 + self._stop_signal  # what ranks have written last is lost
+            return 128 + self._stop_signal  # the last output of the ranks is lost
         if self._outlived:
             output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
         return LOST if self._cut else 0

@@ -1,4 +1,4 @@
-"""Stops a whole job when a shell stops its launcher, and continues it."""
+"""Suspension of a whole job with its launcher, as by Ctrl-Z."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from .signals import stop_this_process
 
 
 def suspend_job(number: int, ranks: Sequence[JobProcess], crew: Crew) -> float:
-    """Stop the ranks and this process; returns the seconds until it was continued, with its ranks.
-
-    Args:
-        number: the signal that stops this process.
-    """
+    """Stop the ranks, and this process by signal ``number``, until it is continued; return the seconds."""
     began = time.monotonic()
     running = [rank for rank in ranks if rank.status is None]
     for rank in running:
-        # Not SIGTSTP: the kernel lets it stop no process whose parent is in another session.
+        # Not SIGTSTP: it does not stop a process whose parent is in another session.
         rank.send_group(signal.SIGSTOP)
     crew.suspend()
     stop_this_process(number)

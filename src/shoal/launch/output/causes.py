@@ -1,11 +1,11 @@
-"""Finds the rank whose failure caused those of the others.
+"""Finds the rank that failed first, and caused the failures of the others.
 
-Ranks end in an order that says little: who fails first may end last.  What they report says more
-(:mod:`shoal.failure_report`).  A rank that was *told* of another one failed because of it, if that one had a
-reason before: its own report is earlier, or it died or left without a word.  Followed to its end, this leads
-to a rank that failed by itself.  The earliest of these is the cause.
+The rank that fails first may end last, so the order of exits is not enough.  Ranks report failures to the
+launcher (:mod:`shoal.failure_report`).  If a rank reports that it was notified of a failure (``told``) of
+another rank, that rank is the cause, provided that its own report is earlier, or that it died or left without
+a report.  Following causes leads to ranks that failed by themselves.  The earliest of them failed first.
 
-Ranks that report nothing (programs that do not use shoal) are judged by the order in which they ended.
+Without reports (programs that do not use shoal) the order of exits counts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ from typing import Protocol
 
 from ...failure_report import Report
 
-#: when, and which rank
+#: time, and index of the rank
 _Failure = tuple[float, int]
 
 
 class KnownRank(Protocol):
-    """One rank as the launcher knows it; its index is its place in the list of all.
-
-    Attributes:
-        status: None while it runs, then the exit code, or minus the number of the signal.
-        stopped: the launcher ended it because another rank had failed.
-        ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC.
-        reports: what it reported, the earliest first.
-    """
+    """The attributes of a :class:`JobProcess` that this module uses; ``index`` is its index in ``ranks``."""
 
     @property
     def index(self) -> int: ...
@@ -43,9 +36,9 @@ class KnownRank(Protocol):
 
 
 def cause(ranks: Sequence[KnownRank]) -> int | None:
-    """The index of the rank that failed first, None if none did.
+    """The index of the rank that failed first, None if none failed.
 
-    It may still run: it has reported a failure, or others name it, and it has not ended yet.
+    It may still be running, if it has reported a failure or others name it.
     """
     found = [
         _origin_of(ranks, rank)
@@ -56,15 +49,15 @@ def cause(ranks: Sequence[KnownRank]) -> int | None:
 
 
 def origin(ranks: Sequence[KnownRank], rank: KnownRank) -> int:
-    """The index of the rank because of which ``rank``, which has failed, did; its own if by itself."""
+    """The index of the rank that caused the failure of ``rank``: its own if it failed by itself."""
     return _origin_of(ranks, rank)[1]
 
 
 def exit_code(ranks: Sequence[KnownRank], first: int) -> int:
     """The exit code of a job in which the rank ``first`` failed first.
 
-    It is that rank's; if the launcher had to end it, the one that Python was about to give it; and if it did
-    not fail in the end, the one of the first rank that did.
+    It is that of this rank; if the launcher ended the rank, the code that Python was about to exit with; if
+    the rank did not fail in the end, the code of the first rank that failed.
     """
     culprit = ranks[first]
     if _failed_by_itself(culprit):
@@ -78,7 +71,7 @@ def exit_code(ranks: Sequence[KnownRank], first: int) -> int:
 
 
 def shell_code(status: int) -> int:
-    """A status as a shell would say it: 128 and the signal's number for a killed rank."""
+    """A status as a shell gives it: 128 plus the signal number for a killed rank."""
     return status if status >= 0 else 128 - status
 
 
@@ -95,24 +88,24 @@ def _origin_of(ranks: Sequence[KnownRank], rank: KnownRank) -> _Failure:
 
 
 def _reported(ranks: Sequence[KnownRank], rank: KnownRank, before: float) -> _Failure | None:
-    """The failure that ``rank`` reported ``before``: its own, or the one that it was told of."""
+    """The failure that ``rank`` reported before the time ``before``: its own, or that of another rank."""
     for report in rank.reports:
         if report.at >= before:
             break
         if report.kind == "failed":
             return report.at, rank.index
         for other in report.ranks:
-            # Each step leads further back, so this ends.
+            # Times decrease with each step, so the recursion ends.
             if other != rank.index and (found := _led_to(ranks, ranks[other], report.at)):
                 return found
     return None
 
 
 def _led_to(ranks: Sequence[KnownRank], named: KnownRank, at: float) -> _Failure | None:
-    """The failure that a rank was told of, ``at`` that time, when it was told of ``named``."""
+    """The cause of the failure of ``named``, which another rank was notified of at the time ``at``."""
     if found := _reported(ranks, named, at):
         return found
-    # Without a word it left, died, or is about to end.
+    # Without a report it left, died, or is about to end.
     silent = not named.reports or any(report.kind == "left" and report.at < at for report in named.reports)
     if silent and (named.status is None or _failed_by_itself(named)) and _was_not_told(ranks, named):
         return min(at, named.ended_at), named.index
@@ -120,7 +113,7 @@ def _led_to(ranks: Sequence[KnownRank], named: KnownRank, at: float) -> _Failure
 
 
 def _was_not_told(ranks: Sequence[KnownRank], rank: KnownRank) -> bool:
-    """Whether no failure of others can be the reason of that of ``rank``."""
+    """Whether no failure of another rank can be the cause of the failure of ``rank``."""
     for report in rank.reports:
         if report.kind == "failed":
             return True

@@ -1,4 +1,4 @@
-"""A file for each rank, and one for the launcher, with what they write: ``shoal run --log-dir``."""
+"""Log files of the ranks and of the launcher: ``shoal run --log-dir``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ...errors import LaunchError
 
-#: stands for the launcher where a rank is expected
+#: the launcher, as an argument for a rank
 LAUNCHER = -1
 
-#: stand for descriptors
+#: values instead of a descriptor
 _ENDED, _NOT_YET = -1, -2
 
 
@@ -18,11 +18,8 @@ class Logs:
     """The files ``launcher.log``, ``rank0.log``, ``rank1.log`` and so on in a directory.
 
     Args:
-        directory: is made if it is not there.
-        size: number of ranks that meet first; others have a file once they write.
-
-    Raises:
-        LaunchError: it cannot be made or written to.
+        directory: created if it does not exist; raises LaunchError if it cannot be written to.
+        size: number of initial ranks; files of other processes are created when they write.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -41,7 +38,7 @@ class Logs:
             raise LaunchError(f"--log-dir {directory}: {error}") from error
 
     def write(self, writer: int, data: bytes) -> str | None:
-        """Append to the file of a rank, or of :data:`LAUNCHER`; if that fails the file ends: the reason."""
+        """Append to the file of a rank or of :data:`LAUNCHER`; close it on an error, which is returned."""
         if self._files.setdefault(writer, _NOT_YET) == _ENDED:
             return None
         view = memoryview(data)

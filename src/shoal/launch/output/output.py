@@ -1,4 +1,4 @@
-"""From the ranks' pipes, here or on other hosts, to the launcher's stdout and stderr."""
+"""Copies the output of ranks, here or on other hosts, to the launcher's stdout and stderr."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from ..ranks.source import OutputSource
 from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 
-#: seconds that a terminal waits for the rest of a line before it shows the beginning (a prompt)
+#: seconds until an unfinished line (a prompt) is shown on a terminal
 _QUIET = 0.1
-#: ANSI colours of the prefixes, rank after rank: all readable on black and on white
+#: ANSI colours of the prefixes of successive ranks, all readable on black and on white
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 class _RankPipe:
-    """stdout or stderr of one rank, on its way to a sink."""
-
     def __init__(self, source: OutputSource, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
         self.source = source
         self.prefix = prefix
         self.sink = sink
         self._log = log
         self.lines = Lines()
-        #: when an unfinished line is to be shown, None if there is none to show
+        #: the time to show an unfinished line; None: there is none
         self.show_at: float | None = None
 
     def take(self, data: bytes) -> None:
@@ -62,11 +60,9 @@ class RankOutput:
     """Reads the pipes of all ranks and writes whole, prefixed lines.
 
     Args:
-        selector: of the loop; the data of its keys are functions to call.
-        wake: makes the loop call :meth:`resume`; called from other threads.
-        size: number of ranks.
-        prefixed: whether lines begin with their rank.
-        logs: where the lines of each rank go too.
+        selector: the selector of the loop, which calls the data of ready keys.
+        wake: makes the loop call :meth:`resume`; called on other threads.
+        logs: log files to which the lines of each rank are written too.
     """
 
     def __init__(
@@ -86,14 +82,14 @@ class RankOutput:
         self._streams: list[_RankPipe] = []
         self._paused: list[_RankPipe] = []
         self._stderr: dict[int, Lines] = {}
-        #: the sinks of which the user knows that they cannot be written
+        #: the sinks that cannot be written and were reported to the user
         self._troubled: list[Sink] = []
         self._closed = False
 
     def attach(self, rank: JobProcess) -> None:
-        """Take over the pipes of a rank: they are read to their end, then closed."""
+        """Take ownership of the pipes of a rank: read them to the end, then close them."""
         if rank.restart:
-            process = f" (process {rank.pid})" if rank.pid else ""  # another host has not told it yet
+            process = f" (process {rank.pid})" if rank.pid else ""  # not known yet on another host
             self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
         for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
             label = _label(rank, self._size, sink) if self._prefixed else b""
@@ -108,11 +104,11 @@ class RankOutput:
             self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
 
     def tail(self, rank: JobProcess) -> Sequence[bytes]:
-        """The last lines of a rank's stderr, also when another process has its slot by now."""
+        """The last lines of a rank's stderr, even if another process has its slot now."""
         return self._stderr[rank.index].tail
 
     def say(self, text: bytes) -> None:
-        """Write whole lines of the launcher's own to stderr, and to its log."""
+        """Write a message of the launcher, of whole lines, to stderr and its log."""
         for line in text.splitlines():
             self._err.line(self, b"", line, b"\n")
         if self._logs is not None:
@@ -121,19 +117,19 @@ class RankOutput:
                 self.say(f"shoal: the log of the launcher ends here: {trouble}".encode())
 
     def next_show(self) -> float | None:
-        """When :meth:`show` has something to do next."""
+        """The time of the next :meth:`show`, if any."""
         return min((s.show_at for s in self._streams if s.show_at is not None), default=None)
 
     def show(self) -> None:
-        """Show the unfinished lines that have waited long enough."""
+        """Show the unfinished lines that are due."""
         now = time.monotonic()
         for stream in self._streams:
             if stream.show_at is not None and stream.show_at <= now:
                 stream.show()
 
     def resume(self) -> None:
-        """Read again from pipes that were left alone while a sink was full."""
-        if not self._closed:  # or it would be lost
+        """Read again from pipes that were paused while a sink was full."""
+        if not self._closed:  # afterwards the message would be lost
             for text in self.new_troubles():
                 self.say(text)
         paused, self._paused = self._paused, []
@@ -141,7 +137,7 @@ class RankOutput:
             self._listen(stream)
 
     def drain(self) -> None:
-        """Read the rest of every pipe and close it, also if another process still holds its other end."""
+        """Read the rest of every pipe and close it, even if another process still holds its other end."""
         self.resume()
         for stream in list(self._streams):
             while stream in self._streams and self._read_once(stream):
@@ -150,7 +146,7 @@ class RankOutput:
                 self._end(stream)
 
     def close(self) -> None:
-        """Take no more lines; those that are queued are still written."""
+        """Accept no more lines; queued lines are still written."""
         self._closed = True
         self._out.close()
         if self._err is not self._out:
@@ -158,11 +154,11 @@ class RankOutput:
 
     @property
     def ended(self) -> bool:
-        """After :meth:`close`: everything has been written."""
+        """Whether, after :meth:`close`, all lines have been written."""
         return self._out.writer.join(0.0) and self._err.writer.join(0.0)
 
     def new_troubles(self) -> list[bytes]:
-        """Lines on the files that cannot be written any more, each once."""
+        """Messages on files that cannot be written any more, each once."""
         found = []
         for name, sink in (("stdout", self._out), ("stderr", self._err)):
             trouble = sink.writer.trouble
@@ -188,12 +184,11 @@ class RankOutput:
             self._read_once(stream)
 
     def _read_once(self, stream: _RankPipe) -> bool:
-        """Read a chunk; False when nothing is there now, or will be."""
         try:
             data = stream.source.read()
         except BlockingIOError:
             return False
-        # The reader of our output is gone: the rank gets SIGPIPE, as it would without a launcher.
+        # If the launcher's output has no reader any more, the rank gets SIGPIPE, as without a launcher.
         if not data or stream.sink.writer.broken:
             self._end(stream)
             return False

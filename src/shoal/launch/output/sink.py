@@ -1,14 +1,13 @@
-"""Where the ranks' lines go: the launcher's own stdout and stderr.
+"""Writers of lines to the launcher's stdout and stderr.
 
-A :class:`Sink` stands for one file.  When stdout and stderr are the same file (a terminal, or
-``2>&1``) they share a sink, so that lines never meet in the middle.  At most one line is *open*:
-drawn, but not finished, as progress bars and prompts are.  When another rank has something to say,
+If stdout and stderr are the same file (a terminal, or ``2>&1``) they share a :class:`Sink`, so that lines are
+not mixed.  At most one line is *open*: drawn but not finished, such as a progress bar or a prompt.  When
+another rank writes a line,
 
-- on a terminal the open line is erased, and drawn again beneath what is said;
-- elsewhere it is ended first.
+- on a terminal the open line is erased, and drawn again below the new line;
+- elsewhere the open line is ended first.
 
-Writing happens in a thread, because a reader that does not read (``| less``) must not keep the
-launcher from seeing exits and signals.
+A thread writes, because a reader that does not read (``| less``) must not delay exits and signals.
 """
 
 from __future__ import annotations
@@ -23,19 +22,17 @@ from collections.abc import Callable
 _ERASE = b"\r\x1b[K"
 _WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
-#: codes that erase parts of a line: on a terminal each drawing erases it anyway, prefix included
+#: codes that erase parts of a line; removed, as they would erase the prefix, and each drawing erases the line
 _ERASING = re.compile(rb"\x1b\[[012]?K")
 
-#: with more than this waiting to be written, the ranks' pipes are left unread
+#: number of queued bytes above which the pipes of ranks are not read
 _ENOUGH = 4 << 20
 
 
 class DescriptorWriter:
-    """Writes bytes to a descriptor from a thread of its own, in order.
+    """Writes bytes to ``fd``, which stays open, on a separate thread, in order.
 
-    Args:
-        fd: where to; stays open.
-        wake: called from the thread when there is room again, and when it has ended.
+    The thread calls ``wake`` when the queue has room again, and when the thread ends.
     """
 
     def __init__(self, fd: int, wake: Callable[[], None]) -> None:
@@ -45,9 +42,9 @@ class DescriptorWriter:
         self._waiting = 0
         self._closing = False
         self._changed = threading.Condition()
-        #: nobody reads any more; lines are dropped
+        #: the reader has closed the file, and lines are dropped
         self.broken = False
-        #: why lines cannot be written and are dropped, such as a full disk; "": they can
+        #: the error because of which lines are dropped, such as a full disk; "": none
         self.trouble = ""
         self._thread = threading.Thread(target=self._run, name="shoal-output", daemon=True)
         self._thread.start()
@@ -62,16 +59,16 @@ class DescriptorWriter:
 
     @property
     def full(self) -> bool:
-        """Too much is waiting: do not write more for now."""
+        """Whether too many bytes are queued to write more now."""
         return self._waiting > _ENOUGH
 
     def join(self, timeout: float) -> bool:
-        """Wait until all was written (or can never be) and the thread is gone; whether it is."""
+        """Wait until everything is written (or dropped) and the thread has ended; return whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread once everything queued is written; returns at once."""
+        """End the thread once the queue is written; does not wait."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -109,21 +106,16 @@ class DescriptorWriter:
         while view:
             try:
                 view = view[os.write(self._fd, view) :]
-            except BlockingIOError:  # another process that has the file made it non-blocking
+            except BlockingIOError:  # another process has made the file non-blocking
                 waiting = select.poll()
                 waiting.register(self._fd, select.POLLOUT)
                 waiting.poll()
 
 
 class Sink:
-    """Puts lines of several sources into one file, whole.
+    """Writes whole lines of several sources to one file, which may be a terminal.
 
-    Args:
-        fd: the file.
-        wake: see :class:`DescriptorWriter`.
-        terminal: draw open lines again, as a terminal allows.
-
-    A *source* is any object that tells one stream of one rank from the others.
+    A *source* is any object that identifies one stream of one rank.
     """
 
     def __init__(self, fd: int, wake: Callable[[], None], *, terminal: bool) -> None:
@@ -134,7 +126,7 @@ class Sink:
         self._cursor_hidden = False
 
     def line(self, source: object, prefix: bytes, text: bytes, end: bytes) -> None:
-        """Write one piece of a source: a whole line, or with ``\\r`` for an end, an update of one."""
+        """Write a line of a source, or an update of its open line if ``end`` is ``\\r``."""
         if not self.terminal:
             if self._open not in (None, source):
                 self.writer.write(b"\n")
@@ -152,13 +144,13 @@ class Sink:
             self.writer.write(erase + prefix + self._clean(text) + b"\n" + again)
 
     def draw(self, source: object, prefix: bytes, text: bytes) -> None:
-        """On a terminal: show ``text`` as the open line, in place of what was open."""
+        """Show ``text`` on a terminal as the open line, instead of the previous open line."""
         drawn = _WRAP_OFF + prefix + self._clean(text) + _WRAP_ON
         self.writer.write((_ERASE if self._open is not None else b"") + drawn)
         self._open, self._drawn = source, drawn
 
     def close(self) -> None:
-        """Finish an open line, and end the writer once all is written."""
+        """Finish an open line, and end the writer once everything is written."""
         if self._open is not None:
             self.writer.write(b"\n")
             self._open = None
@@ -174,7 +166,7 @@ class Sink:
 
 
 def open_sinks(wake: Callable[[], None]) -> tuple[Sink, Sink]:
-    """The sinks of this process's stdout and stderr; one and the same if the files are."""
+    """The sinks of stdout and stderr of this process; the same sink if both are the same file."""
     out = Sink(1, wake, terminal=is_terminal(1))
     if os.path.sameopenfile(1, 2):
         return out, out

@@ -1,7 +1,7 @@
-"""The launcher's stdin on its way to rank 0: the end that reads it, and the end that writes to rank 0.
+"""Copies the launcher's stdin to rank 0: a reader in the launcher, and a writer next to rank 0.
 
-Rank 0 on another host gets it through an agent.  On this machine rank 0 inherits stdin, unless that is the
-terminal of a shell that has started the job in the background: then it would take the shell's input.
+Rank 0 on another host gets stdin through an agent.  On this machine rank 0 inherits stdin, except if the job
+was started in the background of a terminal, where rank 0 would take the input of the shell.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from collections.abc import Callable
 from ...errors import WireError
 from ..agent_protocol import MOST_BYTES, STDIN_WINDOW
 
-#: seconds between two looks whether a job in the background is in the foreground
+#: seconds between two checks whether a background job has come to the foreground
 LOOK_S = 0.25
 
 
 class StdinReader:
-    """Reads descriptor 0 as fast as rank 0 takes what it has, and a terminal only in the foreground.
+    """Reads descriptor 0 as fast as rank 0 consumes it, and a terminal only in the foreground.
 
-    Args:
-        send: called with bytes for rank 0, none at the end.
+    It calls ``send`` with bytes for rank 0, and with ``b""`` at the end.
     """
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
@@ -39,14 +38,14 @@ class StdinReader:
         self._listen()
 
     def taken(self, amount: int) -> None:
-        """Rank 0 has taken so many bytes; raises WireError."""
+        """Record that rank 0 has consumed ``amount`` bytes; raises WireError."""
         if amount > self._under_way:
-            raise WireError("rank 0 has taken more of stdin than there was")
+            raise WireError("rank 0 acknowledged more stdin than was sent")
         self._under_way -= amount
         self._listen()
 
     def next_at(self) -> float | None:
-        """When :meth:`tick` has something to do."""
+        """The time of the next :meth:`tick`, if any."""
         return self._look_at
 
     def tick(self, now: float) -> None:
@@ -86,7 +85,7 @@ class StdinReader:
         if in_background():
             self._listen()
             return
-        # A job that the shell puts into the background just now would be stopped for reading.
+        # If the shell puts the job into the background now, reading would stop this process.
         before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)
         try:
             data = os.read(0, MOST_BYTES)
@@ -104,7 +103,7 @@ class StdinReader:
 
 
 def in_background() -> bool:
-    """Whether stdin is the terminal of this session, and another job of the shell may read it."""
+    """Whether stdin is the terminal of this session, and another job is in the foreground."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # the terminal of another session, or of none
@@ -112,11 +111,9 @@ def in_background() -> bool:
 
 
 class StdinPipe:
-    """What the launcher's stdin has, on its way into the pipe of rank 0.
+    """Writes the launcher's stdin into the pipe of rank 0.
 
-    Args:
-        selector: of the agent's loop.
-        taken: called with the number of bytes that the rank was given, or that nobody will read.
+    It calls ``taken`` with the number of bytes that were written to the rank, or dropped.
     """
 
     def __init__(self, selector: selectors.BaseSelector, taken: Callable[[int], None]) -> None:
@@ -126,23 +123,23 @@ class StdinPipe:
         self._is_over = self._listens = False
 
     def attach(self, fd: int) -> None:
-        """Write into ``fd`` from now on, and own it; raises WireError if there is one already."""
+        """Take ownership of ``fd`` and write to it; raises WireError if there is a descriptor already."""
         if self._fd >= 0:
             os.close(fd)
-            raise WireError("a second process is to have stdin")
+            raise WireError("stdin was requested for a second process")
         os.set_blocking(fd, False)
         self._fd = fd
 
     def take(self, data: bytes) -> None:
-        """More has come, or with no bytes the end; raises WireError if it was not asked for."""
+        """Add bytes, or ``b""`` for the end; raises WireError if they exceed the window."""
         if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
-            raise WireError("more came for stdin than was asked for")
+            raise WireError("it sent stdin beyond the window or after its end")
         self._is_over = not data
         self._waiting += data
         self._write()
 
     def close(self) -> None:
-        """Write no more: the rank reads the end."""
+        """Close the pipe: the rank reads the end of file."""
         if self._fd >= 0:
             if self._listens:
                 self._selector.unregister(self._fd)
@@ -152,7 +149,7 @@ class StdinPipe:
 
     def _write(self) -> None:
         if self._fd < 0:
-            written = len(self._waiting)  # nobody reads
+            written = len(self._waiting)  # dropped
         else:
             written = 0
             try:

@@ -1,4 +1,4 @@
-"""The launcher's own lines, most of them about a job that did not end well."""
+"""The launcher's own messages, most of them about failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def describe(status: int) -> str:
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15; real-time signals have no names of their own."""
+    """``SIGTERM`` for 15; ``signal 40`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -27,13 +27,7 @@ def signal_name(number: int) -> str:
 
 
 def failure(ranks: Sequence[JobProcess], first: int, tail: Sequence[bytes]) -> bytes:
-    """The summary of a job in which a rank failed.
-
-    Args:
-        ranks: all of them; they have ended.
-        first: the index of the one that failed first.
-        tail: the last lines of its stderr.
-    """
+    """The summary of a job after the end of all ranks; ``first`` failed first, with ``tail`` on stderr."""
     culprit = ranks[first]
     name = culprit.name
     text = f"shoal: {culprit.described} failed first: {_outcome(culprit)}, {_ran(culprit)}\n".encode()
@@ -55,7 +49,7 @@ def _outcome(culprit: JobProcess) -> str:
     if culprit.lost:
         return "its host was lost"
     if culprit.evicted:
-        return f"the other ranks went on without it, and it ended: {describe(culprit.status)}"
+        return f"the other ranks evicted it, and it ended: {describe(culprit.status)}"
     if not culprit.stopped:
         return describe(culprit.status)
     said = "".join(report.text for report in culprit.reports if report.kind == "failed")
@@ -64,7 +58,7 @@ def _outcome(culprit: JobProcess) -> str:
 
 
 def _relation(ranks: Sequence[JobProcess], rank: JobProcess, first: int) -> str:
-    """How a rank ended that did not fail first, and why if that is known."""
+    """How a rank that did not fail first ended, and why if that is known."""
     assert rank.status is not None
     if rank.stopped:
         return "was ended by the launcher"
@@ -88,7 +82,7 @@ def _ended(status: int) -> str:
 
 
 def outlived(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
-    """The line for a rank that failed while enough others go on; ``then`` says what becomes of its slot."""
+    """The message on a rank that failed while enough others go on; ``then``: the next action on its slot."""
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
     how = f"{'its host was lost' if rank.lost else describe(rank.status)}, {_ran(rank)}"
@@ -98,29 +92,29 @@ def outlived(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
 
 
 def evicted(rank: JobProcess) -> bytes:
-    """The line for a process that still runs, without which the other ranks go on."""
+    """The message on an evicted process that still runs."""
     return (
         f"shoal: {rank.described} (process {rank.pid}) is evicted: the other ranks go on without it, because "
-        "it did not vote in time or is lost to them. It gets SIGTERM after the stacks of its threads, and "
-        "SIGKILL if it does not end\n"
+        "it did not vote in time or they lost it. It prints the stacks of its threads, then gets SIGTERM, "
+        "and SIGKILL if it does not exit\n"
     ).encode()
 
 
 def ended_evicted(rank: JobProcess, then: str) -> bytes:
-    """The line for an evicted process that ended with exit code 0; ``then``: what happens to its slot."""
+    """The message on an evicted process that ended with exit code 0; ``then``: the action on its slot."""
     return (
         f"shoal: {rank.described}, which was evicted, ended with exit code 0, {_ran(rank)}{then}\n".encode()
     )
 
 
 def left(rank: JobProcess) -> bytes:
-    """The line for a process that has left because fewer are wanted."""
+    """The message on a process that has left because of ``shoal scale``."""
     how = "" if rank.status in (0, -signal.SIGTERM) else f" ({describe(rank.status or 0)})"
     return f"shoal: {rank.described} has left{how}, {_ran(rank)}\n".encode()
 
 
 def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -> str:
-    """What is done to have another number of processes; each is named by its slot."""
+    """The message on a change of the number of ranks; processes are named by their slots."""
     parts = []
     if start:
         parts.append(f"{ranks_named(start)} {'starts' if len(start) == 1 else 'start'}")
@@ -128,74 +122,70 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
         parts.append(f"{ranks_named(stop)} {'leaves' if len(stop) == 1 else 'leave'}")
     if later:
         parts.append(f"{later} more when others have left")
-    return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'there are as many'}"
+    return f"{counted(wanted, 'rank')} wanted: {', '.join(parts) or 'no change'}"
 
 
 def spares(ranks: Sequence[JobProcess]) -> str:
-    """The words on the spares among ``ranks``, which may take the place of a rank that failed."""
+    """A phrase on the spares among ``ranks``, which can replace a failed rank."""
     found = [rank for rank in ranks if rank.status is None and not rank.is_member and not rank.leaving]
-    return f"; {_named(found)} can take its place" if found else ""
+    return f"; {_named(found)} can replace it" if found else ""
 
 
-#: the words on a rank whose host is lost while no other has a free slot
-NO_PLACE = "; its place stays empty: no host that is left has a free slot"
+#: a phrase on a rank whose host is lost while no other host has a free slot
+NO_PLACE = "; it is not replaced: no surviving host has a free slot"
 
 
 def next_process(delay: float | None, *, spares: bool) -> str:
-    """The words on a slot that gets another process after so many seconds, or None ever.
-
-    Args:
-        spares: whether the process may have to wait as a spare.
-    """
+    """A phrase on the restart of a slot after ``delay`` seconds; None: there were too many restarts."""
     if delay is not None:
-        does = "starts in its slot" if spares else "takes its place"
+        does = "starts in its slot" if spares else "replaces it"
         return f"; a new process {does} in {delay:.0f} s"
     often = f"{respawn.MOST} restarts in {respawn.WINDOW / 60:.0f} minutes"
-    return f"; its place stays empty after {often}"
+    return f"; it is not replaced after {often}"
 
 
 def not_started(error: LaunchError, then: str) -> bytes:
-    """The line for a process that could not be started in the place of one that failed."""
+    """The message on a process that could not be started to replace another one."""
     return f"shoal: {error}{then}\n".encode()
 
 
 def outlived_all(ranks: Sequence[JobProcess], failed: Sequence[JobProcess], wanted: int) -> bytes:
-    """The last line of a job of so many ranks that ended well though some had failed."""
+    """The last line of a job of ``wanted`` ranks that succeeded although some ranks failed."""
     finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
-    # Who finished must be said only of those that took the place of others.
+    # The initial ranks that finished are only counted.
     shown = [*failed, *(rank for rank in finished if rank.newcomer)]
     ended = [(rank, _end_of(rank)) for rank in shown]
     return f"shoal: {len(finished)} of {counted(wanted, 'rank')} finished; {_grouped(ended)}\n".encode()
 
 
 def stopped(number: int, ranks: Sequence[JobProcess]) -> bytes:
-    """The line for a job that a signal to the launcher ended."""
+    """The message on a job that a signal to the launcher ended."""
     ended = [(rank, _end_of(rank)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
 
 def waiting(seconds: float, left: Sequence[JobProcess]) -> bytes:
-    """The line while ranks save their work after Ctrl-C."""
+    """The message while ranks save their work after Ctrl-C."""
     return f"shoal: waiting {seconds:.0f} s for {_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
 def unannounced(ended: Sequence[JobProcess], running: Sequence[JobProcess]) -> bytes:
-    """The line for ranks that exited with 0 and left no group, while others run."""
+    """The message on ranks that exited with 0 without leaving a group, while others run."""
     still = "still runs" if len(running) == 1 else "still run"
     them = "it" if len(ended) == 1 else "them"
     text = f"shoal: {_named(ended)} ended with exit code 0 without leaving a group of shoal; "
-    text += f"{_named(running)} {still}: waiting for {them}, as torch's init_process_group does, "
-    text += "lasts until its timeout"
+    text += f"{_named(running)} {still}: a call that waits for {them}, such as torch's "
+    text += "init_process_group, fails only at its timeout"
     return f"{text}\n".encode()
 
 
 def leftovers(names: Sequence[str]) -> bytes:
-    """The line for processes that finished ranks left behind."""
-    return f"shoal: killed what the ranks left running: {', '.join(names)}\n".encode()
+    """The message on processes that finished ranks left behind."""
+    return f"shoal: killed processes that the ranks left running: {', '.join(names)}\n".encode()
 
 
 def host_lost(host: str, why: str, ranks: Sequence[JobProcess]) -> bytes:
-    """The line for a host whose agent is out of reach, and with it these ranks."""
+    """The message on a lost host, and its ``ranks``."""
     gone = f", and with it {_named(ranks)}" if ranks else ""
     return f"shoal: host {host} is lost{gone}: {why}\n".encode()
 

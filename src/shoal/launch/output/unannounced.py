@@ -1,6 +1,6 @@
-"""Tells the user of ranks that exited with 0 and left no group, while others run.
+"""The message on ranks that exited with 0 without leaving a group, while others run.
 
-The launcher cannot know whether the others wait for them: torch's init_process_group tells nobody.
+The launcher cannot know whether the others wait for them, for example in torch's init_process_group.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from . import summary
 
 
 class UnannouncedEnds:
-    """When the user is told, which is once.
-
-    Args:
-        delay: seconds after the first exit with 0.
-    """
+    """Decides when to print the message: once, ``delay`` seconds after the first exit with 0."""
 
     def __init__(self, delay: float) -> None:
         self._delay = delay
@@ -24,16 +20,16 @@ class UnannouncedEnds:
         self._is_told = False
 
     def ended_well(self, now: float) -> None:
-        """A rank has exited with 0."""
+        """Record that a rank has exited with 0."""
         if self._at is None and not self._is_told:
             self._at = now + self._delay
 
     def next_at(self) -> float | None:
-        """When :meth:`text` is due."""
+        """The time to call :meth:`text`, if any."""
         return self._at
 
     def text(self, ranks: Sequence[JobProcess]) -> bytes | None:
-        """The line for the user, if there are such ranks."""
+        """The message, if there are such ranks."""
         self._at = None
         ended = [
             rank

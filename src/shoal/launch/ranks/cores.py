@@ -1,4 +1,4 @@
-"""The cores that each rank may run on, for ``shoal run --bind``."""
+"""The cores of each rank, for ``shoal run --bind``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def usable() -> list[int]:
-    """The cores that this process may use, those that share a socket or a physical core side by side."""
+    """The cores that this process may use, ordered by socket and physical core."""
     return sorted(os.sched_getaffinity(0), key=lambda core: (*_place(core), core))
 
 
 def shares(cores: Sequence[int], size: int) -> list[list[int]]:
-    """The cores of each of ``size`` ranks.
+    """Divide ``cores`` by ``size`` ranks, into parts with sizes that differ by at most one.
 
-    They are parts of ``cores`` whose sizes differ by one at most.  If there are fewer cores than ranks, each
-    rank has one, which it shares with others.
+    If there are fewer cores than ranks, each rank gets one core, shared with other ranks.
     """
     count = len(cores)
     if count < size:
@@ -28,7 +27,7 @@ def shares(cores: Sequence[int], size: int) -> list[list[int]]:
 
 
 def _place(core: int) -> tuple[int, int]:
-    """Socket and physical core, where the kernel tells."""
+    """Socket and physical core; (0, ``core``) if the kernel does not report them."""
     with suppress(OSError, ValueError):
         package = int(Path(_TOPOLOGY.format(core, "physical_package_id")).read_text())
         return package, int(Path(_TOPOLOGY.format(core, "core_id")).read_text())

@@ -8,21 +8,21 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-#: the variables that say of a process that it is one of the ranks that meet first
+#: variables that only the initial ranks have
 OF_RANKS = ("SHOAL_RANK", "SHOAL_SIZE", "RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One start of ``shoal run``: the values that all its ranks share.
+    """The values that all ranks of one start of ``shoal run`` share.
 
     Attributes:
         size: number of ranks.
-        spares: how many processes beyond them wait to take the place of one that dies.
-        ident: the job id that fences its keys in the store.
-        secret: authenticates every connection of the job; never on a command line.  "": the ranks find
-            theirs in the environment that they inherit.
-        epoch: how often the job was started before.
+        spares: number of spare processes.
+        ident: the job id, which fences its keys in the store.
+        secret: authenticates every connection of the job; never on a command line.  "": the ranks inherit a
+            secret in their environment.
+        epoch: number of earlier starts of the job.
     """
 
     size: int
@@ -43,14 +43,13 @@ class Job:
         """The variables of ``rank``.
 
         Args:
-            rank: whose variables.
             store: URL of the job's store.
-            master_port: where rank 0 is to listen if the program uses ``torch.distributed``.
+            master_port: port for rank 0 to listen on if the program uses ``torch.distributed``.
             master: address of rank 0's host.
-            local: its number on its host, and how many are there; None: there is one host.
+            local: its number on its host, and the number of ranks there; None: there is one host.
 
-        The second half has the names of torchrun: ``torch.distributed`` and the libraries above it read
-        them, whatever the backend.
+        The second half are variables of torchrun, which ``torch.distributed`` and libraries based on it read
+        for any backend.
         """
         here, count = (rank, self.size) if local is None else local
         return {
@@ -74,23 +73,20 @@ class Job:
     def newcomer(
         self, slot: int, store: str, master_port: str, *, local: tuple[int, int], master: str = "127.0.0.1"
     ) -> dict[str, str]:
-        """The variables of a process that joins the ranks later: it has no rank yet.
+        """The variables of a process that joins the ranks later, and has no rank yet.
 
-        Those in :data:`OF_RANKS` must not be in its environment.  ``local`` is its slot among those of its
-        host, and how many these are.
+        The variables in :data:`OF_RANKS` must not be in its environment.  ``local`` is the number of its slot
+        on its host, and the number of slots there.
         """
         variables = self.variables(slot, store, master_port, master=master, local=local)
         return {k: v for k, v in variables.items() if k not in OF_RANKS} | {"SHOAL_JOIN": "1"}
 
 
 class ReservedPort:
-    """A free port of this machine, for a process that the launcher starts to listen on.
+    """A free port at ``address`` ("": all), reserved for a process that the launcher starts.
 
-    The socket is bound and never listens.  With ``SO_REUSEADDR`` on both sides another one may bind the
-    same port by its number and listen there, while the kernel gives it to nobody who asks for any port.
-
-    Args:
-        address: on which it is kept; "" for all.
+    The socket is bound and never listens.  With ``SO_REUSEADDR`` on both sides another socket may bind the
+    same port by its number and listen there, while the kernel does not choose it for a bind to port 0.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -100,24 +96,23 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._socket.close()
 
 
 def defaults(
     size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefixed: bool = True
 ) -> dict[str, str]:
-    """Variables that the launcher sets unless the user did.
+    """Variables that the launcher sets unless the user has set them.
 
     Args:
-        size: number of ranks.
-        inherited: the launcher's own environment.
-        terminal: size of the terminal that shows the output, None when there is none.
-        prefixed: whether lines begin with their rank.
+        inherited: the launcher's environment.
+        terminal: size of the terminal that shows the output; None: there is no terminal.
+        prefixed: lines are prefixed with the rank.
 
-    ``OMP_NUM_THREADS`` shares the cores between the ranks: each would otherwise start a thread per
-    core.  ``PYTHONUNBUFFERED`` makes lines appear when they are written.  The ranks write to pipes:
-    if those lead to a terminal, variables tell them its width and that it shows colours.
+    ``OMP_NUM_THREADS`` divides the cores by the ranks; otherwise each rank would start a thread per core.
+    ``PYTHONUNBUFFERED`` makes lines appear when they are written.  Ranks write to pipes, so variables tell
+    them the size of the terminal and that it has colours.
     """
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
@@ -130,6 +125,6 @@ def defaults(
 
 
 def prefix(name: str, size: int) -> str:
-    """The beginning of each line of a rank: ``[3] ``, equally wide for every rank that meets first."""
+    """The prefix of each line of a rank: ``[3] ``, with the same width for all initial ranks."""
     width = len(str(size - 1))
     return f"[{name:>{width}}] "

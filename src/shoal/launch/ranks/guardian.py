@@ -1,20 +1,18 @@
-"""The guardian: a small process that ends the ranks when the launcher is killed.
+"""The guardian: a small process that ends the ranks if the launcher is killed.
 
-A launcher that dies by SIGKILL cannot end its ranks; the guardian does it then.  The guardian reads a pipe
-whose other end only the launcher holds.  Each rank, before its program runs, writes its process id
-into it; so when the pipe ends, every rank that exists has been announced, and the guardian kills
-their process groups, including children that the ranks started.  The launcher writes the negative id of
-a rank before the kernel may give the id to a stranger, and a zero when it ends in order.
+The guardian reads a pipe; only the launcher holds the other end.  Each rank writes its process id into the
+pipe before its program runs.  So when the pipe ends, all ranks have been announced, and the guardian kills
+their process groups, including their children.  The launcher writes the negative id of a rank before the
+kernel may reuse the id, and a zero when it exits normally.
 
-The guardian is a session of its own, so that what kills the launcher's process group spares it,
-and runs as a file without imports from shoal, so that it is small and starts in milliseconds.
-In addition each rank asks the kernel to die with the launcher (``PR_SET_PDEATHSIG``), which
-also covers the death of launcher and guardian together.
+The guardian is in a separate session, so that a kill of the launcher's process group does not reach it.  It
+is a file without imports from shoal, so that it is small and starts in milliseconds.  In addition each rank
+asks the kernel to be killed when the launcher dies (``PR_SET_PDEATHSIG``), in case both die together.
 
-Ranks that meet first are forked before the launcher has threads, and announce themselves between fork and
-exec.  Later no Python may run between fork and exec: another thread may hold a lock, of the allocator for
-example, which nobody would release in the child.  So a later process first executes this file
-(:func:`begin`), which announces it, and executes its program.
+Initial ranks are forked before the launcher has threads, and announce themselves between fork and exec.
+Later no Python code may run between fork and exec: another thread may hold a lock, for example of the
+allocator, which is never released in the child.  So a later process first executes this file
+(:func:`begin`), which announces it and executes its program.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from typing import NoReturn
 
 _RECORD = struct.Struct("=i")
 _IN_ORDER = 0
-#: seconds in which the guardian ends after an orderly job; it has nothing to do then
+#: timeout in seconds for the guardian to exit after a job, when it has nothing to do
 END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Guardian:
-    """The launcher's side: starts the guardian process; a context that all ranks must not outlive.
+    """The launcher's side: a context with a guardian process, which must not end before all ranks.
 
     Attributes:
-        pipe: the descriptor that a process which runs :meth:`wrapped` must inherit.
+        pipe: the descriptor that a process with the command of :meth:`wrapped` must inherit.
     """
 
     def __init__(self) -> None:
@@ -61,17 +59,17 @@ class Guardian:
             os.close(reader)
 
     def announcer(self) -> Callable[[], None]:
-        """A function for a rank to call between fork and exec, after it became a group leader."""
+        """A function for a rank to call between fork and exec, after it has become a group leader."""
         return _announcer(os.getpid(), self.pipe)
 
     def wrapped(self, argv: Sequence[str], cores: Sequence[int] | None) -> list[str]:
-        """The command that announces its process, binds it to ``cores``, and then executes ``argv``."""
+        """A command that announces its process, binds it to ``cores``, and executes ``argv``."""
         bound = ",".join(map(str, cores or ()))
         python = os.path.abspath(sys.executable)
         return [python, "-I", "-S", __file__, str(os.getpid()), str(self.pipe), bound, *argv]
 
     def forget(self, pid: int) -> None:
-        """A rank is gone, and with it all processes of its group; to be called before it is reaped."""
+        """Forget a rank, after its process group was killed and before it is reaped."""
         with suppress(BrokenPipeError):
             os.write(self.pipe, _RECORD.pack(-pid))
 
@@ -81,20 +79,20 @@ class Guardian:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Every rank is gone: let the guardian end without a deed, and collect it."""
-        with suppress(BrokenPipeError):  # somebody killed the guardian
+        """End and reap the guardian, without killing: all ranks have ended."""
+        with suppress(BrokenPipeError):  # the guardian was killed
             os.write(self.pipe, _RECORD.pack(_IN_ORDER))
         os.close(self.pipe)
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # somebody has stopped it, and nothing is left to guard
+        except subprocess.TimeoutExpired:  # the guardian was stopped
             self._process.kill()
             self._process.wait()
 
 
 def watch(pipe: int) -> None:
-    """Read process ids from ``pipe`` until it ends; then kill their groups, unless the last is zero."""
-    # Slurm sends what a job is told, such as SIGUSR1, to all processes of its steps.
+    """Read process ids from ``pipe`` until it ends; then kill their groups, unless a zero was read."""
+    # Slurm sends signals of a job, such as SIGUSR1, to all processes of its steps.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     data = b""
@@ -113,14 +111,14 @@ def watch(pipe: int) -> None:
 
 
 def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
-    """Be the process that :meth:`Guardian.wrapped` means: announce it and execute its program."""
+    """Announce this process, and execute its program; the command of :meth:`Guardian.wrapped`."""
     _announcer(launcher, pipe)()
     os.close(pipe)
     if cores:
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
         signal.signal(number, signal.SIG_DFL)
-    # Python changes the locale's variables when it starts; here they are as the launcher gave them.
+    # Python changes variables of the locale when it starts; this file has them as given by the launcher.
     with open("/proc/self/environ", "rb") as file:
         given = file.read().split(b"\0")
     try:
@@ -131,16 +129,16 @@ def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
 
 
 def _announcer(launcher: int, pipe: int) -> Callable[[], None]:
-    # Loaded here: between fork and exec only simple calls are safe.
+    # Imported here: between fork and exec only simple calls are safe.
     import ctypes
 
     prctl = ctypes.CDLL(None).prctl
 
     def announce() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != launcher:  # it died before the line above
+        if os.getppid() != launcher:  # it died before prctl was called
             os._exit(1)
-        with suppress(BrokenPipeError):  # somebody killed the guardian
+        with suppress(BrokenPipeError):  # the guardian was killed
             os.write(pipe, _RECORD.pack(os.getpid()))
 
     return announce

@@ -1,8 +1,8 @@
-"""Which process of a job has which rank of a later meeting.
+"""Processes of a job by their ranks in later meetings.
 
-The ranks of a job's first meeting have the launcher's numbers.  In a later meeting, of ranks and newcomers,
-rank 1 may be the process that took the place of the first rank 1.  Each process reports its rank in such a
-meeting, so that the launcher can resolve the ranks that other reports name.
+In the first meeting the ranks are the launcher's numbers.  In a later meeting, of ranks and newcomers, rank 1
+may be a process that has replaced the first rank 1.  Each process reports its rank in such a meeting, so that
+the launcher can resolve the ranks that other reports name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from ...failure_report import Report
 
-#: later meetings that are remembered; reports are about the latest ones
+#: maximum number of later meetings to keep; reports are about the latest ones
 _MOST = 64
 
 
@@ -22,14 +22,14 @@ class Meetings:
         self._processes: dict[str, dict[int, int]] = {}
 
     def add(self, report: Report, index: int) -> None:
-        """The process ``index`` has reported that it met others."""
+        """Add a report of a meeting from the process ``index``."""
         for rank in report.ranks:
             self._processes.setdefault(report.meeting, {})[rank] = index
         while len(self._processes) > _MOST:
             del self._processes[next(iter(self._processes))]
 
     def resolved(self, report: Report) -> Report:
-        """``report`` with indices of processes for ranks; unknown ones are left out."""
+        """``report`` with indices of processes instead of ranks; unknown ranks are left out."""
         if not report.meeting:
             return report
         known = self._processes.get(report.meeting, {})

@@ -1,4 +1,4 @@
-"""What the launcher notes in the job's store for its ranks: who has ended, and how many are wanted."""
+"""Notes of the launcher in the job's store for its ranks: ended ranks, and the wanted number of ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...errors import StoreError, WireError
 from ...rendezvous import note_exit, note_wanted
 from ...store import Store
 
-#: seconds without notes after one that the store did not take: the launcher's loop has other things to do
+#: seconds without notes after an error of the store, so as not to block the launcher's loop again
 _PAUSE = 10.0
 
 
 class Notes:
-    """Notes in the store of an epoch of ``job``, which ``connect`` opens for the first of them."""
+    """Notes in the store of an epoch of ``job``; ``connect`` opens the store for the first note."""
 
     def __init__(self, connect: Callable[[], Store], job: str, epoch: int = 0) -> None:
         self._connect = connect
@@ -23,11 +23,11 @@ class Notes:
         self._paused_until = 0.0
 
     def ended(self, rank: int, how: str) -> None:
-        """Note that ``rank`` has ended, and how: ranks that wait for it hear of it."""
+        """Note that ``rank`` has ended, and how, for ranks that wait for it."""
         self._note(lambda store: note_exit(store, rank, how, job=self._job, epoch=self._epoch))
 
     def wanted(self, size: int) -> None:
-        """Note how many ranks are wanted: others are spares."""
+        """Note the wanted number of ranks; further processes are spares."""
         self._note(lambda store: note_wanted(store, size, job=self._job, epoch=self._epoch))
 
     def close(self) -> None:

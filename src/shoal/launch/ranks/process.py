@@ -1,4 +1,4 @@
-"""One rank as a process of this one: how it starts, takes signals and ends."""
+"""A rank as a child process: its start, signals and end."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from .rank import JobProcess
 from .reports import Reports
 from .source import Pipe
 
-#: seconds after SIGKILL in which a process must be gone, unless the kernel holds it
+#: seconds to wait for the end of a process after SIGKILL; it may be blocked in the kernel
 _LAST = 2.0
 
 
 class LocalRank(JobProcess):
-    """A started rank.  It leads a session and a process group of its own, whose id is ``pid``.
+    """A started rank, which leads a new session and process group with the id ``pid``.
 
-    The group keeps Ctrl-C at the terminal from reaching the rank twice, and collects the rank's
-    children; the session lets rank 0 read from the terminal.
+    The group contains the rank's children, and avoids that Ctrl-C at the terminal reaches the rank twice.
+    The session lets rank 0 read from the terminal.
 
-    After its end the process stays unreaped (a zombie) until :meth:`reap`, so that its id, which
-    is the group's too, cannot be given to a stranger.
+    After its end the process stays unreaped (a zombie) until :meth:`reap`, so that the kernel cannot reuse
+    the id of the process and of its group.
 
     Args:
         index, slot, restart, newcomer: see :class:`JobProcess`.
         size: number of ranks of the job.
-        argv, environment: what it executes.
-        stdin: as of Popen.
+        argv, environment: command and environment.
+        stdin: see :class:`subprocess.Popen`.
         prepare: called between fork and exec.
-        inherits: descriptors that it gets.
+        inherits: descriptors to inherit.
 
     Attributes:
-        pidfd: readable once it has ended.
+        pidfd: readable once the process has ended.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LocalRank(JobProcess):
         return self._reports.joined
 
     def take_stdin(self) -> int:
-        """The end to write to of a rank that was started with ``stdin=PIPE``; the caller owns it."""
+        """The write end of stdin of a rank that was started with ``stdin=PIPE``; the caller owns it."""
         assert self._process.stdin is not None
         with self._process.stdin as file:
             return os.dup(file.fileno())
@@ -173,7 +173,7 @@ class LocalRank(JobProcess):
 
     @property
     def report_changes(self) -> int:
-        """How many reports were accepted so far."""
+        """The number of accepted reports."""
         return self._reports.changes
 
     @property
@@ -186,11 +186,11 @@ class LocalRank(JobProcess):
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:
-    """The living processes in the given process groups."""
+    """The running processes in the given process groups."""
     wanted = set(groups)
     found = []
     for pid in psutil.pids():
-        # Processes come and go while the list is read.
+        # Processes may end while the list is read.
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getpgid(pid) in wanted:
                 process = psutil.Process(pid)
@@ -203,11 +203,11 @@ class Sweep:
     """Ends the processes that ended ranks left behind in their process groups.
 
     Args:
-        ranks: whose groups these are.
-        linger: seconds in which helpers of a finished rank may notice and end by themselves.
+        ranks: the ranks.
+        linger: seconds for these processes to exit by themselves.
 
     Attributes:
-        killed: the names of those that had to be killed, with their numbers.
+        killed: names and process ids of the processes that were killed.
     """
 
     def __init__(self, ranks: Sequence[JobProcess], linger: float) -> None:
@@ -217,7 +217,7 @@ class Sweep:
         self.killed: list[str] = []
 
     def is_done(self) -> bool:
-        """Go on with it; whether all are gone, or the kernel holds them."""
+        """Kill the processes when it is time; return whether all have ended, or are blocked in the kernel."""
         left = members([rank.pid for rank in self._ranks])
         now = time.monotonic()
         if not left or now >= self._kill_at + _LAST:

@@ -1,4 +1,4 @@
-"""The program that a ``shoal run`` command line means."""
+"""The program of a ``shoal run`` command line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def resolve(command: Sequence[str], *, module: bool, python: str = "", elsewhere
     """The argument vector that every rank executes.
 
     Args:
-        command: what the user wrote after the options: a target and its arguments.
-        module: the target is a module (``-m``), run as ``python -m`` does.
-        python: the interpreter; this one unless given.
-        elsewhere: the command runs in another directory, so nothing can be looked up here: the target is a
+        command: the words after the options: a target and its arguments.
+        module: the target is a module, run as by ``python -m``.
+        python: the interpreter; "": that of this process.
+        elsewhere: the command runs in another directory, so files are not looked up here: the target is a
             ``.py`` file or a program.
 
-    The target is, in this order: a module with ``-m``; a ``.py`` file, a directory or any file that
-    is not executable, run by this Python; an executable file; the name of a program on ``PATH``.
+    The target is, in this order: a module with ``-m``; a ``.py`` file, a directory or any file that is not
+    executable, run by the interpreter; an executable file; the name of a program on ``PATH``.
 
     Raises:
         LaunchError: there is no such target.
@@ -46,9 +46,9 @@ def resolve(command: Sequence[str], *, module: bool, python: str = "", elsewhere
 
 
 def flaw_of_script(program: str, environment: Mapping[str, str]) -> str:
-    """Why the interpreter that a script names in its first line cannot run it; "": nothing is known.
+    """Why the interpreter in the first line of a script cannot run it; "": no reason was found.
 
-    The kernel, and ``env``, would say that the script or its interpreter does not exist, and not why.
+    The kernel and ``env`` only report that a file does not exist.
     """
     try:
         with open(program, "rb") as file:

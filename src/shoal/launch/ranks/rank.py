@@ -1,4 +1,4 @@
-"""What the launcher knows of a process of its job, wherever that runs."""
+"""The base class of the processes of a job, on this machine and on other hosts."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from .source import OutputSource
 
 
 class JobProcess(ABC):
-    """A process of a job: one of this process's own (``process.py``), or another host's (``remote.py``).
+    """A process of a job: a child of this process (``process.py``), or on another host (``remote/rank.py``).
 
     Attributes:
-        index: its place in the list of all processes of the job.  That of a rank that meets first is its
-            number, so that causes can be followed from rank to rank.
-        slot, restart: its place, and how many processes were there before it.
-        host: where it runs, as the command line names it; "" on this machine alone.
-        pid: its process id there, which is its group's too.
+        index: its index in the list of all processes of the job; for an initial rank, its rank.
+        slot, restart: its slot, and the number of earlier processes in the slot.
+        host: its host, as named on the command line; "" if the job runs on this machine only.
+        pid: its process id, and that of its group, on its host.
         status: None while it runs, then the exit code, or minus the number of the signal.
-        ended_at: when its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
-        lost: why nothing is known of it any more, "" while something is; its status is then
-            :data:`LOST`.
+        ended_at: time at which its end was seen, in seconds of CLOCK_MONOTONIC; infinity while it runs.
+        lost: why its host was lost, "" otherwise; its status is then :data:`LOST`.
         stopping: the launcher has sent it a signal because another rank had failed.
-        dismissed: the launcher ends it because nobody is left whom it could join.
-        leaving: the launcher has asked it to leave, as fewer processes are wanted.
-        evicted: the other ranks have reported that they go on without it, and it has not ended by itself.
-        meetings: resolve the ranks that reports name.
-        newcomer: it joins the ranks that meet first.
-        stdout, stderr: what it writes.
+        dismissed: the launcher ends it because no ranks are left to join.
+        leaving: the launcher has asked it to leave because of ``shoal scale``.
+        evicted: the other ranks have reported its eviction, and it has not exited by itself.
+        meetings: resolves the ranks that reports name.
+        newcomer: it joins the initial ranks later.
+        stdout, stderr: sources of its output.
     """
 
     stdout: OutputSource
@@ -49,41 +47,33 @@ class JobProcess(ABC):
         self.stopping = self.dismissed = self.leaving = self.evicted = False
         self._released = False
 
-    # -- what differs --------------------------------------------------------------------------
+    # -- abstract methods ----------------------------------------------------------------------
 
     @abstractmethod
     def watch(
         self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
     ) -> None:
-        """Call functions in the loop of ``selector``.
-
-        Args:
-            ended: called once the rank has a status.
-            reported: called after reports have come.
-        """
+        """Call ``ended`` once the rank has a status, and ``reported`` after reports have come."""
 
     @abstractmethod
     def send(self, number: int) -> None:
-        """Send a signal to the rank; none of its children gets it.
-
-        :data:`STACKS` is sent only if the rank handles it.
-        """
+        """Send a signal to the rank, but not to its children; :data:`STACKS` only if the rank handles it."""
 
     @abstractmethod
     def send_group(self, number: int) -> None:
-        """Send a signal to the rank and to all its children that stayed in its group."""
+        """Send a signal to the process group of the rank."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let go of an ended rank but for its pipes.
+        """Reap an ended rank, and release everything except its pipes.
 
-        What is left of its group must have been killed: the kernel does not give the number to a stranger
-        while a process of the group exists, but nobody could be signalled by it safely any more.
+        Its group must have been killed before: afterwards it is not safe to send signals to it, as the kernel
+        may reuse the id once no process of the group is left.
         """
 
     @abstractmethod
     def reap(self) -> None:
-        """Let go of an ended rank, and of its pipes."""
+        """Release an ended rank and its pipes."""
 
     @abstractmethod
     def read_reports(self) -> None:
@@ -96,7 +86,7 @@ class JobProcess(ABC):
     @property
     @abstractmethod
     def sent_reports(self) -> Sequence[Report]:
-        """The reports of failures that were read, the earliest first, as the rank has sent them."""
+        """The reports of failures that were read, the earliest first, as sent by the rank."""
 
     @property
     @abstractmethod
@@ -106,9 +96,9 @@ class JobProcess(ABC):
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """How long it ran."""
+        """Run time in seconds."""
 
-    # -- what does not -------------------------------------------------------------------------
+    # -- common methods ------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -117,7 +107,7 @@ class JobProcess(ABC):
 
     @property
     def reports(self) -> Sequence[Report]:
-        """The reports of failures, the earliest first; the ranks that they name are indices."""
+        """The reports of failures, the earliest first, with indices of processes instead of ranks."""
         return [self.meetings.resolved(report) for report in self.sent_reports]
 
     @property
@@ -127,24 +117,24 @@ class JobProcess(ABC):
 
     @property
     def is_member(self) -> bool:
-        """Whether it is one of the ranks that meet first, or has joined them."""
+        """Whether it is an initial rank, or has joined the ranks."""
         return not self.newcomer or self.joined
 
     @property
     def counts(self) -> bool:
-        """Whether it counts for ``--min``, while it runs or after it has finished."""
+        """Whether it counts for ``--min`` while it runs and after it has finished."""
         return self.is_member and not self.leaving and not self.evicted
 
     @property
     def is_released(self) -> bool:
-        """Whether nothing is left of it but what is known of its end."""
+        """Whether it was released: only its attributes are left."""
         return self._released
 
     @property
     def stopped(self) -> bool:
-        """Whether the launcher ended it: another rank had failed, or fewer were wanted."""
+        """Whether the launcher ended it, because another rank had failed or by ``shoal scale``."""
         return (self.stopping or self.leaving) and self.status in (-signal.SIGTERM, -signal.SIGKILL)
 
 
-#: the status of a rank whose host is lost; as an exit code, EX_IOERR of sysexits.h
+#: status of a rank on a lost host; as an exit code, EX_IOERR of sysexits.h
 LOST = 74

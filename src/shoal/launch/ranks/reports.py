@@ -1,8 +1,7 @@
-"""The launcher's end of the ranks' reports of failure.
+"""Receives reports of failures from ranks.
 
-A rank runs the user's program, so what comes from it may be anything.  Everything is checked here: a report
-that is too long, malformed or names ranks that are not there is dropped, and so is all that comes after the
-first few.
+A rank runs the program of the user and may send anything, so reports are checked here.  Reports that are too
+long, malformed or name unknown ranks are dropped, as are all reports after the first ``_MOST``.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ import time
 from ...common.decoding import MalformedMessage, from_msgpack
 from ...failure_report import LONGEST, Report, descriptor_name
 
-#: reports that are read from one rank, until one says that it has rebuilt a group
+#: maximum number of reports to read from one rank until it reports that it has rebuilt a group
 _MOST = 24
 
 
 class Reports:
-    """The reports of one rank.
-
-    Args:
-        size: number of ranks in the job.
+    """The reports of one rank of a job of ``size`` ranks.
 
     Attributes:
-        inherited: the descriptor that the rank must inherit, until :meth:`started`.
-        received: what was reported of failures since the last rebuild of a group, the earliest first.
+        inherited: the descriptor that the rank must inherit; closed by :meth:`started`.
+        received: reports of failures since the last rebuild of a group, the earliest first.
         joined: whether it has reported that it joined a world.
-        changes: how many reports were accepted so far.
+        changes: number of accepted reports.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,11 +41,11 @@ class Reports:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variable that names the descriptor to the rank."""
+        """The variable with the name of the descriptor for the rank."""
         return {"SHOAL_REPORT_FD": descriptor_name(self.inherited)}
 
     def started(self) -> None:
-        """The rank has its copy."""
+        """Close the rank's end here, after the rank has inherited it."""
         self._theirs.close()
 
     def read(self) -> None:
@@ -77,16 +73,16 @@ class Reports:
         return notices
 
     def fileno(self) -> int:
-        """Readable when there is something to :meth:`read`."""
+        """The descriptor, which is readable when there are reports to :meth:`read`."""
         return self._mine.fileno()
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is read any more."""
+        """Whether no more reports are read."""
         return self._left == 0
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         self._mine.close()
         self._theirs.close()
 
@@ -95,7 +91,7 @@ class Reports:
             report = from_msgpack(data, Report)
         except MalformedMessage:
             return
-        # Not NaN either, and not outside of the time in which the rank can have sent it.
+        # Also rejects NaN: the time must be one at which the rank can have sent the report.
         if not self._begin <= report.at <= time.monotonic():
             return
         if not report.meeting and any(rank >= self._size for rank in report.ranks):

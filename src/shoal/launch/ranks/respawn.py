@@ -1,4 +1,4 @@
-"""When a slot whose process has failed gets another one: ``shoal run --respawn``."""
+"""Delays before failed processes are replaced: ``shoal run --respawn``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-#: seconds before the first restart of a slot; each restart doubles them, up to the longest
+#: seconds before the first restart of a slot, doubled by each restart, and their maximum
 SHORTEST, LONGEST = 1.0, 30.0
-#: seconds after which a process has settled: when it fails, its slot begins with the shortest wait again
+#: run time in seconds after which the delay of a slot is reset
 SETTLED = 300.0
-#: so many restarts of a slot in so many seconds, and no more
+#: maximum number of restarts of a slot in a window, and the window in seconds
 MOST, WINDOW = 10, 600.0
 
 
@@ -23,16 +23,15 @@ class _Slot:
 
 
 class Respawn:
-    """The restarts of each slot.  Times are in seconds of one clock."""
+    """The restarts of each slot; times are in seconds of one clock."""
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
 
     def failed(self, slot: int, lived: float, now: float) -> float | None:
-        """The process of ``slot`` has failed after so many seconds.
+        """Schedule a restart of ``slot``, whose process has failed after ``lived`` seconds; return the delay.
 
-        Returns:
-            How long the slot waits for the next one; None: it gets none any more.
+        There are too many restarts if it is None.
         """
         found = self._slots.setdefault(slot, _Slot())
         if len(found.started) == MOST and now - found.started[0] < WINDOW:
@@ -42,17 +41,17 @@ class Respawn:
         return found.delay
 
     def next(self) -> float | None:
-        """When :meth:`due` has something to give."""
+        """The time of the next restart, if any."""
         due = min((slot.due for slot in self._slots.values()), default=math.inf)
         return None if due == math.inf else due
 
     @property
     def waiting(self) -> set[int]:
-        """The slots that wait."""
+        """The slots with a scheduled restart."""
         return {number for number, slot in self._slots.items() if slot.due < math.inf}
 
     def due(self, now: float) -> list[int]:
-        """The slots whose wait is over."""
+        """The slots to restart now."""
         found = []
         for number, slot in self._slots.items():
             if slot.due <= now:
@@ -62,6 +61,6 @@ class Respawn:
         return found
 
     def cancel(self, slots: Iterable[int]) -> None:
-        """These slots wait no more."""
+        """Cancel the scheduled restarts of ``slots``."""
         for slot in slots:
             self._slots[slot].due = math.inf

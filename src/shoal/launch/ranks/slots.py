@@ -1,4 +1,4 @@
-"""Which slots of a job are in use, and which to fill or to empty for another number of processes."""
+"""The slots of a job: which to fill or empty for another number of processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from .rank import JobProcess
 
 
 class Occupant(Protocol):
-    """The last process of a slot.
-
-    Attributes:
-        status: None while it runs.
-        leaving: it was asked to leave.
-        is_member: it meets first, or has joined the others.
-    """
+    """The last process of a slot; see :class:`JobProcess`."""
 
     @property
     def status(self) -> int | None: ...
@@ -28,12 +22,12 @@ class Occupant(Protocol):
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """What to do to have another number of processes.
+    """The actions that change the number of processes.
 
     Attributes:
-        start: slots in which to start one.
-        stop: slots whose process is to leave, or is not to be started any more.
-        later: how many more to start, as soon as slots become free that processes leave now.
+        start: slots in which to start a process.
+        stop: slots in which to end the process, or to cancel a restart.
+        later: number of processes to start later, when leaving processes have freed their slots.
     """
 
     start: tuple[int, ...]
@@ -42,7 +36,7 @@ class ScalePlan:
 
 
 def last_of_slots(ranks: Iterable[JobProcess]) -> dict[int, JobProcess]:
-    """The last process of each slot that has had one."""
+    """The last process of each slot."""
     return {rank.slot: rank for rank in ranks}
 
 
@@ -54,15 +48,15 @@ def plan(
     *,
     spares: int = 0,
 ) -> ScalePlan:
-    """What to do to have ``wanted`` members and ``spares`` beyond them.
+    """Plan the change to ``wanted`` members and ``spares`` further processes.
 
     Args:
         usable: the slots in which processes can be started, in order.
-        last: the last process of each slot that has had one.
-        waiting: slots that are about to get another process.
+        last: the last process of each slot.
+        waiting: slots with a scheduled restart.
 
-    Members stay before others do, and of those the ones in the lowest slots.  With spares, a member above
-    ``wanted`` leaves although a spare stays.
+    Members stay rather than other processes, and processes in low slots rather than in high slots.  With
+    spares, a member above ``wanted`` leaves although a spare stays.
     """
     running = {slot for slot, each in last.items() if each.status is None}
     members = [slot for slot in sorted(running) if last[slot].is_member and not last[slot].leaving]

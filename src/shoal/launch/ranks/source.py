@@ -1,4 +1,4 @@
-"""Where the bytes that a rank writes come from: a pipe of this process, or an agent on another host."""
+"""Sources of a rank's output: a pipe of this process, or an agent on another host."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Protocol
 
-#: bytes that are read at once, before other sources get their turn
+#: maximum number of bytes to read from a source before other sources are read
 CHUNK = 1 << 16
 
 
 class OutputSource(Protocol):
-    """stdout or stderr of one rank; nothing here blocks."""
+    """stdout or stderr of one rank; no method blocks."""
 
     def read(self) -> bytes:
-        """The next bytes, ``b""`` at the end.  BlockingIOError: nothing is there now."""
+        """Return the next bytes, ``b""`` at the end; raises BlockingIOError if there are none now."""
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None:
-        """Have ``ready`` called in the loop of ``selector`` while there is something to read."""
+        """Call ``ready`` in the loop of ``selector`` while there are bytes to read."""
 
     def ignore(self) -> None:
-        """Stop that; may be called twice."""
+        """Undo :meth:`listen`; may be called twice."""
 
     def close(self) -> None:
-        """Read no more: a rank that goes on writing gets SIGPIPE."""
+        """Close the source: a rank that continues to write gets SIGPIPE."""
 
 
 class Pipe:
-    """The reading end of a pipe."""
+    """The read end of a pipe."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

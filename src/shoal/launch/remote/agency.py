@@ -1,4 +1,4 @@
-"""One agent, as the launcher sees it: its connection, its clock, its processes."""
+"""The launcher's client of one agent: its connection, clock and processes."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ from .hosts import Host
 from .link import AgentConnection, Carrier
 from .rank import RemoteRank
 
-#: seconds in which an agent must tell of the end of a process that it was to kill, or say Bye
+#: timeout in seconds for an agent to report the end of a killed process, or to send Bye
 _PATIENCE = 10.0
-#: bytes of output that are read before the agent is told of it
+#: bytes of output to consume before an acknowledgement is sent
 _WORTH_TELLING = 1 << 16
-#: beats whose answers set the agent's clock, and how many of them come one upon the other at first
+#: number of heartbeats used to estimate the agent's clock, and of those sent without a pause at first
 _KEPT, _QUICK = 16, 5
-#: seconds that ssh has to end when its connection has ended, unless another one had them just now
+#: seconds to wait for ssh to exit after its connection has ended, at most once per heartbeat
 _SOON = 0.2
 
 
 class Listening(Protocol):
-    """A descriptor that a loop waits for, as :class:`~shoal.launch.ranks.source.OutputSource` is."""
+    """A source of events for a loop, such as :class:`~shoal.launch.ranks.source.OutputSource`."""
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
     def ignore(self) -> None: ...
 
 
 class Way(Protocol):
-    """What leads to a host.
+    """The program that connects to a host.
 
     Attributes:
-        name: of the program.
+        name: name of the program.
         carrier: the connection to the agent.
-        stderr: what the program, or the agent, says to the user.
-        said: its last lines.
+        stderr: stderr of the program or the agent.
+        said: the last lines of stderr.
     """
 
     @property
@@ -77,20 +77,20 @@ class Way(Protocol):
     def said(self) -> list[str]: ...
 
     def hear(self) -> None:
-        """Read what is there of stderr."""
+        """Read the available bytes of stderr."""
 
     def end(self, timeout: float) -> int | None:
-        """The connection has ended: end what led to it, in so many seconds; its exit code if it has one."""
+        """End the program after its connection, within ``timeout`` seconds; return its exit code if known."""
 
 
 @dataclass
 class Watcher:
-    """What the crew does when something happens to an agent.
+    """Callbacks for events of an agent.
 
     Attributes:
-        lost: the agent is out of reach; the ranks that had not ended are given.
-        not_started: a process could not be started, and why.
-        stdin_taken: rank 0 has taken so many bytes.
+        lost: the agent is lost; called with its ranks that had not ended.
+        not_started: a process could not be started; called with the reason.
+        stdin_taken: rank 0 has consumed this number of bytes of stdin.
     """
 
     lost: Callable[[AgentClient, list[RemoteRank]], None]
@@ -99,22 +99,21 @@ class Watcher:
 
 
 class AgentClient:
-    """The agent of one host.
+    """The launcher's client of the agent of one host.
 
     Args:
-        host: its host.
-        client: what leads to it.
-        watcher: told what happens; may be given later.
+        client: the program that connects to the host.
 
     Attributes:
-        hello: what the agent says of itself, None before that.
-        is_ready: it has taken what :class:`Begin` says.
-        trouble: why it cannot be used any more, "" while it can.
-        killed: what it has killed in the end, None before that.
-        is_held: frames on processes wait, because nobody could use what they say.
+        watcher: callbacks; may be set later.
+        hello: the agent's first frame; None before it has come.
+        is_ready: the agent has handled :class:`Begin`.
+        trouble: why the agent cannot be used any more; "" while it can.
+        killed: the processes that the agent killed at the end; None before Bye has come.
+        is_held: frames about processes are queued, because the supervisor does not run yet.
     """
 
-    #: when the loop may wait for the end of a process that leads to an agent
+    #: time after which the loop may wait again for the exit of a program that connects to an agent
     _waits_at: ClassVar[float] = 0.0
 
     def __init__(self, host: Host, client: Way) -> None:
@@ -132,7 +131,7 @@ class AgentClient:
         self._heard = self._beat_at = time.monotonic()
         self._began = self._heard
         self._due = math.inf
-        #: told to end; and whether output has come since it was due last
+        #: the agent was asked to end; output has come since Bye was last due
         self._is_ending = self._moves = False
         self._unread = self._untold = 0
         self._clock: deque[tuple[float, float]] = deque(maxlen=_KEPT)
@@ -141,70 +140,70 @@ class AgentClient:
         )
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Work in the loop of ``selector``."""
+        """Handle events in the loop of ``selector``."""
         if not self.trouble:
             self._link.watch(selector)
             self.client.stderr.ignore()
             self.client.stderr.listen(selector, self.client.hear)
 
     def tell(self, frame: Any) -> None:
-        """Send a frame to the agent, if it can be reached."""
+        """Send a frame to the agent, unless it is lost."""
         if not self.trouble:
             self._link.send(frame)
 
     def add(self, rank: RemoteRank) -> None:
-        """``rank`` was asked of the agent."""
+        """Add ``rank``, which the agent is asked to start."""
         self.ranks[rank.index] = rank
         self._pending.add(rank.index)
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was asked of it was answered."""
+        """Whether the agent has replied to all requests to start a process."""
         return self.is_ready and not self._pending
 
     @property
     def is_well(self) -> bool:
-        """Whether it can start processes."""
+        """Whether the agent can start processes."""
         return self.is_ready and not self.trouble and self.killed is None
 
     def suspend(self) -> None:
-        """This process is about to be stopped: the agent must not take its silence for its end."""
+        """Tell the agent that this process is about to be suspended, and will be silent."""
         self.tell(Suspend())
 
     @property
     def is_told(self) -> bool:
-        """Whether the agent has been sent everything, or cannot be reached."""
+        """Whether all frames were sent, or the agent is lost."""
         return bool(self.trouble) or self._link.closed or self._link.sent
 
     def flush(self) -> None:
-        """Go on sending."""
+        """Continue to send queued frames."""
         if not self.trouble:
             self._link.poll()
 
     def resume(self) -> None:
-        """This process has been continued: the agent's silence until now means nothing."""
+        """Restart all timeouts, after this process was continued."""
         now = time.monotonic()
         if self._due < math.inf:
             self._due = now + _PATIENCE
         self._heard = self._beat_at = now
 
     def expect_bye(self, linger: float) -> None:
-        """It was told to end."""
+        """Start the timeout for Bye, after :class:`End` was sent."""
         self._is_ending = True
         self._due = time.monotonic() + linger + _PATIENCE
 
     def next_at(self) -> float:
-        """When :meth:`tick` has something to do."""
+        """The time of the next :meth:`tick`."""
         if self.trouble or self.killed is not None:
             return math.inf
         if self._held and not self.is_held:
             return 0.0
-        # Until it has answered for the first time, others decide how long it may be silent.
+        # Before Hello, the caller has a timeout of its own.
         silent_at = math.inf if self.hello is None else self._heard + SILENCE
         return min(self._beat_at, silent_at, self._due)
 
     def tick(self, now: float) -> None:
-        """Beat, and lose patience with an agent that is silent."""
+        """Send a heartbeat if one is due, and check timeouts of the agent."""
         while self._held and not self.is_held and not self.trouble:
             self._guarded(self._held.popleft())
         if self.trouble or self.killed is not None:
@@ -214,26 +213,26 @@ class AgentClient:
             if self.hello is not None:
                 self._link.send(Beat(now))
         if self.hello is not None and now >= self._heard + SILENCE:
-            # It may have spoken while this process had other things to do, or stood still.
+            # A frame may have come while this process was busy or stopped.
             self._link.poll()
         if self.trouble or self.killed is not None:
             return
         if self.hello is not None and now >= self._heard + SILENCE:
             self.lose(f"nothing has come from its agent for {SILENCE:.0f} s")
         elif now >= self._due:
-            # With output that nobody has read yet, the agent waits; on a slow line it comes late.
+            # The agent waits while its output is not consumed, and Bye is late on a slow connection.
             if self._unread or (self._is_ending and self._moves):
                 self._due, self._moves = now + _PATIENCE, False
             else:
-                self.lose(f"its agent has not ended what it was told to end for {_PATIENCE:.0f} s")
+                self.lose(f"its agent has not ended its processes as requested for {_PATIENCE:.0f} s")
 
     def lose(self, why: str) -> None:
-        """Give the agent up: it kills all that it has when its connection ends."""
+        """Treat the agent as lost, and close its connection; the agent then kills its processes."""
         if self.trouble:
             return
         self.client.stderr.ignore()
         self._link.close()
-        # Of many that are lost at once the loop waits for one: the others need its beats.
+        # If many agents are lost at once, the loop waits for one only: the others need heartbeats.
         now = time.monotonic()
         code = self.client.end(_SOON if now >= AgentClient._waits_at else 0.0)
         AgentClient._waits_at = now + BEAT
@@ -247,32 +246,32 @@ class AgentClient:
             self.watcher.lost(self, gone)
 
     def leave(self) -> None:
-        """Leave the selector."""
+        """Stop to handle events in the loop."""
         if not self.trouble:
             self._link.watch(None)
             self.client.stderr.ignore()
 
     def hang_up(self) -> None:
-        """End the connection; the agent ends then."""
+        """Close the connection; the agent then exits."""
         if not self.trouble:
             self.leave()
             self._link.close()
 
     def close(self, timeout: float) -> None:
-        """End the process that leads to the agent, after :meth:`hang_up`."""
+        """End the program that connects to the agent, after :meth:`hang_up`."""
         if not self.trouble:
             self.trouble = "it was closed"
             self.client.end(timeout)
 
     @property
     def noise(self) -> bytearray:
-        """What the other host wrote before its agent spoke."""
+        """Output of the other host before the agent's preamble."""
         return self._link.noise
 
     # -- for its ranks -------------------------------------------------------------------------
 
     def taken(self, amount: int) -> None:
-        """So many bytes of output were read; the agent is told when that is worth a frame."""
+        """Record that ``amount`` bytes of output were consumed; acknowledge them if they are enough."""
         self._unread -= amount
         self._untold += amount
         if self._untold >= _WORTH_TELLING or not self._unread:
@@ -281,15 +280,15 @@ class AgentClient:
                 self._link.send(Taken(amount))
 
     def here(self, moment: float) -> float:
-        """A moment of the agent's clock on this one's.
+        """Convert a time of the agent's clock to this process's clock.
 
-        The answer to a beat was written between the beat and its arrival; of the last ones that which was
-        fastest tells best, to half of the time that it took.
+        The reply to a heartbeat was sent between the heartbeat and the arrival of the reply.  The fastest of
+        the last replies gives the offset to within half of its round-trip time.
         """
         return moment - min(self._clock)[1] if self._clock else time.monotonic()
 
     def must_end(self) -> None:
-        """A process was sent SIGKILL."""
+        """Start the timeout for the end of a process, after SIGKILL was sent."""
         if self._due == math.inf:
             self._due = time.monotonic() + _PATIENCE
 
@@ -305,10 +304,9 @@ class AgentClient:
             self.lose(str(error))
 
     def _received(self, frame: FromAgent) -> None:
-        """Handle a frame; raises WireError if it may not come now."""
         self._heard = time.monotonic()
         if isinstance(frame, Hello) != (self.hello is None):
-            raise WireError("it does not begin as an agent does")
+            raise WireError("it must send Hello once, as its first frame")
         match frame:
             case Hello():
                 self.hello = frame
@@ -340,16 +338,16 @@ class AgentClient:
                     self._count(frame)
                     self._handle(frame)
             case _:
-                raise WireError(f"a {type(frame).__name__} came when none may come")
+                raise WireError(f"it sent an unexpected {type(frame).__name__}")
 
     def _count(self, frame: FromAgent) -> None:
         if isinstance(frame, ProcessOutput):
             self._moves = True
             self._unread += len(frame.data)
             if self._unread + self._untold > WINDOW + MOST_BYTES:
-                raise WireError("it sent more output than it may")
+                raise WireError("it sent more output than the window allows")
         elif len(self._held) > 10_000:
-            raise WireError("it sent more than it may")
+            raise WireError("it sent too many frames")
 
     def _handle(self, frame: FromAgent) -> None:
         match frame:
@@ -366,18 +364,18 @@ class AgentClient:
                     self.watcher.stdin_taken(frame.amount)
             case Bye():
                 if any(rank.status is None for rank in self.ranks.values()):
-                    raise WireError("it said Bye while processes ran")
+                    raise WireError("it sent Bye while processes were running")
                 self.killed = tuple(map(printable, frame.killed))
 
     def _rank(self, index: int) -> RemoteRank:
         if index not in self.ranks or index in self._pending:
-            raise WireError(f"it spoke of process {index}, which it was not to start")
+            raise WireError(f"it sent a frame about process {index}, which it was not asked to start")
         return self.ranks[index]
 
     def _set_clock(self, beat: Beat) -> None:
         now = time.monotonic()
         if not self._began <= beat.launcher <= now or not math.isfinite(beat.agent):
-            raise WireError("it answered a beat that was not sent")
+            raise WireError("it replied to a heartbeat that was not sent")
         self._clock.append((now - beat.launcher, beat.agent - (beat.launcher + now) / 2))
         if len(self._clock) < _QUICK:
             self._link.send(Beat(now))

@@ -1,4 +1,4 @@
-"""The processes of a job on several hosts, which agents start: a crew, as ``crew.py`` describes it."""
+"""Starts the processes of a job on several hosts, through agents: a ``Crew`` of ``job/crew.py``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .agency import AgentClient, Watcher
 from .fleet import Fleet, failure
 from .rank import RemoteRank, Turns
 
-#: seconds in which agents start the processes of a job
+#: timeout in seconds for agents to start the processes of a job
 _START = 60.0
-#: seconds for which output is written before the loop looks for something else
+#: maximum time in seconds to write output before the loop handles other events
 _TURN = 0.05
-#: longest time in seconds for telling all agents that this process is about to be stopped
+#: maximum time in seconds to send Suspend to all agents
 _SUSPEND_S = 1.0
 
 
@@ -30,12 +30,11 @@ class RemoteCrew:
     """Starts one program on the slots of several hosts.
 
     Args:
-        fleet: their agents, which are ready.
-        argv: what each process executes.
-        job: whose processes they are.
+        `fleet`: the agents of the hosts, which are ready.
+        argv: the command of each process.
         stores: URL of the job's store, for each host.
-        master, master_port: where rank 0 may listen.
-        most: so many ranks may be wanted.
+        master, master_port: address for rank 0 to listen on.
+        most: maximum number of ranks.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class RemoteCrew:
             agency.leave()
 
     def _place(self, slot: int) -> tuple[AgentClient, str]:
-        """The agency of a slot, and the URL of the store there."""
+        """The client of the agent of a slot, and the URL of the store there."""
         for agency, store in zip(self._agencies, self._stores, strict=True):
             if slot in agency.host:
                 return agency, store
@@ -194,7 +193,7 @@ class RemoteCrew:
 
 
 class _Farewell:
-    """Waits until every agent has ended what processes left behind, and sent all output."""
+    """Waits until every agent has killed the process groups of its ranks, and sent all output."""
 
     def __init__(self, agencies: Sequence[AgentClient]) -> None:
         self._agencies = agencies

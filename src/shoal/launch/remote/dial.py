@@ -1,8 +1,8 @@
-"""How an agent that Slurm has started reaches its launcher: it connects to a port there.
+"""The connection of an agent that srun has started to its launcher.
 
-srun gives its own stdin to all tasks and mixes what they write, so the frames need connections of their own.
-They are connections of :mod:`shoal.net`: both sides prove that they hold a secret, which the launcher makes
-for this purpose and gives to srun in the environment.
+srun gives the same stdin to all tasks and mixes their output, so frames need separate connections.  They are
+connections of :mod:`shoal.net`: both sides prove that they hold a secret, which the launcher creates for this
+purpose and passes to srun in the environment.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ...errors import LaunchError, UsageError, WireError
 from ...net import Connection, connect
 
 PURPOSE = "agent"
-#: the longest first message
+#: maximum length of the first message in bytes
 FIRST_MESSAGE = 1024
-#: seconds for a connection to the launcher
+#: timeout in seconds of a connection to the launcher
 _PATIENCE = 30.0
-#: seconds in which a signal to all processes of a step, and the launcher's order to send it, are one
+#: seconds within which a signal of Slurm to a step and the same signal from the launcher count as one
 _SAME = 5.0
-#: what Slurm sends to all processes of a step when a job ends or is about to
+#: signals that Slurm sends to all processes of a step when a job ends or is about to end
 _TO_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _WHERE = re.compile(r"(?:\[([0-9A-Fa-f:.%\w-]+)\]|([^:\[\]]*)):([0-9]{1,5})", re.ASCII)
@@ -42,13 +42,13 @@ class NodeHello(msgspec.Struct, frozen=True):
 
 
 def dial(where: str, environ: Mapping[str, str]) -> Connection:
-    """Connect to the launcher at ``where``, and say which node this is.
+    """Connect to the launcher at ``where``, and send the name of this node.
 
     Args:
-        where: ``host:port``; ``:port`` means the address from which srun was called, as Slurm knows it.
+        where: ``host:port``; ``:port`` is a port at the address from which srun was called.
 
     Raises:
-        UsageError: this is no task of Slurm, or it has no secret.
+        UsageError: this process is not a task of Slurm, or has no secret.
         LaunchError: the launcher cannot be reached.
     """
     found = _WHERE.fullmatch(where)
@@ -58,7 +58,7 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
     node = environ.get("SLURMD_NODENAME", "")
     secret = config.secret(environ)
     if not host or not node or not secret:
-        raise UsageError("shoal run --srun starts agents by itself, with srun and a secret")
+        raise UsageError("shoal agent --connect is started by shoal run --srun, by srun and with a secret")
     try:
         connection = connect(
             host, int(found[3]), secret=secret, purpose=PURPOSE, timeout=_PATIENCE, limit=FIRST_MESSAGE
@@ -66,29 +66,25 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
         connection.send(msgspec.msgpack.encode(NodeHello(node)), _PATIENCE)
     except WireError as error:
         raise LaunchError(
-            f"the agent of {node} cannot reach its launcher: {error}; the launcher listens on all addresses "
-            "of its machine, or on that in SHOAL_INTERFACE: name one there that the nodes reach"
+            f"the agent of {node} cannot reach its launcher: {error}; set SHOAL_INTERFACE, where the "
+            "launcher runs, to an address of that machine that the nodes can reach"
         ) from error
     return connection
 
 
 def ends_of(connection: Connection) -> tuple[str, str]:
-    """The addresses of the launcher's host and of this one, as the connection knows them.
-
-    Raises:
-        LaunchError: the launcher has ended the connection.
-    """
+    """The addresses of the launcher's host and of this host, from the connection; LaunchError: it ended."""
     sock = connection.socket
     try:
         return str(sock.getpeername()[0]), str(sock.getsockname()[0])
     except OSError as error:
-        raise LaunchError(f"the launcher has ended the connection to its agent: {error.strerror}") from error
+        raise LaunchError(f"the launcher has closed the connection to its agent: {error.strerror}") from error
 
 
 class IgnoredStepSignal:
-    """A context in which a signal that Slurm sends to all processes of a step does nothing to the agent.
+    """A context in which the agent ignores signals that Slurm sends to all processes of a step.
 
-    The agent's ranks have got it too, so what the launcher tells them by the same signal is nothing new.
+    The agent's ranks get these signals too, so the agent must not pass on the same signal from the launcher.
     """
 
     def __init__(self) -> None:
@@ -96,7 +92,7 @@ class IgnoredStepSignal:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> IgnoredStepSignal:
-        # A handler and not SIG_IGN, which the ranks would inherit.
+        # Not SIG_IGN, which the ranks would inherit.
         self._former = {number: signal.signal(number, self._heard) for number in _TO_ALL}
         return self
 
@@ -107,7 +103,7 @@ class IgnoredStepSignal:
             signal.signal(number, handler)
 
     def __call__(self, number: int) -> bool:
-        """Whether all processes of the step were sent signal ``number`` just now."""
+        """Whether Slurm has just sent signal ``number`` to all processes of the step."""
         return time.monotonic() < self._at.get(number, -_SAME) + _SAME
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
@@ -115,7 +111,7 @@ class IgnoredStepSignal:
 
 
 def forget(names: tuple[str, ...]) -> None:
-    """Remove variables from this process's environment, and so from those of ranks."""
+    """Remove the secret and ``names`` from the environment of this process, and thus of its ranks."""
     for name in (config.SECRET.name, *names):
         with suppress(KeyError):
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""The agents of all hosts of a job: how they start, and under which addresses hosts and launcher meet."""
+"""The agents of all hosts of a job: their start, and the addresses of hosts and launcher."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .agency import AgentClient
 from .hosts import Host
 from .ssh import Client, command
 
-#: seconds in which every agent must have answered; Python starts from network disks in that time
+#: timeout in seconds for agents to connect, long enough to start Python from a network disk
 _START = 60.0
-#: seconds that connections have to end before their processes are killed
+#: seconds for the programs that connect to agents to exit before they are killed
 _END = 3.0
 
 LOOPBACK = "127.0.0.1"
 
 
 class Stopped(Exception):
-    """A signal ended the launcher before any rank had started."""
+    """A signal ended the launcher before a rank was started."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -36,15 +36,15 @@ class Stopped(Exception):
 
 
 class Fleet:
-    """Starts an agent on each host; a context, at whose end all of them are gone.
+    """Starts an agent on each host.
 
     Args:
-        hosts: the hosts that have ranks, or may have some.
+        hosts: the hosts that have ranks, or may get some.
         python: the interpreter that runs the agents.
-        signals: one that ends the launcher ends the start.
+        signals: signals of the launcher; a stop signal cancels the start.
 
     Attributes:
-        agencies: one for each host.
+        `agencies`: the client of the agent of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
@@ -63,24 +63,18 @@ class Fleet:
             self.agencies.append(AgentClient(host, Client(command(host, python), name)))
 
     def connect(self) -> None:
-        """Wait until all agents have answered.
+        """Wait until all agents have sent Hello.
 
         Raises:
-            LaunchError: one cannot; it is named, with what ssh says.
-            Stopped: a signal came.
+            LaunchError: an agent is lost; the message names its host, with the output of ssh.
+            Stopped: a stop signal came.
         """
         self._wait(lambda agency: agency.hello is not None, "has not answered")
 
     def begin(
         self, directory: str, environment: Mapping[str, str], ranks: Sequence[int], *, bind: bool
     ) -> None:
-        """Prepare the agents; raises as :meth:`connect`.
-
-        Args:
-            directory, environment: of all ranks.
-            ranks: how many of the ranks that meet first each host has.
-            bind: see :class:`Begin`.
-        """
+        """Send :class:`Begin` to all agents, and wait until they are ready; raises as :meth:`connect`."""
         for agency, count in zip(self.agencies, ranks, strict=True):
             agency.tell(Begin(directory, dict(environment), count, bind))
         self._wait(lambda agency: agency.is_ready, "was not ready")
@@ -102,7 +96,6 @@ class Fleet:
                     agency.leave()
 
     def _look(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
-        """Raise if an agent cannot be used, or a signal ends the start."""
         for number in self._signals.read():
             if number in STOP:
                 raise Stopped(number)
@@ -125,21 +118,20 @@ class Fleet:
     # -- addresses -----------------------------------------------------------------------------
 
     def towards_hosts(self) -> list[str]:
-        """The address of this machine that each host reaches it by.
+        """The address of this machine for each host.
 
-        That is ``SHOAL_INTERFACE``, or the one that the host's ssh connection comes from, or the one on the
-        route to the host.  What runs on this machine takes that of another host: its own ranks listen there
-        for the others.
+        It is ``SHOAL_INTERFACE``, or the source of the host's ssh connection, or the address on the route to
+        the host.  This machine, as a host, uses the address for another host, because its ranks listen there.
 
         Raises:
-            LaunchError: nothing tells.
+            LaunchError: no address was found.
         """
         found = [None if agency.host.is_local else self._towards(agency) for agency in self.agencies]
         default = next((each for each in found if each is not None), LOOPBACK)
         return [each or default for each in found]
 
     def master(self) -> str:
-        """The address of the first host, for the others."""
+        """The address of the first host for the other hosts."""
         first = self.agencies[0]
         assert first.hello is not None
         if first.host.is_local:
@@ -158,21 +150,21 @@ class Fleet:
             name = agency.hello.address or _bare(agency.host)
             return address_towards(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]))
         if configured is not None:
-            raise LaunchError(f"SHOAL_INTERFACE={configured!r} is no address of this machine")
+            raise LaunchError(f"SHOAL_INTERFACE={configured!r} is not an address of this machine")
         raise LaunchError(
-            f"host {agency.host.name}: no address of this machine is known that it reaches; name one by "
+            f"host {agency.host.name}: found no address of this machine that it can reach; set "
             "SHOAL_INTERFACE"
         )
 
 
 def failure(agency: AgentClient) -> str:
-    """Why a host could not be used, with the last lines that came from there."""
+    """Why a host could not be used, with the last lines of its output."""
     noise = bytes(agency.noise).decode(errors="replace").splitlines()[-5:]
     said = [*map(printable, noise), *agency.client.said]
     lines = "".join(f"\n  | {line}" for line in said)
-    return f"host {agency.host.name}: {agency.trouble}" + (f"\nit said:{lines}" if lines else "")
+    return f"host {agency.host.name}: {agency.trouble}" + (f"\nits output:{lines}" if lines else "")
 
 
 def _bare(host: Host) -> str:
-    """The name without its user, an IPv6 address without brackets."""
+    """The name of a host without user and without the brackets of an IPv6 address."""
     return host.name.rpartition("@")[2].strip("[]")

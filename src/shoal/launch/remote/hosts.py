@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, and how many ranks each of them takes: ``--hosts`` and ``--hostfile``."""
+"""The hosts of a job and their slots: ``--hosts`` and ``--hostfile``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...errors import UsageError
 
-#: these mean this machine, and need no ssh
+#: names of this machine, which needs no ssh
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
-#: more slots than any job has ranks
+#: maximum number of slots of a host
 _MOST = 1 << 20
 
 _NAME = r"(?:[A-Za-z0-9_][\w.+-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
@@ -24,9 +24,9 @@ class Host:
     """A host of the command line.
 
     Attributes:
-        name: ``user@name``, or an address, if of IPv6 in brackets.
-        slots: how many processes it takes.
-        first: the number of its first slot in the job.
+        name: ``user@name``, or an address; an IPv6 address is in brackets.
+        slots: number of slots.
+        first: number of its first slot in the job.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine, which needs no ssh."""
+        """Whether it is this machine."""
         return self.name in LOCAL
 
     @property
     def destination(self) -> str:
-        """As ssh takes it, which resolves no name with brackets; it cannot be taken for an option."""
+        """The destination for ssh, which does not accept brackets; it never looks like an option."""
         user, at, name = self.name.rpartition("@")
         return user + at + name.strip("[]")
 
@@ -49,10 +49,10 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of ``h1:4,h2:4``; a host without a number takes one process.
+    """The hosts of ``h1:4,h2:4``; a host without a number has one slot.
 
     Raises:
-        UsageError: an entry is no host; it could be an option for ssh.
+        UsageError: an entry is not a host; ssh could take it for an option.
     """
     return _placed([_entry(each.strip(), "--hosts") for each in text.split(",")], "--hosts")
 
@@ -61,7 +61,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file with lines ``h1 slots=4`` or ``h1:4``; ``#`` begins a comment.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no host.
+        UsageError: the file cannot be read, or a line is not a host.
     """
     try:
         lines = path.read_text().splitlines()
@@ -78,9 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
 def _entry(text: str, where: str) -> tuple[str, int]:
     found = _COLON.fullmatch(text) or _LINE.fullmatch(text)
     if found is None or len(text) > 300:
-        raise UsageError(
-            f"{where}: {text[:80]!r} is no host: expected name:4, or in a file also name slots=4"
-        )
+        raise UsageError(f"{where}: {text[:80]!r} is not a host: expected name:4, or name slots=4 in a file")
     slots = 1 if found[2] is None else int(found[2]) if len(found[2]) < 9 else _MOST + 1
     if not 1 <= slots <= _MOST:
         raise UsageError(f"{where}: {text[:80]!r}: expected 1 to {_MOST} slots")
@@ -89,10 +87,10 @@ def _entry(text: str, where: str) -> tuple[str, int]:
 
 def _placed(entries: Sequence[tuple[str, int]], where: str) -> list[Host]:
     if not entries:
-        raise UsageError(f"{where} names no host")
+        raise UsageError(f"{where} lists no hosts")
     hosts: list[Host] = []
     for name, slots in entries:
         if any(host.name == name for host in hosts):
-            raise UsageError(f"{where} names {name} twice: add up its slots")
+            raise UsageError(f"{where} lists {name} twice: list it once, with all its slots")
         hosts.append(Host(name, slots, sum(host.slots for host in hosts)))
     return hosts

@@ -1,7 +1,7 @@
-"""The connection between a launcher and an agent: frames in both directions, and nobody waits.
+"""The connection between a launcher and an agent: frames in both directions, without blocking.
 
-Below a link is a *carrier*: two descriptors (a socket pair, or an agent's stdin and stdout), or an
-authenticated connection of :mod:`shoal.net`.  A link is used by one thread, in the loop of a selector.
+It uses a *carrier*: two descriptors (a socket pair, or an agent's stdin and stdout), or an authenticated
+connection of :mod:`shoal.net`.  A connection is used by one thread, in the loop of a selector.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from ..agent_protocol import LIMIT, encode
 F = TypeVar("F")
 
 _ENDED = "the connection has ended"
-#: frames that are handled before the rest of the loop gets its turn
+#: maximum number of frames to handle before the loop handles other events
 _FAIR = 256
-#: bytes of a preamble's search: a login shell does not say more before its command starts
+#: maximum number of bytes before the preamble, as written by a login shell before its command starts
 _MOST_NOISE = 1 << 16
 
 
 class Carrier(Protocol):
-    """The bytes below; nothing blocks.
+    """A byte stream whose calls do not block.
 
     Attributes:
-        reading, writing: the descriptors to wait for, which may be one.
+        reading, writing: the descriptors to wait for; they may be the same.
     """
 
     reading: int
     writing: int
 
     def recv_into(self, view: memoryview, /) -> int:
-        """As of :class:`shoal.net.ByteStream`."""
+        """See :class:`shoal.net.ByteStream`."""
 
     def send(self, data: memoryview, /) -> int:
-        """As of :class:`shoal.net.ByteStream`."""
+        """See :class:`shoal.net.ByteStream`."""
 
     def pending(self) -> bool:
-        """As of :class:`shoal.net.ByteStream`."""
+        """See :class:`shoal.net.ByteStream`."""
 
     def close(self) -> None:
         """Close the descriptors."""
 
 
 class Descriptors:
-    """A carrier of two descriptors, or of one; it owns them."""
+    """A carrier that owns two descriptors, or one."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.reading, self.writing = reading, writing
@@ -73,7 +73,7 @@ class Descriptors:
 
 
 class OfStream:
-    """A carrier that is a stream of :mod:`shoal.net`, whose connection has proved itself."""
+    """A carrier that is an authenticated stream of :mod:`shoal.net`."""
 
     def __init__(self, stream: ByteStream) -> None:
         self.reading = self.writing = stream.fileno()
@@ -82,15 +82,15 @@ class OfStream:
 
 
 class AgentConnection(Generic[F]):
-    """Sends frames, and hands over those that come.
+    """Sends frames, and calls a function for each received frame.
 
     Args:
-        carrier: the link owns it.
-        decode: of what the other side says; raises MalformedMessage.
+        carrier: the byte stream, which this connection owns.
+        decode: decodes a frame; raises MalformedMessage.
         received: called with each frame.
-        lost: called once, with words, when the other side is gone or says what is no frame; not by
+        lost: called once, with the reason, when the connection ends or a frame is malformed; not called by
             :meth:`close`.
-        preamble: bytes that come before the first frame, after noise.
+        preamble: bytes before the first frame, which may follow noise.
 
     Attributes:
         noise: the last bytes before the preamble.
@@ -119,7 +119,7 @@ class AgentConnection(Generic[F]):
         self.closed = False
 
     def watch(self, selector: selectors.BaseSelector | None) -> None:
-        """Work in the loop of ``selector``, whose data are functions to call; None: in none."""
+        """Handle events in the loop of ``selector``, which calls the data of ready keys; None: in no loop."""
         for fd in self._listening:
             assert self._selector is not None
             self._selector.unregister(fd)
@@ -128,12 +128,12 @@ class AgentConnection(Generic[F]):
         self._listen()
 
     def write(self, data: bytes) -> None:
-        """Send bytes that are no frame, such as a preamble."""
+        """Send bytes that are not a frame, such as a preamble."""
         self._urgent.append(data)
         self._flush()
 
     def send(self, frame: Any, *, bulk: bool = False) -> None:
-        """Send a frame as soon as possible; those that are not ``bulk`` overtake those that are."""
+        """Send a frame as soon as possible; frames that are not ``bulk`` overtake those that are."""
         if self.closed:
             return
         data = encode(frame)
@@ -141,17 +141,17 @@ class AgentConnection(Generic[F]):
         self._flush()
 
     def poll(self) -> None:
-        """Handle what has come, without waiting for the loop."""
+        """Handle received frames now, instead of in the loop."""
         if not self.closed:
             self._ready()
 
     @property
     def sent(self) -> bool:
-        """Whether everything has been given to the kernel."""
+        """Whether all frames were written to the carrier."""
         return not (self._now or self._urgent or self._bulk)
 
     def close(self) -> None:
-        """Close the descriptors; what was not sent is dropped."""
+        """Close the carrier; unsent frames are dropped."""
         if not self.closed:
             self.watch(None)
             self.closed = True
@@ -182,7 +182,7 @@ class AgentConnection(Generic[F]):
 
     def _ready(self) -> None:
         if self.closed:
-            return  # since the loop saw that it is ready
+            return  # closed after the loop saw that it is ready
         self._flush()
         try:
             self._read()
@@ -203,7 +203,7 @@ class AgentConnection(Generic[F]):
         except BlockingIOError:
             pass
         except OSError:
-            # What the other side has said before it went is worth reading, and its end is read then.
+            # Frames that came before the connection ended are still read, and then its end.
             self._now = memoryview(b"")
             self._urgent.clear()
             self._bulk.clear()
@@ -229,10 +229,10 @@ class AgentConnection(Generic[F]):
             del self.noise[-len(self._preamble) :]
             self._preamble = b""
         elif len(self.noise) > _MOST_NOISE:
-            raise WireError("something else than an agent of shoal answers")
+            raise WireError("the program that answers is not an agent of shoal")
 
     def _read_frame(self) -> bool:
-        """Read on; False when this link is closed."""
+        """Read more bytes; return False if this connection is closed."""
         count = self._carrier.recv_into(self._reader.view())
         if count == 0:
             raise WireError(_ENDED)
@@ -241,13 +241,13 @@ class AgentConnection(Generic[F]):
             try:
                 frame = self._decode(message)
             except MalformedMessage as error:
-                raise WireError(f"it sent what is no frame: {error}") from error
+                raise WireError(f"it sent a malformed frame: {error}") from error
             self._received(frame)
         return not self.closed
 
 
 def socket_pair_end(sock: Any) -> Descriptors:
-    """The carrier of a socket, which it takes over."""
+    """The carrier of a socket; it takes ownership."""
     with suppress(OSError):
         sock.setblocking(False)
     fd = sock.detach()

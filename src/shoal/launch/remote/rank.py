@@ -1,4 +1,4 @@
-"""A rank on another host, as the launcher sees it: what its agent tells, and what the agent is told."""
+"""A rank on another host, controlled through its agent."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ..ranks.rank import LOST, JobProcess
 
 
 class AgentInterface(Protocol):
-    """What a rank needs of its agent."""
+    """The part of an agent's client that its ranks use."""
 
     def tell(self, frame: msgspec.Struct) -> None:
         """Send a frame."""
 
     def taken(self, amount: int) -> None:
-        """So many bytes of output were read."""
+        """Record that ``amount`` bytes of output were consumed."""
 
     def here(self, moment: float) -> float:
-        """A moment of the agent's clock on this host's clock, as well as that is known."""
+        """Convert a time of the agent's clock to this host's clock, approximately."""
 
     def must_end(self) -> None:
-        """A process was sent SIGKILL: its end is due."""
+        """Start the timeout for the end of a process, after SIGKILL was sent."""
 
 
 class Turns:
-    """Relays whose bytes are to be written, one chunk after the other.
+    """A queue of relays that have output to write.
 
-    Writing short lines takes longer than receiving them.  Exits and beats shall not wait for that.
+    Writing short lines takes longer than receiving them, and must not delay exits and heartbeats.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Relay] = deque()
 
     def add(self, relay: Relay) -> None:
-        """``relay`` has something for its reader."""
+        """Add ``relay``, which has output."""
         if relay not in self._queue:
             self._queue.append(relay)
 
     def take(self, until: float) -> None:
-        """Let one relay after the other hand over a chunk, until a moment of the clock."""
+        """Write one chunk of each relay in turn, until the time ``until``."""
         while self._queue:
             self._queue.popleft().turn()
             if time.monotonic() >= until:
@@ -62,9 +62,9 @@ class Relay:
     """stdout or stderr of a rank on another host.
 
     Args:
-        turns: where it asks for its turn.
-        taken: called with the number of bytes that were read.
-        closed: called when nobody reads any more.
+        turns: the queue for relays that have output.
+        taken: called with the number of bytes that were consumed.
+        closed: called when the reader closes the relay before the end of the output.
     """
 
     def __init__(self, turns: Turns, taken: Callable[[int], None], closed: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ class Relay:
         self._chunks: deque[bytes] = deque()
         self._ready: Callable[[], object] | None = None
         self._is_closed = False
-        #: the last bytes have come
+        #: the end of the output has come
         self.ended = False
 
     def feed(self, data: bytes) -> None:
-        """More bytes have come; none are the end."""
+        """Add received bytes; ``b""`` is the end."""
         if self.ended:
             raise WireError("it sent output after its end")
         if self._is_closed:
@@ -113,7 +113,7 @@ class Relay:
                 self._closed()
 
     def turn(self) -> None:
-        """Let the reader read once."""
+        """Call the reader once."""
         if self._ready is not None and (self._chunks or self.ended):
             self._ready()
             self._offer()
@@ -124,15 +124,12 @@ class Relay:
 
 
 class RemoteRank(JobProcess):
-    """A process that an agent has started, or is about to.
+    """A process that an agent has started, or is about to start.
 
     Args:
-        agency: of its host.
-        turns: in which its output is written.
+        `agency`: the client of the agent of its host.
+        turns: the queue for its output.
         size: number of ranks of the job.
-
-    Attributes:
-        was_killed: it was sent SIGKILL.
     """
 
     def __init__(
@@ -161,17 +158,17 @@ class RemoteRank(JobProcess):
         self.stdout = self._relays_stdout = Relay(turns, agency.taken, lambda: self._tell(Close(index, 1)))
         self.stderr = self._relays_stderr = Relay(turns, agency.taken, lambda: self._tell(Close(index, 2)))
 
-    # -- what the agent tells ------------------------------------------------------------------
+    # -- frames of the agent -------------------------------------------------------------------
 
     def wrote(self, frame: ProcessOutput) -> None:
-        """It wrote something."""
+        """Handle output of the process."""
         (self._relays_stdout if frame.stream == 1 else self._relays_stderr).feed(frame.data)
 
     def reported(self, frame: Reported) -> None:
-        """It has reported something of its failure; raises WireError."""
+        """Handle reports of the process; raises WireError."""
         numbered = [each for each in (*frame.reports, *frame.notices) if not each.meeting]
         if any(rank >= self._size for report in numbered for rank in report.ranks):
-            raise WireError("it sent reports of ranks that are not there")
+            raise WireError("it sent reports that name unknown ranks")
         if self.status is None:
             self._reports = tuple(replace_at(each, self._moment(each.at)) for each in frame.reports)
             self._joined |= frame.joined
@@ -180,15 +177,15 @@ class RemoteRank(JobProcess):
                 self._reported()
 
     def exited(self, frame: Exited) -> None:
-        """It has ended; raises WireError."""
+        """Handle the end of the process; raises WireError."""
         if self.status is not None:
-            raise WireError(f"process {self.index} ended twice")
+            raise WireError(f"it reported that process {self.index} ended twice")
         longest = time.monotonic() - self._began + 1.0
         self._seconds = frame.seconds if 0.0 <= frame.seconds <= longest else None
         self._end(frame.status, self._moment(frame.at))
 
     def not_started(self) -> None:
-        """The agent could not start it, and knows nothing of it."""
+        """Handle that the agent could not start the process."""
         self._released = True
         if self.status is None:
             self._end(127, time.monotonic())
@@ -197,7 +194,7 @@ class RemoteRank(JobProcess):
                 relay.feed(b"")
 
     def lose(self, why: str) -> bool:
-        """Its host is lost: nothing comes from it any more; whether it had not ended before."""
+        """Handle the loss of the host; return whether the process had not ended before."""
         for relay in (self._relays_stdout, self._relays_stderr):
             if not relay.ended:
                 relay.feed(b"")
@@ -212,11 +209,11 @@ class RemoteRank(JobProcess):
             self._ended()
 
     def _moment(self, at: float) -> float:
-        """On this clock, and while it ran: NaN is no moment, and another host's clock is known roughly."""
+        """Convert a time to this clock, clamped to the run time of the process; NaN becomes now."""
         here = self._agency.here(at)
         return min(max(here, self._began), time.monotonic()) if here == here else time.monotonic()
 
-    # -- what the supervisor wants -------------------------------------------------------------
+    # -- JobProcess ----------------------------------------------------------------------------
 
     def watch(
         self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
@@ -240,11 +237,11 @@ class RemoteRank(JobProcess):
             self._tell(Release(self.index))
 
     def reap(self) -> None:
-        """Its agent does."""
+        """Mark it as released; its agent reaps it."""
         self._released = True
 
     def read_reports(self) -> None:
-        """They come by themselves."""
+        """Do nothing: the agent sends reports as they come."""
 
     def take_notices(self) -> Sequence[Report]:
         notices, self._notices = self._notices, ()
@@ -268,5 +265,5 @@ class RemoteRank(JobProcess):
 
 
 def replace_at(report: Report, at: float) -> Report:
-    """``report`` with another moment."""
+    """``report`` with the time ``at``."""
     return msgspec.structs.replace(report, at=at)

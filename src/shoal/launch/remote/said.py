@@ -1,4 +1,4 @@
-"""What a program that leads to other hosts, such as ssh, writes to stderr: its last lines, for messages."""
+"""The last lines of stderr of ssh or srun, for messages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import IO
 from ...common.wording import printable
 from ..ranks.source import Pipe
 
-#: lines that are kept, and characters of a line
+#: maximum number of lines, and bytes of a line
 _LINES, _WIDTH = 10, 300
 
 
 class Said:
-    """The last lines of a pipe.
-
-    Attributes:
-        pipe: where they come from.
-    """
+    """The last lines of a pipe."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.pipe = Pipe(file)
@@ -26,9 +22,9 @@ class Said:
         self._is_closed = False
 
     def hear(self) -> None:
-        """Read what is there."""
+        """Read the available bytes."""
         if self._is_closed:
-            return  # both ends of the process became ready at once
+            return  # closed in the same turn of the loop
         try:
             while data := self.pipe.read():
                 *lines, self._part = (self._part + data).split(b"\n")
@@ -40,12 +36,12 @@ class Said:
 
     @property
     def lines(self) -> list[str]:
-        """The last lines, without what a terminal would act on."""
+        """The last lines, without control characters."""
         lines = [*self._lines, self._part] if self._part.strip() else list(self._lines)
         return [printable(line.decode(errors="replace").rstrip()) for line in lines]
 
     def close(self) -> None:
-        """Read what is left, and close the pipe."""
+        """Read the rest, and close the pipe."""
         self.hear()
         self.pipe.close()
         self._is_closed = True

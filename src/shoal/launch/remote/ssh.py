@@ -1,4 +1,4 @@
-"""Starting an agent on another host, by ssh: a process whose stdin and stdout are one socket."""
+"""Starts an agent on another host by ssh: a process with one socket for stdin and stdout."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from .hosts import Host
 from .link import Descriptors, socket_pair_end
 from .said import Said
 
-#: no terminal, no questions; a host that does not answer is given up within seconds
+#: no terminal, no prompts, and a timeout of seconds for a host that does not answer
 OPTIONS = (
     "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
-#: runs the agents; unlike with -m, the modules of the current directory are not found, whatever their names
+#: Python code that runs an agent; unlike ``-m``, it does not import modules from the current directory
 PROGRAM = "import sys; sys.path[0] or sys.path.pop(0); from shoal.launch.cli import main; main()"
 
 
 def command(host: Host, python: str) -> list[str]:
-    """What starts the agent of ``host``; nothing secret is in it.
+    """The command that starts the agent of ``host``; raises ConfigurationError if SHOAL_SSH is malformed.
 
-    Raises:
-        ConfigurationError: ``SHOAL_SSH`` cannot be split into words.
+    It has no secrets, because other users can see it.
     """
     agent = [python, "-c", PROGRAM, "agent", "--stdio"]
     if host.is_local:
@@ -35,21 +34,12 @@ def command(host: Host, python: str) -> list[str]:
         program = shlex.split(config.SSH.get())
     except ValueError as error:
         raise ConfigurationError(f"SHOAL_SSH={config.SSH.get()!r}: {error}") from error
-    # ssh joins the words of the command, and the other host's shell splits them.
+    # ssh joins the words of the command, and the shell of the other host splits them.
     return [*program, *OPTIONS, host.destination, "exec", *map(shlex.quote, agent)]
 
 
 class Client:
-    """The process that connects to a host: ssh, or for this machine the agent itself.
-
-    Args:
-        argv: the command.
-        name: what messages call it.
-
-    Attributes:
-        carrier: the connection to the agent.
-        stderr: what the process, or the agent, says to the user.
-    """
+    """The process that connects to a host: ssh, or the agent itself on this machine.  See ``Way``."""
 
     def __init__(self, argv: Sequence[str], name: str = "ssh") -> None:
         self.name = name
@@ -60,7 +50,7 @@ class Client:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # what Ctrl-C at the terminal means is the launcher's business
+                start_new_session=True,  # only the launcher must get Ctrl-C at the terminal
             )
         except OSError as error:
             mine.close()
@@ -74,7 +64,7 @@ class Client:
         self.pid = self._process.pid
 
     def hear(self) -> None:
-        """Read what is there of stderr."""
+        """Read the available bytes of stderr."""
         self._said.hear()
 
     @property
@@ -83,10 +73,9 @@ class Client:
         return self._said.lines
 
     def end(self, timeout: float) -> int | None:
-        """Wait for the end of the process, which has nothing to do any more; kills it then.
+        """Wait for the process to exit; return its exit code as a shell gives it.
 
-        Returns:
-            Its exit code as a shell says it; None: it was killed here.
+        After ``timeout`` seconds kill it, and return None.
         """
         code: int | None
         try:

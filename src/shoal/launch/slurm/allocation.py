@@ -1,4 +1,4 @@
-"""The allocation of Slurm in which ``shoal run --srun`` runs: its hosts, and how many ranks each takes."""
+"""The Slurm allocation in which ``shoal run --srun`` runs: its hosts and their slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..remote.hosts import Host
 
 T = TypeVar("T", int, str)
 
-#: variables that shape the tasks of a step: right for ranks, wrong for one agent on each node
+#: variables that configure the tasks of a step; they do not apply to a step with one agent per node
 _OF_TASKS = (
     "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXCLUSIVE",
     "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_HINT", "SLURM_LABELIO", "SLURM_MEM_BIND",
@@ -20,9 +20,9 @@ _OF_TASKS = (
     "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_TRES", "SLURM_STDERRMODE",
     "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_THREADS", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
 )  # fmt: skip
-#: of those, what scripts read to share a node's cores
+#: the variables in ``_OF_TASKS`` that scripts read to divide the cores and GPUs of a node
 _FOR_RANKS = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK")
-#: variables that describe an agent as a task of its step; a rank is none
+#: variables that describe an agent as a task of its step; ranks must not inherit them
 OF_THE_AGENT = (
     "SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID",
@@ -31,12 +31,12 @@ OF_THE_AGENT = (
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm has given to a job.
+    """A Slurm allocation.
 
     Attributes:
-        hosts: its nodes, by Slurm's names for them, with the ranks that each takes.
-        restarts: how often Slurm has queued the job again.
-        kept: variables that ranks find although srun does not.
+        hosts: its nodes, with the node names of Slurm, and their slots.
+        restarts: how often Slurm has requeued the job.
+        kept: variables that are passed to ranks but not to srun.
     """
 
     hosts: Sequence[Host]
@@ -45,37 +45,37 @@ class Allocation:
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation:
-    """The allocation that ``environ`` describes.
+    """Read the allocation from ``environ``.
 
-    A node takes as many ranks as the job has tasks there, and where nothing tells that, one for each of its
-    CPUs, or for as many CPUs as a task has.
+    A node has a slot for each task of the job there.  If the number of tasks is not set, it has a slot for
+    each of its CPUs, or for each group of ``--cpus-per-task`` CPUs.
 
     Raises:
-        UsageError: it describes none, or one that cannot be used.
+        UsageError: there is no allocation, or it cannot be used.
     """
     if not environ.get("SLURM_JOB_ID"):
         raise UsageError(
-            "--srun runs in an allocation of Slurm, and SLURM_JOB_ID is not set: call it in a script of "
-            "sbatch, or in the shell that salloc starts"
+            "--srun must run in a Slurm allocation, but SLURM_JOB_ID is not set: call it in an sbatch script "
+            "or in a shell of salloc"
         )
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         raise UsageError(
-            "--srun starts a step of Slurm itself, and this is one of several tasks of a step: leave out the "
-            "srun before shoal run"
+            "--srun starts a Slurm step itself, but this process is one of several tasks of a step: leave "
+            "out the srun before shoal run"
         )
     names = _read(environ, "SLURM_JOB_NODELIST", hosts_of)
     if not names:
-        raise UsageError("--srun: SLURM_JOB_NODELIST is not set: Slurm names no nodes of this job")
+        raise UsageError("--srun: SLURM_JOB_NODELIST is not set: the nodes of this job are unknown")
     if len(set(names)) != len(names):
         raise UsageError("--srun: SLURM_JOB_NODELIST names a node twice")
     counts = _read(environ, "SLURM_TASKS_PER_NODE", counts_of)
-    if len(counts) != len(names):  # in a step, that is the step's
+    if len(counts) != len(names):  # in a step, the variable is about the step
         each = max(1, _number(environ, "SLURM_CPUS_PER_TASK", 1))
         counts = [cpus // each for cpus in _read(environ, "SLURM_JOB_CPUS_PER_NODE", counts_of)]
     if len(counts) != len(names) or not all(counts):
         raise UsageError(
-            "--srun: neither SLURM_TASKS_PER_NODE nor SLURM_JOB_CPUS_PER_NODE tells how many ranks each of "
-            f"the {len(names)} nodes takes: ask for them by sbatch --ntasks-per-node=N"
+            "--srun: neither SLURM_TASKS_PER_NODE nor SLURM_JOB_CPUS_PER_NODE has a number for each of the "
+            f"{len(names)} nodes: request tasks by sbatch --ntasks-per-node=N"
         )
     hosts: list[Host] = []
     first = 0
@@ -87,7 +87,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what would make srun do something else than its command line says."""
+    """``environ`` without variables that change the meaning of the srun command line."""
     return {k: v for k, v in environ.items() if k not in _OF_TASKS and not k.startswith("SRUN_")}
 
 
@@ -101,7 +101,6 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _read(environ: Mapping[str, str], name: str, parse: Callable[[str], list[T]]) -> list[T]:
-    """What a list of Slurm's says; empty when it is not set."""
     text = environ.get(name, "").strip()
     try:
         return parse(text) if text else []

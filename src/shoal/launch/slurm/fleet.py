@@ -1,4 +1,4 @@
-"""The agents of an allocation's nodes: srun starts them, and they call back."""
+"""The agents of the nodes of an allocation: srun starts them, and they connect to the launcher."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from ..remote.fleet import Fleet
 from ..remote.hosts import Host
 from .srun import AgentCall, Srun, command, environment
 
-#: seconds in which every agent must have called; Python starts from network disks in that time
+#: timeout in seconds for agents to connect, long enough to start Python from a network disk
 _START = 60.0
-#: seconds between two looks for an agent that calls
+#: seconds between two polls for new connections
 _LOOK = 0.02
-#: seconds in which an agent that has proved itself says which node it is on
+#: timeout in seconds for an authenticated agent to send its node name
 _FIRST_WORD = 10.0
-#: hosts that a message names
+#: maximum number of hosts in a message
 _SHOWN = 8
-#: srun's words on a task that has ended
+#: srun's message on a task that has ended
 _ENDED = re.compile(r"srun: error: ([^ :]+): tasks? [0-9,\[\]-]+: (.+)")
 _FROM_ANYWHERE = "0.0.0.0"
 
 
 class SrunFleet(Fleet):
-    """The agents of an allocation's nodes.
+    """The agents of the nodes of an allocation.
 
     Args:
-        hosts: the nodes that have ranks, or may have some.
+        hosts: the nodes that have ranks, or may get some.
         python: the interpreter that runs the agents.
-        signals: one that ends the launcher ends the start.
-        hidden: variables of this process that agents do not find.
+        signals: signals of the launcher; a stop signal cancels the start.
+        hidden: variables of this process that are not passed to agents.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SrunFleet(Fleet):
         self._steps.callback(self._srun.end)
 
     def connect(self) -> None:
-        """Wait until all agents have called and answered; raises as the base does."""
+        """Wait until all agents have connected and sent Hello; raises as :meth:`Fleet.connect`."""
         end = time.monotonic() + _START
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
@@ -90,19 +90,18 @@ class SrunFleet(Fleet):
         super().connect()
 
     def close(self) -> None:
-        """End all agents, and srun."""
+        """End all agents and srun."""
         super().close()
         self._steps.close()
 
     def _take(self, selector: selectors.BaseSelector) -> None:
-        """Take in the agents that have called."""
         while True:
             try:
                 connection = self._acceptor.accept(0.0)
             except WireTimeout:
                 return
             except WireError as error:
-                raise LaunchError(f"no agent can be heard: {error}") from error
+                raise LaunchError(f"cannot accept connections of agents: {error}") from error
             try:
                 host = self._host_of(connection)
                 self.agencies.append(AgentClient(host, AgentCall(connection, self._srun)))
@@ -115,27 +114,27 @@ class SrunFleet(Fleet):
                 raise
 
     def _host_of(self, connection: Connection) -> Host:
-        """Where the agent at the other end runs.
+        """The host of the agent at the other end of ``connection``.
 
         Raises:
-            WireError: it does not say so, or no agent is missing anywhere.
-            LaunchError: no agent is missing there.  It has the secret of this start, so it is one of its
-                agents, and one of those that are missing will not call.
+            WireError: the agent did not send its node name, or no agent is missing.
+            LaunchError: no agent is missing on its node.  It has the secret of this start, so it is one of
+                its agents, and a missing agent will never connect.
         """
         try:
             name = from_msgpack(connection.recv(_FIRST_WORD), NodeHello).host
         except MalformedMessage as error:
-            raise WireError(f"it did not say where it is: {error}") from error
+            raise WireError(f"it did not send its node name: {error}") from error
         missing = self._missing()
         for host in missing:
             if host.name == name:
                 return host
         if not missing:
-            raise WireError("no agent is missing")
+            raise WireError("all agents have connected already")
         known = any(host.name == name for host in self._hosts)
-        why = "one has called from there already" if known else "the job has no ranks there"
+        why = "one has connected from there already" if known else "the job has no ranks there"
         raise self._failed(
-            missing, f"no agent has called from there; one says that it is on {printable(name)}, but {why}"
+            missing, f"no agent has connected from there; one reports node {printable(name)}, but {why}"
         )
 
     def _missing(self) -> list[Host]:
@@ -143,32 +142,31 @@ class SrunFleet(Fleet):
         return [host for host in self._hosts if host.name not in there]
 
     def _judge(self, is_late: bool) -> None:
-        """Raise if agents are missing that will not call any more."""
         missing = self._missing()
         if not missing:
             return
         if (code := self._srun.code) is not None:
-            why = f"srun ended with exit code {code} before an agent had called from there"
+            why = f"srun ended with exit code {code} before an agent had connected from there"
         elif ended := self._ended_there(missing):
-            missing, why = [ended[0][0]], f"its agent ended before it had called back: {ended[0][1]}"
+            missing, why = [ended[0][0]], f"its agent ended before it had connected: {ended[0][1]}"
         elif is_late:
             interface, port = self._where.rsplit(":", 1)
             where = self._where if interface else f"port {port} of this machine"
-            why = f"its agent has not called back in {_START:.0f} s"
-            why += f"; agents call {where}, and SHOAL_INTERFACE names another address"
+            why = f"its agent has not connected in {_START:.0f} s"
+            why += f"; agents connect to {where}; set SHOAL_INTERFACE for another address"
         else:
             return
         if refused := self._refused or self._acceptor.refused:
-            why += f"; the last that called was refused: {printable(refused)}"
+            why += f"; the last connection was refused: {printable(refused)}"
         raise self._failed(missing, why)
 
     def _failed(self, missing: Sequence[Host], why: str) -> LaunchError:
         self._srun.said.hear()
         said = "".join(f"\n  | {line}" for line in self._srun.said.lines)
-        return LaunchError(f"{_named(missing)}: {why}" + (f"\nsrun said:{said}" if said else ""))
+        return LaunchError(f"{_named(missing)}: {why}" + (f"\noutput of srun:{said}" if said else ""))
 
     def _ended_there(self, missing: Sequence[Host]) -> list[tuple[Host, str]]:
-        """Hosts whose agents have ended, by srun's words: without them the wait for these would be long."""
+        """Hosts with agents that have ended, according to the output of srun, and how; avoids the timeout."""
         found = []
         for line in self._srun.said.lines:
             if match := _ENDED.fullmatch(line):

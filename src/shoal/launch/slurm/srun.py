@@ -1,4 +1,4 @@
-"""srun, the program of Slurm that starts an agent on each node of an allocation, and ends with them."""
+"""The srun process, which starts an agent on each node of a Slurm allocation, and ends with them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..remote.link import OfStream
 from ..remote.said import Said
 from .allocation import for_srun
 
-#: seconds that srun has to end when its agents have, and then when it was asked to
+#: seconds for srun to exit after its agents, and then after SIGTERM
 _END = (3.0, 2.0)
 
-#: one agent a node, with all that the job has there: not bound, not in the way of other steps, and neither
-#: ended because another one was
+#: one agent per node, with all resources of the job there, shared with other steps and without binding; an
+#: agent is not ended when another one ends
 _OPTIONS = (
     "--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none",
     "--mpi=none", "--input=none", "--export=ALL", "--chdir=/", "--job-name=shoal-agent",
@@ -29,24 +29,14 @@ _OPTIONS = (
 
 
 def command(hosts: Sequence[Host], python: str, where: str) -> list[str]:
-    """What starts the agents of ``hosts``; nothing secret is in it.
-
-    Args:
-        where: they call, as ``shoal agent --connect`` takes it.
-    """
+    """The command that starts the agents of ``hosts``, which connect to ``where``; without secrets."""
     names = ",".join(host.name for host in hosts)
     nodes = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={names}"]
     return ["srun", *nodes, *_OPTIONS, python, "-m", "shoal", "agent", "--connect", where]
 
 
 def environment(environ: Mapping[str, str], hidden: Collection[str], secret: str) -> dict[str, str]:
-    """What srun finds, and passes on to the agents.
-
-    Args:
-        environ: this process's.
-        hidden: variables that mean something to this process alone.
-        secret: what agents prove that they have.
-    """
+    """The environment of srun and the agents: ``environ`` without ``hidden``, and with ``secret``."""
     found = {k: v for k, v in for_srun(environ).items() if k not in hidden}
     if paths := found.get("PYTHONPATH"):  # agents start in another directory
         found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
@@ -54,12 +44,12 @@ def environment(environ: Mapping[str, str], hidden: Collection[str], secret: str
 
 
 class Srun:
-    """The process, which lives as long as its agents do."""
+    """The srun process, which runs as long as its agents do."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         program = shutil.which(argv[0])
         if program is None:
-            raise UsageError("--srun: there is no program srun on PATH: this machine is none of Slurm's")
+            raise UsageError("--srun: srun was not found on PATH: run it on a machine with Slurm")
         try:
             self._process = subprocess.Popen(
                 [program, *argv[1:]],
@@ -67,7 +57,7 @@ class Srun:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # what Ctrl-C at the terminal means is the launcher's business
+                start_new_session=True,  # only the launcher must get Ctrl-C at the terminal
             )
         except OSError as error:
             raise LaunchError(f"srun could not be started: {error.strerror or error}") from error
@@ -80,12 +70,12 @@ class Srun:
 
     @property
     def code(self) -> int | None:
-        """Its exit code as a shell says it; None while it runs."""
+        """Its exit code, as a shell gives it; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def watch(self, selector: selectors.BaseSelector | None) -> None:
-        """Work in the loop of ``selector``, whose data are functions to call; None: in none."""
+        """Handle events in the loop of ``selector``, which calls the data of ready keys; None: in no loop."""
         if selector is self._selector:
             return
         if self._selector is not None:
@@ -98,18 +88,18 @@ class Srun:
             selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
     def join(self, call: AgentCall, selector: selectors.BaseSelector) -> None:
-        """An agent's connection is in use in the loop of ``selector``: it ends when srun does."""
+        """Add a connection that is used in the loop of ``selector``: it is shut down when srun ends."""
         self._calls.add(call)
         self.watch(selector)
 
     def part(self, call: AgentCall) -> None:
-        """It is no more."""
+        """Remove a connection."""
         self._calls.discard(call)
         if not self._calls:
             self.watch(None)
 
     def end(self) -> None:
-        """Wait for its end, now that no agent has a connection any more; asks it to end, then kills it."""
+        """Wait for srun to exit, after all connections are closed; then send SIGTERM, then SIGKILL."""
         self.watch(None)
         for seconds, then in zip(_END, (self._process.terminate, self._process.kill), strict=True):
             try:
@@ -123,16 +113,16 @@ class Srun:
 
     def _ended(self) -> None:
         if self._selector is None:
-            return  # the last connection ended in the same moment
+            return  # the last connection ended in the same turn of the loop
         self._selector.unregister(self._pidfd)
         self.said.hear()
-        # Nobody would end the agents any more when Slurm should.
+        # Without srun, Slurm would not end the agents any more.
         for call in list(self._calls):
             call.cut()
 
 
 class AgentCall:
-    """The connection of an agent that has called: what leads to its host, as an agency sees it."""
+    """The connection of an agent that srun has started; a ``Way`` of an ``AgentClient``."""
 
     name = "srun"
 
@@ -143,7 +133,7 @@ class AgentCall:
         self.stderr = self
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None:
-        """Hear srun's words in the loop of ``selector``."""
+        """Read stderr of srun in the loop of ``selector``."""
         self._srun.join(self, selector)
 
     def ignore(self) -> None:
@@ -151,10 +141,10 @@ class AgentCall:
         self._srun.part(self)
 
     def hear(self) -> None:
-        """srun's words are heard for all calls together."""
+        """Do nothing: stderr of srun is read once for all connections."""
 
     def cut(self) -> None:
-        """End the connection without closing it."""
+        """Shut down the connection without closing it."""
         with suppress(OSError):  # it has ended
             self._stream.shutdown()
 
@@ -165,6 +155,6 @@ class AgentCall:
         return self._srun.said.lines
 
     def end(self, timeout: float) -> int | None:
-        """srun is there for the others: its exit code if it has ended."""
+        """Stop to use srun, which serves the other agents; return its exit code if it has ended."""
         self._srun.part(self)
         return self._srun.code
