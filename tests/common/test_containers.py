@@ -131,7 +131,7 @@ def test_a_tuple_that_contains_itself_through_a_list_is_built_again() -> None:
 def test_what_cannot_be_built_again_is_refused() -> None:
     box = Box()
     box.content = (box,)
-    with pytest.raises(UsageError, match="contains itself and no list or dict is between"):
+    with pytest.raises(UsageError, match="contains itself without a list or dict in between"):
         map_leaves(lambda leaf: leaf, [box])
 
 

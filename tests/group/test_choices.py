@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused_before_anybody_waits() -> None:
             ({"concurrency": 0}, "expected a whole number from 1"),
             ({"backend": "pigeon"}, "unknown backend 'pigeon'"),
             ({"transport": "rope"}, "expected one of auto, shm, tcp"),
-            ({"transprot": "tcp"}, "'transport' is meant, probably"),
+            ({"transprot": "tcp"}, r"did you mean 'transport'\?"),
         ):
             for make in (lambda own=own: group.subgroup([0], **own), lambda own=own: group.split(0, **own)):
                 with pytest.raises(shoal.UsageError, match=words):

@@ -91,7 +91,7 @@ def test_an_accepting_side_refuses_who_has_seen_another_certificate() -> None:
     right.bind(b"c" * 32)
     assert right.feed(left.bind(b"d" * 32)) == bytes(32)
     assert isinstance(right.failure, AuthenticationError)
-    assert "somebody stands in between" in str(right.failure)
+    assert "there is a man in the middle" in str(right.failure)
     left.feed(bytes(32))
     assert isinstance(left.failure, AuthenticationError)
 
@@ -103,7 +103,7 @@ def test_a_connecting_side_refuses_the_proof_of_who_has_shown_another_certificat
     left.feed(right._proof(connecting=False))  # as if it had taken the proof
     assert not left.done
     assert isinstance(left.failure, AuthenticationError)
-    assert "somebody stands in between" in str(left.failure)
+    assert "there is a man in the middle" in str(left.failure)
 
 
 def test_a_proof_of_a_plain_connection_is_worth_nothing_on_an_encrypted_one() -> None:

@@ -88,7 +88,7 @@ def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: st
 
 def test_whoever_speaks_in_other_words_is_refused() -> None:
     def right(connection: Connection) -> None:
-        with pytest.raises(WireError, match="introduced itself in other words"):
+        with pytest.raises(WireError, match="received an invalid hello from"):
             be_introduced(connection, Name, lambda theirs: theirs, 20)
 
     over("tcp", lambda connection: connection.send(b"\x01", 20), right)

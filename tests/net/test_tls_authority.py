@@ -148,7 +148,7 @@ def test_who_holds_a_right_certificate_but_not_the_secret_gains_nothing_in_betwe
 ) -> None:
     use_certificates(monkeypatch, authority, authority.issue("insider"))
     with Relay(server.port, terminates=True) as relay:
-        with pytest.raises(AuthenticationError, match="somebody stands in between"):
+        with pytest.raises(AuthenticationError, match="there is a man in the middle"):
             connect_echo(relay.port)
         assert relay.terminated == 1
     assert server.accepted == 0

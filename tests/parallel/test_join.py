@@ -366,12 +366,15 @@ def test_a_keyword_that_no_joinable_takes_is_refused(group: shoal.ProcessGroup) 
         def join_hook(self, weight: int = 1) -> JoinHook:  # type: ignore[override]
             return CounterHook(self)
 
-    words = "Join takes no argument 'divide_by_initial_world_sizee'; 'divide_by_initial_world_size' is meant"
+    words = (
+        "Join takes no argument 'divide_by_initial_world_sizee' "
+        r"\(did you mean 'divide_by_initial_world_size'\?\)"
+    )
     with pytest.raises(UsageError, match=words):
         Join([model, optimizer], divide_by_initial_world_sizee=False)
-    with pytest.raises(UsageError, match="'is_first_joinable': the first one of joinables speaks for all"):
+    with pytest.raises(UsageError, match="'is_first_joinable': the first one of joinables represents all"):
         Join([model], is_first_joinable=True)
-    with pytest.raises(UsageError, match="'weigth'; 'weight' is meant"):
+    with pytest.raises(UsageError, match=r"'weigth' \(did you mean 'weight'\?\)"):
         Join([model, Named(group)], weigth=2)
     for join in (
         Join([model, Named(group)], weight=2, divide_by_initial_world_size=False),

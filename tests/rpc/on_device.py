@@ -146,12 +146,12 @@ def the_map_is_inverted_for_results(a: Agent, b: Peer) -> None:
 
 
 def a_tensor_without_a_map_is_refused_with_the_map_to_add(a: Agent, b: Peer) -> None:
-    words = ("lies on pretend:0", "device_maps={'unmapped': {'pretend:0': 'pretend:0'}}")
+    words = ("is on pretend:0", "device_maps={'unmapped': {'pretend:0': 'pretend:0'}}")
     with expects(UsageError, *words):
         a.peer("unmapped").call(double, on_device(1))
-    with expects(UsageError, *words, "to which 'a' maps no device"):
+    with expects(UsageError, *words, "to which 'a' maps none of its devices"):
         a.peer("unmapped").call(make_on_device).wait(PATIENCE)
-    with expects(UsageError, "only plain and dense"):
+    with expects(UsageError, "only plain, dense"):
         b.call(double, on_device(1).as_subclass(Special))
 
 
@@ -160,7 +160,7 @@ class Special(torch.Tensor):
 
 
 def a_map_to_a_device_that_is_not_there_is_refused_by_the_callee(a: Agent, b: Peer) -> None:
-    with expects(UsageError, "refuses a connection", "there is no pretend:7 at this worker"):
+    with expects(UsageError, "refuses a connection", "this worker has no pretend:7"):
         a.peer("too few").call(double, on_device(1))
 
 
@@ -215,7 +215,7 @@ def a_broken_handler_fails_its_call(a: Agent, b: Peer) -> None:
     held = b.call(hold_own_stream, on_device(1))
     eventually(lambda: bool(noted))
     noted[0].fail(RuntimeError("the kernel burnt"))
-    with expects(RpcError, "the device failed before the result was there", "the kernel burnt"):
+    with expects(RpcError, "the device failed before the result was ready", "the kernel burnt"):
         held.wait(PATIENCE)
 
 

@@ -86,7 +86,7 @@ def test_a_holder_that_is_dead_is_replaced(names: Directory, ended: str) -> None
     dead, new = worker("ps", process=ended), worker("ps")
     names.claim(dead)
     assert names.workers() == []
-    with pytest.raises(UnknownWorker, match=r"'ps' \(process 7\) has ended and nobody took its place"):
+    with pytest.raises(UnknownWorker, match=r"'ps' \(process 7\) has ended and was not replaced"):
         names.find("ps", 0.05, "me")
     names.claim(new)
     assert names.find("ps", 0.0, "me") == new
@@ -116,14 +116,14 @@ def test_a_holder_that_leaves_while_it_is_judged_is_replaced(
 
 def test_an_unknown_name_lists_those_that_are_there(names: Directory, ended: str) -> None:
     with pytest.raises(
-        UnknownWorker, match=r"'me': nobody has joined as 'ps', or it has left; nobody is there"
+        UnknownWorker, match=r"'me': no worker has joined as 'ps', or it has left; there are no workers"
     ):
         names.find("ps", 0.0, "me")
     for name in ("b", "a"):
         names.claim(worker(name))
     names.claim(worker("dead", process=ended))
     with pytest.raises(
-        UnknownWorker, match=r"nobody has joined as 'ps', or it has left; there are 'a', 'b'$"
+        UnknownWorker, match=r"no worker has joined as 'ps', or it has left; there are 'a', 'b'$"
     ):
         names.find("ps", 0.0, "me")
 

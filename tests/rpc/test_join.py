@@ -83,7 +83,7 @@ def test_who_has_another_secret_does_not_join() -> None:
         ({"name": "a", "memory": 0}, "memory=0: expected a whole number from 1"),
         ({"name": "a", "handlers": True}, "handlers=True: expected a whole number from 1"),
         ({"name": "a", "timeout": -1}, "timeout=-1"),
-        ({"name": "a", "group": "rank0"}, "group='rank0': expected what shoal.init gives"),
+        ({"name": "a", "group": "rank0"}, "group='rank0': expected a ProcessGroup from shoal.init"),
     ],
 )
 def test_what_cannot_be_right_is_refused(arguments: dict[str, object], words: str) -> None:
@@ -96,8 +96,8 @@ def test_a_call_whose_time_is_up_before_it_is_connected_is_late_and_its_worker_n
         a = stage.join("a")
         stage.join("b")
         connecting = a.links._making.setdefault("b", threading.Lock())  # as if another call were
-        with connecting, pytest.raises(CallTimeout, match="was not connected to within"):
+        with connecting, pytest.raises(CallTimeout, match="could not be reached within"):
             a.peer("b").options(timeout=0.05).call(int).wait()
-        with connecting, pytest.raises(CallTimeout, match="was not connected to within"):
+        with connecting, pytest.raises(CallTimeout, match="could not be reached within"):
             a.peer("b").options(timeout=0.05).post(int)
         assert a.peer("b").call(int, "7").wait() == 7

@@ -78,7 +78,7 @@ def test_the_death_of_a_worker_ends_its_calls_and_no_others(
     assert not b.alive
     assert [peer.name for peer in a.peers()] == ["c"]
     with pytest.raises(
-        WorkerLost, match=rf"'b' \(process {pid}\) has ended and nobody took its place; peer\('b', t"
+        WorkerLost, match=rf"'b' \(process {pid}\) has ended and was not replaced; peer\('b', t"
     ):
         a.peer("b")
     # Another process takes the name, and calls reach that one.
@@ -199,7 +199,7 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -
     assert not serving.is_alive()
     c = meeting.join("c", timeout=PATIENCE)
     c.timeout = 0.05  # not that of joining
-    with pytest.raises(UnknownWorker, match="nobody has joined as 'nobody'"):
+    with pytest.raises(UnknownWorker, match="no worker has joined as 'nobody'"):
         c.serve(until="nobody")
 
 
@@ -259,10 +259,10 @@ def test_who_is_not_there_is_waited_for_and_then_told(meeting: Agents, a: Agent)
     late.join()
     with pytest.raises(
         UnknownWorker,
-        match=r"worker 'a': nobody has joined as 'ps' within 0\.05 s, or it has left; .*'a', 'late'",
+        match=r"worker 'a': no worker has joined as 'ps' within 0\.05 s, or it has left; .*'a', 'late'",
     ):
         a.peer("ps", timeout=0.05)
-    with pytest.raises(UsageError, match=r"1\.5 is no name and no rank"):
+    with pytest.raises(UsageError, match=r"1\.5 is neither the name nor the rank"):
         a.peer(1.5)  # type: ignore[arg-type]
 
 
@@ -424,9 +424,9 @@ def test_workers_wait_for_one_another(meeting: Agents, a: Agent) -> None:
         there = b.call(barrier, ["a", "b"])
         a.barrier(["b", "a"])
         there.wait()
-    with pytest.raises(UnknownWorker, match="'b' did not come to a barrier of 2 workers"):
+    with pytest.raises(UnknownWorker, match="'b' did not reach a barrier of 2 workers"):
         a.barrier(timeout=0.05)
-    with pytest.raises(UsageError, match="of which it is none"):
+    with pytest.raises(UsageError, match="which must include this worker"):
         a.barrier(["b"])
     with pytest.raises(UsageError, match="barrier of 'ab': expected the names of workers"):
         a.barrier("ab")
@@ -477,7 +477,7 @@ def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Agents, a: 
     both()
     second.close()
     third = meeting.join("b")
-    with pytest.raises(UnknownWorker, match="'a' did not come to a barrier of 2 workers"):
+    with pytest.raises(UnknownWorker, match="'a' did not reach a barrier of 2 workers"):
         third.barrier(["a", "b"], timeout=0.05)
 
 

@@ -91,7 +91,7 @@ def test_all_hear_of_two_with_one_name_though_one_of_them_serves_the_store(
     monkeypatch.setattr(WorkerMeeting, "_pass_on", then_go)
     for error in outcomes(("w", both), ("w", both)):
         assert isinstance(error, UsageError), repr(error)
-        assert "name='w' is not unique: the ranks 0, 1 have it" in str(error)
+        assert "name='w' is not unique: ranks 0, 1 have it" in str(error)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

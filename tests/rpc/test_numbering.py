@@ -190,7 +190,7 @@ def test_a_peer_that_uses_numbers_as_it_likes_fills_no_more_than_the_table() -> 
     received.learn(0, float)  # an old number does not come back
     assert received.function(NONE - 1) is int
     for number in (0, 3, 2**32 - 2 - numbering.MOST):
-        with pytest.raises(RpcError, match=f"number {number}, which was never told"):
+        with pytest.raises(RpcError, match=f"number {number}, which is unknown here"):
             received.function(number)
 
 
@@ -251,7 +251,7 @@ def test_a_call_with_a_number_that_was_never_told_runs_nothing(meeting: Agents, 
         assert call.wait(PATIENCE)
         letter = call.reply()
         assert not letter.flags & LEARNED
-        replies.append((letter.failed, b"was never told" in letter.head))
+        replies.append((letter.failed, b"is unknown here" in letter.head))
     assert replies == [(True, True)] * 4
     assert a.peer("b").call(int, "7").wait() == 7
     assert b.stats()["handled"] == 0

@@ -182,14 +182,14 @@ def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
 def test_what_has_to_return_a_future_is_refused_without_one(b: Peer) -> None:
     for use in (b.remote(Table).rpc_async().no_future().wait, b.remote(handlers.no_future).to_here):
         with pytest.raises(
-            UsageError, match=r"no_future is marked async_execution and returned no .*Future: int"
+            UsageError, match=r"no_future is marked async_execution: expected a .*Future, got int"
         ):
             use()
 
 
 def test_an_actor_is_made_by_functions_that_need_not_be_waited_for(b: Peer) -> None:
     assert b.actor(table_later, 3.0).pull().wait().tolist() == [3, 3]
-    for make, words in ((table_async, "is an async def"), (handlers.no_future, "returned no")):
+    for make, words in ((table_async, "is an async def"), (handlers.no_future, "expected a shoal.Future")):
         with pytest.raises(UsageError, match=words):
             b.actor(make, *[3.0] * (make is table_async))
 
@@ -429,7 +429,7 @@ def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
     b.call(end_leases).wait()
     become(0, lambda: b.call(count).wait())  # the reference that came with the use goes later
     for use in (ref.rpc_sync().pull, ref.to_here, lambda: b.call(push_at, ref).wait()):
-        with pytest.raises(RpcError, match=rf"the object {ref.ident} has ended"):
+        with pytest.raises(RpcError, match=rf"the object {ref.ident} was released"):
             use()
 
 

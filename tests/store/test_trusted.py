@@ -98,7 +98,7 @@ def test_a_file_that_another_user_puts_in_the_place_of_ours_is_refused(public: P
 def test_a_file_that_others_may_use_is_refused(path: Path, mode: int) -> None:
     path.touch()
     path.chmod(mode)
-    _refused(path, f"mode is {mode:o}", "made anew with mode 600")
+    _refused(path, f"mode is {mode:o}", "created with mode 600")
     assert path.stat().st_size == 0
 
 
@@ -110,7 +110,7 @@ def test_a_symbolic_link_is_refused_and_what_it_leads_to_is_left_alone(
     if there:
         FileStore(target).close()
     path.symlink_to(target)
-    _refused(path, "symbolic link", "path that it leads to")
+    _refused(path, "symbolic link", "path of its target")
     assert target.exists() == there
     assert not there or target.stat().st_size == 0
 
@@ -118,7 +118,7 @@ def test_a_symbolic_link_is_refused_and_what_it_leads_to_is_left_alone(
 def test_a_second_name_of_a_file_is_refused(path: Path, tmp_path: Path) -> None:
     FileStore(tmp_path / "first").close()
     path.hardlink_to(tmp_path / "first")
-    _refused(path, "2 names", "file of its own")
+    _refused(path, "2 hard links", "file, or of one with a single name")
 
 
 def test_what_is_no_file_is_refused_without_waiting_for_it(path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Helpers that any module may use: text, decoding, deadlines, nested values, releases of torch."""
+"""Helpers for all modules: text, decoding, deadlines, nested values, releases of torch."""

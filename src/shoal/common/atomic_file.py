@@ -1,11 +1,11 @@
-"""A file that appears complete or not at all.
+"""Atomic creation and replacement of files.
 
-The content goes to a temporary file in the directory of the target, which is then renamed.
+The content is written to a temporary file in the directory of the target, which is then renamed.
 
 - The name of the temporary file is random, and the file is created with ``O_EXCL | O_NOFOLLOW``: two writers
-  of one target, threads or processes, never share a temporary file, and nobody can place a link there.
-- The writer holds a lock (``flock``) on its temporary file.  A killed writer holds none, so the next writer
-  in the directory recognises such a left-over and deletes it.  Without locks nothing is deleted.
+  of one target never share a temporary file, and a link placed there is not followed.
+- The writer holds a lock (``flock``) on its temporary file.  The next writer in the directory deletes
+  unlocked temporary files, whose writers were killed.  Nothing is deleted if the file system has no locks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.shoal-part", re.DOTALL)
-#: bytes of the target's name in the name of the temporary file: file systems take 255 in all
+#: maximum bytes of the target's name in the name of the temporary file: file systems allow 255 in total
 _NAME_BYTES = 200
 #: attempts to create a temporary file: another writer may delete one that is not locked yet
 _ATTEMPTS = 100
@@ -34,7 +34,7 @@ class AtomicFile:
 
     Args:
         target: path of the file to create or replace.  A symbolic link is replaced, not followed.
-        mode: permissions of a new file, less the umask.
+        mode: permissions of the new file, before the umask.
 
     Attributes:
         file: the temporary file, open for binary writing.
@@ -65,14 +65,14 @@ class AtomicFile:
         self.close()
 
     def replace(self, *, durable: bool = False) -> None:
-        """Give the temporary file the name of the target.
+        """Rename the temporary file to the target.
 
         Args:
             durable: flush the file to the disk before, and its directory after.
 
         Raises:
-            OSError: it could not be written or renamed.  The target is what it was before; after an error of
-                the directory it is the new file, whose name may be lost if the machine fails.
+            OSError: it could not be written or renamed, and the target is unchanged; or the directory could
+                not be flushed, and the target is replaced, but may revert if the machine crashes.
         """
         assert self._temporary is not None
         self.file.flush()
@@ -94,12 +94,12 @@ class AtomicFile:
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
             self._temporary = None
-        with contextlib.suppress(OSError):  # what was not written yet, of a file that is deleted
+        with contextlib.suppress(OSError):  # flushing a deleted file may fail
             self.file.close()
 
 
 def _create(target: Path, mode: int) -> tuple[int, Path]:
-    """Create and lock a temporary file for ``target``; its descriptor and path."""
+    """Create and lock a temporary file for ``target``; return its descriptor and path."""
     name = os.fsdecode(os.fsencode(target.name)[:_NAME_BYTES])
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_ATTEMPTS):
@@ -124,12 +124,12 @@ def _delete_left_overs(folder: Path) -> None:
         with os.scandir(folder) as entries:
             found = [entry.path for entry in entries if _TEMPORARY.fullmatch(entry.name)]
     except OSError:
-        return  # creating the temporary file reports why
+        return  # creating the temporary file will raise
     for path in found:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)  # the name is never used again, so it is that of the locked file or of none
+                os.unlink(path)  # names are never reused, so this is the locked file or already deleted
             finally:
                 os.close(descriptor)

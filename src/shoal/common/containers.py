@@ -1,18 +1,17 @@
-"""Walks over values that users pass in, which may be nested in any way.
+"""Traversal of nested user values.
 
-A walk looks into these containers and nothing else:
+These types are containers:
 
-- list, tuple, dict, set, frozenset, and classes derived from them, by the methods of the base class
-- ``collections.UserDict`` and ``UserList``, by their attribute ``data``
-- dataclasses, by what their fields hold
-- types that are registered with ``torch.utils._pytree``
+- list, tuple, dict, set, frozenset, and classes derived from them, read by the methods of the base class
+- ``collections.UserDict`` and ``UserList``, read by their attribute ``data``
+- dataclasses, read by the values of their fields
+- types registered with ``torch.utils._pytree``
 
-Everything else is a leaf.  Other mappings and sequences may compute their items when they are read, so they
-are leaves too.  No code of the user runs, except the flatten and unflatten functions of registered types.
+Everything else is a leaf, including other mappings and sequences, which may compute their items when they are
+read.  No user code runs, except the flatten and unflatten functions of registered types.
 
-Each container is visited once, however often and wherever it occurs.  So a container may contain itself, and
-containers that share parts take time in proportion to their number, not to the number of paths.  Walks are
-loops and not recursive: the depth is not limited.
+Each container is visited once, wherever it occurs.  So a container may contain itself, and the time is
+proportional to the number of containers, not of paths.  The depth is not limited, as there is no recursion.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import UsageError
 
-#: Types that are leaves and are found quickly.
+#: types that are quickly recognized as leaves
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
 )
@@ -38,29 +37,29 @@ _SHOWN_DEPTH, _SHOWN_ITEMS = 4, 8
 
 
 def is_named_tuple(kind: type[Any]) -> bool:
-    """Whether a type is that of named tuples."""
+    """Whether a type is a named tuple."""
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
 def is_tensor(value: object) -> bool:
-    """Whether ``value`` is a tensor by its type; ``isinstance`` may run the ``__class__`` of a proxy."""
+    """Whether the type of ``value`` is a tensor; ``isinstance`` might run the ``__class__`` of a proxy."""
     return issubclass(type(value), torch.Tensor)
 
 
 def leaves(value: object, *, tolerant: bool = False) -> Iterator[Any]:
-    """The leaves of ``value``, depth first.
+    """Yield the leaves of ``value``, depth first.
 
     Args:
-        tolerant: treat a value as a leaf if the flatten function of its type raises.  For places from which
-            no exception reaches the user.
+        tolerant: treat a value as a leaf if the flatten function of its type raises; for callers that cannot
+            raise to the user.
 
     Raises:
-        Exception: what the flatten function of a registered type raises, unless ``tolerant``.
+        Exception: raised by the flatten function of a registered type, unless ``tolerant``.
     """
     if type(value) in _ATOMS or is_tensor(value):
         yield value
         return
-    # The values are kept, so that no other object gets the same id.
+    # Keeps the values alive, so that ids are not reused.
     visited: dict[int, object] = {}
     pending = [value]
     while pending:
@@ -82,42 +81,42 @@ def leaves(value: object, *, tolerant: bool = False) -> Iterator[Any]:
 
 
 def tensors(value: object, *, tolerant: bool = False) -> Iterator[torch.Tensor]:
-    """The tensors in ``value``; see :func:`leaves`."""
+    """Return the tensors in ``value``; see :func:`leaves`."""
     return filter(is_tensor, leaves(value, tolerant=tolerant))
 
 
 def map_leaves(fn: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """A copy of ``value`` with ``fn(leaf)`` in place of each leaf; see :class:`Tree`."""
+    """Return a copy of ``value`` with each leaf replaced by ``fn(leaf)``; see :class:`Tree`."""
     tree = Tree(value, is_leaf)
     return tree.build([fn(leaf) for leaf in tree.leaves])
 
 
 class Tree:
-    """A value taken apart into leaves and their places, to be built again with other leaves.
+    """The structure and the leaves of a value, which can be rebuilt with other leaves.
 
-    Only the types of Python themselves (list, tuple, dict, set, frozenset) and registered types are taken
-    apart here.  Classes derived from them and dataclasses are leaves, because the base class cannot build
-    them.  A container that occurs twice is built once.
+    Only Python's own types (list, tuple, dict, set, frozenset) and registered types are containers here.
+    Derived classes and dataclasses are leaves, because their base class cannot rebuild them.  A container
+    that occurs twice is built once.
 
     Args:
-        value: what to take apart.
-        is_leaf: whether a container counts as a leaf.
+        value: the value.
+        is_leaf: whether to treat a container as a leaf.
 
     Attributes:
         leaves: the leaves, depth first; a leaf that occurs twice is listed twice.
 
     Raises:
-        Exception: what the flatten function of a registered type raises.
+        Exception: raised by the flatten function of a registered type.
     """
 
     def __init__(self, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
         self.leaves: list[Any] = []
         self._nodes: list[_ContainerNode] = []
-        #: The numbers of the nodes, each after those that it contains.
+        #: the numbers of the nodes, children before parents
         self._order: list[int] = []
         root: list[int] = []
         numbers: dict[int, int] = {}
-        containers: list[Any] = []  # kept, so that no other object gets the same id
+        containers: list[Any] = []  # keeps them alive, so that ids are not reused
         open: list[tuple[Iterator[Any], list[int], int]] = [(iter((value,)), root, -1)]
         while open:
             items, places, number = open[-1]
@@ -145,11 +144,11 @@ class Tree:
 
     @property
     def form(self) -> list[Any]:
-        """The containers of the value, without its leaves.  Values with equal containers have equal forms."""
+        """The structure without leaves; equal for values with equal structures."""
         return [self._root, *((node.kind, node.context, node.places) for node in self._nodes)]
 
     def __repr__(self) -> str:
-        """``tuple(*, list(*, *))``: the containers, with a star for each leaf, as far as it is short."""
+        """Return an abbreviated text such as ``tuple(*, list(*, *))``, with a star for each leaf."""
         return self._shown(self._root, _SHOWN_DEPTH)
 
     def _shown(self, place: int, depth: int) -> str:
@@ -165,11 +164,11 @@ class Tree:
         return f"{node.kind.__qualname__}({', '.join(items + more)})"
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """The value with ``leaves`` in place of its own.
+        """Rebuild the value with other leaves.
 
         Raises:
-            UsageError: a container contains itself that is complete only with its contents, as a tuple.
-            Exception: what the unflatten function of a registered type raises.
+            UsageError: a container that cannot be filled later, such as a tuple, contains itself.
+            Exception: raised by the unflatten function of a registered type.
         """
         made = [_MISSING if node.empty is None else node.empty() for node in self._nodes]
 
@@ -183,12 +182,12 @@ class Tree:
             if made[number] is _MISSING:
                 if any(item is _MISSING for item in inside):
                     raise UsageError(
-                        f"a {node.kind.__qualname__} contains itself and no list or dict is between: it "
-                        "cannot be built again"
+                        f"a {node.kind.__qualname__} contains itself without a list or dict in between: it "
+                        "cannot be rebuilt"
                     )
                 made[number] = node.complete(inside)
             elif any(item is _MISSING for item in inside):
-                later.append(number)  # it is inside a tuple that it contains
+                later.append(number)  # it contains a tuple that contains it
             else:
                 node.fill(made[number], inside)
         for number in later:
@@ -198,15 +197,15 @@ class Tree:
 
 
 class _ContainerNode:
-    """One container of a :class:`Tree`, without what it contains.
+    """One container of a :class:`Tree`, without its items.
 
     Args:
         kind: its type.
-        context: what it consists of beside its items.
-        empty: makes it without items, if they can be added later.
+        context: further data for rebuilding it, such as the keys of a dict.
+        empty: makes an empty one, to which items can be added later; None: not possible.
 
     Attributes:
-        places: of each item the number of its node, or ``~i`` for the leaf ``i``.
+        places: for each item, the number of its node, or ``~i`` for the leaf ``i``.
     """
 
     __slots__ = ("context", "empty", "kind", "places")
@@ -219,7 +218,7 @@ class _ContainerNode:
 
     @staticmethod
     def of(value: Any) -> tuple[_ContainerNode, list[Any]] | None:
-        """The node of a container, and its items; None for a leaf."""
+        """Return the node of a container, and its items; None for a leaf."""
         kind = type(value)
         if kind in _ATOMS or issubclass(kind, torch.Tensor):
             return None
@@ -235,14 +234,14 @@ class _ContainerNode:
         return None if found is None else (_ContainerNode(kind, found[1], None), found[0])
 
     def fill(self, made: Any, items: list[Any]) -> None:
-        """Add the items to a container that ``empty`` made."""
+        """Add the items to a container made by ``empty``."""
         if isinstance(made, dict):
             made.update(zip(self.context, items, strict=True))
         else:
             made.extend(items)
 
     def complete(self, items: list[Any]) -> Any:
-        """The container of ``items``."""
+        """Return a container of ``items``."""
         if self.kind in (tuple, set, frozenset):
             return self.kind(items)
         return tree_unflatten(items, self.context)
@@ -254,7 +253,7 @@ def _ordered(attributes: dict[str, Any]) -> OrderedDict[Any, Any]:
     return made
 
 
-#: Of each type of dict, how an empty one like a given one is made.
+#: type of dict -> function that, given one, returns a function that makes an empty dict like it
 _DICTS: dict[type[Any], Callable[[Any], Callable[[], Any]]] = {
     dict: lambda _: dict,
     OrderedDict: lambda value: partial(_ordered, dict(value.__dict__)),
@@ -283,7 +282,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _flattened(value: Any) -> tuple[list[Any], TreeSpec] | None:
-    """The items of a value of a registered type, and how to build it again; None for any other."""
+    """Return the items of a value of a registered type, and its spec for rebuilding; None for other types."""
     known = False
 
     def is_leaf(_: Any) -> bool:
@@ -298,7 +297,7 @@ def _flattened(value: Any) -> tuple[list[Any], TreeSpec] | None:
 def _fields(value: Any) -> list[Any] | None:
     """Return the values of the fields of a dataclass, or None for any other object.
 
-    The fields are read past properties and ``__getattr__``, which are code of the user.
+    The fields are read without running properties and ``__getattr__``, which are user code.
     """
     kind = type(value)
     names = next(
@@ -325,5 +324,5 @@ def _fields(value: Any) -> list[Any] | None:
             try:
                 found.append(slot.__get__(value))
             except AttributeError:
-                continue  # nothing was assigned
+                continue  # not assigned
     return found

@@ -1,7 +1,7 @@
-"""Refusal of ``copy.copy``, ``copy.deepcopy`` and ``pickle`` by objects that own resources.
+"""Disables ``copy.copy``, ``copy.deepcopy`` and ``pickle`` for objects that own resources.
 
-A copy would share threads, connections or memory with the original, and closing or dropping the copy would
-close those of the original.
+A copy would share threads, connections or memory with the original; closing or deleting the copy would close
+those of the original.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def refuses_copies(name: str, owns: str, instead: str) -> Callable[[_Class], _Class]:
-    """Decorate a class, and so its subclasses, whose objects cannot be copied or pickled.
+    """Decorate a class so that objects of it and of its subclasses cannot be copied or pickled.
 
     Args:
         name: of the object, with an article.
         owns: the resources.
-        instead: what to do, as a sentence without its full stop.
+        instead: advice for the user, as a sentence without its full stop.
     """
     words = f"{name} cannot be copied or pickled: it owns {owns}, which a copy would share. {instead}"
 

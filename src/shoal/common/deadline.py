@@ -1,4 +1,4 @@
-"""One deadline for everything that a call does."""
+"""``Deadline``: a timeout that several operations of one call share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 from ..errors import UsageError
 
-#: 23 days, about the longest that ``poll`` can wait
+#: seconds (23 days); about the maximum timeout of ``poll``
 _FOREVER = 2e6
 
 
 class Deadline:
-    """A moment on the monotonic clock, ``timeout`` seconds after its making.
+    """A time on the monotonic clock, ``timeout`` seconds after the construction.
 
     Args:
-        timeout: seconds from now, 0 for "only what is there already".
+        timeout: seconds from now; 0: do not wait.
 
     Raises:
         UsageError: ``timeout`` is negative or not a number.
@@ -30,14 +30,14 @@ class Deadline:
         self.at = time.monotonic() + self.timeout
 
     def remaining(self) -> float:
-        """Seconds that are left, never below 0."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self.at - time.monotonic())
 
     def milliseconds(self) -> int:
-        """The time that is left, for ``poll``: rounded up, so that it never ends early and spins."""
+        """Return the remaining milliseconds for ``poll``, rounded up, so that loops do not spin."""
         return math.ceil(self.remaining() * 1000)
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.at

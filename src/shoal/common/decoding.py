@@ -1,12 +1,12 @@
 """Decoding of messages: the only module that decodes with msgspec.
 
-Two properties of msgspec (0.22) make a common place necessary:
+Two properties of msgspec (0.22) require a common module:
 
 - A malformed message raises ``MsgspecError``, ``UnicodeDecodeError`` or, if it is nested too deeply,
   ``RecursionError``.  Here it raises :class:`MalformedMessage`.
-- The first use of a ``Struct`` collects what msgspec knows of it, and other threads can see that half done:
-  they end the process by SIGSEGV (``tests/common/test_decoding.py`` reproduces it).  Here decoders are made
-  one at a time, and used when they are complete.
+- The first use of a ``Struct`` builds its type information, and another thread that uses it before it is
+  complete crashes with SIGSEGV (``tests/common/test_decoding.py`` reproduces it).  Here decoders are made one
+  at a time, and used when they are complete.
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ _decoders: dict[tuple[type, object, bool], Any] = {}
 
 
 class MalformedMessage(ValueError):
-    """Bytes or values that are not what was expected; the text says what is wrong, and where."""
+    """Raised for bytes or values of an unexpected form; the text names the fault and its place."""
 
 
 def from_msgpack(raw: Raw, kind: type[T]) -> T:
-    """Decode msgpack.
-
-    Raises:
-        MalformedMessage: ``raw`` is not a ``kind``.
-    """
+    """Decode msgpack; raise MalformedMessage if ``raw`` is not a ``kind``."""
     value: T = _checked(_decoder(msgspec.msgpack.Decoder, kind).decode, raw)
     return value
 
@@ -43,32 +39,24 @@ def from_msgpack(raw: Raw, kind: type[T]) -> T:
 def msgpack_decoder(
     kind: Any, *, ext_hook: Callable[[int, memoryview], Any] | None = None
 ) -> Callable[[Raw], Any]:
-    """A function that decodes msgpack to ``kind``, a type or a union of types; raises MalformedMessage.
+    """Return a function that decodes msgpack to ``kind`` and raises MalformedMessage.
 
     Args:
-        kind: what is expected.
-        ext_hook: decodes extension types; its exceptions other than ValueError and TypeError pass through.
+        kind: the expected type or union of types.
+        ext_hook: decodes extension types; its exceptions other than ValueError and TypeError propagate.
     """
     with _making:
         return partial(_checked, msgspec.msgpack.Decoder(kind, ext_hook=ext_hook).decode)
 
 
 def from_json(raw: Raw, kind: type[T], *, strict: bool = True) -> T:
-    """Decode JSON.
-
-    Raises:
-        MalformedMessage: ``raw`` is not a ``kind``.
-    """
+    """Decode JSON; raise MalformedMessage if ``raw`` is not a ``kind``."""
     value: T = _checked(_decoder(msgspec.json.Decoder, kind, strict).decode, raw)
     return value
 
 
 def converted(value: object, kind: type[T]) -> T:
-    """``value`` as a ``kind``.
-
-    Raises:
-        MalformedMessage: it cannot be converted.
-    """
+    """Convert ``value`` to ``kind``; raise MalformedMessage if that is not possible."""
     _decoder(msgspec.msgpack.Decoder, kind)
     result: T = _checked(partial(msgspec.convert, type=kind), value)
     return result
@@ -94,7 +82,7 @@ def _decoder(maker: Any, kind: Any, strict: bool = True) -> Any:
 
 def _after_fork_in_child() -> None:
     global _making
-    _making = threading.Lock()  # a thread that the child does not have may have held it
+    _making = threading.Lock()  # the old one may be held by a thread that does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

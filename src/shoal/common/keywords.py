@@ -1,7 +1,7 @@
-"""Arguments that a function does not take: the error says which one is meant.
+"""Errors for unknown keyword arguments that suggest the correct one, and checks of numbers.
 
-Python's own error names a function inside, and torch's names for the same arguments are other ones; torch
-takes a ``timedelta`` where shoal takes seconds.
+Python's own error names an internal function.  Torch has other names for some arguments, and takes a
+``timedelta`` where shoal takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: torch's name -> ours, of which the first counts that the function takes
+#: torch's name -> names of shoal; the first one that the function takes is suggested
 _RENAMED = {
     "world_size": ("size",),
     "init_method": ("url",),
@@ -49,26 +49,26 @@ _RENAMED = {
     "bucket_cap": ("bucket_cap_mb",),
 }
 _ON_A_GROUP = "the operation is a method of its group, as in group.all_reduce(x)"
-#: torch's name -> what takes its place where there is no such argument
+#: torch's name -> the explanation if the function has no corresponding argument
 _EXPLAINED = {
     "async_op": "every operation returns a future at once, and future.wait() waits for it",
     "group": _ON_A_GROUP,
     "process_group": _ON_A_GROUP,
-    "pg_options": "options of the backend are keywords of their own, such as transport='tcp'",
-    "check_reduction": "torch's class does not look at it either: leave it out",
-    "device_id": "the group takes tensors of the CPU: leave it out",
-    "device_ids": "the group takes tensors of the CPU: leave it out",
-    "is_first_joinable": "the first one of joinables speaks for all",
-    "wait_all_ranks": "monitored_barrier always names all ranks that are missing",
+    "pg_options": "options of the backend are separate keywords, such as transport='tcp'",
+    "check_reduction": "torch's class ignores it too: leave it out",
+    "device_id": "the group takes CPU tensors: leave it out",
+    "device_ids": "the group takes CPU tensors: leave it out",
+    "is_first_joinable": "the first one of joinables represents all",
+    "wait_all_ranks": "monitored_barrier always names all missing ranks",
 }
 
 
 def misspelt(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageError:
-    """The error for keyword arguments that a function does not take.
+    """Return the error for keyword arguments that a function does not take.
 
     Args:
-        where: begins the message: the function as its callers know it, and the rank where there is one.
-        unknown: the keywords that were given; the error names the first.
+        where: beginning of the message: the public name of the function, and the rank if there is one.
+        unknown: the unknown keywords; the error names the first.
         known: the keywords that the function takes.
     """
     name = next(iter(unknown))
@@ -78,12 +78,12 @@ def misspelt(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageE
     if renamed is None and name in _EXPLAINED:
         text += f": {_EXPLAINED[name]}"
     elif near is not None:
-        text += f"; {near!r} is meant, probably"
+        text += f" (did you mean {near!r}?)"
     return UsageError(f"{text}.  It takes {', '.join(known)}")
 
 
 def named(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments of ``function`` that can be given by name; it may take any others, too."""
+    """Return the arguments of ``function`` that can be passed by name, not counting ``**kwargs``."""
     return tuple(
         name
         for name, parameter in inspect.signature(function).parameters.items()
@@ -92,10 +92,7 @@ def named(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """The names that ``function`` takes as keywords, or None if it takes any or does not tell.
-
-    Of a class, those of its constructor.
-    """
+    """Return the keywords of a function or of the constructor of a class; None: any, or unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -106,13 +103,12 @@ def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def explained(where: Callable[..., str]) -> Callable[[F], F]:
-    """Decorates a function, so that a keyword which it does not take is told of in our words.
+    """Decorate a function: replace Python's TypeError for an unknown keyword with a helpful message.
 
-    It makes a call some 100 ns longer, too much for operations that small messages are made of.
+    It adds about 100 ns to a call, too much for operations on small messages.
 
     Args:
-        where: gives the beginning of the message; called with the function's name and what it got by
-            position.
+        where: returns the beginning of the message, given the function's name and positional arguments.
     """
 
     def decorate(function: F) -> F:
@@ -132,26 +128,19 @@ def explained(where: Callable[..., str]) -> Callable[[F], F]:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """The value of an argument that is a number of things, one at least.
-
-    Raises:
-        UsageError: it is anything else.
-    """
+    """Return ``value`` if it is a positive integer; raise UsageError if not."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name}={value!r}: expected a whole number from 1")
     return value
 
 
 def checked_seconds(name: str, value: Any, where: str = "", *, finite: bool = False) -> float:
-    """The value of an argument that is a time in seconds.
+    """Return ``value`` if it is a positive number of seconds; raise UsageError if not.
 
     Args:
         name: of the argument.
         where: follows the value in the message, such as ``" on rank 3"``.
         finite: refuse infinity too.
-
-    Raises:
-        UsageError: it is no positive number.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and value > 0 and (value < math.inf or not finite):

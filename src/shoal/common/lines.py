@@ -1,4 +1,4 @@
-"""The bytes of one pipe, cut into lines and progress updates."""
+"""Splitting the bytes of a pipe into lines and progress updates."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 
 _END = re.compile(rb"(\r\n|\n|\r)")
 
-#: a line longer than this is broken, so that a rank cannot fill the launcher's memory
+#: bytes; longer lines are split, so that a rank cannot fill the launcher's memory
 LONGEST = 1 << 20
 
-#: how much of a stream's end a failure's summary shows
+#: number of last lines of a stream that the summary of a failure shows
 TAIL_LINES = 20
 _TAIL_WIDTH = 2000
 
 
 class Lines:
-    """Cuts a stream at ``\\n``, ``\\r\\n`` and ``\\r``.
+    """Splits a stream at ``\\n``, ``\\r\\n`` and ``\\r``.
 
-    ``\\r`` ends an update of a line that will be drawn again, as progress bars do.
+    ``\\r`` ends an update of a line that is redrawn, such as a progress bar.
 
     Attributes:
-        drawing: the last end was a ``\\r``: what follows redraws a line.
+        drawing: whether the last end was a ``\\r``, so that the following text redraws the line.
         tail: the last lines, for a summary.
     """
 
@@ -34,9 +34,9 @@ class Lines:
         self._held = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Take the next bytes; gives the pieces they complete, each as (text, its end)."""
+        """Process the next bytes; yield the completed lines, each as (text, line end)."""
         data = self._held + data
-        # A \r at the end may be the first half of \r\n: the next byte tells.
+        # A \r at the end may be the first half of \r\n.
         self._held = b"\r" if data.endswith(b"\r") else b""
         pieces = _END.split(data[: len(data) - len(self._held)])
         for text, end in zip(pieces[::2], pieces[1::2], strict=False):
@@ -49,11 +49,11 @@ class Lines:
 
     @property
     def partial(self) -> bytes:
-        """The bytes after the last end."""
+        """The bytes after the last line end."""
         return b"".join(self._chunks)
 
     def close(self) -> Iterator[tuple[bytes, bytes]]:
-        """Return the last line if the stream ended without a newline."""
+        """Yield the last line if the stream ended without a newline."""
         if self._chunks or self._held:
             yield self._finish(b"", self._held or b"\n")
             self._held = b""

@@ -1,7 +1,4 @@
-"""The memory of a tensor as bytes, without numpy.
-
-numpy is not a dependency of torch, and ``Tensor.numpy`` fails where it is not installed.
-"""
+"""The memory of a tensor as bytes, without numpy, which torch does not require."""
 
 from __future__ import annotations
 
@@ -11,21 +8,20 @@ import torch
 
 _PyBUF_READ = 0x100
 
-#: A prototype of its own: the argument types of ``ctypes.pythonapi.NAME`` are shared by the whole process.
+#: a separate prototype: the argument types of ``ctypes.pythonapi.NAME`` are shared by the whole process
 _view_of_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 
 
 class TensorBytes:
-    """A read-only view of the bytes of a tensor, for the length of a ``with`` block.
+    """A read-only view of the bytes of a tensor, valid in a ``with`` block.
 
         with TensorBytes(tensor) as view:
             value = pickle.loads(view)
 
-    Entering the block copies nothing if the tensor is contiguous and on the CPU.  The tensor is kept alive
-    until the block ends, and the view is released then.  A slice of the view is not: it must not be used
-    after the block.
+    A contiguous CPU tensor is not copied.  The tensor is kept alive until the block ends, and the view is
+    released then.  A slice of the view is not released: do not use it after the block.
 
     Args:
         tensor: of any dtype, shape and device.
@@ -37,7 +33,7 @@ class TensorBytes:
         self._tensor = plain_memory(tensor)
 
     def __enter__(self) -> memoryview:
-        # An array type of ctypes would take 10 us for each new size; this takes less than 1 us.
+        # A ctypes array type would take 10 us for each new size; this takes less than 1 us.
         view: memoryview = _view_of_memory(self._tensor.data_ptr(), self._tensor.nbytes, _PyBUF_READ)
         self._view = view
         return view
@@ -47,7 +43,7 @@ class TensorBytes:
 
 
 def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of ``tensor`` in contiguous memory of the CPU: its own, or a copy."""
+    """Return ``tensor`` itself if it is plain, contiguous and on the CPU, else such a copy."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():

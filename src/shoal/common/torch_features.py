@@ -1,8 +1,8 @@
 """Differences between the supported releases of torch, each in one function.
 
-Every difference is found by looking for the feature and not by comparing version numbers, so that builds
-between two releases work too.  Nothing else in the package asks torch what it has; a test forbids it.
-A function imports what it needs of torch, so that importing this module costs nothing.
+Features are detected directly instead of by version numbers, so that builds between two releases work too.
+No other module of the package detects features of torch; a test checks it.  Functions import torch when they
+are called, so that the import of this module is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def premul_factor(op: Any) -> Any:
 
 
 def enables_reconfigure(options: Any) -> bool:
-    """Whether a group was asked for with ``enable_reconfigure=True``, which exists from torch 2.14 on.
+    """Whether a group is created with ``enable_reconfigure=True``, which exists from torch 2.14 on.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
@@ -38,7 +38,7 @@ def enables_reconfigure(options: Any) -> bool:
 def is_device_mismatch(error: RuntimeError) -> bool:
     """Whether fake tensors raised ``error`` because the operands of an operator are on two devices.
 
-    From torch 2.13 on the error has a class of its own; before, only its text tells.
+    From torch 2.13 on the error has a separate class; before, it is only recognizable by its text.
     """
     from torch._subclasses import fake_tensor
 
@@ -49,14 +49,14 @@ def is_device_mismatch(error: RuntimeError) -> bool:
 
 
 def corrected_metadata(operator: Any, results: Any) -> Any:
-    """Correct results of torch's kernels for metadata that are wrong before torch 2.13.
+    """Correct results of torch's kernels for metadata that is wrong before torch 2.13.
 
     Args:
         operator: the operator, an overload.
         results: of the operator on fake tensors.
 
     Returns:
-        The results, in their own types if nothing is wrong.
+        ``results`` itself if it is correct.
     """
     import torch
 
@@ -78,16 +78,16 @@ def corrected_metadata(operator: Any, results: Any) -> Any:
 def writes_to_out(operator: Any) -> bool:
     """Whether an operator is a variant that writes into its argument ``out=``.
 
-    Its schema says so in every release; ``torch.Tag.out`` exists from torch 2.13 on.
+    The schema marks such arguments in every release; ``torch.Tag.out`` exists from torch 2.13 on.
     """
     return any(argument.is_out for argument in operator._schema.arguments)
 
 
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a sparse COO tensor whose entries are not checked, without a warning.
+    """Return a sparse COO tensor without checking its entries and without a warning.
 
-    Until torch 2.12 ``torch.sparse_coo_tensor`` warns that the checks are disabled, also if
-    ``check_invariants=False`` is given.
+    Until torch 2.12 ``torch.sparse_coo_tensor`` warns that the checks are disabled, even with
+    ``check_invariants=False``.
 
     Args:
         indices: ``(sparse dimensions, entries)``, all within ``shape``.
@@ -103,8 +103,7 @@ def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size
 def keep_flight_recorder_off() -> None:
     """Keep torch from attaching its own flight recorder to groups of shoal, from torch 2.15 on.
 
-    Torch records through a backend in C++, which a group in Python has not, and fails where there is none.
-    shoal has :mod:`shoal.recorder`.
+    Torch's recorder needs a backend in C++ and fails for groups in Python; shoal has :mod:`shoal.recorder`.
     """
     import torch.distributed as dist
 
@@ -120,7 +119,7 @@ def keep_flight_recorder_off() -> None:
     vars(dist.distributed_c10d)["_maybe_attach_flight_recorder"] = attach_to_others
 
 
-#: the names of methods of a group until torch 2.12, by their names from torch 2.13 on
+#: name of a group's method from torch 2.13 on -> its name until torch 2.12
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -148,11 +147,7 @@ class HookTypes(NamedTuple):
 
 @functools.cache
 def hook_types() -> HookTypes:
-    """Return the types of hooks around operations, which exist from torch 2.14 on.
-
-    Raises:
-        UnsupportedOperation: this release has none.
-    """
+    """Return the types of hooks around operations; raise UnsupportedOperation before torch 2.14."""
     import torch
     from torch._C import _distributed_c10d
 
@@ -175,10 +170,10 @@ def hook_types() -> HookTypes:
 
 
 def attach_hooks_to_groups() -> None:
-    """Let ``NanCheckHook.attach`` and ``FlightRecorderHook.attach`` (torch 2.14 on) call groups of shoal.
+    """Make ``NanCheckHook.attach`` and ``FlightRecorderHook.attach`` (torch >= 2.14) support shoal's groups.
 
-    Both register hooks in C++, where operations of a group in Python do not pass.  For such a group they call
-    its method ``_attach_nan_check`` or ``_attach_flight_recorder``; other groups are attached to as before.
+    Both register hooks in C++, which operations of groups in Python do not call.  For groups of shoal they
+    call the method ``_attach_nan_check`` or ``_attach_flight_recorder`` instead.
     """
     from torch._C import _distributed_c10d
 

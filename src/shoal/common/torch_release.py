@@ -1,8 +1,8 @@
 """The releases of torch that shoal supports.
 
 The data-parallel wrapper, the master-worker mode and the backend of torch.distributed use private parts of
-torch (docs/design.md lists them), so a release is supported once the tests have passed on it (`make matrix`).
-An older release is refused at ``import shoal``; a newer one is used after one warning.
+torch (docs/design.md lists them), so a release is supported when the tests pass with it (`make matrix`).
+``import shoal`` refuses older releases, and warns once of newer ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-#: the first release that is supported, and the first that was not tested; pyproject.toml has the same bounds
+#: the first supported release, and the first untested one; pyproject.toml has the same bounds
 SUPPORTED = ((2, 11), (2, 16))
 REQUIREMENT = "torch>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 
@@ -34,7 +34,7 @@ def check() -> None:
 
 
 def problem() -> str | None:
-    """Return why the installed torch cannot be used; None if it can, or if torch is not installed."""
+    """Return the error message if the installed torch is too old; None if not, or without torch."""
     version = _installed()
     number = None if version is None else _number(version)
     if version is None or (number is not None and number >= SUPPORTED[0]):
@@ -60,13 +60,13 @@ def _number(version: str) -> tuple[int, int] | None:
 
 
 def torch_is_importing() -> bool:
-    """Whether ``import torch`` has begun and not ended; near its end it imports shoal (entry points)."""
+    """Whether ``import torch`` is running; near its end it imports shoal (entry points)."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 
 
 def _installed() -> str | None:
-    """The version of the torch that ``import torch`` gives, without importing it, which takes a second."""
+    """Return the version of torch without importing it, which would take a second."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is not None:
         return str(loaded)

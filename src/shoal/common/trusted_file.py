@@ -1,8 +1,8 @@
-"""Opening a file that nobody but this process's user can read, write, or put in place of another.
+"""Opening a file that only this process's user can read and write.
 
-The file holds the secret of a job, so a file that somebody else prepared is refused: a symbolic link, a file
-of another user, a file that others may read, a second name of some other file, a FIFO or a device.  Every
-check looks at the file that is already open, never at its path, so nobody can exchange it in between.
+The file holds the secret of a job, so a file that another user may have prepared is refused: a symbolic link,
+a file of another user, a file that others may read, a file with several hard links, a FIFO or a device.  All
+checks use the open descriptor, never the path, so the file cannot be exchanged in between.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _KINDS = {
     "Open the file again",
 )
 class OpenedFile:
-    """An open file.  It is closed with this object, if not before, so Ctrl-C leaves none behind."""
+    """An open file.  It is closed when this object is deleted, so Ctrl-C does not leak a descriptor."""
 
-    #: of an object whose making was interrupted
+    #: for an object whose construction was interrupted
     _held: list[int] = []  # noqa: RUF012
 
     def __init__(self, path: str | Path, flags: int, mode: int = 0o777) -> None:
         self._held = []
-        # One call of C opens the file and keeps it: a Ctrl-C comes before or after.
+        # A single C call opens the file and stores the descriptor, so Ctrl-C cannot come in between.
         self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
 
     def fileno(self) -> int:
-        """Its number, -1 when closed."""
+        """Return the descriptor, -1 when closed."""
         return self._held[0] if self._held else -1
 
     def close(self) -> None:
-        """Close the file; it may be called twice."""
+        """Close the file; may be called twice."""
         while self._held:
             os.close(self._held.pop())
 
@@ -56,20 +56,20 @@ class OpenedFile:
 
 
 def open_trusted(path: Path) -> OpenedFile:
-    """Open ``path`` for reading and writing; made with mode 600, whatever the umask, if it does not exist.
+    """Open ``path`` for reading and writing; if it does not exist, create it with mode 600 despite any umask.
 
-    Nothing is waited for and nothing is written.  The directories above are taken as they are: whoever can
-    write to one of them can remove the file or put another in its place, but that one is refused in turn.
+    This neither blocks nor writes.  Parent directories are not checked: a user who can write to one of them
+    can remove or replace the file, but the new file is checked too.
 
     Returns:
         The open file, close-on-exec.
 
     Raises:
-        ConfigurationError: the file is not this user's alone; the message says why and what to do.
-        StoreError: it cannot be opened at all.
+        ConfigurationError: other users may access the file; the message has the reason and the remedy.
+        StoreError: it cannot be opened.
     """
     try:
-        # Another process of ours may make the file, or remove it, at the same moment.
+        # Another process of the job may create or remove the file concurrently.
         for _ in range(_TRIES):
             try:
                 return _make(path)
@@ -85,18 +85,18 @@ def open_trusted(path: Path) -> OpenedFile:
                 found.close()
     except OSError as error:
         raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
-    raise StoreError(f"cannot open file store {path}: it is made and removed again and again")
+    raise StoreError(f"cannot open file store {path}: it is created and removed repeatedly")
 
 
 def reopen_trusted(descriptor: int, path: Path) -> OpenedFile:
-    """Open the file behind ``descriptor`` anew (with locks of its own), though its name may be gone.
+    """Open the file of ``descriptor`` again, with independent locks, even if it was renamed or removed.
 
     Args:
-        descriptor: of the file; it stays open.  ``O_PATH`` is enough, which does nothing to a FIFO or device.
-        path: how to name the file in messages.
+        descriptor: of the file; not closed.  ``O_PATH`` suffices, which does not affect FIFOs and devices.
+        path: name of the file for messages.
 
     Raises:
-        ConfigurationError, StoreError: as of :func:`open_trusted`.
+        ConfigurationError, StoreError: see :func:`open_trusted`.
     """
     refuse_untrusted(descriptor, path)
     try:
@@ -106,40 +106,40 @@ def reopen_trusted(descriptor: int, path: Path) -> OpenedFile:
 
 
 def refuse_untrusted(descriptor: int, path: Path) -> None:
-    """Raise ConfigurationError unless the open file is a regular one of this user's alone."""
+    """Raise ConfigurationError unless the open file is a regular file that only this user can access."""
     found = os.fstat(descriptor)
     user = os.geteuid()
     kind = stat.S_IFMT(found.st_mode)
     if kind == stat.S_IFLNK:
-        _refuse(path, "it is a symbolic link", "give the path that it leads to, if you trust who made it")
+        _refuse(path, "it is a symbolic link", "give the path of its target, if you trust its creator")
     if kind != stat.S_IFREG:
         _refuse(path, f"it is {_KINDS.get(kind, 'no file')}", "give the path of a file, or of none yet")
     if found.st_uid != user:
         _refuse(
             path,
             f"it belongs to {_name(found.st_uid)} and this process runs as {_name(user)}: its owner could "
-            "read the job's secret in it, and change what the ranks tell each other",
+            "read the job's secret in it, and change the messages between ranks",
             "remove it, or give a path in a directory of your own",
         )
     if stat.S_IMODE(found.st_mode) & 0o077:
         _refuse(
             path,
             f"its mode is {stat.S_IMODE(found.st_mode):o}: others could read the job's secret in it",
-            "remove it, and it is made anew with mode 600 (on a file system that keeps modes)",
+            "remove it, and it will be created with mode 600 (on a file system that stores modes)",
         )
     if found.st_nlink > 1:
         _refuse(
             path,
-            f"the file has {found.st_nlink} names (hard links), so it was made for something else",
-            "give the path of a file of its own, or of none yet",
+            f"the file has {found.st_nlink} hard links, so it has another purpose",
+            "give the path of a new file, or of one with a single name",
         )
 
 
 def _make(path: Path) -> OpenedFile:
-    """Make the file, which must not exist: ``O_EXCL`` follows no symbolic link either."""
+    """Create the file, which must not exist; ``O_EXCL`` does not follow symbolic links either."""
     made = OpenedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:
-        if stat.S_IMODE(os.fstat(made.fileno()).st_mode) != _MODE:  # the umask took even more
+        if stat.S_IMODE(os.fstat(made.fileno()).st_mode) != _MODE:  # the umask removed more bits
             os.fchmod(made.fileno(), _MODE)
         refuse_untrusted(made.fileno(), path)
     except BaseException:

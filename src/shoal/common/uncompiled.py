@@ -1,7 +1,7 @@
-"""Keeps torch.compile away from the package's own code.
+"""Excludes the package's own code from torch.compile.
 
-While compiled code runs, torch tries to compile every Python function that is called, also those that its
-own C++ calls: hooks and callbacks of autograd, a backend's methods, dispatch.  Our functions call the native
+While compiled code runs, torch tries to compile every Python function that is called, including those called
+from C++: autograd hooks and callbacks, methods of backends, dispatch.  Functions of shoal call the native
 module and other ranks, which cannot be traced.
 """
 
@@ -16,10 +16,10 @@ _Target = TypeVar("_Target", bound=Any)
 
 
 def uncompiled(target: _Target) -> _Target:
-    """Let a function, or the methods of a class and of its bases, and all that they call, run as they are.
+    """Never compile a function, or the methods of a class and of its bases, nor functions that they call.
 
-    Compiled code that calls one is interrupted there (a graph break).  Unlike ``torch.compiler.disable``
-    this wraps nothing, and does not import the compiler.
+    A call in compiled code is a graph break.  Unlike ``torch.compiler.disable``, this neither wraps functions
+    nor imports the compiler.
     """
     if isinstance(target, type):
         for base in target.__mro__:
@@ -33,7 +33,6 @@ def uncompiled(target: _Target) -> _Target:
 
 
 def _functions_of(member: object) -> list[FunctionType]:
-    """The functions behind a member of a class."""
     parts: tuple[object, ...] = (member,)
     if isinstance(member, (classmethod, staticmethod)):
         parts = (member.__func__,)
@@ -45,4 +44,4 @@ def _functions_of(member: object) -> list[FunctionType]:
 def _skip(function: Any) -> None:
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # what torch.compiler.disable() marks functions with
+    function._torchdynamo_disable = True  # the mark that torch.compiler.disable() sets

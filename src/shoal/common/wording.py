@@ -1,4 +1,4 @@
-"""Numbers, names of ranks, and exceptions in sentences."""
+"""Text for numbers, names of ranks, and exceptions in messages."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from types import TracebackType
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def in_seconds(time: float) -> str:
-    """``300 s``, ``4.95 s``: a time in seconds, of which three digits matter."""
+    """Return a time in seconds with three digits: ``300 s``, ``4.95 s``."""
     return f"{time:.3g} s" if time < 100 else f"{time:.0f} s"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
+    """Return ``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
     return named("rank", ranks)
 
 
 def named(noun: str, numbers: Iterable[int]) -> str:
-    """``core 3``, ``cores 0, 2-5``: things that are known by their numbers."""
+    """Return ``core 3`` or ``cores 0, 2-5``, for any noun."""
     ordered = sorted(numbers)
     return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + runs(ordered)
 
 
 def in_words(error: BaseException) -> str:
-    """``KeyError: 'x'``, or ``KeyError`` alone if the exception has no text, or its ``__str__`` raises."""
+    """Return ``KeyError: 'x'``, or ``KeyError`` if the exception has no text or its ``__str__`` raises."""
     text = text_of(error)
     return encodable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``; "" if that raises, which is code of the user."""
+    """Return ``str(error)``, or "" if that (user code) raises."""
     try:
         return str.__str__(str(error))
     except BaseException as raised:
@@ -45,7 +45,7 @@ def text_of(error: BaseException) -> str:
 
 
 def shown(error: BaseException) -> str:
-    """``KeyError('x')``; as :func:`in_words` if the ``__repr__`` of the exception raises."""
+    """Return ``KeyError('x')``, or :func:`in_words` if the ``__repr__`` of the exception raises."""
     try:
         return encodable(str.__str__(repr(error)))
     except BaseException as raised:
@@ -54,7 +54,7 @@ def shown(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException, begin: TracebackType | None) -> str:
-    """The traceback from the frame ``begin`` on, as text; the exception alone if Python cannot format it."""
+    """Return the traceback from the frame ``begin`` as text; only the exception if it cannot be formatted."""
     try:
         return encodable("".join(traceback.format_exception(type(error), error, begin)))
     except BaseException as raised:
@@ -63,23 +63,23 @@ def traceback_of(error: BaseException, begin: TracebackType | None) -> str:
 
 
 def _raise_interrupt(error: BaseException) -> None:
-    """Raise a Ctrl-C, which has nothing to do with the exception that was to be shown."""
+    """Raise ``error`` if it is a Ctrl-C, which is unrelated to the exception being formatted."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
 
 
 def printable(text: str) -> str:
-    """``text`` with question marks for what could move a terminal's cursor, or more: others wrote it."""
+    """Return untrusted ``text`` with unprintable characters, such as terminal escapes, replaced by "?"."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def encodable(text: str) -> str:
-    """``text`` with escapes for what UTF-8 has no code for, such as bytes of file names in errors."""
+    """Return ``text`` with escapes for code points that UTF-8 cannot encode, such as bytes of file names."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def runs(ordered: Iterable[int], before: str = "") -> str:
-    """``0, 2-5`` for 0, 2, 3, 4 and 5, which come in this order; ``before`` is put before each number."""
+    """Return ``0, 2-5`` for the sorted numbers 0, 2, 3, 4 and 5; ``before`` is a prefix of each number."""
     found: list[list[str]] = []
     last = None
     for number in ordered:

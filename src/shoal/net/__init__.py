@@ -1,9 +1,9 @@
-"""Framed, authenticated sockets with deadlines, of which every connection of shoal is made.
+"""Framed, authenticated sockets with deadlines, used for every connection of shoal.
 
-A connection starts with a handshake (``handshake.py``): both sides send a greeting of fixed size,
-compare versions and purpose, and prove to each other that they hold the job's secret.  Until that
-has succeeded nothing else is read.  After it the connection carries frames (``connection.py``): a
-4-byte little-endian length and that many bytes.
+A connection starts with a handshake (``handshake.py``): both sides send a greeting of fixed size, compare
+versions and purpose, and prove to each other that they hold the job's secret.  Nothing else is read before
+that succeeds.  Then the connection carries frames (``connection.py``): a 4-byte little-endian length and that
+number of bytes.
 
     listener = listen("127.0.0.1", secret=secret)
     connection = accept(listener, secret=secret, purpose="mesh", timeout=10)
@@ -11,13 +11,13 @@ has succeeded nothing else is read.  After it the connection carries frames (``c
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
-With ``SHOAL_TLS=1`` the greetings are followed by TLS (``tls/encryption.py``), unless a side says
-``plain=True`` because its socket will be detached.
+With ``SHOAL_TLS=1`` TLS (``tls/encryption.py``) follows the greetings, unless both sides pass ``plain=True``
+because the socket will be detached.
 
-A subclass of :class:`Server` serves any number of clients from one thread.
+Subclasses of :class:`Server` serve any number of clients from one thread.
 
-Every call has one deadline for all that it does.  Every descriptor is close-on-exec, and a forked
-child closes the sockets that it inherits, so that the death of the parent is seen at once.
+Every call has one deadline in total.  Every descriptor is close-on-exec, and a forked child closes the
+sockets that it inherits, so that peers detect the end of the parent at once.
 """
 
 from ..common.deadline import Deadline

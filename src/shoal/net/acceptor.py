@@ -1,4 +1,4 @@
-"""Accepting from a listener that strangers can reach too, without waiting for any of them."""
+"""``Acceptor``: accepts authenticated connections without waiting for silent or hostile peers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .pending import PendingHandshake
 from .sockets import prepare
 from .tls.encryption import encryption
 
-#: handshakes that an acceptor keeps at once: strangers must not use up the process's descriptors
+#: default maximum of concurrent handshakes, so that unauthenticated peers cannot use up the descriptors
 MOST_PENDING = 256
 
 
 class Acceptor:
-    """Gives out authenticated connections; a stranger that fails or stays silent delays nobody.
+    """Returns authenticated connections; failing or silent peers do not delay others.
 
-    Unlike :func:`~shoal.net.accept` it runs many handshakes side by side and passes over those that fail.
-    If one more comes than it keeps, or than the process has descriptors for, the oldest is dropped: a peer
-    needs milliseconds for its handshake.  One thread may use it at a time.
+    Unlike :func:`~shoal.net.accept`, it runs many handshakes concurrently and skips those that fail.  Beyond
+    ``most_pending``, or when the process is out of descriptors, the oldest handshake is dropped: a peer only
+    needs milliseconds for it.  Only one thread at a time may use it.
 
     Args:
-        listener: a listening socket, TCP or unix; the acceptor owns it from now on.
-        secret, purpose: as of ``accept``.
-        handshake_timeout: seconds that each stranger gets to prove itself.
-        most_pending: how many of them are kept at once; more than the peers that may come at one moment.
-        plain: as of ``accept``.
+        listener: a listening socket, TCP or unix, owned by the acceptor.
+        secret, purpose: see ``accept``.
+        handshake_timeout: seconds for each handshake.
+        most_pending: maximum of concurrent handshakes; must exceed the number of peers that connect at once.
+        plain: see ``accept``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Acceptor:
         self._purpose = purpose
         self._handshake_timeout = handshake_timeout
         self._most_pending = most_pending
-        # In the order in which they came, which is that of their deadlines.
+        # In the order of their arrival and of their deadlines.
         self._pending: dict[PendingHandshake, float] = {}
         self._ready: deque[Connection] = deque()
         self._refused = ""
@@ -69,11 +69,11 @@ class Acceptor:
             close_in_forked_child(inherited)
 
     def accept(self, timeout: float) -> Connection:
-        """The next connection whose other side has proved itself.
+        """Return the next authenticated connection.
 
         Raises:
-            WireTimeout: nobody did in time; the message says why the last stranger was refused.
-            WireError: nothing can be accepted, or :meth:`stop` was called.
+            WireTimeout: no peer authenticated in time; the message has the reason of the last refusal.
+            WireError: the listener failed, or :meth:`stop` was called.
         """
         deadline = Deadline(timeout)
         while not self._ready:
@@ -82,7 +82,7 @@ class Acceptor:
                 if key.data is None:
                     self._greet()
                 elif key.data is self._stop_in:
-                    raise WireError("nothing is accepted any more")
+                    raise WireError("the acceptor has been stopped")
                 else:
                     self._step(key.data)
             for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
@@ -94,15 +94,15 @@ class Acceptor:
 
     @property
     def refused(self) -> str:
-        """Why the last stranger was refused, ``""`` if none was."""
+        """The reason of the last refusal, ``""`` if there was none."""
         return self._refused
 
     def stop(self) -> None:
-        """Let :meth:`accept` raise from now on; any thread may call it while another one is in there."""
+        """Make running and later calls of :meth:`accept` raise.  May be called from any thread."""
         self._stop_out.close()
 
     def close(self) -> None:
-        """Close the listener and all connections that were not given out."""
+        """Close the listener and all connections that :meth:`accept` did not return."""
         for pending in self._pending:
             pending.stream.close()
         self._pending.clear()
@@ -123,7 +123,7 @@ class Acceptor:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
-            return  # the client has left already
+            return  # the client has already closed the connection
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
                 self._refuse_oldest()
@@ -142,11 +142,11 @@ class Acceptor:
             self._refuse_oldest()
 
     def _refuse_oldest(self) -> None:
-        self._refuse(next(iter(self._pending)), "it had not proved itself when too many others came")
+        self._refuse(next(iter(self._pending)), "it had not authenticated when too many others connected")
 
     def _step(self, pending: PendingHandshake) -> None:
         if pending not in self._pending:
-            return  # dropped for a newer one in the same round
+            return  # dropped in favor of a newer one in the same round
         try:
             if pending.step():
                 self._selector.unregister(pending.stream)

@@ -1,4 +1,4 @@
-"""Moments at which something is to be done, for one loop that waits for the next of them."""
+"""Timers of an event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Alarms(Generic[T]):
-    """At most one moment for each item."""
+    """A set of timers, at most one per item."""
 
     def __init__(self) -> None:
         self._at: dict[T, float] = {}
@@ -19,26 +19,26 @@ class Alarms(Generic[T]):
         self._count = itertools.count()
 
     def set(self, item: T, at: float) -> None:
-        """Ring for ``item`` at the moment ``at``, and not when it was to ring before."""
+        """Set the timer of ``item`` to the time ``at``, replacing an earlier one."""
         self._at[item] = at
         heapq.heappush(self._heap, (at, next(self._count), item))
 
     def cancel(self, item: T) -> None:
-        """Do not ring for ``item``."""
+        """Cancel the timer of ``item``."""
         self._at.pop(item, None)
-        # Cancelled entries stay in the heap until they come up, or until they are most of it.
+        # Cancelled entries stay in the heap until they are due, or until they are most of it.
         if len(self._heap) > 2 * len(self._at) + 256:
             self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
 
     def next(self) -> float | None:
-        """The moment of the next alarm, None if there is none."""
+        """Return the time of the next timer, None if there is none."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[T]:
-        """The items whose moment has come, in its order; they will not ring again."""
+        """Remove the timers that have expired at ``now``; return their items in order of time."""
         items = []
         while (at := self.next()) is not None and at <= now:
             item = heapq.heappop(self._heap)[2]

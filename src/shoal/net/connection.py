@@ -1,4 +1,4 @@
-"""A connected socket that carries frames, with a deadline for every call."""
+"""``Connection``: sends and receives messages as frames, with a deadline for every call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .inherit import close_in_forked_child
 from .stream import ByteStream
 from .tls.encryption import EncryptedStream
 
-#: longest message in bytes unless a limit is given
+#: default maximum length of a message in bytes
 DEFAULT_LIMIT = 2**20
 
 
@@ -26,9 +26,9 @@ class Connection:
     One thread may send while another receives; two threads must not do the same at once.
 
     Args:
-        stream: of a connected socket; the connection owns it from now on.
-        limit: longest message in bytes that is accepted or sent.
-        peer: how to name the other side in messages; its address unless given.
+        stream: of a connected socket; owned by the connection.
+        limit: maximum length in bytes of a sent or received message.
+        peer: name of the other side in messages; default: its address.
     """
 
     def __init__(self, stream: ByteStream, *, limit: int = DEFAULT_LIMIT, peer: str | None = None) -> None:
@@ -44,7 +44,7 @@ class Connection:
 
     @property
     def limit(self) -> int:
-        """Longest message in bytes."""
+        """Maximum length of a message in bytes."""
         return self._reader.limit
 
     @limit.setter
@@ -53,16 +53,16 @@ class Connection:
 
     @property
     def socket(self) -> socket.socket:
-        """The socket itself, for what frames cannot do; it stays the connection's."""
+        """The socket, for operations other than frames; owned by the connection."""
         return self._stream.socket
 
     def send(self, message: bytes | bytearray | memoryview, timeout: float) -> None:
-        """Send one message; returns when the kernel has taken all of it.
+        """Send one message; return when the kernel has accepted all of it.
 
         Raises:
             UsageError: the message is longer than the limit; nothing was sent.
-            WireTimeout: time ran out.  Part of the message may be out, so the connection is closed.
-            WireError: the other side is gone.
+            WireTimeout: timed out.  Part of the message may have been sent, so the connection is closed.
+            WireError: the connection is lost.
         """
         if len(message) > self.limit:
             raise UsageError(f"a message of {len(message)} bytes: at most {self.limit} fit in a frame")
@@ -75,16 +75,16 @@ class Connection:
             self.write(message, deadline)
 
     def recv(self, timeout: float) -> bytes:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            WireTimeout: none came in time.  What did come is kept: receiving can be tried again.
-            WireError: the other side closed the connection, or sent a frame beyond the limit.
+            WireTimeout: no complete message arrived in time.  Call again to continue; no bytes are lost.
+            WireError: the other side closed the connection, or sent a frame longer than the limit.
         """
         deadline = Deadline(timeout)
         ready = False
         while True:
-            # The header is seldom there yet when a reply is awaited, the body nearly always.
+            # The header has rarely arrived yet when a reply is awaited; the body nearly always has.
             if not ready:
                 self._await(self._readable, deadline, "a message from")
             try:
@@ -98,7 +98,7 @@ class Connection:
             ready = True
 
     def write(self, data: bytes | bytearray | memoryview, deadline: Deadline) -> None:
-        """Send bytes outside of frames (the handshake does)."""
+        """Send bytes outside of frames, for the handshake."""
         view = memoryview(data).cast("B")
         while view:
             self._check_open()
@@ -114,7 +114,7 @@ class Connection:
                 raise self._lost(error) from error
 
     def read(self, count: int, deadline: Deadline) -> bytes:
-        """Receive exactly ``count`` bytes outside of frames (the handshake does)."""
+        """Receive exactly ``count`` bytes outside of frames, for the handshake."""
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -124,7 +124,7 @@ class Connection:
         return bytes(data)
 
     def encrypt(self, tls: EncryptedStream, deadline: Deadline) -> None:
-        """Go over to TLS on ``tls``, the stream of this connection (the handshake does)."""
+        """Switch ``tls``, the stream of this connection, to TLS, for the handshake."""
         try:
             while not tls.encrypt():
                 if tls.clogged:
@@ -137,20 +137,20 @@ class Connection:
             raise self._lost(error) from error
 
     def shutdown(self) -> None:
-        """End the connection without giving up the descriptor; wakes threads that wait in it."""
+        """End the connection but keep the descriptor open; wakes threads that wait in it."""
         with contextlib.suppress(OSError):
             self._stream.shutdown()
 
     def close(self) -> None:
-        """Close the socket.  Not while another thread uses the connection: :meth:`shutdown` it first."""
+        """Close the socket.  If another thread may be using the connection, call :meth:`shutdown` first."""
         self._closed = True
         self._stream.close()
 
     def detach(self) -> int:
-        """Give up the socket and return its descriptor, which is non-blocking and close-on-exec.
+        """Detach the socket and return its descriptor, which is non-blocking and close-on-exec.
 
         Raises:
-            WireError: part of a frame has been read already, or the connection is encrypted or closed.
+            WireError: part of a frame has already been read, or the connection is encrypted or closed.
         """
         self._check_open()
         if self._stream.pending() or not self._reader.between_frames:
@@ -160,7 +160,7 @@ class Connection:
         return descriptor
 
     def release(self) -> ByteStream:
-        """Give up the stream and return it; raises as :meth:`detach`."""
+        """Detach the stream and return it; raises WireError like :meth:`detach`, but not for encryption."""
         self._check_open()
         if not self._reader.between_frames:
             raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the stream over")
@@ -168,7 +168,7 @@ class Connection:
         return self._stream
 
     def fileno(self) -> int:
-        """The descriptor, -1 when closed."""
+        """Return the descriptor, -1 when closed."""
         return self._stream.fileno()
 
     @property
@@ -191,11 +191,11 @@ class Connection:
         return f"<Connection to {self.peer}{', closed' if self._closed else ''}>"
 
     def wait_readable(self, deadline: Deadline) -> None:
-        """Block until something arrives or the other side closes; WireTimeout when time runs out."""
+        """Block until data arrives or the other side closes; raise WireTimeout at the deadline."""
         self._await(self._readable, deadline, "data from")
 
     def wait_writable(self, deadline: Deadline) -> None:
-        """Block until something can be sent; WireTimeout when time runs out."""
+        """Block until data can be sent; raise WireTimeout at the deadline."""
         self._await(self._writable, deadline, "room to send to")
 
     def _recv_into(self, view: memoryview) -> int:
@@ -223,7 +223,7 @@ class Connection:
             raise WireError(f"the connection to {self.peer} is closed")
 
     def _lost(self, error: OSError) -> WireError:
-        if isinstance(error, WireError):  # of a stream that knows more
+        if isinstance(error, WireError):  # the stream (TLS) raised a more specific error
             return type(error)(f"{self.peer}: {error}")
         return WireError(f"lost the connection to {self.peer}: {error.strerror or error}")
 
@@ -232,7 +232,7 @@ def _peer_name(sock: socket.socket) -> str:
     try:
         name = sock.getpeername()
     except OSError:
-        return "a peer that is gone"
+        return "a disconnected peer"
     if isinstance(name, tuple):
         host, port = name[0], name[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

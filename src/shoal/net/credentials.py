@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket, as the kernel knows it."""
+"""Credentials of the process at the other end of a unix socket."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process id and effective user id of the process that connected, or listened, when it did so.
+    """Return process id and effective user id of the process that connected or listened, as of that time.
 
-    The process id is 0 if it lives in another pid namespace.
+    The process id is 0 if the process is in another pid namespace.
     """
     pid, uid, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -23,13 +23,13 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
 
 
 def refuse_other_users(sock: socket.socket) -> None:
-    """Raise AuthenticationError if the other end of a unix socket is another user's.
+    """Raise AuthenticationError if the other end of a unix socket belongs to another user.
 
-    A job has one user on a host, though it may hand its secret to several elsewhere.
+    On one host a job has one user, even if users on other hosts have its secret too.
     """
     pid, uid = peer_credentials(sock)
     if uid != os.geteuid():
         raise AuthenticationError(
-            f"process {pid} of user {uid} is at the other end of a unix socket: ranks on one host share "
-            f"memory with processes of their own user alone, {os.geteuid()}"
+            f"process {pid} of user {uid} is at the other end of a unix socket: ranks on one host only "
+            f"share memory with processes of the same user, {os.geteuid()}"
         )

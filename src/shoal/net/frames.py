@@ -1,4 +1,4 @@
-"""Cutting a stream of bytes into frames, without doing any I/O."""
+"""Splitting a byte stream into frames, without I/O."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from ..errors import WireError
 
 _LENGTH = struct.Struct("<I")
 
-#: up to this size header and message are joined, which is cheaper than a second system call
+#: bytes; up to this size header and message are joined, which is cheaper than a second system call
 JOIN = 2**14
 
 
 def frame_header(length: int) -> bytes:
-    """The 4 bytes that come before a message of ``length`` bytes."""
+    """Return the 4 bytes that precede a message of ``length`` bytes."""
     return _LENGTH.pack(length)
 
 
 def only_frame(data: memoryview) -> bytearray | None:
-    """The message of the one frame that ``data`` is; None: it is more than that, or less."""
+    """Return the message if ``data`` is exactly one frame, else None."""
     if len(data) <= _LENGTH.size or _LENGTH.unpack_from(data)[0] != len(data) - _LENGTH.size:
         return None
     return bytearray(data[_LENGTH.size :])
 
 
 class FrameReader:
-    """Collects one frame after the other.
+    """Reads one frame after the other.
 
-    Fill :meth:`view` from the socket, tell :meth:`advance` how many bytes came.  The view never
-    reaches beyond the current frame, so a connection can be handed over between two frames with
-    nothing lost in a buffer.
+    Fill :meth:`view` from the socket and pass the number of bytes to :meth:`advance`.  The view never extends
+    beyond the current frame, so no bytes are lost when a connection is detached between two frames.
 
     Args:
-        limit: longest message in bytes that is accepted.
+        limit: maximum length of an accepted message in bytes.
     """
 
     __slots__ = ("_filled", "_in_body", "_target", "limit")
@@ -45,18 +44,17 @@ class FrameReader:
 
     @property
     def between_frames(self) -> bool:
-        """Whether nothing of a frame has arrived yet."""
+        """Whether no byte of the next frame has arrived yet."""
         return not self._in_body and self._filled == 0
 
     def view(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Return the buffer for the next bytes; never empty."""
         return memoryview(self._target)[self._filled :]
 
     def advance(self, count: int) -> bytearray | None:
-        """Take note of ``count`` bytes in the view; the message, when they complete it.
+        """Note that ``count`` bytes were written to the view; return the message if it is complete.
 
-        Raises:
-            WireError: the frame is longer than the limit.  Nothing was allocated for it.
+        Raises WireError, before memory is allocated, if the frame is longer than the limit.
         """
         self._filled += count
         if self._filled < len(self._target):

@@ -1,23 +1,23 @@
-"""The mutual challenge that starts every connection, without doing any I/O.
+"""The mutual challenge-response handshake of every connection, without I/O.
 
     connecting side                        accepting side
         greeting  ------------------------>
                   <------------------------  greeting
-        (TLS, where both are to encrypt)
+        (TLS handshake, if both sides encrypt)
         proof     ------------------------>
                   <------------------------  proof, or 32 zero bytes: refused
 
 A greeting has a fixed size: magic, protocol version, build version, purpose, whether TLS follows, and 32
 random bytes.  A proof is HMAC-SHA256, keyed with the job's secret, over the prover's role, both greetings
-and, with TLS, the SHA-256 of the certificate that the accepting side showed. So
+and, with TLS, the SHA-256 of the certificate that the accepting side presented. So
 
-* a recorded proof is worth nothing: the other side's random bytes differ each time;
-* a proof sent back to its maker fails: the role differs;
-* a proof made for one purpose or version fails for another;
-* whoever stands in between with a certificate of its own fails, for the two sides see different ones.
+* a replayed proof fails: the random bytes of the other side differ each time;
+* a proof reflected to its sender fails: the role differs;
+* a proof for one purpose or version fails for another;
+* a man in the middle with another certificate fails: the two sides see different certificates.
 
-The connecting side proves itself first: a stranger that scans ports learns nothing that depends on
-the secret.  Versions are compared before, because another version may prove in another way.
+The connecting side sends its proof first, so a port scanner receives nothing that depends on the secret.
+Versions are compared before, because another version may have another kind of proof.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import struct
 
 from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 
-#: counted up whenever something on the wire changes its meaning
+#: incremented with every incompatible change of the wire format
 PROTOCOL_VERSION = 4
 
-#: seconds that a stranger gets to prove itself
+#: seconds for the handshake of an accepted connection
 HANDSHAKE_TIMEOUT = 10.0
 
 _MAGIC = b"\x89SHOAL\r\n"
@@ -43,8 +43,8 @@ _REFUSED = bytes(_PROOF_SIZE)
 
 @functools.cache
 def build_version() -> str:
-    """The version of the installed package, or of this source tree when it is not installed."""
-    from importlib import metadata  # slow to import, and the launcher's start should be quick
+    """Return the version of the installed package, or of this source tree if it is not installed."""
+    from importlib import metadata  # a slow import, which would delay the start of the launcher
 
     try:
         return metadata.version("shoal")
@@ -67,16 +67,15 @@ def _readable(field: bytes) -> str:
 class Handshake:
     """One side of the handshake.
 
-    Send :attr:`greeting`, then read exactly :attr:`needed` bytes at a time and give them to
-    :meth:`feed`, send what it returns, and raise :attr:`failure` if there is one, until
-    :attr:`done`.  When :attr:`encrypting`, go over to TLS before anything else, and send what :meth:`bind`
-    returns.
+    Send :attr:`greeting`.  Then, until :attr:`done`, read exactly :attr:`needed` bytes, pass them to
+    :meth:`feed`, send the bytes that it returns, and raise :attr:`failure` if it is set.  When
+    :attr:`encrypting` is set, first do the TLS handshake, then send the bytes that :meth:`bind` returns.
 
     Args:
-        connecting: whether this side made the connection (the other one accepted it).
-        secret: the job's secret.
-        purpose: what the connection is for, a short ASCII word equal on both sides.
-        tls: whether this side encrypts what follows the greetings.
+        connecting: whether this side made the connection.
+        secret: of the job.
+        purpose: of the connection, a short ASCII word, the same on both sides.
+        tls: whether this side encrypts everything after the greetings.
     """
 
     def __init__(self, *, connecting: bool, secret: bytes, purpose: str, tls: bool = False) -> None:
@@ -91,26 +90,26 @@ class Handshake:
         self.greeting = _GREETING.pack(
             _MAGIC, PROTOCOL_VERSION, self._build, self._purpose, tls, os.urandom(32)
         )
-        #: how many bytes the other side sends next
+        #: number of bytes that the other side sends next
         self.needed = _GREETING.size
-        #: the error, to be raised after the last reply is sent
+        #: the error, to be raised after the last reply was sent
         self.failure: WireError | None = None
-        #: whether the greetings agree that TLS comes now
+        #: whether the TLS handshake comes next
         self.encrypting = False
         #: whether the other side has proved that it holds the secret
         self.done = False
 
     def feed(self, data: bytes | bytearray) -> bytes:
-        """Take exactly :attr:`needed` bytes from the other side; what to send in return, if anything."""
+        """Process exactly :attr:`needed` bytes from the other side; return the bytes to send, if any."""
         if not self._theirs:
             return self._greeted(bytes(data))
         return self._proved(bytes(data))
 
     def bind(self, certificate: bytes) -> bytes:
-        """TLS has begun: what to send, if anything.
+        """Continue after the TLS handshake; return the bytes to send, if any.
 
         Args:
-            certificate: SHA-256 of the one that the accepting side has shown, as this side knows it.
+            certificate: SHA-256 of the certificate of the accepting side, as seen by this side.
         """
         self.encrypting = False
         self._certificate = certificate
@@ -131,7 +130,7 @@ class Handshake:
         elif purpose != self._purpose:
             self.failure = WireError(
                 f"this connection is for {_readable(self._purpose)!r}, "
-                f"the other side takes it for {_readable(purpose)!r}: wrong port?"
+                f"the other side expects {_readable(purpose)!r}: wrong port?"
             )
         elif tls != self._tls:
             with_tls, without = (
@@ -170,8 +169,8 @@ class Handshake:
 
     @property
     def _between(self) -> str:
-        """What else a wrong proof may mean."""
-        return ", or somebody stands in between, with a certificate that is not the server's" * self._tls
+        """With TLS: a second possible cause of a wrong proof, for messages."""
+        return ", or there is a man in the middle, with a certificate that is not the server's" * self._tls
 
     def _proof(self, *, connecting: bool) -> bytes:
         greetings = (self.greeting, self._theirs)

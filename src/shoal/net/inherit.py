@@ -1,7 +1,7 @@
-"""A forked child closes the sockets that it inherits.
+"""Closing inherited sockets in a forked child.
 
-A DataLoader's workers would otherwise keep their parent's connections open after its death, and
-its peers would wait for a process that is gone.
+Otherwise the workers of a DataLoader would keep the connections of their parent open after it has ended, and
+its peers would not detect that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _inherited: WeakSet[_Closable] = WeakSet()
 
 
 def close_in_forked_child(resource: _Closable) -> None:
-    """Have ``resource.close()`` called in every child that this process forks while it lives.
+    """Call ``resource.close()`` in every child that this process forks while ``resource`` exists.
 
-    ``close`` must do no more than close the child's copy of a descriptor, and may be called twice.
+    ``close`` must only close the child's copy of a descriptor, and may be called twice.
     """
     _inherited.add(resource)
 

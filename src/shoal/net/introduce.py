@@ -1,7 +1,7 @@
-"""The first words on an authenticated connection: who is at each end, and the memory that each end shares.
+"""The exchange of hello messages and shared memory on a new authenticated connection.
 
-The connecting side speaks first.  Each side says one record of a type of its own; over a unix socket both
-then hand over the descriptor of their shared memory.
+Each side sends one hello, the connecting side first.  Over a unix socket both can then exchange descriptors
+of shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ H = TypeVar("H", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory that a process on this host handed over, its descriptor here, and the process id."""
+    """Shared memory of another process on this host: its descriptor here, and the id of the process."""
 
     fd: int
     pid: int
@@ -34,24 +34,23 @@ class SharedMemory:
 
 
 def introduce(connection: Connection, mine: H, timeout: float) -> H:
-    """Say ``mine`` on a connection that this side made; what the other side says of itself.
+    """Send the hello ``mine`` on a connection that this side made; return that of the other side.
 
-    Raises:
-        WireError, WireTimeout: as of ``Connection.recv``, and for what is no such record.
+    Raises like ``Connection.recv``, and WireError for an invalid hello.
     """
     connection.send(msgspec.msgpack.encode(mine), timeout)
     return _heard(connection, type(mine), timeout)
 
 
 def be_introduced(connection: Connection, kind: type[H], answer: Callable[[H], H], timeout: float) -> H:
-    """Hear what the other side, which made the connection, says of itself; then say ``answer`` of that."""
+    """Receive the hello of the connecting side, send the hello ``answer(it)``, and return the former."""
     theirs = _heard(connection, kind, timeout)
     connection.send(msgspec.msgpack.encode(answer(theirs)), timeout)
     return theirs
 
 
 def share_memory(connection: Connection, fd: int, timeout: float) -> SharedMemory | None:
-    """Hand over the memory ``fd``, which stays open here, and take the other side's; None: over TCP."""
+    """Send the descriptor ``fd``, which is not closed here; return the other side's memory; None over TCP."""
     if connection.socket.family != socket.AF_UNIX:
         return None
     pid = peer_pid(connection)
@@ -64,4 +63,4 @@ def _heard(connection: Connection, kind: type[H], timeout: float) -> H:
     try:
         return from_msgpack(connection.recv(timeout), kind)
     except MalformedMessage as error:
-        raise WireError(f"{connection.peer} introduced itself in other words than ours: {error}") from error
+        raise WireError(f"received an invalid hello from {connection.peer}: {error}") from error

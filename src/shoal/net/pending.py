@@ -1,4 +1,4 @@
-"""The accepting side of a handshake that is never waited for: any number of them share a selector."""
+"""The accepting side of a non-blocking handshake; any number of them can share a selector."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .tls.encryption import Side
 
 
 class PendingHandshake:
-    """A handshake on a connection that was just accepted.
+    """A handshake on a newly accepted connection.
 
     Call :meth:`step` whenever :attr:`stream` is ready for :attr:`events`.
 
     Args:
         sock: owned by :attr:`stream` from now on.
-        secret, purpose: what the other side must prove.
-        tls: how this side encrypts; None: it does not.
-        leaves_proof: who calls :meth:`step` sends this side's proof (:meth:`unsent`) with what comes next.
+        secret, purpose: the other side must prove the same.
+        tls: TLS configuration of this side; None: no encryption.
+        leaves_proof: the caller of :meth:`step` sends this side's proof (:meth:`unsent`) with its next data.
     """
 
     def __init__(
@@ -44,26 +44,25 @@ class PendingHandshake:
 
     @property
     def events(self) -> int:
-        """The events to wait for: ``EVENT_WRITE`` while something could not be sent, else ``EVENT_READ``."""
+        """The events to wait for: ``EVENT_WRITE`` while there are unsent bytes, else ``EVENT_READ``."""
         stuck = self._unsent or (self._tls is not None and self._tls.clogged)
         return selectors.EVENT_WRITE if stuck else selectors.EVENT_READ
 
     def unsent(self) -> bytes:
-        """What is to be sent before all else; the caller sees to it from now on."""
+        """Return and remove the unsent bytes; the caller must send them before other data."""
         unsent = bytes(self._unsent)
         self._unsent.clear()
         return unsent
 
     def step(self) -> bool:
-        """Go on as far as the stream lets it, never reading beyond the handshake; whether it has succeeded.
+        """Continue the handshake without blocking or reading beyond it; return whether it has succeeded.
 
-        Raises:
-            WireError: the other side failed, or left.  OSError: it is gone.
+        Raises WireError if it failed or the other side closed, OSError if the connection is lost.
         """
         handshake = self._handshake
         while self._flush():
             if handshake.failure is not None:
-                raise handshake.failure  # the other side has been told
+                raise handshake.failure  # the reply has been sent
             if handshake.done:
                 return True
             if handshake.encrypting:
@@ -80,7 +79,7 @@ class PendingHandshake:
                     continue
                 return False
             if not count:
-                raise WireError("it left in the middle of the handshake")
+                raise WireError("it closed the connection during the handshake")
             self._received += view[:count]
             if len(self._received) == handshake.needed:
                 self._unsent += handshake.feed(self._received)
@@ -93,13 +92,13 @@ class PendingHandshake:
 
     @property
     def _waits(self) -> bool:
-        """Whether nothing can be done before the other side sends more."""
+        """Whether the handshake cannot continue before the other side sends more."""
         handshake = self._handshake
         can_go_on = self._unsent or handshake.failure is not None or handshake.encrypting or handshake.done
         return not (can_go_on or self.stream.pending())
 
     def _flush(self) -> bool:
-        """Send as much as the stream takes; whether that was all."""
+        """Send as much as the stream accepts; return whether nothing is left."""
         while self._unsent:
             try:
                 del self._unsent[: self.stream.send(self._unsent)]

@@ -1,8 +1,8 @@
-"""A server of authenticated connections: one thread, and any number of clients that never wait for others.
+"""A server of authenticated connections: one thread serves any number of clients.
 
-The thread never blocks but in ``select``.  A client that is slow, silent or hostile costs the others
-nothing: its handshake has a deadline, the oldest of those that have not proved themselves is dropped
-where too many come, and whatever a client does wrong ends that client alone.
+The thread only blocks in ``epoll``.  A slow, silent or hostile client does not delay the others: its
+handshake has a deadline, the oldest unauthenticated client is dropped if there are too many, and an error of
+a client only drops that client.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from .tls.encryption import encryption
 
 logger = logging.getLogger(__name__)
 
-#: connections accepted in one go before the clients that are there get their turn
+#: maximum connections accepted before connected clients are served again
 _ACCEPT_BATCH = 64
 
-#: clients kept that have not proved themselves yet; more than a job's ranks that come at one moment
+#: maximum number of unauthenticated clients; more than the ranks of a job that connect at the same time
 _MOST_STRANGERS = 4096
 
-#: most messages of clients are shorter, and then taken with one call of the system
+#: bytes; most messages are shorter, and are read with one system call
 _SHORT = 2**11
 
-#: most times that it is served before the others get their turn, where its stream holds more
+#: maximum number of buffered messages of one client that are handled before the others are served
 _TURNS = 16
 
-#: most events that are taken from the kernel at once
+#: maximum number of events returned by one poll
 _EVENTS = 1024
-#: what epoll calls the events of a session
+#: the epoll masks for the events of a session
 _MASKS = {selectors.EVENT_READ: select.EPOLLIN, selectors.EVENT_WRITE: select.EPOLLOUT}
 
-#: answers that are sent to those who waited, before the clients that ask get their turn again
+#: maximum number of messages of :meth:`Server.send_later` that are sent before clients are served again
 _ANSWERS_AT_ONCE = 256
 
 
@@ -64,23 +64,23 @@ S = TypeVar("S", bound=ClientConnection)
     "Keep it outside of the object that you copy; clients connect to its address",
 )
 class Server(abc.ABC, Generic[S]):
-    """Serves the connections to a listener, in a daemon thread between :meth:`start` and :meth:`close`.
+    """Serves the clients of a listener, in a daemon thread between :meth:`start` and :meth:`close`.
 
-    As a context manager it does both.  A subclass says what a message means (:meth:`received`);
-    everything that it overrides is called in the thread.
+    As a context manager it does both.  A subclass handles messages (:meth:`received`); all methods that it
+    overrides are called in the thread.
 
     Args:
-        listener: a listening socket; the server owns it from now on.
-        secret, purpose: what every client must prove.
-        limit: longest message in bytes.
-        what: is served, for messages and the thread's name: ``"store"``.
-        handshake_timeout: seconds that a client gets to prove itself.
+        listener: a listening socket, owned by the server.
+        secret, purpose: every client must prove the same.
+        limit: maximum length of a message in bytes.
+        what: the kind of server, for messages and the thread's name: ``"store"``.
+        handshake_timeout: seconds for the handshake of a client.
 
-    Connections over TCP are encrypted if ``SHOAL_TLS`` says so.
+    Connections over TCP are encrypted if ``SHOAL_TLS`` is set.
 
     Raises:
-        ConfigurationError: they are to be, and the certificates cannot be used or made.
-        OutOfResources: the process has no descriptors left.
+        ConfigurationError: ``SHOAL_TLS`` is set, and the certificates cannot be used or made.
+        OutOfResources: the process is out of file descriptors.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Server(abc.ABC, Generic[S]):
         self._limit = limit
         self._what = what
         self._handshake_timeout = handshake_timeout
-        #: one moment for each session that has proved itself; :meth:`overdue` is called then
+        #: timers of authenticated sessions; :meth:`overdue` is called when one expires
         self.alarms: Alarms[S] = Alarms()
         self._short = memoryview(bytearray(_SHORT))
         self._sessions: dict[int, S] = {}  #: by descriptor
-        self._strangers: dict[S, None] = {}  # those that have not proved themselves, the oldest first
+        self._strangers: dict[S, None] = {}  # unauthenticated sessions, the oldest first
         self._later: deque[tuple[S, bytes | bytearray]] = deque()
-        #: those whose streams hold more than they were served in their turn
+        #: sessions with further buffered messages after ``_TURNS``
         self._eager: dict[S, None] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -112,7 +112,7 @@ class Server(abc.ABC, Generic[S]):
         self._listener = listener
         self._listener.setblocking(False)
         if listener.family != socket.AF_UNIX:
-            prepare(listener)  # its connections inherit all of that
+            prepare(listener)  # its connections inherit the options
         self._accepting = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
@@ -121,7 +121,7 @@ class Server(abc.ABC, Generic[S]):
                 self._wake_in, self._wake_out = socket.socketpair()
                 undo.callback(self._wake_in.close)
                 undo.callback(self._wake_out.close)
-                # Not one of selectors: looking up its keys took a twentieth of the time of a large meeting.
+                # Instead of a selector, whose look-up of keys took 5 % of the time of a large rendezvous.
                 self._poll = _Poll()
             except OSError as error:
                 raise OutOfResources(
@@ -134,44 +134,39 @@ class Server(abc.ABC, Generic[S]):
         for inherited in (self._wake_in, self._wake_out, self._poll):
             close_in_forked_child(inherited)
 
-    # -- what a subclass says ------------------------------------------------------------------
+    # -- for subclasses ------------------------------------------------------------------------
 
     @abc.abstractmethod
     def session(self, handshake: PendingHandshake, name: str, limit: int) -> S:
-        """A new session."""
+        """Return a new session."""
 
     @abc.abstractmethod
     def received(self, session: S, message: bytearray) -> None:
-        """A message came from a client that has proved itself.
-
-        Raises:
-            WireError, UsageError, OSError: this client is dropped.
-        """
+        """Handle a message of an authenticated client; WireError, UsageError and OSError drop the client."""
 
     def greeted(self, session: S) -> None:
-        """A client has proved itself.  Raises as :meth:`received`."""
+        """Called when a client has authenticated.  Raises like :meth:`received`."""
 
     def turned(self) -> None:
-        """All clients that had sent something were heard once: the place to answer them together."""
+        """Called after each ready client was served once, to answer several clients together."""
 
     def overdue(self, session: S) -> None:
-        """The moment has come that :attr:`alarms` has for a session."""
+        """Called when the timer of a session in :attr:`alarms` has expired."""
 
     def dropped(self, session: S) -> None:
-        """A session has ended; called once for each."""
+        """Called once for each session when it has ended."""
 
-    # -- what others call ----------------------------------------------------------------------
+    # -- public --------------------------------------------------------------------------------
 
     @property
     def clients(self) -> int:
-        """The number of connections that are open now; a store of one process may have several."""
+        """The number of open connections; one process may have several."""
         return len(self._sessions)
 
     def start(self: _Self) -> _Self:
-        """Begin to serve; returns the server.  Starting twice is harmless.
+        """Start the thread and return the server.  May be called twice.
 
-        Raises:
-            OutOfResources: the process cannot have one more thread; the server is closed.
+        Raises OutOfResources, and closes the server, if the thread cannot be started.
         """
         if self._thread is None and not self._stopping:
             thread = threading.Thread(target=self._run, name=f"shoal-{self._what}", daemon=True)
@@ -180,14 +175,14 @@ class Server(abc.ABC, Generic[S]):
             except RuntimeError as error:
                 self.close()
                 raise OutOfResources(
-                    f"cannot serve a {self._what}: {error}.  Raise the number of threads that the process "
-                    "may have (ulimit -u)"
+                    f"cannot serve a {self._what}: {error}.  Raise the limit of threads of the process "
+                    "(ulimit -u)"
                 ) from error
             self._thread = thread
         return self
 
     def close(self) -> None:
-        """Stop serving and drop all clients.  May be called twice, not in the thread."""
+        """Stop serving and drop all clients.  May be called twice, but not in the thread."""
         if os.getpid() != self._pid or self._stopping:
             return
         self._stopping = True
@@ -212,7 +207,7 @@ class Server(abc.ABC, Generic[S]):
     # -- the thread ----------------------------------------------------------------------------
 
     def send(self, session: S, message: bytes | bytearray) -> None:
-        """Send to a client that is not the one whose message is handled: its failure ends it alone."""
+        """Send a message to a client; a failure drops only that client."""
         try:
             session.send(message)
             self._watch(session)
@@ -220,10 +215,9 @@ class Server(abc.ABC, Generic[S]):
             self.drop(session, str(error))
 
     def send_later(self, session: S, message: bytes | bytearray) -> None:
-        """As :meth:`send`, after the client whose message is handled and in turn with those that ask now.
+        """Queue a message, to be sent in batches between the service of clients.
 
-        For an answer that many wait for: the one who brought it, and everybody else, need not wait until all
-        have it.
+        For an answer to many waiting clients, which should not delay the requests of others.
         """
         self._later.append((session, message))
 
@@ -234,7 +228,7 @@ class Server(abc.ABC, Generic[S]):
                 self.send(session, message)
 
     def drop(self, session: S, reason: str) -> None:
-        """End a session."""
+        """Close a session."""
         if session.closed:
             return
         session.closed = True
@@ -245,7 +239,7 @@ class Server(abc.ABC, Generic[S]):
         self.alarms.cancel(session)
         with contextlib.suppress(OSError):
             self._poll.unregister(session.descriptor)
-        # Before the client can see it.
+        # Before the client can detect it.
         self.dropped(session)
         session.stream.close()
         if not self._accepting and not self._stopping:
@@ -256,7 +250,7 @@ class Server(abc.ABC, Generic[S]):
         try:
             while not self._stopping:
                 at = 0.0 if self._later or self._eager else self.alarms.next()
-                # The descriptor of a client that is dropped may be that of the next one.
+                # Look up all sessions first: the descriptor of a dropped client may be reused for a new one.
                 ready = [(fd, self._sessions.get(fd)) for fd, _ in self._poll.poll(_until(at), _EVENTS)]
                 for descriptor, session in ready:
                     if session is not None:
@@ -272,7 +266,7 @@ class Server(abc.ABC, Generic[S]):
                     if session.authenticated:
                         self.overdue(session)
                     else:
-                        self.drop(session, "the client did not prove itself in time")
+                        self.drop(session, "the client did not authenticate in time")
         finally:
             self._release()
 
@@ -294,16 +288,18 @@ class Server(abc.ABC, Generic[S]):
                     if self._strangers:
                         self._drop_oldest_stranger()
                         continue
-                    logger.warning("%s: no descriptors left, new clients wait until others leave", self._what)
+                    logger.warning(
+                        "%s: out of file descriptors, new clients wait until others leave", self._what
+                    )
                     self._poll.unregister(self._listener)
                     self._accepting = False
                     return
-                continue  # a client that left before it was accepted, or a limit that was raised
+                continue  # the client left before it was accepted, or the limit was raised
             self._greet(sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "on this host")
 
     def _greet(self, sock: socket.socket, name: str) -> None:
         try:
-            if sock.family == socket.AF_UNIX:  # the others have what their listener has
+            if sock.family == socket.AF_UNIX:  # TCP sockets inherit the options of the listener
                 prepare(sock)
             handshake = PendingHandshake(
                 sock, secret=self._secret, purpose=self._purpose, tls=self._tls, leaves_proof=True
@@ -320,10 +316,10 @@ class Server(abc.ABC, Generic[S]):
             self._drop_oldest_stranger()
 
     def _drop_oldest_stranger(self) -> None:
-        self.drop(next(iter(self._strangers)), "it had not proved itself when too many others came")
+        self.drop(next(iter(self._strangers)), "it had not authenticated when too many others connected")
 
     def _serve(self, session: S) -> None:
-        """Serve one client until it blocks; any error of it ends that client alone."""
+        """Serve one client until it would block; an error drops only that client."""
         if session.closed:
             return
         try:
@@ -332,13 +328,13 @@ class Server(abc.ABC, Generic[S]):
                     self.alarms.cancel(session)
                     self._strangers.pop(session, None)
                     self.greeted(session)
-                    session.flush()  # what the subclass said, behind the proof
+                    session.flush()  # the proof, and messages of the subclass
             elif session.clogged:
                 session.flush()
             elif (message := session.receive(self._short)) is not None:
                 self.received(session, message)
-            # Bytes that the stream holds already do not make its descriptor readable.  A stranger's are
-            # part of its handshake: nothing else is read before it has proved itself.
+            # Buffered bytes do not make the descriptor readable.  Those of an unauthenticated client are part
+            # of its handshake.
             turns = 0
             while session.authenticated and session.pending and not (session.closed or session.clogged):
                 if (turns := turns + 1) > _TURNS:
@@ -361,7 +357,7 @@ class Server(abc.ABC, Generic[S]):
 
 
 class _Poll:
-    """``select.epoll``, which takes no weak reference by itself."""
+    """A wrapper of ``select.epoll``, which does not support weak references."""
 
     def __init__(self) -> None:
         epoll = select.epoll()
@@ -370,7 +366,7 @@ class _Poll:
 
 
 def _until(at: float | None) -> float | None:
-    """The seconds until a moment; None: without an end."""
+    """Return the seconds until a time; None: no limit."""
     return None if at is None else max(0.0, at - time.monotonic())
 
 
@@ -378,7 +374,7 @@ _Self = TypeVar("_Self", bound=Server)  # type: ignore[type-arg]
 
 
 def raise_descriptor_limit() -> bool:
-    """Raise this process's soft limit of descriptors as far as it may; whether that was possible."""
+    """Raise the soft limit of file descriptors to the hard limit; return whether it was lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False

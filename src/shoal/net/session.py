@@ -1,4 +1,4 @@
-"""One client of a server: whole messages, without ever blocking."""
+"""``ClientConnection``: the non-blocking connection of a server to one client."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ..errors import WireError
 from .frames import JOIN, FrameReader, frame_header, only_frame
 from .pending import PendingHandshake
 
-#: most bytes taken from one client at a time, so that a large message does not hold up the others
+#: maximum bytes read from one client at a time, so that a large message does not delay other clients
 _SLICE = 2**20
 
 
 class ClientConnection:
-    """One client as its server sees it: reads whole messages and writes others, without ever blocking.
+    """The connection of a server to one client: reads and writes whole messages without blocking.
 
     Attributes:
-        descriptor: of the stream, as long as the server has not dropped the client.
+        descriptor: of the stream; valid until the server drops the client.
         name: the client's address, for messages.
         authenticated: whether its handshake has succeeded.
         closed: whether the server has dropped it.
-        watched: the events that the server waits for.
+        watched: the events that the server is waiting for.
     """
 
     def __init__(self, handshake: PendingHandshake, name: str, limit: int) -> None:
@@ -31,32 +31,32 @@ class ClientConnection:
         self.authenticated = False
         self.closed = False
         self.watched = handshake.events
-        #: None once it has succeeded
+        #: None when it has succeeded
         self._handshake: PendingHandshake | None = handshake
         self._reader = FrameReader(limit)
         self._unsent: deque[memoryview] = deque()
-        #: read together with what came before
+        #: bytes that were read but not processed
         self._ahead = bytearray()
 
     @property
     def pending(self) -> bool:
-        """Whether there are bytes of the client that do not make its descriptor readable."""
+        """Whether there are buffered bytes, which do not make the descriptor readable."""
         return bool(self._ahead) or self.stream.pending()
 
     @property
     def clogged(self) -> bool:
-        """Whether there are bytes that the client has not taken yet."""
+        """Whether there are unsent bytes."""
         return bool(self._unsent)
 
     @property
     def events(self) -> int:
-        """The events to wait for: no further message is taken while an answer is stuck."""
+        """The events to wait for: no message is read while there are unsent bytes."""
         if self._handshake is not None:
             return self._handshake.events
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; whether it has just succeeded.  Raises as :meth:`receive`."""
+        """Continue the handshake; return whether it has now succeeded.  Raises like :meth:`receive`."""
         assert self._handshake is not None
         self.authenticated = self._handshake.step()
         if self.authenticated:
@@ -66,13 +66,13 @@ class ClientConnection:
         return self.authenticated
 
     def receive(self, short: memoryview) -> bytearray | None:
-        """Read the bytes that have arrived; a message when one is complete.
+        """Read the bytes that have arrived; return a message if one is complete.
 
         Args:
-            short: room for a message that is short, for the time of this call.
+            short: a buffer for short messages, used during this call.
 
         Raises:
-            WireError: the client left, broke the protocol or failed to authenticate.
+            WireError: the client closed the connection, violated the protocol or failed to authenticate.
         """
         if not self._ahead and self._reader.between_frames:
             try:
@@ -108,14 +108,14 @@ class ClientConnection:
                 return message
 
     def send(self, message: bytes | bytearray) -> None:
-        """Send a message, now or when the client takes it.  OSError if it is gone."""
+        """Send a message now, or later as the client receives it.  OSError: the connection is lost."""
         header = frame_header(len(message))
         if len(message) > JOIN:
             self._write(header)
             self._write(message)
         elif self._unsent:
             self._write(header + message)
-        else:  # in most cases: one call of the system, and nothing is left
+        else:  # the common case: one system call sends everything
             data = header + message
             try:
                 sent = self.stream.send(data)
@@ -125,7 +125,7 @@ class ClientConnection:
                 self._unsent.append(memoryview(data)[sent:])
 
     def flush(self) -> None:
-        """Send as much as the client takes now.  OSError if the client is gone."""
+        """Send as many unsent bytes as possible now.  OSError: the connection is lost."""
         if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= JOIN:
             whole = b"".join(self._unsent)
             self._unsent.clear()

@@ -1,4 +1,4 @@
-"""Listening, connecting and accepting over TCP, each ending in an authenticated connection."""
+"""Listening, and connecting and accepting with authentication."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .handshake import HANDSHAKE_TIMEOUT, Handshake
 from .inherit import close_in_forked_child
 from .tls.encryption import encryption
 
-#: pending connections; the kernel caps it at net.core.somaxconn
+#: maximum number of pending connections; the kernel limits it to net.core.somaxconn
 BACKLOG = 4096
 
 
 def listen(host: str, port: int = 0, *, secret: bytes = b"") -> socket.socket:
-    """A listening TCP socket, close-on-exec and blocking.
+    """Return a listening TCP socket, close-on-exec and blocking.
 
     Args:
         host: address or name of an interface of this host; ``0.0.0.0`` or ``::`` for all of them.
-        port: 0 lets the kernel choose; ``getsockname()[1]`` tells.
-        secret: what those who connect will have to prove.
+        port: 0: chosen by the kernel, see ``getsockname()[1]``.
+        secret: with which clients will have to authenticate.
 
     Raises:
-        UsageError: the address can be reached from elsewhere and there is no secret.
-        WireError: the address is not this host's, or is in use.
+        UsageError: the address can be reached from other hosts and there is no secret.
+        WireError: the address does not belong to this host, or is in use.
     """
     family, address = _resolve(host or "0.0.0.0", port)[0]
     if not secret and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
@@ -64,19 +64,19 @@ def connect(
     """Connect to ``host:port`` and authenticate.
 
     Args:
-        secret: the job's secret.
+        secret: of the job.
         purpose: short ASCII word; the listener must expect the same.
-        timeout: seconds for connecting and handshake together (looking up a name is not counted).
-        limit: longest message of the connection in bytes.
-        plain: never encrypt it, as it will be detached; else it is as ``SHOAL_TLS`` says.  Both sides must
-            say the same.
+        timeout: seconds for connecting and handshake together, excluding name resolution.
+        limit: maximum length of a message in bytes.
+        plain: never encrypt, because the socket will be detached; otherwise ``SHOAL_TLS`` decides.  Must be
+            the same on both sides.
 
     Raises:
         AuthenticationError, VersionMismatch: the handshake failed.
-        ConfigurationError: the certificates that the environment names cannot be used.
-        WireTimeout: no connection or no handshake in time.
-        WireError: nobody listens there, or the connection ended before both had proved themselves (its
-            ``__cause__`` is an ``OSError``), or the other side is not shoal or has another purpose.
+        ConfigurationError: the certificates named in the environment cannot be used.
+        WireTimeout: connection and handshake did not complete in time.
+        WireError: no listener, or the connection was lost during the handshake (``__cause__`` is an
+            ``OSError``), or the other side is not shoal or has another purpose.
     """
     deadline = Deadline(timeout)
     sock = _connected(host, port, deadline)
@@ -84,7 +84,7 @@ def connect(
 
 
 def listens(host: str, port: int, *, timeout: float) -> bool:
-    """Whether somebody listens at ``host:port``; also if the host does not answer in ``timeout`` seconds."""
+    """Return whether ``host:port`` has a listener; True also after ``timeout`` seconds without an answer."""
     try:
         _connected(host, port, Deadline(timeout)).close()
     except WireTimeout:
@@ -105,15 +105,14 @@ def accept(
 ) -> Connection:
     """Accept one connection from a listener (TCP or unix) and authenticate it.
 
-    A failed handshake is an exception of this call and closes that connection only: the listener
-    is as good as before, so call again.  A peer that stays silent is given at most
-    ``HANDSHAKE_TIMEOUT`` seconds.
+    A failed handshake raises and closes that connection, but not the listener: call again.  The handshake may
+    take at most ``HANDSHAKE_TIMEOUT`` seconds.
 
     Args:
-        plain: as of :func:`connect`.
+        plain: see :func:`connect`.
 
     Raises:
-        WireTimeout: nobody came within ``timeout`` seconds, or the peer stayed silent.
+        WireTimeout: no peer connected within ``timeout`` seconds, or the handshake timed out.
         AuthenticationError, VersionMismatch, WireError: the handshake failed.
     """
     deadline = Deadline(timeout)
@@ -143,7 +142,7 @@ def authenticate(
     plain: bool = False,
     peer: str | None = None,
 ) -> Connection:
-    """Run the handshake on a connected socket, which is closed if it fails."""
+    """Run the handshake on a connected socket, and close the socket if it fails."""
     bare = stream.open_stream(sock)
     try:
         side = None if plain else encryption(sock, connecting=connecting)
@@ -172,10 +171,9 @@ def authenticate(
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set what every connected TCP socket of shoal has: no delay, and probes of a silent host.
+    """Set TCP_NODELAY and keepalive on a TCP socket.
 
-    Raises:
-        AuthenticationError: it is a unix socket, and another user's process is at the other end.
+    Raises AuthenticationError if it is a unix socket whose other end belongs to another user.
     """
     if sock.family == socket.AF_UNIX:
         refuse_other_users(sock)
@@ -188,7 +186,7 @@ def prepare(sock: socket.socket) -> None:
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Addresses of ``host``, IPv4 first (a loopback name then means 127.0.0.1 on both sides)."""
+    """Return the addresses of ``host``, IPv4 first, so that both sides resolve localhost to 127.0.0.1."""
     if not 0 <= port <= 65535:
         raise UsageError(f"port {port}: expected 0 to 65535")
     try:
@@ -207,8 +205,8 @@ def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
             sock.settimeout(max(deadline.remaining(), 1e-6))
             sock.connect(address)
             if sock.getsockname() == sock.getpeername():
-                # A port of the ephemeral range with no listener: the kernel may pick it as our own.
-                raise ConnectionRefusedError("nobody listens there")
+                # No listener: the kernel may choose the same ephemeral port as our own port.
+                raise ConnectionRefusedError("no listener at this port")
             prepare(sock)
         except TimeoutError as error:
             sock.close()

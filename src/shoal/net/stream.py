@@ -1,7 +1,6 @@
-"""Streams: the bytes of a connection, below the handshake and the frames.  A stream never blocks.
+"""Non-blocking byte streams, the layer below the handshake and the frames.
 
-This package reads and writes through a :class:`ByteStream`, which :func:`open_stream` makes of a connected
-socket.  One that encrypts (``tls/stream.py``) uses such a stream.
+:func:`open_stream` makes one for a connected socket; an encrypted one (``tls/stream.py``) wraps another.
 """
 
 from __future__ import annotations
@@ -14,50 +13,50 @@ from .inherit import close_in_forked_child
 
 
 class ByteStream(Protocol):
-    """A byte stream that is never waited for."""
+    """A non-blocking byte stream."""
 
     def recv_into(self, view: memoryview, /) -> int:
-        """Receive into ``view``: how many bytes came, 0 when the other side has closed.
+        """Receive into ``view``; return the number of bytes, 0 when the other side has closed.
 
         Raises:
-            BlockingIOError: nothing has arrived.  OSError: the other side is gone.
+            BlockingIOError: nothing has arrived.  OSError: the connection is lost.
         """
 
     def send(self, data: bytes | bytearray | memoryview, /) -> int:
-        """Send the first bytes of ``data``: how many.  BlockingIOError and OSError as above.
+        """Send the first bytes of ``data``; return their number.  Raises like :meth:`recv_into`.
 
-        After a BlockingIOError ``data`` must begin with the same bytes again: a stream that encrypts may have
+        After a BlockingIOError the next ``data`` must begin with the same bytes: an encrypted stream may have
         begun to send them.
         """
 
     def pending(self) -> bool:
-        """Whether :meth:`recv_into` has bytes of which the descriptor knows nothing, as it gave them up."""
+        """Whether :meth:`recv_into` has buffered bytes, which do not make the descriptor readable."""
 
     def fileno(self) -> int:
-        """The descriptor to wait for, -1 when closed."""
+        """Return the descriptor to wait for, -1 when closed."""
 
     def detach(self) -> int:
-        """Give up the descriptor and return it.  WireError: the stream is more than its descriptor."""
+        """Detach the descriptor and return it.  WireError: the stream is encrypted."""
 
     def shutdown(self) -> None:
-        """End the stream without giving up the descriptor.  OSError if it is gone."""
+        """End the stream but keep the descriptor open.  OSError: the connection is lost."""
 
     def close(self) -> None:
         """Close the descriptor.  May be called twice."""
 
     @property
     def socket(self) -> socket.socket:
-        """The socket below."""
+        """The underlying socket."""
 
 
 class SocketStream:
-    """A socket as it is."""
+    """The unencrypted stream of a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         close_in_forked_child(sock)
         self.socket = sock
-        # No call in between: a store's round trip is made of these.
+        # The bound methods themselves, without a wrapper: they determine a store's round-trip time.
         self.recv_into: Callable[[memoryview], int] = sock.recv_into
         self.send: Callable[[bytes | bytearray | memoryview], int] = sock.send
         self.fileno = sock.fileno
@@ -72,5 +71,5 @@ class SocketStream:
 
 
 def open_stream(sock: socket.socket) -> ByteStream:
-    """The stream of a connected socket, which owns it from now on and makes it non-blocking."""
+    """Return a stream that owns the connected socket and makes it non-blocking."""
     return SocketStream(sock)

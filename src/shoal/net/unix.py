@@ -1,7 +1,7 @@
-"""Unix sockets in the abstract namespace: for processes of one host to hand over descriptors.
+"""Unix sockets in the abstract namespace, with which processes of one host exchange file descriptors.
 
-Such a socket has a name but no file, so nothing is left behind after a kill -9.  Names are seen by
-every user of the host; both sides refuse processes of another user, then comes the handshake, as everywhere.
+Such a socket has a name but no file, so no file remains after SIGKILL.  Names are visible to all users of the
+host: both sides refuse processes of other users before the handshake.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARK = b"shoal fds\0\0\0"
 
 
 def listen_unix(name: str) -> socket.socket:
-    """A listening unix socket with an abstract name; :func:`~shoal.net.accept` takes it.
+    """Return a listening unix socket with an abstract name, for :func:`~shoal.net.accept`.
 
     Raises:
         UsageError: the name is empty or longer than 107 bytes.
@@ -49,10 +49,10 @@ def listen_unix(name: str) -> socket.socket:
 def connect_unix(
     name: str, *, secret: bytes, purpose: str, timeout: float, limit: int = DEFAULT_LIMIT
 ) -> Connection:
-    """Connect to the abstract ``name`` and authenticate.  Arguments and errors as of ``connect``.
+    """Connect to the abstract ``name`` and authenticate.  Arguments and errors are those of ``connect``.
 
-    That nobody listens there usually means that the other process is on another host (or in another
-    network namespace).  A listener of another user raises AuthenticationError.
+    If there is no listener, the other process usually is on another host or in another network namespace.
+    A listener of another user raises AuthenticationError.
     """
     deadline = Deadline(timeout)
     address = _address(name)
@@ -74,19 +74,19 @@ def connect_unix(
 
 
 def peer_pid(connection: Connection) -> int:
-    """Process id of the other side of a unix connection, as the kernel knows it.
+    """Return the process id of the other side of a unix connection, from the kernel.
 
-    It is the process that connected or listened; 0 if it lives in another pid namespace.
+    It is the process that connected or listened; 0 if it is in another pid namespace.
     """
     return peer_credentials(connection.socket)[0]
 
 
 def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None:
-    """Send duplicates of open descriptors; they stay open here.
+    """Send duplicates of open descriptors, which are not closed here.
 
     Raises:
         UsageError: not 1 to 253 descriptors.
-        WireTimeout, WireError: as of ``Connection.send``.
+        WireTimeout, WireError: see ``Connection.send``.
     """
     if not 1 <= len(fds) <= _MOST_FDS:
         raise UsageError(f"{len(fds)} descriptors: expected 1 to {_MOST_FDS}")
@@ -99,7 +99,7 @@ def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None
             continue
         except OSError as error:
             raise WireError(f"cannot send descriptors to {connection.peer}: {error}") from error
-        # The descriptors went with the first byte.
+        # The descriptors were sent with the first byte.
         connection.write(_MARK[sent:], deadline)
         return
 
@@ -108,8 +108,8 @@ def recv_fds(connection: Connection, count: int, timeout: float) -> list[int]:
     """Receive exactly ``count`` descriptors, close-on-exec, sent with one :func:`send_fds`.
 
     Raises:
-        WireTimeout: they did not come in time.
-        WireError: something else came (what came is closed), or the other side is gone.
+        WireTimeout: they did not arrive in time.
+        WireError: something else arrived (received descriptors are closed), or the connection is lost.
     """
     deadline = Deadline(timeout)
     data, fds = b"", list[int]()
@@ -144,7 +144,7 @@ def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if not fds and flags & socket.MSG_CTRUNC:
         full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        raise WireError(f"cannot take descriptors from {connection.peer}: {full.strerror}") from full
+        raise WireError(f"cannot receive descriptors from {connection.peer}: {full.strerror}") from full
     return data, list(fds)
 
 

@@ -1,16 +1,17 @@
-"""Calls to other workers of a job: functions, and objects that stay where they are.
+"""RPC between the workers of a job: calls of functions, and references to remote objects.
 
     with shoal.rpc.join("trainer0") as agent:
-        ps = agent.peer("ps")                          # as soon as "ps" has joined
+        ps = agent.peer("ps")                          # waits until "ps" has joined
         future = ps.call(torch.add, torch.ones(2), 1)  # a shoal.Future
 
-``functional`` has the functions of torch.distributed.rpc over an agent of the process.
+- ``functional``: the functions of torch.distributed.rpc, with one agent per process.
+- ``connection``: the directory of workers and their connections; ``post.py`` is the native endpoint, which
+  sends and receives the bytes.
+- ``codec``: encodes and decodes values.
+- ``calls``: the caller (``call.py``), the callee (``serving.py``; its threads are in ``executor.py``), and
+  references.
 
-Bytes move in the native endpoint (``connection/post.py``), everything else is here: ``connection`` has the
-directory of workers and makes connections, ``codec`` encodes values, and ``calls`` has the caller's half
-(``call.py``), the callee's (``serving.py``), whose threads are in ``executor.py``, and references.
-
-Whoever can call a worker can run any code there; ``docs/security.md`` says how strangers are kept out.
+A process that can call a worker can run any code there; see ``docs/security.md`` for access control.
 """
 
 from . import functions
@@ -55,14 +56,14 @@ __all__ = [
     "shutdown",
 ]
 
-#: names of torch.distributed.rpc that are not here -> why, and what to use instead
+#: names of torch.distributed.rpc that this package does not have -> the reason, and the replacement
 _NOT_HERE = {
-    "dist_autograd": "no graph of autograd goes over a call; send x.detach(), and gradients as tensors",
+    "dist_autograd": "calls do not record an autograd graph; send x.detach(), and gradients as tensors",
     "PyRRef": "shoal.rpc.RRef is the only class of references",
     "RpcBackendOptions": "shoal.rpc.TensorPipeRpcBackendOptions is the only class of options",
-    "RpcAgent": "shoal.rpc.Agent is what shoal.rpc.join gives",
-    "TensorPipeAgent": "shoal.rpc.Agent is what shoal.rpc.join gives",
-    "backend_registry": "there is one way in which calls travel",
+    "RpcAgent": "shoal.rpc.join returns a shoal.rpc.Agent",
+    "TensorPipeAgent": "shoal.rpc.join returns a shoal.rpc.Agent",
+    "backend_registry": "there is only one backend for calls",
     **dict.fromkeys(
         ("enable_gil_profiling", "RemoteProfilerManager", "server_process_global_profiler"),
         "torch.profiler shows calls, and Agent.stats() counts them",

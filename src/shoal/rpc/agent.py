@@ -1,4 +1,4 @@
-"""This process as a worker: it serves the calls of others and calls them."""
+"""The agent of a worker: serves calls of other workers and makes calls to them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ from .peer import Peer
 from .recorder import CallRecorder
 
 _logger = logging.getLogger("shoal")
-#: seconds for closing what was left open when the process ends
+#: seconds for closing each open agent when the process exits
 _EXIT_TIMEOUT = 5.0
-#: seconds for handlers to end after a close that does not wait for what they do
+#: seconds for handlers to end after a close that is not graceful
 _LINGER = 0.5
-#: seconds between looks at whether all calls have ended
+#: seconds between two polls for the completion of all calls
 _PAUSE = 0.005
 
 
@@ -65,13 +65,13 @@ _PAUSE = 0.005
     "Keep it outside of the object that you copy; another process makes its own with shoal.rpc.join()",
 )
 class Agent:
-    """One worker; made by :func:`join`, and a context manager that closes it.
+    """One worker; returned by :func:`join`.  As a context manager it closes itself at the end of the block.
 
     Attributes:
         name: of the worker.
-        timeout: seconds that calls may take unless their peer says otherwise.
-        job, epoch, store, secret, interface: of the place where the workers' names are.
-        recorder: lists the calls that are pending, and those that are served.
+        timeout: default timeout of calls, in seconds.
+        job, epoch, store, secret, interface: of the rendezvous that has the directory of workers.
+        recorder: lists the pending calls and the calls being served.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Agent:
         self.job, self.epoch, self.store = job, epoch, store
         self.secret, self.interface = secret, interface
         self._release = release
-        #: with whom it parts when it is closed; None: it leaves alone
+        #: the workers that close together; None: this one closes independently
         self._meeting = meeting
         self._closing = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
         self._on_lost: list[Callable[[str], Any]] = []
-        #: told when a connection has ended, and when the agent is closed
+        #: notified when a connection has ended, and when the agent is closed
         self._ended = threading.Condition()
         self.directory = Directory(store, namespace, here.machine)
         maps = checked(device_maps, name)
@@ -153,24 +153,24 @@ class Agent:
             raise
         _open.add(self)
 
-    # -- the others ----------------------------------------------------------------------------
+    # -- other workers -------------------------------------------------------------------------
 
     def peer(self, worker: str | int, timeout: float | None = None) -> Peer:
-        """Another worker, or this one, as soon as it has joined.
+        """Return the worker with a name or rank, which may be this one; wait until it has joined.
 
         Args:
             worker: its name, or its rank in the job.
-            timeout: seconds to wait for it, and for a new process in the place of one that died; None: as
-                calls, and for nobody in the place of the dead; 0: not at all.
+            timeout: seconds to wait for it, also for a replacement if its process has ended; None: the
+                timeout of calls, without waiting for a replacement; 0: do not wait.
 
         Raises:
-            UnknownWorker: it did not join in time; lists who has.
-            WorkerLost: its process has died, and ``timeout`` is None.
+            UnknownWorker: it did not join in time; the message lists the workers that did.
+            WorkerLost: its process has ended, and ``timeout`` is None.
         """
         self._check_open()
         deadline = Deadline(self.timeout if timeout is None else timeout)
         if isinstance(worker, bool) or not (isinstance(worker, int) or is_name(worker)):
-            raise UsageError(f"worker {self.name!r}: {worker!r} is no name and no rank of a worker")
+            raise UsageError(f"worker {self.name!r}: {worker!r} is neither the name nor the rank of a worker")
         name = worker
         if isinstance(name, int):
             name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
@@ -185,36 +185,37 @@ class Agent:
         return Peer(self, name, self.timeout, found.rank)
 
     def peers(self) -> list[Peer]:
-        """All other workers that have joined and are not known to be dead, by name."""
+        """Return all other workers that have joined and are not known to have ended, sorted by name."""
         self._check_open()
         there = sorted((worker.name, worker.rank) for worker in self.directory.workers())
         return [Peer(self, name, self.timeout, rank) for name, rank in there if name != self.name]
 
     def barrier(self, names: Iterable[str] | None = None, timeout: float | None = None) -> None:
-        """Wait until all these workers have come here, as often as this one.
+        """Wait until each of these workers has called ``barrier`` as many times as this worker.
 
         Args:
-            names: who takes part, this worker among them, the same for all; None: all that have joined.
-            timeout: seconds; None: as calls.
+            names: the participants, the same at each of them, including this worker; None: all workers that
+                have joined.
+            timeout: seconds; None: the timeout of calls.
 
         Raises:
-            WorkerLost: one of them is dead.
-            UnknownWorker: one did not come in time.
+            WorkerLost: the process of one of them has ended.
+            UnknownWorker: one did not reach the barrier in time.
         """
         self._check_open()
         self._barriers.wait(names, Deadline(self._seconds(timeout)))
 
     def serve(self, until: str | None = None) -> None:
-        """Stay and serve calls until a worker has left or died; a connection that breaks is made again.
+        """Block, serving calls, until a worker has left or failed.  A broken connection to it is restored.
 
         Args:
-            until: its name; None: until this agent is closed, by one of its handlers or in another thread.
+            until: its name; None: block until this agent is closed, by one of its handlers or another thread.
 
         Raises:
-            UnknownWorker: nobody joins as ``until`` within the timeout of calls.
+            UnknownWorker: no worker joins as ``until`` within the timeout of calls.
         """
         if until is not None:
-            with contextlib.suppress(WorkerLost):  # it has ended already
+            with contextlib.suppress(WorkerLost):  # it has already ended
                 self.peer(until)
         awaited = None
         while not self._closed:
@@ -223,7 +224,7 @@ class Agent:
                 try:
                     line = self.line(until, self.timeout, awaited)
                 except CallTimeout:
-                    continue  # it may live
+                    continue  # it may still run
                 except (AgentClosed, UnknownWorker, WorkerLost):
                     return
                 awaited = line.worker
@@ -232,22 +233,22 @@ class Agent:
                     self._ended.wait()
 
     def on_lost(self, fn: Callable[[str], Any]) -> None:
-        """Call ``fn(name)`` whenever a connection to a worker ended: it died, left, or was cut off."""
+        """Call ``fn(name)`` whenever a connection to a worker has ended, for any reason."""
         if not callable(fn):
             raise UsageError(f"worker {self.name!r}: {fn!r} cannot be called when a worker is lost")
         self._on_lost.append(fn)
 
     def stats(self) -> dict[str, int]:
-        """Counts of peers, calls, letters, bytes and threads; ``docs/rpc.md`` says what each one means."""
+        """Return counts of peers, calls, messages, bytes and threads; ``docs/rpc.md`` explains each one."""
         return {**self.endpoint.post.stats(), "threads": self.executor.thread_count()}
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write a file with the calls of this worker, those that it serves, and the stack of every thread.
+        """Write a file with the pending calls, the calls being served, and the stack of every thread.
 
-        From any thread at any time, also in a handler of signals; ``shoal dumps`` shows such files.
+        May be called from any thread and from a signal handler.  ``shoal dumps`` displays such files.
 
         Args:
-            path: of the file, or of a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
+            path: a file or a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
         """
         return self.recorder.write(path)
 
@@ -257,7 +258,7 @@ class Agent:
         return self._closed
 
     def leaks(self) -> list[str]:
-        """The objects that this worker keeps for others, in words: what made each one, and who holds it."""
+        """Describe each object that this worker owns: the call that created it, and its holders."""
         names = {worker.incarnation: worker.name for worker in self.directory.workers()}
         return [
             f"{owned.made}: held by "
@@ -265,25 +266,25 @@ class Agent:
             for owned in self.references.ledger.held().values()
         ]
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------
 
     def close(self, timeout: float = 30.0, *, graceful: bool = True) -> None:
-        """Leave: take the name back, let go of all connections, and end all threads.
+        """Leave: remove the name from the directory, close all connections, and end all threads.
 
         Args:
-            timeout: seconds for all of it.
-            graceful: finish what is served and queued, and wait for the calls of this worker, before that.
-                Calls that come meanwhile, and have not begun when this is done, raise AgentClosed.  One of
-                a group (``join(group=)``) serves until all ranks close theirs, and no call is pending or
-                served at any of them.
+            timeout: seconds in total.
+            graceful: first finish the calls that are served and queued, and wait for this worker's own calls.
+                Calls that arrive meanwhile and have not begun by then raise AgentClosed.  An agent of a
+                group (``join(group=)``) serves until the agents of all ranks are being closed, and no call
+                is pending or served at any of them.
 
-        What is still pending when time is up fails with AgentClosed here and WorkerLost there.
+        Calls that are still pending after ``timeout`` fail with AgentClosed here and WorkerLost at the peer.
 
         Raises:
-            WorkerLost, UnknownWorker: another agent of the group has died, or was not closed in time.
-                This one is closed all the same.
-            CallTimeout: a worker did not take all that was queued for it (a warning is logged instead if
-                not ``graceful``).  This one is closed all the same.
+            WorkerLost, UnknownWorker: another agent of the group has failed, or was not closed in time.
+                This one is closed nevertheless.
+            CallTimeout: a worker did not receive all that was queued for it (a warning is logged instead if
+                not ``graceful``).  This one is closed nevertheless.
         """
         deadline = Deadline(checked_seconds("timeout", timeout))
         try:
@@ -296,7 +297,7 @@ class Agent:
             self._close(deadline, graceful)
 
     def _part(self, deadline: Deadline, graceful: bool) -> bool:
-        """Wait for the other agents of the group, or tell them that nobody waits; whether to be graceful."""
+        """Wait for the other agents of the group, or announce that this one leaves; return ``graceful``."""
         with self._closing:
             meeting, self._meeting = self._meeting, None
         if meeting is None:
@@ -309,7 +310,7 @@ class Agent:
             raise
         finally:
             if not graceful:
-                with contextlib.suppress(ShoalError):  # the store is gone: so are the others
+                with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
                     meeting.leave()
         return graceful
 
@@ -323,9 +324,9 @@ class Agent:
         _open.discard(self)
         if self._pid != os.getpid():
             return
-        with contextlib.ExitStack() as steps:  # the last that is pushed comes first
+        with contextlib.ExitStack() as steps:  # runs in reverse order
             steps.callback(lambda: self._release(max(deadline.remaining(), 0.5)))
-            # Handlers that nobody waits for any more are told, and those that only wait end.
+            # By now the calls of the remaining handlers are cancelled, and handlers that only wait end.
             linger = math.inf if graceful else _LINGER
             steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
             steps.callback(self.watch.close)
@@ -336,7 +337,7 @@ class Agent:
             steps.callback(self.directory.withdraw, self.worker)
 
     def _end(self, deadline: Deadline, graceful: bool) -> None:
-        """Close the endpoint, and report what it could not send."""
+        """Close the endpoint; report the workers that it could not send everything to."""
         late = self.endpoint.close(max(deadline.remaining(), 0.5))
         if not late:
             return
@@ -347,7 +348,7 @@ class Agent:
         text = (
             f"worker {self.name!r}: {', '.join(map(repr, sorted(names)))} did not take all that was queued "
             f"within the {in_seconds(deadline.timeout)} of close(): calls and posts that were not sent are "
-            "lost.  Close with a longer timeout, or wait for the result of a call that comes after them"
+            "lost.  Close with a longer timeout, or wait for the result of a later call"
         )
         if graceful:
             raise CallTimeout(text)
@@ -357,9 +358,9 @@ class Agent:
         """Wait until no call is pending, served or queued.
 
         Returns:
-            how many calls this worker has made; None: time is up.
+            number of calls that this worker has made; None: timed out.
         """
-        mine = served_by(self) is not None  # a handler that waits for all of them does not wait for itself
+        mine = served_by(self) is not None  # a handler that calls this does not wait for itself
         while True:
             stats = self.endpoint.post.stats()
             if not (stats["calls"] or stats["letters"] or stats["handled"] > mine):
@@ -369,11 +370,7 @@ class Agent:
             time.sleep(_PAUSE)
 
     def reach(self, name: str, timeout: float) -> None:
-        """Look whether a worker can be called; one that answers slowly can.
-
-        Raises:
-            WorkerLost: it cannot.
-        """
+        """Raise WorkerLost if a worker cannot be connected to; a timeout is not an error."""
         with contextlib.suppress(CallTimeout):
             self.line(name, timeout)
 
@@ -394,7 +391,7 @@ class Agent:
     # -- for peers -----------------------------------------------------------------------------
 
     def line(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection:
-        """The connection for calls to ``name``; with ``owner`` only to this incarnation."""
+        """Return the connection for calls to ``name``; with ``owner``, only to this incarnation."""
         self._check_open()
         line = self.links.existing(name)
         if line is None:
@@ -404,17 +401,17 @@ class Agent:
         return line
 
     def alive(self, name: str) -> bool:
-        """Whether ``name`` is there, as far as is known."""
+        """Whether ``name`` is connected, or in the directory and not known to have ended."""
         return self.links.existing(name) is not None or any(
             worker.name == name for worker in self.directory.workers()
         )
 
     def peer_of(self, owner: Worker, timeout: float | None = None) -> Peer:
-        """The owner of an object."""
+        """Return the owner of an object as a peer."""
         return Peer(self, owner.name, call_timeout(timeout, self.timeout), owner.rank)
 
     def ask(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call ``fn`` at an owner, in the order of what it is told of holds."""
+        """Call ``fn`` at an owner, in order with the other messages about holds."""
         return Peer(self, owner.name, self.timeout)._call(HOLDS, fn, args, {}, owner=owner)
 
     def tell(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> None:
@@ -423,7 +420,7 @@ class Agent:
         call.post(self.endpoint, line, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
 
     def acknowledge(self, line: WorkerConnection, *numbers: int) -> None:
-        """The references in the replies to these calls are held, or nobody wants them."""
+        """Notify the callee that the references in these replies are held, or were discarded."""
         with contextlib.suppress(ShoalError):
             call.post(self.endpoint, line, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
 

@@ -1,4 +1,4 @@
-"""Workers that wait for one another, in the store."""
+"""Barriers of workers, implemented with the store."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..net import Deadline
 from ..store import Store
 from .connection.directory import Directory, Worker, is_name
 
-#: seconds between looks at whether the others live
+#: seconds between two checks whether the missing workers still run
 _LOOK = 0.25
 _MANY = 64
 
 
 class Barriers:
-    """The barriers that one worker comes to.
+    """The barriers of one worker.
 
     Args:
         me: this worker.
-        directory: knows who is there, and who is dead.
-        store: the job's; stays the caller's.
+        directory: of the workers.
+        store: of the job; not closed here.
         namespace: of the workers.
     """
 
@@ -32,13 +32,13 @@ class Barriers:
         self._directory = directory
         self._store = store
         self._start = f"rpc/{namespace}/barrier"
-        #: how often this worker has come to a barrier of these incarnations
+        #: number of barriers that this worker has entered, by the incarnations of the members
         self._counts: dict[tuple[str, ...], int] = {}
-        #: as many counts are kept until those of workers that have ended are looked for
+        #: number of counts at which those of workers that have ended are removed
         self._limit = _MANY
 
     def wait(self, names: Iterable[str] | None, deadline: Deadline) -> None:
-        """Wait until all of ``names`` have come as often as this worker; see :meth:`Agent.barrier`."""
+        """Wait at a barrier of the workers ``names``; see :meth:`Agent.barrier`."""
         me = self._me.name
         found = [worker.name for worker in self._directory.workers()] if names is None else names
         members = [] if isinstance(found, str) else list(set(found))
@@ -46,9 +46,9 @@ class Barriers:
             raise UsageError(f"worker {me!r}: barrier of {found!r}: expected the names of workers")
         members.sort()
         if me not in members:
-            raise UsageError(f"worker {me!r}: barrier of {members!r}, of which it is none")
+            raise UsageError(f"worker {me!r}: barrier of {members!r}, which must include this worker")
         there = {member: self._find(member, members, deadline) for member in members}
-        # By their incarnations: a worker that comes again begins anew, and so do the others with it.
+        # Keyed by incarnations: when a worker was restarted, the counts of all members start again at 1.
         who = tuple(there[member].incarnation for member in members)
         if len(self._counts) >= self._limit:
             alive = {worker.incarnation for worker in self._directory.workers()}
@@ -60,13 +60,13 @@ class Barriers:
             self._store.set(f"{start}came/{me}", b"")
             self._await(f"{start}came/", members, there, deadline)
         finally:
-            # Whoever has passed looks at the keys no more, and the last one removes them.
+            # A worker that has passed does not read the keys again; the last one removes them.
             with contextlib.suppress(ShoalError):
                 if self._store.add(f"{start}passed", 1) == len(members):
                     self._store.delete_prefix(start)
 
     def _await(self, came: str, members: list[str], there: dict[str, Worker], deadline: Deadline) -> None:
-        """Wait until all have come, each of which writes its name behind ``came``."""
+        """Wait until each member has set its key, which is ``came`` plus its name."""
         missing = members
         while missing:
             try:
@@ -80,7 +80,7 @@ class Barriers:
                 raise self._absent(missing, members, deadline)
 
     def _find(self, member: str, members: list[str], deadline: Deadline) -> Worker:
-        """The worker with the name ``member``, as soon as there is one."""
+        """Wait for a worker with the name ``member``."""
         while True:
             try:
                 return self._directory.find(member, min(_LOOK, deadline.remaining()), self._me.name)
@@ -92,19 +92,19 @@ class Barriers:
                     raise self._absent([member], members, deadline) from None
 
     def _look(self, worker: Worker) -> None:
-        """Raise if ``worker``, which is awaited, is dead."""
+        """Raise WorkerLost if ``worker`` has ended or was replaced."""
         now = self._directory.look(worker.name)
         replaced = now is not None and now.incarnation != worker.incarnation
         if replaced or worker.is_gone(self._me.machine):
             raise WorkerLost(
-                f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before it came to a "
+                f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before it reached a "
                 "barrier",
                 worker.name,
             )
 
     def _absent(self, missing: list[str], members: list[str], deadline: Deadline) -> UnknownWorker:
         return UnknownWorker(
-            f"worker {self._me.name!r}: {', '.join(map(repr, missing))} did not come to a barrier of "
+            f"worker {self._me.name!r}: {', '.join(map(repr, missing))} did not reach a barrier of "
             f"{counted(len(members), 'worker')} within {in_seconds(deadline.timeout)}"
         )
 

@@ -1,8 +1,9 @@
-"""The end of an agent that closes gracefully: it finishes what is there, and others cannot hold it up.
+"""The graceful close of an agent.
 
-Calls that are served or queued when the agent begins to close are answered, and its own are waited for.
-Those that come meanwhile are served as long as these take.  Afterwards only what runs is finished: a call
-that has not begun is refused, or else callers that go on calling would use up all the time that there is.
+1. Answer the calls that are served or queued when the close begins, and wait for the agent's own calls.
+   New calls are served meanwhile.
+2. Then finish only the running handlers and refuse calls that have not begun.  Otherwise callers that keep
+   calling would delay the close until its timeout.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from ..net import Deadline
 from .calls.current import served_by
 from .connection.post import Letter
 
-#: seconds between looks at what is left
+#: seconds between two polls for unfinished calls
 _PAUSE = 0.005
 
 
 def finish(agent: Any, deadline: Deadline) -> None:
-    """Wait until what is pending, served and queued at an agent has ended, or time is up."""
+    """Wait until the pending, served and queued calls of an agent have completed, or the deadline expires."""
     post, service, executor = agent.endpoint.post, agent.service, agent.executor
     mine = served_by(agent)  # a handler that closes its agent does not wait for itself
 
@@ -40,7 +41,7 @@ def finish(agent: Any, deadline: Deadline) -> None:
         handled.append(letter.call)
 
     def queued() -> int:
-        letters: int = post.stats()["letters"]  # posts among them, of which nothing else tells
+        letters: int = post.stats()["letters"]  # includes posts, which are counted nowhere else
         return letters
 
     handled: list[int] = []

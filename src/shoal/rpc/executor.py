@@ -1,13 +1,12 @@
-"""The threads that run handlers, and the loop that runs those which are coroutines.
+"""The threads that run handlers, and the event loop for handlers that are coroutines.
 
-Handlers' threads block in the endpoint until a letter comes, which goes to one of them without a hop.  There
-is one at first.  The endpoint says when a letter has waited for :data:`PATIENCE` while no thread was free:
-then one more starts, because those that run are taken to be blocked, on a nested call for example; unless
-letters were taken meanwhile at the pace of short calls, for which threads would only take turns.  So a
-burst of short calls takes one thread, and no set of calls can deadlock for want of one.  A thread that was
-added and finds nothing to do for a while ends.
+Threads of unordered calls block in the endpoint, which hands each message directly to one of them.  At first
+there is one thread.  When a message has waited for :data:`PATIENCE` with no thread free, the endpoint reports
+it and another thread starts: the running ones are probably blocked, for example in a nested call.  No thread
+is added while messages are taken at the rate of short calls.  So a burst of short calls uses one thread, and
+no set of calls can deadlock for lack of threads.  An added thread ends after it has been idle for a while.
 
-A mailbox of its own has one thread, which takes its letters in order.
+Each ordered mailbox has one thread, which takes its messages in order.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from ..errors import AgentClosed
 
 _logger = logging.getLogger("shoal")
 
-#: seconds that a letter waits for a busy thread before one more is started
+#: seconds that a message waits for a free thread before another thread is started
 PATIENCE = 0.002
-#: seconds that a further thread stays without work
+#: seconds of idleness after which an added thread ends
 _IDLE = 5.0
-#: mailbox of the calls that are in no order
+#: mailbox of unordered calls
 CALLS = 0
 
 
 class Inbox(Protocol):
-    """Where letters are taken from."""
+    """The source of messages; implemented by the native endpoint."""
 
     def take(self, mailbox: int, timeout: float | None, most: int) -> list[Any] | None: ...
 
@@ -44,12 +43,12 @@ class Inbox(Protocol):
 
 
 class Executor:
-    """Runs ``handle(letter)`` for every letter.
+    """Runs ``handle(letter)`` for every message.
 
     Args:
-        inbox: gives the letters; None from it ends the threads.
+        inbox: source of the messages; when ``take`` returns None the threads end.
         handle: must not raise.
-        most: how many handlers of unordered calls may run at once.
+        most: maximum number of handlers of unordered calls that run at once.
         name: of the agent, for the names of threads.
     """
 
@@ -67,44 +66,44 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Begin to take calls."""
+        """Start the first thread."""
         self._spawn(self._serve, None)
 
     def grow(self) -> None:
-        """A letter has waited, and no thread is free: add one, up to the limit."""
+        """Add a thread, up to the limit: a message has waited and no thread is free."""
         with self._lock:
             if self._serving >= self._most:
                 return
         try:
             self._spawn(self._serve, _IDLE)
-        except RuntimeError:  # no more threads: those there are get to the letter later
-            _logger.warning("worker %r: no thread can be started for a call that waits", self._name)
+        except RuntimeError:  # no more threads: an existing one takes the message later
+            _logger.warning("worker %r: cannot start another thread for a waiting call", self._name)
 
     def consume(self, mailbox: int) -> None:
-        """Open ``mailbox``, and take its letters in order, in a thread of its own."""
+        """Open ``mailbox``, and handle its messages in order in a separate thread."""
         self._inbox.open(mailbox)
         self._spawn(self._consume, mailbox)
 
     def release(self, mailbox: int) -> None:
-        """Nobody sends to ``mailbox`` any more: let its thread end."""
+        """End the thread of ``mailbox``, to which no worker sends any more."""
         self._inbox.release(mailbox)
 
     def thread_count(self) -> int:
-        """How many threads there are, those of mailboxes among them."""
+        """Return the number of threads, including those of mailboxes."""
         return len(self._threads)
 
     def run_coroutine(
         self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
     ) -> concurrent.futures.Future[Any]:
-        """Run a coroutine on the agent's loop; ``done(task)`` is called there when it has ended.
+        """Run a coroutine on the agent's event loop; ``done(task)`` is called there when it has ended.
 
         Returns:
-            the task, which any thread may cancel.
+            a future whose ``cancel()`` may be called from any thread.
 
         Raises:
             AgentClosed: the executor is closed.
         """
-        with self._lock:  # the end of the loop finds every task
+        with self._lock:  # so that the task exists before the loop is stopped
             if self._closed:
                 coroutine.close()
                 raise AgentClosed(f"worker {self._name!r}: the agent was closed before a coroutine began")
@@ -113,9 +112,9 @@ class Executor:
         return task
 
     def close(self, timeout: float) -> bool:
-        """Wait until all threads have ended, for which the inbox must have been closed; whether they have.
+        """Wait until all threads but the calling one have ended; return whether they have.
 
-        A handler that calls this is not waited for.
+        The inbox must have been closed.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -172,7 +171,7 @@ class Executor:
         try:
             self.handle(letters.pop())
         except BaseException:
-            with contextlib.suppress(BaseException):  # of a logging handler of the user
+            with contextlib.suppress(BaseException):  # raised by a user's logging handler
                 _logger.exception("worker %r: a call could not be answered", self._name)
 
     # -- the loop ------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class Executor:
             while True:
                 try:
                     loop.run_forever()
-                except BaseException:  # asyncio passes on SystemExit and KeyboardInterrupt of a task
+                except BaseException:  # asyncio re-raises SystemExit and KeyboardInterrupt of a task
                     if not self._closed:
                         continue
                 break

@@ -1,4 +1,4 @@
-"""Torch's functions over the process's own agent, for programs that move over.
+"""The functions of torch.distributed.rpc, using the default agent of the process.
 
     import shoal.rpc as rpc                      # was: import torch.distributed.rpc as rpc
 
@@ -6,8 +6,7 @@
     rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
     rpc.shutdown()
 
-Names, arguments and their order are torch's; futures are :class:`shoal.Future`.  This is the only default
-agent there is: everything else here names the agent that it means.
+Names, arguments and their order are torch's; futures are :class:`shoal.Future`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from .peer import Peer, WorkerInfo
 
 T = TypeVar("T")
 
-#: how often this process has met a fixed number of others
+#: number of ``init_rpc`` calls of this process with a ``world_size``
 _meetings = itertools.count()
 
 
@@ -53,21 +52,21 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: TensorPipeRpcBackendOptions | None = None,
 ) -> None:
-    """Make this process a worker, with an agent that the functions of this module use.
+    """Make this process a worker and create its default agent, which the functions of this module use.
 
     Args:
-        name: of this worker, which no other has.
-        backend: without a meaning: there is one.
-        rank: of this process; -1: as the launcher or ``init_method`` says.
-        world_size: number of workers, all of which have joined when this returns; None: workers come and go
-            as they like, and this does not wait.
-        rpc_backend_options: where to meet, and the timeout of calls.
+        name: of this worker, unique in the job.
+        backend: ignored: there is only one.
+        rank: of this process; -1: the rank from the launcher or ``init_method``.
+        world_size: number of workers; this waits until all of them have joined.  None: workers may join and
+            leave at any time, and this does not wait.
+        rpc_backend_options: the rendezvous, the timeout of calls, and device maps.
 
-    The worker of rank 0 serves the store of a ``tcp://`` place where nobody else does.
+    With ``tcp://``, rank 0 serves the store unless another process does.
 
     Raises:
-        UsageError: there is an agent already, or an argument cannot be right; two workers have one name.
-        RendezvousTimeout: some did not come within ``SHOAL_TIMEOUT``.
+        UsageError: there already is a default agent, an argument is invalid, or two workers have one name.
+        RendezvousTimeout: a worker did not join within ``SHOAL_TIMEOUT``.
     """
     options = _checked(backend, rpc_backend_options)
     with state.changing("init_rpc"):
@@ -88,16 +87,16 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
-    """End this process's agent; references of this worker, and to its objects, end with it.
+    """Close the default agent.  References of this worker, and to its objects, become invalid.
 
     Args:
-        graceful: wait until all workers of ``init_rpc(world_size=...)`` call this too, and then until what is
-            pending has ended.
-        timeout: seconds for that; 0: no limit.  When they are over, the agent ends all the same.
+        graceful: first wait until all workers of ``init_rpc(world_size=...)`` have called this, and until no
+            call is pending.
+        timeout: seconds for that; 0: no limit.  The agent is closed even after a timeout.
 
     Raises:
-        UsageError: there is no agent.
-        UnknownWorker: others did not call this in time.  WorkerLost: one of them has died.
+        UsageError: there is no default agent.
+        UnknownWorker: a worker did not call this in time.  WorkerLost: one of them has failed.
     """
     with state.changing("shutdown"):
         agent, meeting = state.agent(), state.meeting
@@ -112,7 +111,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             raise
         finally:
             if not graceful and meeting is not None:
-                with contextlib.suppress(ShoalError):  # the store is gone: so are the others
+                with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
                     meeting.leave()
             seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSING)
             try:
@@ -128,15 +127,15 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> T:
-    """Run ``func(*args, **kwargs)`` at a worker, and wait for its result.
+    """Run ``func(*args, **kwargs)`` at a worker, and return its result.
 
     Args:
-        to: name or rank of the worker, or what :func:`get_worker_info` or ``RRef.owner()`` gave.
-        timeout: seconds; 0: as long as it takes; -1: as ``init_rpc`` was told.
+        to: name or rank of the worker, or the result of :func:`get_worker_info` or ``RRef.owner()``.
+        timeout: seconds; 0: no limit; -1: the timeout from ``init_rpc``.
 
     Raises:
-        Exception: what ``func`` raises, and as of :meth:`Peer.call`.
-        UnknownWorker: nobody has joined as ``to``.
+        Exception: the exception of ``func``, or an error of :meth:`Peer.call`.
+        UnknownWorker: no worker has joined as ``to``.
     """
     return _peer("rpc_sync", to, func, timeout).call(func, *_args(args), **_kwargs(kwargs)).wait()
 
@@ -148,7 +147,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> Future[T]:
-    """Like :func:`rpc_sync`, without waiting; a :class:`shoal.Future` of the result."""
+    """Like :func:`rpc_sync`, but return a :class:`shoal.Future` of the result at once."""
     return _peer("rpc_async", to, func, timeout).call(func, *_args(args), **_kwargs(kwargs))
 
 
@@ -159,21 +158,21 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> RRef[T]:
-    """Make an object at a worker, ``func(*args, **kwargs)``, which stays there; a reference to it, at once.
+    """Create the object ``func(*args, **kwargs)`` at a worker; return a reference to it at once.
 
-    Arguments as of :func:`rpc_sync`; what ``func`` raises is raised by whatever uses the object.
+    Arguments are those of :func:`rpc_sync`.  An exception of ``func`` is raised by each use of the object.
     """
     return _peer("remote", to, func, timeout).remote(func, *_args(args), **_kwargs(kwargs))
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and rank of a worker.
+    """Return name and rank of a worker.
 
     Args:
-        worker_name: None: this one.
+        worker_name: None: this worker.
 
     Raises:
-        UnknownWorker: nobody has joined under that name.
+        UnknownWorker: no worker has joined under that name.
     """
     agent = default_agent("get_worker_info")
     info: WorkerInfo = agent.peer(agent.name if worker_name is None else worker_name, timeout=0.0)
@@ -181,19 +180,19 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call may take unless it says otherwise; 0: as long as it takes."""
+    """Return the default timeout of calls in seconds; 0: no limit."""
     timeout: float = default_agent("get_rpc_timeout").timeout
     return 0.0 if timeout == math.inf else timeout
 
 
 def is_available() -> bool:
-    """True: a program that can import this module can use it."""
+    """Return True: RPC is part of every build."""
     return True
 
 
 # -- inside ----------------------------------------------------------------------------------------
 
-#: seconds that the end takes at least, however little was given for it
+#: minimum seconds for closing an agent, whatever the timeout
 _SHORT = 0.5
 
 
@@ -210,11 +209,10 @@ def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
 
 
 def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> RendezvousPoint:
-    """The place where the workers meet."""
     size = -1 if world_size is None else world_size
     url, own_rank, own_size = meeting_place(init_method, rank, size)
     if own_size is None and own_rank is not None and not (url == "env://" and read(os.environ)):
-        # Rank 0 serves the store of a tcp:// place, and is asked for a size there.
+        # With tcp:// rank 0 serves the store, and the URL requires a size.
         url, own_rank, own_size = meeting_place(init_method, rank, own_rank + 1)
     request = checked_request(
         url,
@@ -236,7 +234,7 @@ def _joined(
         return at_place(place, name, settings), None
     rank = place.venue.rank
     if rank is None:
-        raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method says it")
+        raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method sets it")
     store = keys_of(place.store, "meeting", next(_meetings))
     meeting = WorkerMeeting(store, place.here, name, rank, size, "shutdown")
     meeting.gather(deadline)
@@ -255,31 +253,28 @@ def _joined(
 
 
 def _args(args: Sequence[Any] | None) -> Sequence[Any]:
-    """Arguments that can be spread."""
     if isinstance(args, Iterable):
         return tuple(args)
     if args is None:
         return ()
-    raise UsageError(f"args={args!r}: expected a tuple or list of arguments; one alone is (x,)")
+    raise UsageError(f"args={args!r}: expected a tuple or list of arguments; pass a single one as (x,)")
 
 
 def _kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Keyword arguments that can be spread."""
     if kwargs is None:
         return {}
     if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
         return kwargs
-    raise UsageError(f"kwargs={kwargs!r}: expected a dict of arguments by their names")
+    raise UsageError(f"kwargs={kwargs!r}: expected a dict of arguments by name")
 
 
 def _peer(operation: str, to: object, func: object, timeout: float | None) -> Peer:
-    """The worker that is meant by ``to``, for a call with a timeout."""
     agent = default_agent(operation)
     if isinstance(func, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         compiled = getattr(func, "name", type(func).__name__)
         raise UsageError(
-            f"{operation}: {compiled} was compiled by TorchScript, which is not sent: pass the Python "
-            "function that it was made of, or one that calls it"
+            f"{operation}: {compiled} was compiled by TorchScript and cannot be sent: pass the original "
+            "Python function, or one that calls the compiled one"
         )
     seconds = call_timeout(timeout, agent.timeout)
     name = to.name if isinstance(to, WorkerInfo) else to

@@ -1,4 +1,4 @@
-"""Torch's place for the decorator of handlers that return a future."""
+"""The decorator ``async_execution``, under the module name that torch uses."""
 
 from .calls.serving import async_execution
 

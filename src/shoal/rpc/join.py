@@ -1,4 +1,4 @@
-"""``shoal.rpc.join``: from nothing to a worker that calls others and is called."""
+"""``shoal.rpc.join``: makes this process a worker."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .connection.device_maps import DeviceMaps
 from .connection.directory import checked_name
 from .connection.meeting import WorkerMeeting, keys_of
 
-#: how many handlers run at once, unless somebody says otherwise
+#: default maximum number of handlers that run at once
 HANDLERS = 512
-#: seconds between looks at whether the others have left the store
+#: seconds between two checks whether the others have left the store
 _PAUSE = 0.02
 
 
@@ -44,39 +44,39 @@ def join(
 ) -> Agent:
     """Join the workers of a job under a name.
 
-    Nobody else need be there yet, and workers come and go as they like.
+    Workers may join and leave at any time; this does not wait for others.
 
     Args:
-        name: of this worker, which no other has; None: ``rank0``, ``rank1``, ... by its rank in the job.
-        url: where the workers' names are: as for :func:`shoal.init`.  Of those who come to a ``tcp://`` place
-            none starts its store.
-        group: take the store, the secret and the interface of a group of this process, and its ranks.  Every
-            rank of it joins: a graceful ``close`` waits for all.
-        store: the store itself, which stays the caller's.
-        secret: the job's; None: as for :func:`shoal.init`.
-        timeout: seconds until a call without a timeout of its own fails; None: ``SHOAL_RPC_TIMEOUT``.
-        memory: most bytes of large parts (over 256 KiB) that have arrived and wait to be handled, with the
-            memory that is kept for the next ones; and most that are lent to workers of this host.  None:
+        name: of this worker, unique in the job; None: ``rank0``, ``rank1``, ... by its rank in the job.
+        url: of the store that has the directory of workers, as for :func:`shoal.init`.  With ``tcp://`` the
+            store must already run.
+        group: use the store, secret, interface and ranks of a group of this process.  Every rank of the
+            group must join; a graceful ``close`` waits for all of them.
+        store: a store, which is not closed by the agent.
+        secret: of the job; None: as for :func:`shoal.init`.
+        timeout: default timeout of calls in seconds; None: ``SHOAL_RPC_TIMEOUT``.
+        memory: maximum bytes of received large parts (over 256 KiB) that wait to be handled, including the
+            buffers kept for the next ones; also the maximum lent to workers of this host.  None:
             ``SHOAL_RPC_MEMORY``.
-        handlers: how many calls may be served at once.
-        serve: makes a restricted worker: functions that others may call by these names,
-            ``peer.call("name", ...)``, and nothing else.  Arguments and results are plain values and tensors,
-            and nothing that it sends or is sent is a pickle.  None: others may call any function.
-        device_maps: for calls to each of these workers, the device there for each device here whose tensors
-            they may hold, one to one: ``{"ps": {"cuda:0": "cuda:1"}}``.  Results come back the other way.
-        job: name of the job; None: ``SHOAL_JOB``, or as the launcher says.
-        host_id: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
+        handlers: maximum number of calls served at once.
+        serve: makes a restricted worker, which only serves these functions by name:
+            ``peer.call("name", ...)``.  Arguments and results are plain values and tensors; nothing is
+            pickled in either direction.  None: others may call any function.
+        device_maps: for each callee, a one-to-one map from devices here to devices there:
+            ``{"ps": {"cuda:0": "cuda:1"}}``.  Results are mapped back.
+        job: name of the job; None: ``SHOAL_JOB``, or the name from the launcher.
+        host_id: identity of this host; None: ``SHOAL_HOST_ID``, or that of the machine.
 
     Raises:
-        UsageError, ConfigurationError: an argument or variable that cannot be right; a name that is taken.
+        UsageError, ConfigurationError: an argument or environment variable is invalid, or the name is taken.
     """
     settings = checked_settings(timeout, memory, handlers, serve, device_maps)
     if group is not None:
         if not isinstance(group, ProcessGroup):
-            raise UsageError(f"group={group!r}: expected what shoal.init gives")
+            raise UsageError(f"group={group!r}: expected a ProcessGroup from shoal.init")
         if (url, store, secret, job, host_id) != (None,) * 5:
             raise UsageError(
-                "group= brings its own store, secret, job and host: leave out the other arguments"
+                "group= determines url, store, secret, job and host_id: do not pass these arguments"
             )
         return _of_group(name, group, settings)
     place = open_place(url, store=store, timeout=settings["timeout"], secret=secret, host=host_id, job=job)
@@ -94,10 +94,9 @@ def checked_settings(
     serve: Mapping[str, Callable[..., Any]] | None = None,
     device_maps: DeviceMaps | None = None,
 ) -> dict[str, Any]:
-    """The settings of an agent that these arguments of :func:`join` and the environment say.
+    """Return the settings of an agent, from these arguments of :func:`join` and the environment.
 
-    Raises:
-        UsageError, ConfigurationError: one of them cannot be right.
+    Raises UsageError or ConfigurationError if one of them is invalid.
     """
     config.check()
     return {
@@ -106,12 +105,12 @@ def checked_settings(
         "handlers": checked_count("handlers", handlers),
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
         "serve": None if serve is None else _served(serve),
-        "device_maps": device_maps,  # the agent checks them, by its name
+        "device_maps": device_maps,  # checked by the agent, which knows its name
     }
 
 
 def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Agent:
-    """A worker at an open place, which it closes at its end."""
+    """Make a worker with an open rendezvous point, which it closes when it is closed."""
     rank = place.venue.rank
     return Agent(
         name, place.job, place.epoch, place.here, place.host, place.store, "workers",
@@ -121,7 +120,7 @@ def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Age
 
 
 def _leave(place: RendezvousPoint, timeout: float) -> None:
-    """Close the store; if this process serves it to the others, when they have left it, or time is up."""
+    """Close the store; if this process serves it, first wait (at most ``timeout``) until others left."""
     deadline = Deadline(timeout)
     while place.venue.alone is not None and not (place.venue.alone() or deadline.expired):
         time.sleep(_PAUSE)
@@ -160,7 +159,7 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
         raise
 
 
-#: how often this process has joined on each group: the agents that part are those of the same time
+#: number of joins per group: agents that close together have the same number
 _joined: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -168,7 +167,7 @@ _lock = threading.Lock()
 def _served(serve: object) -> dict[str, Callable[..., Any]]:
     if isinstance(serve, Mapping) and all(isinstance(k, str) and k and callable(v) for k, v in serve.items()):
         return dict(serve)
-    raise UsageError(f"serve={serve!r}: expected functions by the names that others call them by")
+    raise UsageError(f"serve={serve!r}: expected functions by the names that callers use")
 
 
 def _named(name: str | None, rank: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The options that torch's ``init_rpc`` takes beside names and numbers."""
+"""The options of ``init_rpc``, with torch's names."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from .connection.device_maps import checked_device, checked_pairs
 
 
 class BackendType(enum.Enum):
-    """Torch's names of the ways in which calls travel; here all of them mean shoal's own."""
+    """Torch's names of RPC backends; all of them select shoal's."""
 
     TENSORPIPE = "tensorpipe"
 
 
 class TensorPipeRpcBackendOptions:
-    """Settings of :func:`init_rpc`, under the name that torch gives to them.
+    """Settings of :func:`init_rpc`, under torch's name.
 
     Attributes:
-        num_worker_threads: how many handlers run at once, which is never less than 512.
-        rpc_timeout: seconds that a call may take unless it says otherwise; 0: as long as it takes.
-            ``SHOAL_RPC_TIMEOUT`` unless given.
-        init_method: where the workers meet: ``env://``, ``tcp://host:port``, ``file:///path``, or another URL
+        num_worker_threads: maximum number of handlers that run at once; values below 512 mean 512.
+        rpc_timeout: default timeout of a call in seconds; 0: no limit.  Default: ``SHOAL_RPC_TIMEOUT``.
+        init_method: URL of the rendezvous: ``env://``, ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.
-        device_maps: as of :func:`shoal.rpc.join`.
-        devices: without a meaning: tensors go to the devices that the maps name.
+        device_maps: see :func:`shoal.rpc.join`.
+        devices: ignored: the device maps determine the devices of tensors.
     """
 
     def __init__(
@@ -53,27 +52,25 @@ class TensorPipeRpcBackendOptions:
         self.set_devices(devices or ())
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Say to which device of the worker ``to`` the tensors of each device of this one go, one to one.
-
-        What was said before for the same worker stays.
+        """Add one-to-one pairs (device here -> device at the worker ``to``) to the map for that worker.
 
         Raises:
-            UsageError: it is no such map, or two devices would go to one, or one to two.
+            UsageError: the map is invalid, or the combined map would not be one-to-one.
         """
         known = self.device_maps.get(to, {})
         wanted = checked_pairs(device_map, f"set_device_map({to!r})")
         for here, there in wanted.items():
             if known.get(here, there) != there:
                 raise UsageError(
-                    f"set_device_map({to!r}): {here} goes to {known[here]} already, and not to {there} too: "
+                    f"set_device_map({to!r}): {here} is already mapped to {known[here]}, got {there}: "
                     "only a 1-to-1 mapping can be inverted for results"
                 )
         self.device_maps[to] = checked_pairs({**known, **wanted}, f"set_device_map({to!r})")
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Take note of devices.
+        """Store ``devices`` in :attr:`devices`.
 
         Raises:
-            UsageError: one of them is none.
+            UsageError: one of them is not a device.
         """
         self.devices = [checked_device(device, "set_devices") for device in devices]

@@ -1,4 +1,4 @@
-"""Another worker, as this one calls it."""
+"""``Peer``: the methods for calling another worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LocalWorker(Protocol):
-    """This worker, as a peer needs it."""
+    """The part of an agent that :class:`Peer` uses."""
 
     name: str
     endpoint: Endpoint
@@ -37,7 +37,7 @@ class LocalWorker(Protocol):
 
 
 class WorkerInfo:
-    """Name and rank of a worker; every :class:`Peer` is one, and equal to that of its name.
+    """Name and rank of a worker, the base class of :class:`Peer`; instances are equal if their names are.
 
     Attributes:
         name: of the worker.
@@ -61,13 +61,13 @@ class WorkerInfo:
 
 
 class Peer(WorkerInfo):
-    """Another worker of the job, by its name; made by :meth:`Agent.peer`.
+    """A worker of the job that can be called; returned by :meth:`Agent.peer`.
 
     Attributes:
         name: of the worker.
         id: its rank in the job; -1 if it has none.
-        timeout: seconds that a call may take until its reply; infinity: as long as it takes.
-        high_priority: of the streams for tensors of devices.
+        timeout: of calls, in seconds; infinity: no limit.
+        high_priority: whether the streams for tensors on devices have high priority.
     """
 
     __slots__ = ("_agent", "_words", "high_priority", "timeout")
@@ -80,16 +80,16 @@ class Peer(WorkerInfo):
         self.timeout = timeout
         self.id = id
         self.high_priority = high_priority
-        #: around the name of a function, in errors and lists
+        #: prefix and suffix for the name of a function, in errors and lists
         self._words = f"worker {agent.name!r}: ", f" at {name!r}"
 
     def options(self, *, timeout: float | None = None, high_priority: bool | None = None) -> Peer:
-        """The same worker, with other settings for the calls that are made through what is returned.
+        """Return a peer for the same worker with other settings.
 
         Args:
-            timeout: seconds; ``math.inf`` for no limit; None: as here.
-            high_priority: for tensors on devices, whether the streams that copy them, those of the handler
-                and those of the future's callbacks have high priority; None: as here.
+            timeout: seconds; ``math.inf`` for no limit; None: unchanged.
+            high_priority: whether the streams that copy tensors on devices, those of the handler and those of
+                the future's callbacks have high priority; None: unchanged.
         """
         seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
         high = self.high_priority if high_priority is None else bool(high_priority)
@@ -102,29 +102,29 @@ class Peer(WorkerInfo):
     def call(self, fn: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
 
     def call(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run ``fn(*args, **kwargs)`` at the worker; the future of its result.
+        """Run ``fn(*args, **kwargs)`` at the worker; return a future of its result.
 
-        A restricted worker is called by the names that it serves.
+        For a restricted worker, ``fn`` is a name that it serves.
 
-        The arguments may hold tensors, which are read until the future is complete: leave them alone until
-        then.  The function runs at most once, and nothing is tried again.
+        Tensors in the arguments are read until the future is complete: do not modify them before.  The
+        function runs at most once; calls are not retried.
 
         Raises:
             UsageError: the arguments cannot be sent.
 
-        The future fails with what ``fn`` raises, or with CallTimeout, WorkerLost, CallCancelled (after its
-        ``cancel()``) or AgentClosed.
+        The future fails with the exception that ``fn`` raises, or with CallTimeout, WorkerLost, CallCancelled
+        (after its ``cancel()``) or AgentClosed.
         """
         return self._call(CALLS, fn, args, kwargs)
 
     def post(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> None:
-        """Run ``fn(*args, **kwargs)`` at the worker and hear nothing of it; what it raises is logged there.
+        """Run ``fn(*args, **kwargs)`` at the worker without a reply; exceptions are logged there.
 
         Raises:
             UsageError: the arguments cannot be sent.
             WorkerLost: the worker cannot be reached.
-            CallTimeout: it could not be reached in time, or took nothing.
-            AgentClosed: the agent was closed before it took anything.
+            CallTimeout: it could not be reached in time, or did not receive in time.
+            AgentClosed: the agent was closed before the call was sent.
         """
         shown = self._shown(fn, args)
         try:
@@ -136,9 +136,9 @@ class Peer(WorkerInfo):
             raise
 
     def remote(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> RRef[T]:
-        """Make an object at the worker, ``fn(*args, **kwargs)``, which stays there; give a reference to it.
+        """Create the object ``fn(*args, **kwargs)`` at the worker; return a reference to it.
 
-        What ``fn`` raises is raised by whatever uses the object.
+        An exception of ``fn`` is raised by each use of the object.
 
         Raises:
             UsageError: the arguments cannot be sent.
@@ -148,17 +148,17 @@ class Peer(WorkerInfo):
         return self._make(create, fn, args, kwargs)[0]
 
     def actor(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Actor:
-        """Make an object at the worker whose methods run one at a time, those of each caller in its order.
+        """Create an object at the worker whose methods run one at a time, per caller in the order of calls.
 
         Raises:
-            Exception: what ``fn(*args, **kwargs)`` raises, and as of :meth:`call`.
+            Exception: the exception of ``fn(*args, **kwargs)``, or an error of :meth:`call`.
         """
         ref, made = self._make(create_actor, fn, args, kwargs)
         return Actor(ref, made.wait())
 
     @property
     def alive(self) -> bool:
-        """Whether the worker is there, as far as is known: connected, or listed and not known dead."""
+        """Whether the worker is connected, or in the directory and not known to have ended."""
         return self._agent.alive(self.name)
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ class Peer(WorkerInfo):
         *,
         owner: Worker | None = None,
     ) -> Future[Any]:
-        """Like :meth:`call`; with ``owner`` only this incarnation of the worker will do."""
+        """Like :meth:`call`; with ``owner``, only this incarnation of the worker may be called."""
         agent, shown = self._agent, self._shown(fn, args)
         try:
             line = agent.line(self.name, self.timeout, owner)
@@ -226,15 +226,12 @@ class Peer(WorkerInfo):
             return failed
 
     def over_line(self, mailbox: int, fn: Callable[..., Any]) -> Callable[..., Future[Any]]:
-        """What calls ``fn`` in a mailbox over the connection of now and no other one, again and again.
-
-        What is the same each time is found once.
-        """
+        """Return a function that calls ``fn`` in a mailbox, always over the current connection."""
         agent, shown = self._agent, self._shown(fn, ())
         line, limit = agent.line(self.name, self.timeout), self._limit
         return lambda *args: call.request(agent.endpoint, line, mailbox, fn, args, {}, limit, shown)
 
 
 def _arrived(name: str, timeout: float, id: int) -> Peer:
-    """The same worker, as the one that gets this knows it."""
+    """Rebuild a peer at the worker that receives it."""
     return Peer(codec.route().agent, name, timeout, id)

@@ -1,8 +1,7 @@
-"""The recorder of calls: those of a worker that are pending, and those that it serves.
+"""The recorder of a worker's pending calls and of the calls that it serves.
 
-It is always on.  A call pays for it with the text of its name, which the endpoint keeps until the call ends;
-the lists are made of the endpoint's calls when somebody asks.  So a call is listed however old it is, and
-also if nobody has its future any more.
+It is always on.  The endpoint stores the name of each call until the call ends; the lists are generated from
+its calls on request.  So a call is listed whatever its age, even if its future was discarded.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from ..recorder import table
 
 _logger = logging.getLogger("shoal")
 
-#: The version of the contents of a dump; it changes with their meaning.
+#: format version of a dump; incremented when its contents change meaning
 SCHEMA = "shoal.calls/1"
-#: how many calls of each kind an error names
+#: number of calls of each kind that an error lists
 _NAMED = 3
-#: seconds for which the calls that an error names may be out of date
+#: seconds for which the list in an error is cached
 _STALE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A call that this worker made and that has no reply yet.
+    """A call of this worker that has no reply yet.
 
     Attributes:
-        call: what is called, e.g. ``"torch.add"``.
-        callee: the worker that is called.
-        seconds: since it was made.
+        call: name of the function, e.g. ``"torch.add"``.
+        callee: name of the called worker.
+        seconds: age of the call.
     """
 
     call: str
@@ -55,12 +54,12 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A call that another worker made and that this one has not answered yet.
+    """A call of another worker that this one has not answered yet.
 
     Attributes:
-        call: the function; ``""`` as long as nothing of it is known.
-        caller: the worker that called.
-        seconds: since a thread took it up; None: it still waits for one.
+        call: name of the function; ``""`` until the call has been decoded.
+        caller: name of the calling worker.
+        seconds: since a thread began to handle it; None: it waits for a thread.
     """
 
     call: str
@@ -74,16 +73,11 @@ class Served:
 
 @refuses_copies(
     "a CallRecorder",
-    "the records of an agent that goes on",
+    "the records of a running agent",
     "Copy what entries() returns",
 )
 class CallRecorder:
-    """The calls of one agent.  May be used from any thread.
-
-    Args:
-        agent: whose.
-        job: its job.
-    """
+    """Lists the calls of one agent.  Thread-safe."""
 
     def __init__(self, agent: Any, job: str) -> None:
         self._agent = agent
@@ -91,11 +85,11 @@ class CallRecorder:
         self._words = ""
         self._words_at = -_STALE
         self._dumped = threading.Lock()
-        #: what else a dump holds, by name: functions that give it
+        #: further fields of a dump: name -> function that returns the value
         self.also: dict[str, Callable[[], Any]] = {}
 
     def pending(self) -> list[PendingCall]:
-        """All calls without a reply, the oldest first."""
+        """Return all calls without a reply, the oldest first."""
         found = [
             PendingCall(self._name(shown, self._worker(peer)), self._worker(peer), seconds)
             for peer, _, shown, seconds in self._agent.endpoint.post.pending()
@@ -103,7 +97,7 @@ class CallRecorder:
         return sorted(found, key=lambda each: -each.seconds)
 
     def served(self) -> list[Served]:
-        """All calls of others that are not answered yet, the oldest first; those that wait come last."""
+        """Return all unanswered calls of other workers, the oldest first; calls waiting for a thread last."""
         found = [
             Served(note, self._worker(peer), seconds)
             for peer, _, note, seconds in self._agent.endpoint.post.handled()
@@ -114,7 +108,7 @@ class CallRecorder:
         return f"<CallRecorder of {self._title()}; print(recorder.dump()) shows them>"
 
     def dump(self) -> str:
-        """The calls as tables for people, with times in milliseconds."""
+        """Return the calls as human-readable tables, with times in milliseconds."""
         parts = [self._title()]
         if pending := self.pending():
             rows = [(each.call, each.callee, f"{each.seconds * 1e3:.1f}") for each in pending]
@@ -125,8 +119,8 @@ class CallRecorder:
         return "\n".join(parts)
 
     def words(self) -> str:
-        """The oldest calls that are pending and served, for an error; "" if there are none."""
-        if time.monotonic() - self._words_at > _STALE:  # many errors at once need not look each
+        """Return the oldest pending and served calls as text for an error; "" if there are none."""
+        if time.monotonic() - self._words_at > _STALE:  # cached for the case of many errors at once
             self._words = "".join(
                 f"; {what}: {', '.join(map(str, some))}" + (f" and {more} more" if more > 0 else "")
                 for what, some, more in (
@@ -141,7 +135,7 @@ class CallRecorder:
     # -- files ---------------------------------------------------------------------------------
 
     def contents(self, error: BaseException | None = None) -> dict[str, Any]:
-        """The contents of a dump: see ``docs/recorder.md``."""
+        """Return the contents of a dump: see ``docs/recorder.md``."""
         return {
             "schema": SCHEMA,
             "job": self._job,
@@ -169,7 +163,7 @@ class CallRecorder:
         return dumps.save(self.contents(error), path, "-".join(words) + ".json")
 
     def timed_out(self, error: CallTimeout) -> None:
-        """A call had no reply in time: write a dump into ``SHOAL_DUMP_DIR`` for the first.  Never raises."""
+        """Write a dump into ``SHOAL_DUMP_DIR`` at the first timeout of a call.  Never raises."""
         if config.DUMP_DIR.get() is None or not self._dumped.acquire(blocking=False):
             return
         try:
@@ -187,7 +181,7 @@ class CallRecorder:
     def _worker(self, peer: int) -> str:
         try:
             name: str = self._agent.links.line(peer).worker.name
-        except KeyError:  # lost, and long forgotten
+        except KeyError:  # lost, and its connection was discarded long ago
             name = ""
         return name
 

@@ -1,9 +1,9 @@
-"""Keys and certificates of this process: made at the start, or read from files that the environment names.
+"""Keys and certificates of this process: generated, or read from files named in the environment.
 
-With those that are made, nobody is trusted for them: the proof of the handshake covers the certificate, so
-who holds the job's secret knows that it is the server's.  With an authority of one's own, both sides show a
-certificate, and each must be signed by that authority; the proof covers the server's as well.  Names in
-certificates are not compared, as the proof says more than they do: ranks know each other by addresses.
+A generated certificate has no authority: the proof of the handshake covers it, which authenticates it to
+holders of the job's secret.  With a user-defined authority, both sides present a certificate signed by it;
+the proof covers that of the server too.  Names in certificates are not checked, since the proof is stronger
+and ranks only know addresses of each other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from ... import config
 from ...errors import ConfigurationError
 from .stream import TlsSide
 
-#: so long before and after its making a certificate is valid; nobody looks, but tools complain
+#: validity of a certificate before and after its creation; not checked by shoal, but by tools
 _VALID = datetime.timedelta(days=3650)
 
 
 def accepting_side() -> TlsSide:
-    """The side of a listener, with a key that is new, or that of the environment.
+    """Return the TLS configuration of a listener, with a new key or that of the environment.
 
-    Raises:
-        ConfigurationError: the package that makes keys is missing, or a file cannot be used.
+    Raises ConfigurationError if ``cryptography`` is not installed, or a file cannot be used.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # no session is resumed
@@ -44,12 +43,12 @@ def accepting_side() -> TlsSide:
 
 
 def connecting_side() -> TlsSide:
-    """The side of a connection that this process makes.  ConfigurationError as of :func:`accepting_side`."""
+    """Return the TLS configuration of the connecting side.  Raises like :func:`accepting_side`."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     files = config.tls_files()
     if files is None:
-        context.verify_mode = ssl.CERT_NONE  # the proof tells
+        context.verify_mode = ssl.CERT_NONE  # verified by the proof of the handshake
     else:
         _load_files(context, files)
     return TlsSide(context)
@@ -62,7 +61,7 @@ def _context(protocol: int) -> ssl.SSLContext:
 
 
 def _load_files(context: ssl.SSLContext, files: config.TlsFiles) -> bytes:
-    """Give ``context`` the authority, certificate and key; the certificate's SHA-256."""
+    """Load authority, certificate and key into ``context``; return the SHA-256 of the certificate."""
     authority = _read(config.TLS_CA, files.ca)
     certificate = _read(config.TLS_CERT, files.cert)
     key = _read(config.TLS_KEY, files.key)
@@ -96,7 +95,7 @@ def _refused(
 
 
 def _digest(certificates: bytes) -> bytes:
-    """SHA-256 of the first certificate.  ValueError: there is none."""
+    """Return the SHA-256 of the first certificate.  ValueError: there is none."""
     found = re.search(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", certificates, re.DOTALL)
     if found is None:
         raise ValueError("no certificate")
@@ -104,9 +103,9 @@ def _digest(certificates: bytes) -> bytes:
 
 
 def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    """Give ``context`` a certificate, what follows it in a chain, and the key.
+    """Load a certificate (with its chain) and its key into ``context``.
 
-    OpenSSL takes them from files alone; these are in memory, and have no names that others could open.
+    OpenSSL only reads them from files; these are memory files without a name that other processes could open.
     """
     with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
         # A key with a password would make OpenSSL ask at the terminal.
@@ -132,14 +131,14 @@ def _in_memory(data: bytes) -> Iterator[str]:
 
 
 def _made() -> tuple[bytes, bytes]:
-    """A certificate and its key, in PEM."""
+    """Generate a certificate and its key, in PEM."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise ConfigurationError(
-            f"{config.TLS.name}=1 without certificates of your own needs cryptography, to make one: "
+            f"{config.TLS.name}=1 needs the package cryptography to generate a certificate: "
             f"pip install 'shoal[tls]', or set {config.TLS_CA.name}, {config.TLS_CERT.name} and "
             f"{config.TLS_KEY.name} ({error})"
         ) from None

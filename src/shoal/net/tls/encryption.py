@@ -1,8 +1,8 @@
-"""Whether a connection is encrypted: the one place that decides it.
+"""The decision whether a connection is encrypted.
 
-``SHOAL_TLS`` decides for every connection over TCP whose bytes Python carries.  One whose socket is handed
-to the native core stays as it is, and its callers say so.  Unix sockets never leave the host.  ``ssl`` is
-imported when it is needed: that takes longer than the rest of this package.
+``SHOAL_TLS`` decides for TCP connections, except those whose sockets are passed to the native core: for them
+the callers pass ``plain=True``.  Unix sockets are not encrypted, since they do not leave the host.  ``ssl``
+is only imported if needed, since its import takes longer than that of the rest of this package.
 """
 
 from __future__ import annotations
@@ -15,43 +15,41 @@ from ..stream import ByteStream
 
 
 class EncryptedStream(ByteStream, Protocol):
-    """A stream that is plain until :meth:`encrypt` is called, and encrypted from then on."""
+    """A stream that is unencrypted until :meth:`encrypt` is called."""
 
     def encrypt(self) -> bool:
-        """Go on with the TLS handshake as far as the stream below lets it; whether it has succeeded.
+        """Continue the TLS handshake without blocking; return whether it has succeeded.
 
-        Nothing but the handshake may be read or written until it has.
+        Until then no other data may be read or written.
 
         Raises:
-            AuthenticationError: one side does not take the other's certificate.
-            WireError: what came is no such handshake.  OSError: the other side is gone.
+            AuthenticationError: one side rejects the certificate of the other.
+            WireError: received data is not a TLS handshake.  OSError: the connection is lost.
         """
 
     @property
     def clogged(self) -> bool:
-        """Whether encrypted bytes wait for room: then the descriptor must be writable before it goes on."""
+        """Whether there are unsent encrypted bytes: wait until the descriptor is writable."""
 
     @property
     def certificate(self) -> bytes:
-        """SHA-256 of the certificate that the accepting side has shown."""
+        """SHA-256 of the certificate of the accepting side."""
 
 
 class Side(Protocol):
-    """How one side encrypts its connections."""
+    """The TLS configuration of one side."""
 
     def stream(self, below: ByteStream, /) -> EncryptedStream:
-        """The stream on ``below``, which it owns from now on."""
+        """Return a stream that wraps and owns ``below``."""
 
 
 def encryption(sock: socket.socket, *, connecting: bool) -> Side | None:
-    """How the connection on a socket, or those to a listening one, are encrypted; None: they are not.
+    """Return the TLS configuration for a socket, or for all connections to a listener; None: no encryption.
 
-    The accepting side makes its key and certificate here, or reads them and the authority's; once for all
-    connections to a listener.
+    The accepting side generates or reads its key and certificate here.
 
     Raises:
-        ConfigurationError: the certificates cannot be made or used, or are there although nothing is to be
-            encrypted.
+        ConfigurationError: the certificates cannot be generated or used, or are set without ``SHOAL_TLS``.
     """
     if sock.family == socket.AF_UNIX:
         return None

@@ -1,8 +1,7 @@
-"""TLS on a stream that is never waited for.
+"""TLS on a non-blocking stream.
 
-OpenSSL reads and writes two buffers in memory; :class:`TlsStream` moves what is in them to and from the
-stream below.  So it never blocks, whatever the other side does, and everything that stands on a stream
-(deadlines, one thread that serves many) stands on this one.
+OpenSSL reads and writes two memory buffers; :class:`TlsStream` moves their contents from and to the stream
+below.  So it never blocks, and can be used like any other stream.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from dataclasses import dataclass
 from ...errors import AuthenticationError, WireError
 from ..stream import ByteStream
 
-#: most bytes that are encrypted before the stream below has taken what there is
+#: maximum bytes that are encrypted before the stream below has accepted all of them
 _CHUNK = 2**16
-#: what is taken from the stream below at once: about what is asked for, within these bounds
+#: bounds in bytes of one read from the stream below
 _LEAST_READ, _MOST_READ = 2**12, 2**18
-#: what TLS adds to a record, at most
+#: maximum bytes that TLS adds to a record
 _OVERHEAD = 512
-#: unsent bytes beyond those of one chunk are answers that the other side provokes and does not take
+#: maximum unsent bytes: more than a chunk are TLS answers that the other side provokes but does not receive
 _MOST_UNSENT = 4 * _CHUNK
 
 _CUT = "the connection was cut: it did not end as TLS ends"
@@ -33,11 +32,11 @@ _CUT = "the connection was cut: it did not end as TLS ends"
 
 @dataclass(frozen=True)
 class TlsSide:
-    """How one side encrypts.
+    """The TLS configuration of one side.
 
     Attributes:
-        context: of OpenSSL.
-        certificate: SHA-256 of the one that an accepting side shows; b"" of a connecting side, which sees it.
+        context: the OpenSSL context.
+        certificate: SHA-256 of the certificate of an accepting side; b"" on the connecting side.
     """
 
     context: ssl.SSLContext
@@ -50,7 +49,7 @@ class TlsSide:
 class TlsStream:
     """An :class:`~shoal.net.tls.encryption.EncryptedStream`.
 
-    One thread may send while another receives: OpenSSL's object is used by one at a time.
+    One thread may send while another receives; a lock protects OpenSSL's object.
     """
 
     def __init__(self, below: ByteStream, side: TlsSide) -> None:
@@ -60,18 +59,18 @@ class TlsStream:
         self._tls: ssl.SSLObject | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        #: whether the TLS handshake has succeeded; from its begin on nothing goes below as it is
+        #: whether the TLS handshake has succeeded; nothing is sent unencrypted after its beginning
         self._encrypted = False
         self._closed = False
-        #: encrypted, and not yet taken by the stream below
+        #: encrypted bytes that the stream below has not accepted yet
         self._unsent = b""
-        #: so many bytes of a caller are in ``_unsent``, and it was not told so yet
+        #: number of the caller's bytes in ``_unsent`` that :meth:`send` has not returned yet
         self._owed = 0
-        #: whether bytes have come that were not given out
+        #: whether there are received bytes that :meth:`recv_into` has not returned yet
         self._more = False
-        #: whether the other side has said anything beside the TLS handshake
+        #: whether the other side has sent data after the TLS handshake
         self._heard = False
-        #: to be raised once what came before it was given out
+        #: to be raised after all data received before it was returned
         self._failure: OSError | None = None
         self.certificate = side.certificate
         self.fileno = below.fileno
@@ -105,7 +104,7 @@ class TlsStream:
             if not self.certificate:
                 shown = self._tls.getpeercert(binary_form=True)
                 if not shown:
-                    raise WireError("the other side has shown no certificate")
+                    raise WireError("the other side has not presented a certificate")
                 self.certificate = hashlib.sha256(shown).digest()
             self._encrypted = True
             self._more = bool(self._incoming.pending)
@@ -130,7 +129,7 @@ class TlsStream:
         with self._lock:
             self._check_encrypted()
             if not self._owed:
-                self._flush()  # such as the answer to an update of keys
+                self._flush()  # for example, the answer to a key update
                 self._owed = self._encrypt(data)
                 self._take_outgoing()
             self._flush()
@@ -142,15 +141,15 @@ class TlsStream:
 
     def detach(self) -> int:
         raise WireError(
-            "an encrypted connection cannot be handed over: its descriptor carries no plain bytes"
+            "an encrypted connection cannot be detached: the bytes of its descriptor are encrypted"
         )
 
     def shutdown(self) -> None:
         self._below.shutdown()
 
     def close(self) -> None:
-        """Say that this is the end, if there is room for it, and close the stream below."""
-        # A forked child must not speak for its parent; it may also have inherited a lock that is taken.
+        """Send the TLS close notification if possible without blocking, and close the stream below."""
+        # A forked child must not send it for its parent, and may have inherited a locked lock.
         if os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
                 if self._encrypted and not self._closed:
@@ -160,7 +159,7 @@ class TlsStream:
                 self._lock.release()
         self._below.close()
 
-    # -- all of these with the lock ------------------------------------------------------------
+    # -- called with the lock held -------------------------------------------------------------
 
     def _check_encrypted(self) -> None:
         if not self._encrypted or self._closed:
@@ -169,7 +168,7 @@ class TlsStream:
     def _say_end(self) -> None:
         assert self._tls is not None
         with contextlib.suppress(OSError, ValueError):
-            with contextlib.suppress(ssl.SSLError):  # the other side's end is not waited for
+            with contextlib.suppress(ssl.SSLError):  # do not wait for the other side's close notification
                 self._tls.unwrap()
             self._push()
 
@@ -183,18 +182,18 @@ class TlsStream:
             raise ConnectionResetError(errno.ECONNRESET, "the other side left in the TLS handshake") from None
         except ssl.SSLError as error:
             with contextlib.suppress(OSError):
-                self._push()  # tells the other side why
+                self._push()  # sends the alert
             raise explained(error) from None
 
     def _decrypt(self, view: memoryview) -> int | None:
-        """Fill ``view`` with what has come: how many bytes, 0 at the end; None: a record is not whole yet."""
+        """Decrypt received data into ``view``; return the bytes, 0 at the end; None: no complete record."""
         assert self._tls is not None
         if self._failure is not None:
             raise self._failure
         count, ended = 0, False
         try:
             while count < len(view) and not ended:
-                # Typed as if it gave bytes; with a buffer it gives the number of them.
+                # Typed as returning bytes, but with a buffer it returns their number.
                 got = int(self._tls.read(len(view) - count, view[count:]))
                 count, ended = count + got, not got
             self._more = ended or bool(self._tls.pending() or self._incoming.pending)
@@ -207,7 +206,7 @@ class TlsStream:
             self._more = True
         except ssl.SSLError as error:
             with contextlib.suppress(OSError):
-                self._push()  # tells the other side why
+                self._push()  # sends the alert
             self._failure, self._more = explained(error), True
             if not count:
                 raise self._failure from None
@@ -216,7 +215,7 @@ class TlsStream:
         return count
 
     def _fetch(self, wanted: int) -> int:
-        """Take what has come below: how many bytes, 0 at the end.  Raises as ``recv_into``."""
+        """Read from the stream below; return the bytes, 0 at the end.  Raises like ``recv_into``."""
         buffer = bytearray(min(max(wanted + _OVERHEAD, _LEAST_READ), _MOST_READ))
         with memoryview(buffer) as view:
             count = self._below.recv_into(view)
@@ -242,23 +241,23 @@ class TlsStream:
             self._unsent += self._outgoing.read()
 
     def _answer(self) -> None:
-        """Send what OpenSSL answers to what has come; a failure is raised after that was given out."""
+        """Send OpenSSL's answers to received data; a failure is raised after that data was returned."""
         try:
             self._push()
         except OSError as error:
             self._failure, self._more = self._failure or error, True
 
     def _push(self) -> None:
-        """Send what OpenSSL has to say by itself, as far as there is room now."""
+        """Send OpenSSL's own messages as far as possible without blocking."""
         self._take_outgoing()
         if self._unsent:
             with contextlib.suppress(BlockingIOError):
                 self._flush()
         if len(self._unsent) > _MOST_UNSENT:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "the other side takes no answers")
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the other side does not receive TLS answers")
 
     def _flush(self) -> None:
-        """Send what is encrypted.  BlockingIOError: there is no room for all of it now."""
+        """Send the encrypted bytes.  BlockingIOError: not all could be sent now."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self._below.send(self._unsent) :]
@@ -268,7 +267,7 @@ class TlsStream:
             raise self._told(error) from None
 
     def _told(self, error: OSError) -> OSError:
-        """What the other side said before it left: why it refuses, or the error itself."""
+        """Return the error for an alert that the other side sent before it closed, or ``error`` itself."""
         if self._tls is None or self._heard:
             return error
         with contextlib.suppress(OSError):
@@ -284,15 +283,15 @@ class TlsStream:
 
 
 def explained(error: ssl.SSLError) -> OSError:
-    """The error to raise for one of OpenSSL's."""
+    """Return the exception to raise for an error of OpenSSL."""
     if isinstance(error, ssl.SSLEOFError):
         return ConnectionResetError(errno.ECONNRESET, _CUT)
     reason = error.reason or str(error)
     words = reason.lower().replace("_", " ")
     if isinstance(error, ssl.SSLCertVerificationError):
         return AuthenticationError(
-            f"the certificate of the other side is refused: {error.verify_message}.  Each process needs one "
-            "that is valid and signed by the authority in SHOAL_TLS_CA (SHOAL_TLS_CERT, SHOAL_TLS_KEY)"
+            f"the certificate of the other side is refused: {error.verify_message}.  Each process needs a "
+            "valid one, signed by the authority in SHOAL_TLS_CA (SHOAL_TLS_CERT, SHOAL_TLS_KEY)"
         )
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return AuthenticationError(
@@ -301,7 +300,7 @@ def explained(error: ssl.SSLError) -> OSError:
         )
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return AuthenticationError(
-            f"the other side refuses the certificate of this process, or misses one ({words}): set "
+            f"the other side refuses the certificate of this process, or did not receive one ({words}): set "
             "SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY for every process of the job, or for none"
         )
-    return WireError(f"what came is not the TLS that was expected ({words})")
+    return WireError(f"received data is not valid TLS ({words})")

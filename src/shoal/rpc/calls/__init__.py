@@ -1,1 +1,1 @@
-"""Calls and references: the caller's half, the callee's half, and the objects that workers hold."""
+"""Calls and references: the caller, the callee, and remote objects with their holders."""

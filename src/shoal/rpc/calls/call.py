@@ -1,9 +1,9 @@
-"""The caller's half: a call goes out as one letter, and the thread that waits for its reply decodes it.
+"""The caller: sends a call as one message; the thread that waits for the reply decodes it.
 
-The head of a call is the number of its function, whether the function itself comes with it, and what the
-codec makes of function (if it comes), arguments and keyword arguments.  The head of a failed reply is what
-went wrong in words, and the pickle of the exception, if it has one.  On a connection of a restricted worker
-the head of a call is as :mod:`shoal.rpc.codec.plain` makes it, and a failed reply has words only.
+The head of a call is the number of its function, whether the function is included, and the encoded function
+(if included), arguments and keyword arguments.  The head of a failed reply is a :class:`CallFailure` and, if
+the exception can be pickled, its pickle.  On a connection with a restricted worker the head of a call is
+encoded by :mod:`shoal.rpc.codec.plain`, and a failed reply has no pickle.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from .leases import LEASE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: number of the function, and whether it comes along
+#: number of the function, and whether the function is included
 FUNCTION = struct.Struct("<IB")
 FAILURE = struct.Struct("<I")
-#: flag of a reply: the number that came with the call is known from now on (others: ``codec/devices.py``)
+#: flag of a reply: the callee knows the number of the call's function now (others: ``codec/devices.py``)
 LEARNED = 1
-#: flag of a reply: the callee keeps references that are in it until it hears that they were taken up, or not
+#: flag of a reply: it contains references, which the callee keeps until the caller sends ``unpin``
 PINS = 4
 
-#: types of what can be found in a module by its name
+#: types of objects that can be found in a module by name
 _LASTING = frozenset({FunctionType, type})
-#: names of functions that were called, since each call is listed by its name at both ends
+#: cached names of called functions: both ends list each call by name
 _names: dict[Callable[..., Any], str] = {}
 _MOST_NAMES = 4096
 
 
 class CallFailure(msgspec.Struct):
-    """A failure at the callee, in words.
+    """A failure at the callee, as text.
 
     Attributes:
-        worker, pid, host: where.
-        error: the exception in a line.
+        worker, pid, host: of the callee.
+        error: type and text of the exception.
         traceback: as text.
-        fatal: an interrupt, or an exit: it ends the callee, and is not raised here.
+        fatal: KeyboardInterrupt or SystemExit: it ends the callee, and is not raised at the caller.
     """
 
     worker: str
@@ -67,7 +67,7 @@ class CallFailure(msgspec.Struct):
 
 
 def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
-    """Decorates a function of this package that others call by other names: errors say ``words(*args)``."""
+    """Decorate an internal function that is called remotely: errors name its calls ``words(*args)``."""
 
     def mark(fn: F) -> F:
         fn._shoal_shown = words  # type: ignore[attr-defined]
@@ -77,13 +77,13 @@ def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
 
 
 def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
-    """``torch.add``: a function, which is called with ``args``, as its users know it."""
+    """Return the public name, such as ``torch.add``, of a function that is called with ``args``."""
     if type(fn) not in _LASTING:
         return _name(fn, args)
     name = _names.get(fn)
     if name is None:
         name = _name(fn, args)
-        # Functions that came by value are others each time.
+        # A function pickled by value is a new object each time: do not cache it.
         lasts = getattr(sys.modules.get(fn.__module__), fn.__qualname__, None) is fn
         if lasts and "_shoal_shown" not in fn.__dict__:
             if len(_names) >= _MOST_NAMES:
@@ -98,7 +98,7 @@ def _name(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     module = getattr(fn, "__module__", None)
     if module == "torch":
-        name = name.removeprefix("_VariableFunctionsClass.")  # where torch.add and its like stand
+        name = name.removeprefix("_VariableFunctionsClass.")  # the class of torch.add and similar functions
     return f"{module}.{name}" if module and module not in ("builtins", "__main__", "__mp_main__") else name
 
 
@@ -113,13 +113,13 @@ def request(
     shown: str,
     high_priority: bool = False,
 ) -> Future[Any]:
-    """Call ``fn`` at the other end of ``line``; the future of its result.
+    """Call ``fn`` at the other end of ``line``; return a future of its result.
 
     Args:
-        fn: a function, or what a restricted worker serves under this name.
-        timeout: seconds; None: as long as it takes.
-        shown: the call, for errors.
-        high_priority: of streams on devices.
+        fn: a function, or a name that a restricted worker serves.
+        timeout: seconds; None: no limit.
+        shown: text that names the call in errors.
+        high_priority: whether streams on devices have high priority.
 
     Raises:
         UsageError: the arguments cannot be sent.
@@ -132,7 +132,7 @@ def request(
                 call = endpoint.post.request(
                     line.number, mailbox, message.head, message.parts, message.keep, timeout, 0, shown, used
                 )
-            except ValueError as error:  # no letter can hold it
+            except ValueError as error:  # too large for a message
                 raise UsageError(f"{shown} cannot be sent: {error}") from error
             source = _CallSource(endpoint, line, call, number, shown, timeout)
             future: Future[Any] = Future(source, finish=source.result)
@@ -157,12 +157,12 @@ def post(
     timeout: float | None,
     shown: str,
 ) -> None:
-    """Like :func:`request`, but nobody hears what becomes of it.
+    """Like :func:`request`, without a reply.
 
     Raises:
         UsageError: the arguments cannot be sent.
         WorkerLost: the worker or the connection to it is lost.
-        CallTimeout: the worker took nothing in time.
+        CallTimeout: the worker did not receive in time.
     """
     message, _, ticket = _message(line, fn, args, kwargs, shown, post=True)
     try:
@@ -173,7 +173,7 @@ def post(
                 sent = endpoint.post.post(
                     line.number, mailbox, message.head, message.parts, message.keep, timeout
                 )
-            except ValueError as error:  # no letter can hold it
+            except ValueError as error:  # too large for a message
                 raise UsageError(f"{shown} cannot be sent: {error}") from error
     finally:
         line.sent.over(ticket)
@@ -184,7 +184,7 @@ def post(
         if why is not None:
             why = why or "the connection has ended"
             raise WorkerLost(f"{shown} was not sent: {why}", line.worker.name)
-        raise CallTimeout(f"{shown} was not sent: it took nothing in time")
+        raise CallTimeout(f"{shown} was not sent: the worker did not receive within the timeout")
 
 
 def _message(
@@ -195,12 +195,12 @@ def _message(
     shown: str,
     post: bool = False,
 ) -> tuple[EncodedValue, int, int]:
-    """A call to be sent, the number of its function, and a ticket, which is over when it was sent."""
+    """Encode a call; return it, the number of its function, and a ticket for ``Sent.over`` after sending."""
     if line.plain:
         return plain.encode_call(fn, args, kwargs, shown), NONE, 0
     if isinstance(fn, str):
         raise UsageError(
-            f"{shown}: only a restricted worker, join(serve=), is called by names; send a function"
+            f"{shown}: only a restricted worker, join(serve=), is called by name; pass a function"
         )
     number, known, ticket = line.sent.use(fn, post=post)
     try:
@@ -213,7 +213,7 @@ def _message(
 
 
 def reads_arguments(future: Future[Any]) -> bool:
-    """Whether the memory of a call's arguments may still be read; lent memory takes a copy at once."""
+    """Whether the memory of a call's arguments may still be read (not if it was copied to lent memory)."""
     source = future._source
     return isinstance(source, _CallSource) and source.reads()
 
@@ -224,7 +224,7 @@ def reads_arguments(future: Future[Any]) -> bool:
     "Wait for it and copy its value",
 )
 class _CallSource:
-    """A call, as its future sees it."""
+    """The source of a future: one call."""
 
     __slots__ = ("_call", "_endpoint", "_letters", "_line", "_number", "_shown", "_timeout")
 
@@ -247,7 +247,7 @@ class _CallSource:
 
     @uncompiled
     def __del__(self) -> None:
-        if not self._letters:  # nobody has looked at what the reply brings
+        if not self._letters:  # the reply was not taken, and may contain references
             self._line.agent.references.unread(self._line, self._call)
 
     def wait(self, timeout: float | None) -> bool:
@@ -257,18 +257,18 @@ class _CallSource:
         return self._call.done()
 
     def reads(self) -> bool:
-        """As of :func:`reads_arguments`."""
+        """See :func:`reads_arguments`."""
         return self._call.reads
 
     def cancel(self) -> bool:
         return self._call.cancel()
 
     def notify(self, fn: Callable[[], None]) -> None:
-        # Not in the dispatcher itself: the value has to be unpickled first.
+        # Not in the dispatcher's thread: ``fn`` may unpickle the value.
         self._endpoint.when(self._call.announce, partial(pool.submit, fn))
 
     def notify_failure(self, ticket: int) -> bool:
-        """Let a lasting ticket of the endpoint be due if the call fails; whether it has ended already."""
+        """Trigger a lasting ticket of the endpoint if the call fails; return whether it already has ended."""
         return self._call.announce_failure(ticket)
 
     def exception(self) -> BaseException | None:
@@ -299,14 +299,14 @@ class _CallSource:
         )
 
     def reply(self) -> Letter:
-        """The reply, which can be taken once, and is kept for a :meth:`result` that Ctrl-C cuts off."""
+        """Take the reply, which is possible once, and keep it in case Ctrl-C interrupts :meth:`result`."""
         if not self._letters:
-            # One call of C takes and keeps it: between two a Ctrl-C would lose it.
+            # A single C call takes and stores the reply, so that Ctrl-C cannot lose it in between.
             self._letters.extend(map(Call.reply, (self._call,)))
         return self._letters[0]
 
     def result(self) -> Any:
-        """The value of the call, which was answered, or what its function raised."""
+        """Decode the reply: return the value of the call or raise the exception of its function."""
         line, letter = self._line, self.reply()
         if letter.flags & LEARNED and self._number != NONE:
             line.sent.answered(self._number)
@@ -329,7 +329,7 @@ class _CallSource:
 
 
 class _Landing(_CallSource):
-    """A call on a connection with a map of devices, where tensors of its result may arrive."""
+    """A call on a connection with a device map: tensors of its result may arrive on devices."""
 
     __slots__ = ("_high_priority",)
 
@@ -347,25 +347,25 @@ class _Landing(_CallSource):
         self._high_priority = high_priority
 
     def events(self) -> tuple[DeviceEvents | None, object]:
-        """The devices that the result is copied to."""
+        """Return events of the devices that the result is copied to."""
         return devices.landing(self._line, self.reply(), self._high_priority), None
 
 
 def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:
-    """A call has ended that took references along, which its callee holds if there is a reply."""
+    """Release the references in a call's arguments when it has ended; after a reply the callee holds them."""
     if isinstance(future.exception(), (CallTimeout, CallCancelled)):
-        endpoint.keep(LEASE, travellers)  # it may be taking them up just now
+        endpoint.keep(LEASE, travellers)  # the callee may be receiving them
 
 
 def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException:
-    """The exception that a failed reply brings."""
+    """Return the exception of a failed reply."""
     head = memoryview(letter.head)
     try:
         (length,) = FAILURE.unpack_from(head)
         at = FAILURE.size + length
         told = from_msgpack(head[FAILURE.size : at], CallFailure)
     except (struct.error, MalformedMessage) as why:
-        return RpcError(f"{shown} failed, and what came of that cannot be read: {in_words(why)}")
+        return RpcError(f"{shown} failed, and its error report cannot be read: {in_words(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"
     if told.fatal:
         return RemoteError(f"{shown}: {where} ended with {told.error}", told.worker, told.traceback)
@@ -377,7 +377,7 @@ def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException
         error = decode(head[at:], letter.parts, line)
     except Exception as why:
         return RemoteError(f"{text}(it cannot be rebuilt here: {in_words(why)})", told.worker, told.traceback)
-    # A StopIteration would end the generators that it passes through, as asyncio's futures refuse it for.
+    # A StopIteration would end the generators that it is raised through; asyncio's futures refuse it too.
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         return remote
     error.__cause__ = remote

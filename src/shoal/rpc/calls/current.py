@@ -1,4 +1,4 @@
-"""A handler can ask here about the call that it serves.
+"""``shoal.rpc.current``: information about the call that a handler serves.
 
 def slow(x):
     for batch in x:
@@ -33,7 +33,7 @@ class Current:
     Attributes:
         caller: name of the worker that called.
         agent: the agent that was called.
-        peer: number of the connection that the call came on.
+        peer: number of the connection on which the call arrived.
     """
 
     __slots__ = ("_letter", "agent", "caller", "peer")
@@ -45,11 +45,11 @@ class Current:
         self._letter = letter
 
     def remaining(self) -> float | None:
-        """Seconds until the caller gives up, 0.0 if it has; None: it waits for ever, or for no reply."""
+        """Return seconds until the call times out, at least 0.0; None: no timeout, or no reply expected."""
         return self._letter.remaining()
 
     def cancelled(self) -> bool:
-        """Whether nobody wants the result any more: the caller cancelled, gave up, or is lost."""
+        """Whether the caller no longer waits: it cancelled the call, timed out, or is lost."""
         return self._letter.cancelled()
 
 
@@ -57,10 +57,10 @@ _current: ContextVar[Current | None] = ContextVar("shoal_rpc_current", default=N
 
 
 def current() -> Current:
-    """The call that this thread, or this asyncio task, serves.
+    """Return the call that this thread or asyncio task serves.
 
     Raises:
-        UsageError: it serves none.
+        UsageError: it does not serve a call.
     """
     found = _current.get()
     if found is None:
@@ -69,10 +69,10 @@ def current() -> Current:
 
 
 def served_by(agent: object) -> tuple[int, int] | None:
-    """The call to ``agent`` that this thread, or this asyncio task, serves, if it has a reply to come.
+    """Return the call to ``agent`` that this thread or asyncio task serves, if a reply to it is expected.
 
     Returns:
-        the number of its connection, and its own on that.
+        the numbers of the connection and of the call.
     """
     found = _current.get()
     if found is None or found.agent is not agent or not found._letter.call:
@@ -86,5 +86,5 @@ def enter_call(call: Current) -> Token[Current | None]:
 
 
 def leave_call(token: Token[Current | None]) -> None:
-    """End what :func:`enter_call` began."""
+    """Restore the current call from before :func:`enter_call`."""
     _current.reset(token)

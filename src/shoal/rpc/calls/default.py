@@ -1,4 +1,4 @@
-"""The agent and the timeout of calls where nobody names them."""
+"""The default agent of the process and default timeouts of calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ...errors import UsageError
 from ..connection.meeting import WorkerMeeting
 from .current import current
 
-#: torch's word for a timeout that the agent's settings say
+#: torch's value for "use the timeout of the agent"
 UNSET = -1.0
 
 
 class _DefaultAgent:
-    """The process's own agent, which ``init_rpc`` makes and ``shutdown`` ends.
+    """The default agent of the process, created by ``init_rpc`` and closed by ``shutdown``.
 
     Attributes:
-        meeting: of the fixed number of workers that it is one of; None: they come and go.
+        meeting: of the fixed set of workers that it belongs to; None: workers may join and leave at any time.
     """
 
     def __init__(self) -> None:
@@ -33,15 +33,15 @@ class _DefaultAgent:
         self._changing = False
 
     def agent(self) -> Any:
-        """The agent; None: there is none, or the process was forked from the one that has it."""
+        """Return the agent; None: there is none, or it belongs to the parent of this forked process."""
         return self._agent if self._pid == os.getpid() else None
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:
-        """A block in which this thread, and no other, makes the agent or ends it."""
+        """A context in which only this thread creates or closes the agent."""
         with self._lock:
             if self._changing and self._pid == os.getpid():
-                raise UsageError(f"{operation}: another thread calls init_rpc or shutdown just now")
+                raise UsageError(f"{operation}: another thread is calling init_rpc or shutdown")
             self._changing, pid, self._pid = True, self._pid, os.getpid()
             if pid != self._pid:
                 self._agent = self.meeting = None
@@ -51,7 +51,7 @@ class _DefaultAgent:
             self._changing = False
 
     def set(self, agent: Any, meeting: WorkerMeeting | None = None) -> None:
-        """From now on ``agent`` is the process's own."""
+        """Set the default agent."""
         self._agent, self.meeting = agent, meeting
 
 
@@ -59,11 +59,7 @@ state = _DefaultAgent()
 
 
 def default_agent(operation: str) -> Any:
-    """The agent that serves the call which this thread runs for, else the process's own.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the agent whose call this thread serves, else the default agent; raise UsageError if none."""
     try:
         return current().agent
     except UsageError:
@@ -77,14 +73,9 @@ def default_agent(operation: str) -> Any:
 
 
 def call_timeout(timeout: float | None, unset: float, name: str = "timeout") -> float:
-    """Seconds that a call may take, from an argument with torch's meaning.
+    """Convert ``timeout`` to seconds, as torch does: None or -1: ``unset``; 0: no limit.
 
-    Args:
-        timeout: None or -1: ``unset``; 0: no limit.
-        name: of the argument, for the error.
-
-    Raises:
-        UsageError: it is nothing of this, and no number of seconds.
+    Raises UsageError, which names the argument ``name``, if it is not a valid number of seconds.
     """
     if timeout is None or timeout == UNSET:
         return unset

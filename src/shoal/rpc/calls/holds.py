@@ -1,7 +1,7 @@
-"""The objects that this worker owns for others and holds of theirs, and the messages about them.
+"""The objects that a worker owns for others and holds at others, and the messages about holds.
 
-A holder tells the owner of its hold before it uses a reference that it was sent, and the sender keeps its own
-until then: until a call has its reply, or until the caller says that what came in a reply is held.
+A receiver of a reference sends ``hold`` to the owner before it uses the reference.  The sender keeps its own
+reference until then: in a call until the reply, in a reply until the caller sends ``unpin``.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .call import PINS
 from .current import current
 from .leases import LEASE, Ledger, Owned
 
-#: mailbox of what workers tell one another of their holds
+#: mailbox of the messages about holds
 HOLDS = 1
-#: so many calls whose futures are gone may wait to be looked at; more are looked through for ended ones
+#: minimum number of calls with discarded futures at which they are checked for completed ones
 _FEW = 256
-#: how often an owner is told of a hold whose connection is cut meanwhile
+#: attempts to send a message about a hold, when the connection is lost meanwhile
 _ATTEMPTS = 3
 
 
 class ObjectHold:
-    """This worker's hold of one object of another.
+    """This worker's hold of one object of another worker.
 
     Attributes:
-        account: with the owner.
-        objects: references in this process.
-        told: whether the owner may know of this hold.
-        asked: the call that tells it, or has told it.
-        mine: this worker has asked for the object, and needs tell nothing more.
-        created: the call that makes the object, if this worker made it.
-        followed: whether the owner will be told if that call fails.
-        settled: whether the owner was told of its failure, or need not be.
+        account: this worker's holds at the owner.
+        objects: number of references in this process.
+        told: whether ``hold`` may have been sent to the owner.
+        asked: the call of ``hold``, pending or completed.
+        mine: this worker had the object created, so the owner already has it as a holder.
+        created: the call that creates the object, if it was made by this worker.
+        followed: whether a callback reports a failure of that call to the owner.
+        settled: whether that call succeeded, or its failure was reported.
     """
 
     __slots__ = ("account", "asked", "created", "followed", "mine", "objects", "settled", "told")
@@ -59,7 +59,7 @@ class ObjectHold:
 
 
 class Account:
-    """This worker's holds at one owner, which is told of them in an order that ``lock`` keeps."""
+    """This worker's holds at one owner; ``lock`` keeps the messages about them in order."""
 
     def __init__(self, owner: Worker) -> None:
         self.owner = owner
@@ -67,34 +67,33 @@ class Account:
 
 
 class References:
-    """The objects that one agent owns for others, and those that it holds of theirs."""
+    """The objects that one agent owns for other workers, and its holds of their objects."""
 
     def __init__(self, agent: Any, release: Callable[[int], None]) -> None:
         self._agent = agent
         self.ledger = Ledger(release)
         self._held: dict[str, ObjectHold] = {}
-        #: of owners of whom this worker holds something
+        #: by the incarnation of the owner
         self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._gone: deque[str] = deque()
-        #: of each worker that was lost, the last loss, from which its lease runs
+        #: incarnation of a lost worker -> token of its last loss, at which its lease began
         self._losses: dict[str, object] = {}
         self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
-        #: calls whose futures nobody has any more, their connections, and whether their replies are known to
-        #: pin references; and how many there may be
+        #: calls with discarded futures: connection, call, and whether its reply is known to pin references
         self._unread: deque[tuple[WorkerConnection, Call, bool]] = deque()
         self._most_unread = _FEW
         self._pid = os.getpid()
         self._look = agent.endpoint.lasting(partial(pool.submit, self._look_at_unread))
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
-        #: due when a call has failed that was to make an object
+        #: triggered when a call that creates an object has failed
         self._failures = agent.endpoint.lasting(partial(pool.submit, self._look_for_failures))
 
     def new_ident(self) -> str:
         return f"{self._agent.worker.incarnation}/{next(self._numbers)}"
 
     def begin(self, owner: Worker, ident: str) -> tuple[Owned | None, ObjectHold | None]:
-        """One more reference of this process."""
+        """Add a reference of this process."""
         with self.ledger.lock:
             if owner.incarnation == self._agent.worker.incarnation:
                 return self._awaiting_maker(ident, self.ledger.hold(ident, "")), None
@@ -108,7 +107,7 @@ class References:
             return None, held
 
     def gone(self, ident: str) -> None:
-        """A reference was finalised, anywhere: nothing may block here."""
+        """Remove a reference of this process, later; called by finalizers, so it must not block."""
         self._gone.append(ident)
         self._agent.endpoint.post.announce(self._ticket)
 
@@ -130,7 +129,7 @@ class References:
                 self._give_back(ident, held)
 
     def making(self, ident: str, held: ObjectHold | None, created: Future[Any]) -> None:
-        """``created`` is the call by which this worker has an object made, its own one if not ``held``."""
+        """Watch ``created``, the call that creates an object; ``held``: None if this worker is the owner."""
         if held is None:
             created.add_done_callback(partial(self._made_here, ident))
             return
@@ -140,7 +139,7 @@ class References:
             self._follow(ident, held)
 
     def _look_for_failures(self) -> None:
-        """A call that was to make an object has failed: others must not wait for the object."""
+        """Report failed calls that should have created objects, so that no worker waits for the objects."""
         with self.ledger.lock:
             held = list(self._held.items())
         for ident, each in held:
@@ -148,10 +147,10 @@ class References:
                 self._follow(ident, each)
 
     def _follow(self, ident: str, held: ObjectHold) -> bool:
-        """See to it that the owner of an object hears if the call fails which is to make it.
+        """Make sure that a failure of the call that creates an object is reported to the owner.
 
         Returns:
-            Whether nothing is left to do: the object was not asked for here, is made, or the owner was told.
+            whether nothing is left to do: the call was not made here, has succeeded, or was reported.
         """
         created = held.created
         if created is None or held.settled:
@@ -177,29 +176,29 @@ class References:
             self.ledger.call_off(ident, *_told(error))
 
     def _call_off(self, ident: str, owner: Worker, error: BaseException) -> None:
-        """Tell the owner that the call which was to make an object has failed; it may have begun to."""
+        """Send ``call_off`` to the owner, since the call that creates an object has failed."""
         for _ in range(_ATTEMPTS):
             try:
                 self._agent.ask(owner, call_off, ident, *_told(error)).wait()
                 return
             except WorkerLost:
-                continue  # if only the connection broke, the next one tells it
+                continue  # if only the connection broke, try again with the next one
             except ShoalError:
                 return
 
     def _give_back(self, ident: str, held: ObjectHold) -> None:
-        """The last reference of this process has gone, unless there are others."""
+        """Remove the hold and send ``drop`` to the owner, unless this process has references again."""
         with held.account.lock:
             with self.ledger.lock:
                 if held.objects or self._held.get(ident) is not held:
                     return
                 del self._held[ident]
             if held.told:
-                with contextlib.suppress(ShoalError):  # with the owner the object is gone too
+                with contextlib.suppress(ShoalError):  # if the owner is lost, so is the object
                     self._agent.tell(held.account.owner, drop, ident, self._agent.worker.incarnation)
 
     def confirm(self, ident: str, held: ObjectHold) -> None:
-        """Tell the owner of a hold, unless it knows of one; it does when this returns."""
+        """Send ``hold`` to the owner and wait for the reply, unless the owner already knows of the hold."""
         account = held.account
         for _ in range(_ATTEMPTS):
             with account.lock:
@@ -217,82 +216,82 @@ class References:
                     held.asked = None
                 if not isinstance(error, WorkerLost):
                     raise
-        # It is dead, as whoever uses the reference will hear.
+        # The owner has failed; uses of the reference will raise.
 
     def standing(self) -> list[str]:
-        """The holds of this worker, and those that it keeps for replies on their way, in words."""
+        """Describe the holds of this worker, and the references that it keeps for replies in flight."""
         with self.ledger.lock:
             held = [(ident, each.account.owner.name, each.objects) for ident, each in self._held.items()]
             pinned = sum(map(len, self._pinned.values()))
         found = [f"holds {counted(n, 'reference')} to {ident} of {owner!r}" for ident, owner, n in held]
         if pinned:
-            found.append(f"keeps {counted(pinned, 'reference')} until they have arrived")
+            found.append(f"keeps {counted(pinned, 'reference')} until the receivers hold them")
         return found
 
     def lost(self, worker: Worker) -> None:
-        """A connection to or from ``worker`` has ended."""
+        """Handle the end of a connection to or from ``worker``."""
         self._begin_lease(worker.incarnation)
         if (account := self._accounts.get(worker.incarnation)) is not None:
             pool.submit(partial(self._resume, account))
 
     def _resume(self, account: Account) -> None:
-        """Tell an owner, over a new connection, what this worker holds."""
+        """Send the holds of this worker to an owner over a new connection."""
         owner, me = account.owner, self._agent.worker.incarnation
-        with account.lock, contextlib.suppress(ShoalError):  # with the owner all of it has gone
+        with account.lock, contextlib.suppress(ShoalError):  # if the owner is lost, so are its objects
             self._agent.line(owner.name, self._agent.timeout, owner)
             with self.ledger.lock:
                 mine = [i for i, held in self._held.items() if held.account is account and held.told]
             self._agent.tell(owner, resume, me, mine)
 
     def _begin_lease(self, holder: str) -> None:
-        """Let the holds of ``holder`` end unless it is connected when its lease is over."""
+        """Remove the holds of ``holder`` after :data:`LEASE` seconds unless it is connected then."""
         self._losses[holder] = loss = object()
         self._agent.endpoint.after(LEASE, partial(self._end_lease, holder, loss))
 
     def _end_lease(self, holder: str, loss: object) -> None:
         if self._losses.get(holder) is not loss:
-            return  # it came again and was lost once more: that lease runs
+            return  # it was lost again since: the newer lease applies
         del self._losses[holder]
         if not self._agent.links.connected(holder):
             self.ledger.forget(holder)
 
     def make(self, ident: str, holder: str, made: str, line: int) -> Owned:
-        """An object is about to be made by a call that came on ``line``; see :meth:`Ledger.begin`."""
+        """Begin to create an object for a call that arrived on ``line``; see :meth:`Ledger.begin`."""
         owned = self.ledger.begin(ident, holder, made, line)
         if holder:
             self.heard(holder, line)
         return owned
 
     def hold(self, ident: str, holder: str, line: int) -> None:
-        """``holder`` has told on ``line`` that it holds an object."""
+        """Add a holder, whose ``hold`` arrived on ``line``."""
         self._awaiting_maker(ident, self.ledger.hold(ident, holder, line))
         self.heard(holder, line)
 
     def heard(self, holder: str, line: int) -> None:
-        """``holder`` has told of a hold, and may be lost since, or even for longer than its lease."""
+        """Begin a lease of ``holder`` if ``line``, on which it sent a hold, has already ended."""
         if self._agent.links.ended(line):
             self._begin_lease(holder)
 
     def _awaiting_maker(self, ident: str, owned: Owned) -> Owned:
-        """``owned``, which may yet have to be made, by a worker that may be lost."""
+        """Return ``owned``; begin a lease of its creator if that is lost and did not create it yet."""
         maker, me = ident.partition("/")[0], self._agent.worker.incarnation
         if not (owned.begun or owned.value.done() or maker == me or self._agent.links.connected(maker)):
             self._begin_lease(maker)
         return owned
 
-    # -- references on their way ---------------------------------------------------------------
+    # -- references in flight ------------------------------------------------------------------
 
     def pin_reply(self, line: int, call: int, refs: Sequence[Any]) -> None:
-        """Keep references that went out in a reply until the caller has told their owners of its holds."""
+        """Keep references that were sent in a reply until the caller sends ``unpin``."""
         self._pinned[line, call] = refs
 
     def unpin(self, line: int, call: int) -> None:
         self._pinned.pop((line, call), None)
 
     def unread(self, line: WorkerConnection, call: Call) -> None:
-        """Nobody will look at the reply to ``call``: if references are in it, its callee must hear so.
+        """Send ``unpin``, later, if the reply to ``call``, whose future was discarded, contains references.
 
-        Called by finalizers, anywhere: nothing may block here.
+        Called by finalizers, so it must not block.
         """
         if line.plain or line.ended or self._pid != os.getpid():
             return
@@ -324,36 +323,36 @@ class References:
 
 
 def hold(ident: str, holder: str) -> None:
-    """A worker has got a reference."""
+    """Message: ``holder`` has received a reference."""
     served = current()
     served.agent.references.hold(ident, holder, served.peer)
 
 
 def _told(error: BaseException) -> tuple[type[RpcError], str]:
-    """The error, as class and text, for the users of an object whose making has failed."""
+    """Return class and text of the error for uses of an object whose creation failed with ``error``."""
     kind = CallCancelled if isinstance(error, CallCancelled) else RpcError
     return kind, str(error) if isinstance(error, ShoalError) else in_words(error)
 
 
 def call_off(ident: str, kind: type[RpcError], why: str) -> None:
-    """A worker has asked for an object by a call that failed."""
+    """Message: the call that should have created the object has failed."""
     current().agent.references.ledger.call_off(ident, kind, why)
 
 
 def drop(ident: str, holder: str) -> None:
-    """A worker has let go of its last reference."""
+    """Message: ``holder`` has released its last reference."""
     current().agent.references.ledger.drop(ident, holder)
 
 
 def resume(holder: str, held: list[str]) -> None:
-    """A worker has connected anew."""
+    """Message: ``holder`` has reconnected and still has the holds ``held``."""
     served = current()
     served.agent.references.ledger.resume(holder, held, served.peer)
     served.agent.references.heard(holder, served.peer)
 
 
 def _may_pin(call: Call) -> bool:
-    """Whether the callee may keep references for a call that has ended, whose reply nobody has taken."""
+    """Whether the callee may keep references for a call that has ended and whose reply was not taken."""
     failed = call.error()
     if failed is None:
         return bool(call.reply().flags & PINS) if call.number else False
@@ -361,7 +360,7 @@ def _may_pin(call: Call) -> bool:
 
 
 def unpin(*numbers: int) -> None:
-    """The references in the replies to these calls have arrived, or nobody wants them."""
+    """Message: the caller holds the references in the replies to these calls, or has discarded them."""
     served = current()
     for number in numbers:
         served.agent.references.unpin(served.peer, number)

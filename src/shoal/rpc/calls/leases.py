@@ -1,9 +1,9 @@
-"""The owner's ledger of objects that other workers use: their holders, and when their holds end.
+"""The owner's ledger of objects that other workers use: their holders, and the end of holds.
 
-The owner knows of each object who holds it.  A worker that gets a reference tells the owner before it uses
-it, and tells it once more when the last of its references to the object has gone, in this order; so either
-may be said twice.  A worker that is lost keeps its holds for :data:`LEASE` seconds: what it has passed on
-shortly before can still be taken up, and if only a connection broke, it comes again and says what it holds.
+A worker that receives a reference sends ``hold`` to the owner before it uses the reference, and ``drop`` when
+its last reference to the object was released.  They arrive in order, so duplicates do no harm.  The holds of
+a lost worker last for another :data:`LEASE` seconds: the receivers of references that it passed on shortly
+before can still send ``hold``, and if only a connection broke, it reconnects and sends ``resume``.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from typing import Any
 from ...errors import RpcError, WorkerLost
 from ...future import Future
 
-#: seconds that the holds of a lost worker last, and those of messages of which nothing more is heard
+#: seconds that the holds of a lost worker last, and references in messages without a confirmation
 LEASE = 10.0
-#: objects that have ended of which that is remembered
+#: maximum number of released objects that are remembered
 _REMEMBERED = 1 << 16
-#: the text of errors of those who use such an object
-_ENDED = f"has ended: nobody held it any more, or its holder was cut off for more than {LEASE:.0f} s"
-#: mailboxes below are for other purposes
+#: text of the error for a use of such an object
+_ENDED = f"was released: it had no holders left, or its holder was unreachable for more than {LEASE:.0f} s"
+#: lower mailboxes have other purposes
 _FIRST_MAILBOX = 16
 
 
 @dataclass(slots=True)
 class Owned:
-    """An object that this worker keeps.
+    """An object that this worker owns.
 
     Attributes:
-        value: the object, as soon as it is made.
-        holders: the other workers that hold it, by their incarnations, and the connection on which each
-            told so last.
-        local: how many references to it there are in this process.
-        mailbox: of an actor; 0: it is none.
-        begun: the call that makes it has come.  What uses it may overtake that call, and its own reference
-            may be gone before: so the object stays until the call has come and told who holds it.
-        made: what made it, for those who look for leaks.
+        value: completes with the object when it is created.
+        holders: incarnation of each other worker that holds it -> the connection of its last ``hold``.
+        local: number of references to it in this process.
+        mailbox: of an actor; 0: not an actor.
+        begun: whether the call that creates it has arrived.  Its uses may overtake that call, and their
+            references may be released first: so the object is kept until the call has added its holder.
+        made: description of the call that created it, for finding leaks.
     """
 
     value: Future[Any] = field(default_factory=Future)
@@ -54,19 +53,19 @@ class Ledger:
     """The objects of one owner.
 
     Args:
-        release: called with the mailbox of an actor that nobody holds any more.
+        release: called with the mailbox of an actor without holders.
     """
 
     def __init__(self, release: Callable[[int], None]) -> None:
         self._release = release
         self.lock = threading.RLock()
         self._owned: dict[str, Owned] = {}
-        #: those that have ended, or are never made, the oldest first, and what their users hear
+        #: objects that were released or never created, the oldest first -> the error for their uses
         self._ended: dict[str, tuple[type[RpcError], str]] = {}
         self._mailboxes = itertools.count(_FIRST_MAILBOX)
 
     def entry(self, ident: str) -> Owned:
-        """The object ``ident``, which may yet have to be made; if it has ended, one whose use says so."""
+        """Return the object ``ident``, perhaps not yet created; if it was released, one whose use raises."""
         with self.lock:
             if ident not in self._ended:
                 return self._owned.setdefault(ident, Owned())
@@ -76,25 +75,25 @@ class Ledger:
             return ended
 
     def begin(self, ident: str, holder: str, made: str, line: int = 0) -> Owned:
-        """The object ``ident`` is about to be made, and ``holder`` has a reference to it; "" is this process.
+        """Begin to create the object ``ident`` for ``holder``; "" is this process.
 
         Args:
-            made: what makes it.
-            line: the connection on which the call came that makes it.
+            made: description of the call that creates it.
+            line: the connection of that call.
 
         Raises:
-            RpcError: it was called off before.
+            RpcError: its creation was cancelled before.
         """
         with self.lock:
             owned = self.hold(ident, holder, line) if holder else self.entry(ident)
             if owned.value.done():
-                owned.value.value()  # raises why
+                owned.value.value()  # raises the error
             owned.begun = True
             owned.made = made
             return owned
 
     def hold(self, ident: str, holder: str, line: int = 0) -> Owned:
-        """``holder`` has told on ``line`` that it holds it; "" is a reference more in this process."""
+        """Add a holder, which sent ``hold`` on ``line``; "" adds a reference of this process."""
         with self.lock:
             owned = self.entry(ident)
             if holder:
@@ -104,7 +103,7 @@ class Ledger:
             return owned
 
     def drop(self, ident: str, holder: str) -> None:
-        """``holder`` holds the object no longer; "" is a reference less in this process."""
+        """Remove a holder; "" removes a reference of this process."""
         with self.lock:
             owned = self._owned.get(ident)
             if owned is None:
@@ -116,7 +115,7 @@ class Ledger:
             self._end_unless_held(ident, owned)
 
     def resume(self, holder: str, held: Collection[str], line: int) -> None:
-        """``holder`` has connected anew, by ``line``: of what it told before that, these holds are left."""
+        """Replace the holds of ``holder`` from before its new connection ``line`` by ``held``."""
         with self.lock:
             for ident, owned in list(self._owned.items()):
                 if ident in held:
@@ -125,7 +124,7 @@ class Ledger:
                     self.drop(ident, holder)
 
     def forget(self, holder: str) -> None:
-        """The lease of a lost worker has run out."""
+        """Remove the holds of a lost worker, whose lease has expired."""
         with self.lock:
             for ident, owned in list(self._owned.items()):
                 if owned.holders.pop(holder, None) is not None:
@@ -134,10 +133,10 @@ class Ledger:
                     self.call_off(ident, WorkerLost, "the worker that asked for it is lost")
 
     def call_off(self, ident: str, kind: type[RpcError], why: str) -> None:
-        """The call that makes an object has ended before it began; one that comes all the same is late.
+        """Cancel the creation of an object whose call failed; no effect if the creation has begun.
 
         Args:
-            kind, why: what whoever uses the object hears.
+            kind, why: class and text of the error for uses of the object.
         """
         with self.lock:
             owned = self._owned.get(ident)
@@ -148,7 +147,7 @@ class Ledger:
             owned.value.set_exception(kind(f"the object {ident} was never made: {why}"))
 
     def mailbox(self, ident: str, owned: Owned, consume: Callable[[int], None]) -> int:
-        """A mailbox for the calls of an actor, which ``consume`` opens; 0: nobody holds it any more."""
+        """Return a mailbox for the calls of an actor, opened by ``consume``; 0: it has no holders left."""
         with self.lock:
             if self._owned.get(ident) is owned:
                 owned.mailbox = self.new_mailbox()
@@ -156,11 +155,11 @@ class Ledger:
             return owned.mailbox
 
     def new_mailbox(self) -> int:
-        """The number of a mailbox that nothing has."""
+        """Return an unused mailbox number."""
         return next(self._mailboxes)
 
     def held(self) -> dict[str, Owned]:
-        """The objects that are held, by their identity."""
+        """Return the owned objects by identity."""
         with self.lock:
             return dict(self._owned)
 

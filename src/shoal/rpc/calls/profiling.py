@@ -1,4 +1,4 @@
-"""Calls in torch's profiler: a range around each call, and one around the function that serves it."""
+"""Ranges of torch's profiler around each call and each handler."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.autograd import profiler
 
 
 def is_on() -> bool:
-    """Whether a profiler of torch runs in this process."""
+    """Whether torch's profiler is running in this process."""
     return profiler._is_profiler_enabled
 
 
 def span(name: str, caller: str, callee: str) -> AbstractContextManager[Any]:
-    """A range of the profiler, ``rpc:name(caller->callee)``."""
+    """Return a profiler range ``rpc:name(caller->callee)``."""
     return profiler.record_function(f"rpc:{name}({caller}->{callee})")

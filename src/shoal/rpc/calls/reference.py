@@ -1,11 +1,11 @@
-"""References to objects that stay with another worker.
+"""References to remote objects.
 
-    table = ps.remote(Table, 0.1)          # made there, at once
-    table.rpc_async().push(grad)           # a method of it; a future
-    table.to_here()                        # a copy of it
+    table = ps.remote(Table, 0.1)          # creates it at "ps"; returns at once
+    table.rpc_async().push(grad)           # calls a method; returns a future
+    table.to_here()                        # returns a copy
 
-The owner keeps the object until the last reference to it anywhere has gone.  A reference can be passed on in
-calls and results: the sender keeps its own until the receiver has told the owner of its hold.
+The owner keeps the object until the last reference at any worker is released.  References can be sent in
+calls and results: the sender keeps its own until the receiver has registered its hold with the owner.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """A reference to an object that stays with its owner; made by :meth:`Peer.remote`.
+    """A reference to an object that its owner keeps; returned by :meth:`Peer.remote`.
 
-    ``RRef(value, agent)`` makes one to an object of this process.
+    ``RRef(value, agent)`` creates a reference to an object of this process.
 
     Args:
         value: the object.
-        agent: what lets others have it; None: the agent that serves the current call, else that of
+        agent: the agent that owns it; None: the agent whose call this thread serves, else that of
             :func:`init_rpc`.
 
-    Its methods take seconds as ``timeout``; None: as calls; 0: no limit.
+    ``timeout`` of its methods is in seconds; None: the timeout of calls; 0: no limit.
     """
 
     __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
@@ -64,7 +64,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _to(cls, agent: Any, owner: Worker, ident: str) -> RRef[Any]:
-        """A further reference of this process."""
+        """Create a reference of this process to an existing or requested object."""
         made = cls.__new__(cls)
         made._begin(agent, owner, ident)
         return made
@@ -75,7 +75,7 @@ class RRef(Generic[T]):
 
     @uncompiled
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # it was never begun, or the interpreter ends
+        with contextlib.suppress(Exception):  # __init__ failed, or the interpreter is shutting down
             self._agent.references.gone(self._ident)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -87,18 +87,18 @@ class RRef(Generic[T]):
 
     @property
     def ident(self) -> str:
-        """Identity of the object, equal at all workers."""
+        """Identity of the object, the same at all workers."""
         return self._ident
 
     @property
     def created(self) -> Future[Any] | None:
-        """The call that makes the object, if this worker made it."""
+        """The call that creates the object, if it was made by this worker."""
         return None if self._held is None else self._held.created
 
     # -- the object ----------------------------------------------------------------------------
 
     def fetch(self) -> Future[T]:
-        """A future of the object: itself at its owner, elsewhere a copy."""
+        """Return a future of the object at its owner, elsewhere of a copy."""
         if self._owned is not None:
             return self._owned.value
         created = self.created
@@ -107,10 +107,10 @@ class RRef(Generic[T]):
         return self._call(_fetch, None, (self,), {})
 
     def to_here(self, timeout: float | None = None) -> T:
-        """The object, or a copy of it; raises what its making raised.
+        """Return the object at its owner, elsewhere a copy; raise the exception of its creation if it failed.
 
         Args:
-            timeout: seconds; None: as calls; 0: no limit.
+            timeout: seconds; None: the timeout of calls; 0: no limit.
         """
         if self._owned is not None:
             seconds = call_timeout(timeout, math.inf)
@@ -121,45 +121,45 @@ class RRef(Generic[T]):
         return future.wait()
 
     def local_value(self) -> T:
-        """The object itself, at its owner.
+        """Return the object itself, at its owner.
 
         Raises:
             UsageError: this worker is not the owner.
         """
         if self._owned is None:
             raise UsageError(
-                f"worker {self._agent.name!r}: {self!r} is not here, and only its owner has the object "
-                "itself; to_here() gives a copy"
+                f"worker {self._agent.name!r}: {self!r} is not owned by this worker, and only its owner has "
+                "the object itself; to_here() returns a copy"
             )
         return self.fetch().wait()
 
     def owner(self) -> Any:
-        """The worker that keeps the object, a :class:`Peer`."""
+        """Return the owner of the object, a :class:`Peer`."""
         return self._agent.peer_of(self._owner)
 
     def owner_name(self) -> str:
-        """The name of the worker that keeps the object."""
+        """Return the name of the owner of the object."""
         return self._owner.name
 
     def is_owner(self) -> bool:
-        """Whether this worker keeps the object."""
+        """Whether this worker owns the object."""
         return self._owned is not None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of the object."""
+        """Whether the owner has created the object, as far as this worker knows."""
         created = self.created
         return created is None or (created.done() and created.exception() is None)
 
     def rpc_sync(self, timeout: float | None = None) -> Any:
-        """The methods of the object, each of which runs there and returns its result."""
+        """Return a proxy whose methods call those of the object and return their results."""
         return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs).wait())
 
     def rpc_async(self, timeout: float | None = None) -> Any:
-        """The methods of the object, each of which runs there and returns a future."""
+        """Return a proxy whose methods call those of the object and return futures."""
         return _Methods(lambda name, args, kwargs: self._invoke(timeout, name, args, kwargs))
 
     def remote(self, timeout: float | None = None) -> Any:
-        """The methods of the object, each of which runs there and returns a reference to its result."""
+        """Return a proxy whose methods call those of the object and return references to their results."""
         return _Methods(
             lambda name, args, kwargs: self._agent.peer_of(self._owner, timeout).remote(
                 invoke, self, name, args, kwargs
@@ -190,10 +190,10 @@ class RRef(Generic[T]):
 
 
 def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tuple[RRef[Any], Future[Any]]:
-    """A reference to an object that ``owner`` makes, and the call by which it does.
+    """Return a reference to an object that ``owner`` creates, and the call that creates it.
 
     Args:
-        ask: makes the call, of the object's identity and of who holds it then: "" is the owner.
+        ask: makes the call, given the identity of the object and its first holder; "" is the owner.
     """
     references = agent.references
     ref = RRef._to(agent, owner, references.new_ident())
@@ -205,16 +205,16 @@ def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tu
         made = ask(ref._ident, holder)
         references.making(ref._ident, ref._held, made)
     except BaseException as error:
-        # Nothing was sent, or it was and Ctrl-C has taken its future from us.
+        # Nothing was sent, or it was and Ctrl-C has interrupted before the future was stored.
         failed: Future[Any] = Future()
-        failed.set_exception(RpcError(f"worker {agent.name!r} could not ask for it: {in_words(error)}"))
+        failed.set_exception(RpcError(f"worker {agent.name!r} could not request it: {in_words(error)}"))
         references.making(ref._ident, ref._held, failed)
         raise
     return ref, made
 
 
 class _Methods:
-    """Every attribute is a function that calls a method elsewhere."""
+    """A proxy: each attribute is a function that calls the remote method of this name."""
 
     __slots__ = ("_call",)
 
@@ -228,9 +228,9 @@ class _Methods:
 
 
 class Actor:
-    """An object of another worker whose methods run one at a time, those of each caller in its order.
+    """A remote object whose methods run one at a time, per caller in the order of calls.
 
-    Each attribute is a method that returns a :class:`shoal.Future`.  Made by :meth:`Peer.actor`.
+    Each attribute is a method that returns a :class:`shoal.Future`.  Returned by :meth:`Peer.actor`.
     """
 
     def __init__(self, ref: RRef[Any], mailbox: int) -> None:
@@ -250,11 +250,11 @@ class Actor:
         return f"<shoal.rpc.Actor at {self._ref.owner_name()!r}>"
 
 
-# -- at the other end: what runs at an owner, or at whoever gets a reference ---------------------------
+# -- called remotely, at an owner or at a receiver of a reference --------------------------------------
 
 
 def arrive(owner: Worker, ident: str) -> RRef[Any]:
-    """Rebuild a reference."""
+    """Rebuild a received reference, and register its hold with the owner."""
     agent = codec.route().agent
     ref = RRef._to(agent, owner, ident)
     if ref._held is not None:
@@ -273,7 +273,7 @@ def _making(
 def create(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Make the object ``ident``; what making it raises, whoever uses it will hear."""
+    """Create the object ``ident``; an exception of ``fn`` is raised by each use of the object."""
     made = f"{call.name_of(fn, args)}, for {current().caller!r}"
     owned = current().agent.references.make(ident, holder, made, current().peer)
     try:
@@ -290,7 +290,7 @@ def create(
     if future is not None:
         before = devices.of_handler()
         if before is not None:
-            before.complete(None)  # what the handler itself has enqueued
+            before.complete(None)  # records the work that the handler has enqueued
         future.add_done_callback(partial(_pass_on, owned.value, before))
     else:
         _made(owned.value, result, devices.of_handler())
@@ -298,10 +298,10 @@ def create(
 
 
 def _made(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
-    """The object is there; whatever it holds, what its making has enqueued on devices comes before any use.
+    """Complete ``value``; uses of the object wait for the work that its creation has enqueued on devices.
 
     Args:
-        device: the devices of the streams that it was made on, which are the current ones.
+        device: events of the devices of the current streams, on which it was created.
     """
     value._device = device
     value.set_result(result)
@@ -314,13 +314,13 @@ async def _finish(
         _made(value, await result, device)
     except Exception as error:
         value.set_exception(error)
-    except BaseException as error:  # the call that makes it was cancelled, or its time is over
+    except BaseException as error:  # the call that creates it was cancelled or timed out
         value.set_exception(_unmade(ident, error))
         raise
 
 
 def _unmade(ident: str, error: BaseException) -> RpcError:
-    """For the users of an object, who need not end with what ended its making."""
+    """Return the error for uses of an object whose creation ended with an interrupt, exit or cancellation."""
     words = f"the object {ident} was never made: "
     if isinstance(error, asyncio.CancelledError):
         return CallCancelled(f"{words}{current().caller!r} no longer waits for the call that was to make it")
@@ -340,36 +340,32 @@ def _pass_on(value: Future[Any], before: DeviceEvents | None, result: Future[Any
 def create_actor(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
-    """Make the object of an actor; the mailbox of its calls."""
+    """Create the object of an actor; return the mailbox of its calls."""
     made = f"actor {call.name_of(fn, args)}, for {current().caller!r}"
     references, executor = current().agent.references, current().agent.executor
     owned = references.make(ident, holder, made, current().peer)
     result = fn(*args, **kwargs)
     if inspect.iscoroutine(result):
         result.close()
-        raise UsageError(f"{call.name_of(fn)} is an async def, and an actor is made by a plain function")
+        raise UsageError(f"{call.name_of(fn)} is an async def: an actor must be created by a plain function")
     future = deferred(fn, result)
     _made(owned.value, result if future is None else _awaited(future, made), devices.of_handler())
     mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
     if not mailbox:
-        raise RpcError(f"{made}, was made when nobody held it any more")
+        raise RpcError(f"{made}, was created after its last holder had released it")
     return mailbox
 
 
 def _awaited(future: Future[T], what: str) -> T:
-    """The value of a future that the present call needs.
-
-    Raises:
-        CallTimeout: the caller's time was over first.
-    """
+    """Return the value of a future; raise CallTimeout if the current call times out first."""
     try:
         return future.wait(current().remaining())
     except WaitTimeout:
-        if future.done():  # just now, or it failed with that
+        if future.done():  # it completed just now, or it failed with WaitTimeout
             return future.value()
         raise CallTimeout(
-            f"worker {current().agent.name!r}: {what}, for {current().caller!r}, timed out: what it needs "
-            "was not there when the time of the call was over"
+            f"worker {current().agent.name!r}: {what}, for {current().caller!r}, timed out: a value that it "
+            "needs was not available before the call's timeout"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The callee's half: from the letter of a call to the function, and from its result to the reply."""
+"""The callee: decodes a call, runs its function, and sends the reply."""
 
 from __future__ import annotations
 
@@ -38,32 +38,31 @@ _DEFERRED = "_shoal_async_execution"
 
 
 def async_execution(fn: F) -> F:
-    """Decorates a function that returns a :class:`shoal.Future`, whose value is the reply when it is there.
+    """Decorate a function that returns a :class:`shoal.Future`, whose value becomes the reply.
 
-    The handler's thread is free meanwhile.  The same holds for a method of an object, and for a function that
-    makes one, which is then the future's value.  If it returns anything else, its caller gets a UsageError.
+    The handler's thread does not wait for the future.  Methods of objects and functions that create objects
+    may be decorated too.  If the function returns anything else, its caller gets a UsageError.
     """
     setattr(fn, _DEFERRED, True)
     return fn
 
 
 def deferred(fn: Callable[..., Any], result: object) -> Future[Any] | None:
-    """The future that ``fn`` has returned in the place of a result; None: ``result`` is the result.
+    """Return ``result`` if ``fn`` is marked ``async_execution``, else None.
 
-    Raises:
-        UsageError: ``fn`` has to return a future, and did not.
+    Raises UsageError if ``fn`` is marked and did not return a future.
     """
     if not getattr(fn, _DEFERRED, False):
         return None
     if isinstance(result, Future):
         return result
     raise UsageError(
-        f"{name_of(fn)} is marked async_execution and returned no shoal.Future: {type(result).__qualname__}"
+        f"{name_of(fn)} is marked async_execution: expected a shoal.Future, got {type(result).__qualname__}"
     )
 
 
 class Later:
-    """In the place of a result: a future of it."""
+    """Returned by an internal handler instead of its result: a future of the result."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
@@ -73,12 +72,10 @@ class Service:
     """Serves the calls of one agent.
 
     Args:
-        agent: whose.
-        name: of the agent.
-        host: its machine, for those who read what went wrong.
-        pid: its process.
-        links: know who called.
-        served: what a restricted agent serves, by name; None: it runs any function that it is sent.
+        agent: the agent.
+        name, pid, host: of the agent, for reports of failures.
+        links: the connections.
+        served: functions of a restricted agent by name; None: it runs any function that it receives.
     """
 
     def __init__(
@@ -99,11 +96,11 @@ class Service:
         """Serve one call.
 
         Args:
-            on_streams: whether this thread has streams of the connection's devices for it.
+            on_streams: whether this thread has current streams of the connection's devices for the call.
         """
         try:
             line = self._links.line(letter.peer)
-        except KeyError:  # lost, and so long ago that it is forgotten: nobody waits for the call
+        except KeyError:  # the connection was lost and discarded long ago: no caller waits
             return
         if line.devices is not None and not on_streams:
             with devices.handling(line, letter):
@@ -128,7 +125,7 @@ class Service:
                     forget = self._endpoint.when(letter.announce, task.cancel)
                     task.add_done_callback(lambda _: forget())
                     if letter.mailbox != CALLS:
-                        ended.wait()  # one at a time
+                        ended.wait()  # in an ordered mailbox calls run one at a time
                     return
             finally:
                 leave_call(token)
@@ -143,7 +140,7 @@ class Service:
             served.answer(result)
 
     def refuse(self, letter: Letter) -> None:
-        """Answer a call that comes too late; what concerns references is served to the end."""
+        """Fail a call with AgentClosed because the agent is closing; serve posts and messages about holds."""
         if not letter.call or letter.mailbox == HOLDS:
             self.handle(letter)
             return
@@ -163,11 +160,10 @@ class _ServedCall:
         self._line = line
         self._flags = 0
         self._name = "a call"
-        #: of a call that a coroutine serves: set when that has ended
+        #: if the handler is a coroutine: set when it has ended
         self.ended: threading.Event | None = None
 
     def unpack(self) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any]]:
-        """Function and arguments."""
         if self._line.plain:
             return self._unpack_plain()
         letter, known = self._letter, self._line.received
@@ -195,18 +191,17 @@ class _ServedCall:
         letter, served = self._letter, self._service._served
         if letter.mailbox != CALLS:
             raise UsageError(
-                f"{self._service._name!r} keeps nothing for restricted workers and their callers"
+                f"{self._service._name!r} has no references or actors on connections with restricted workers"
             )
         name, args, kwargs = plain.decode_call(letter.head, letter.parts)
         self._name = repr(name)
         letter.describe(self._name)
         if name not in served:
             there = ", ".join(map(repr, served)) or "nothing"
-            raise UsageError(f"{self._service._name!r} serves {there} by name, and not {name!r}")
+            raise UsageError(f"{self._service._name!r} does not serve {name!r}; it serves {there} by name")
         return served[name], args, kwargs
 
     def answer(self, result: Any) -> None:
-        """Reply with ``result``."""
         if not self._letter.call:
             return
         try:
@@ -226,10 +221,9 @@ class _ServedCall:
             self.fail(failure)
 
     def fail(self, error: BaseException) -> None:
-        """Reply that ``error`` was raised."""
         service = self._service
         fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
-        # The first frame is ours.
+        # The first frame is that of ``handle``.
         trace = traceback_of(error, error.__traceback__ and error.__traceback__.tb_next)
         if not self._letter.call:
             _logger.error(
@@ -241,7 +235,7 @@ class _ServedCall:
             words = msgspec.msgpack.encode(told)
             said = EncodedValue(FAILURE.pack(len(words)) + words)
             if not (fatal or self._line.plain):
-                with contextlib.suppress(BaseException):  # of the user's pickling; the words are enough
+                with contextlib.suppress(BaseException):  # raised by user-defined pickling; the text suffices
                     message = encode(error, self._line, "an exception")
                     if not message.staged:
                         said = EncodedValue(
@@ -252,7 +246,7 @@ class _ServedCall:
             _end_this_process()
 
     def end_task(self, task: Any) -> None:
-        """An ``async def`` handler has ended."""
+        """Reply when an ``async def`` handler has ended."""
         try:
             result = task.result()
         except (CancelledError, asyncio.CancelledError):
@@ -266,7 +260,7 @@ class _ServedCall:
                 self.ended.set()
 
     def end_future(self, future: Future[Any]) -> None:
-        """The future that an ``async_execution`` handler returned is complete."""
+        """Reply when the future of an ``async_execution`` handler is complete."""
         try:
             result = future.value()
         except BaseException as error:
@@ -287,9 +281,9 @@ class _ServedCall:
 
 
 def _end_this_process() -> None:
-    """Interrupt the main thread, as Ctrl-C does; where that is ignored, end the process."""
+    """Interrupt the main thread, as Ctrl-C does; if SIGINT is ignored, terminate the process."""
     main = threading.main_thread().ident
     if main is not None and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.pthread_kill(main, signal.SIGINT)  # a signal, because the thread may be asleep
+        signal.pthread_kill(main, signal.SIGINT)  # a signal also interrupts a blocking system call
     else:
         os.kill(os.getpid(), signal.SIGTERM)

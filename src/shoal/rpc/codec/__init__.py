@@ -1,1 +1,1 @@
-"""Encoding of arguments and results: pickles, tensors, and the form for restricted workers."""
+"""Encoding of arguments and results: pickles, tensors, and plain values for restricted workers."""

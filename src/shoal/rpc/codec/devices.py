@@ -1,10 +1,9 @@
-"""Tensors of devices on their way: copied to the host's memory here, and from it to a device there.
+"""Sending tensors on devices: copies to host memory at the sender, and to a device at the receiver.
 
-A call that holds tensors of a device takes its place in the queue of the connection at once.  Copies of them
-to the host are enqueued on streams of their own, which wait for the caller's current ones.  The letter goes
-when the copies are done; nobody blocks meanwhile.  At the other end the copies to the device are enqueued
-while the value is unpickled, on the streams that are current then: those of the handler, or of the caller's
-future.
+A call that holds device tensors takes its place in the queue of the connection at once.  The copies to the
+host are enqueued on separate streams, which wait for the caller's current streams.  The message is sent when
+the copies are done; no thread blocks meanwhile.  The receiver enqueues the copies to the device while it
+unpickles the value, on its current streams: those of the handler, or those of the caller's future.
 """
 
 from __future__ import annotations
@@ -33,17 +32,14 @@ _logger = logging.getLogger("shoal")
 
 #: flag of a call: its handler's streams have high priority
 HIGH = 1
-#: flag of a reply: tensors of it arrive on devices
+#: flag of a reply: it has tensors that arrive on devices
 LANDS = 2
-#: seconds between looks at whether copies are done; the pauses grow while none is, and with their number
+#: seconds between two polls of events: doubled while none has occurred, and longer when polling is slow
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 
 
 class EventWatcher:
-    """Calls functions when events of devices have occurred, in the thread of an endpoint.
-
-    Devices can only be asked, so that thread asks them as long as there is anything to wait for.
-    """
+    """Polls events of devices in the thread of an endpoint, and calls functions when they have occurred."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -53,7 +49,7 @@ class EventWatcher:
         self._closed = False
 
     def close(self) -> None:
-        """Forget what is waited for: the endpoint has ended, and with it all that would be called."""
+        """Discard all functions; the endpoint, which would call them, has ended."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -61,7 +57,7 @@ class EventWatcher:
     def when(self, events: DeviceEvents, fn: Callable[[Exception | None], None]) -> None:
         """Call ``fn(None)`` when the events have occurred, or ``fn(failure)`` when the device has failed.
 
-        ``fn`` is quick; it runs in the endpoint's thread.
+        ``fn`` must be quick; it runs in the endpoint's thread.
         """
         with self._lock:
             if self._closed:
@@ -96,7 +92,7 @@ def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], Non
     try:
         fn(failure)
     except Exception:
-        _logger.exception("could not pass on the end of copies from a device")
+        _logger.exception("a callback after copies from a device raised")
     return True
 
 
@@ -113,12 +109,12 @@ def request(
     shown: str,
     function: int,
 ) -> Call:
-    """Send a call on a connection with a map.
+    """Send a call on a connection with a device map.
 
-    Only waits while too much is on its way to the callee, as every call does.
+    Like every call, this blocks only while too much data for the callee is in flight.
 
     Args:
-        shown, function: as of ``Post.request``.
+        shown, function: see ``Post.request``.
     """
     if not message.staged:
         flags = HIGH if high else 0
@@ -135,7 +131,7 @@ def request(
 
 
 def landing(line: WorkerConnection, letter: Letter, high: bool) -> DeviceEvents | None:
-    """The devices that tensors of a reply are copied to, whose events wait for nothing; None: no tensors."""
+    """Return recorded events of the devices that tensors of a reply are copied to; None: no tensors."""
     if not letter.flags & LANDS:
         return None
     events = DeviceEvents(_map(line).here, high_priority=high)
@@ -147,7 +143,7 @@ def landing(line: WorkerConnection, letter: Letter, high: bool) -> DeviceEvents 
 def post(
     endpoint: Endpoint, line: WorkerConnection, mailbox: int, message: EncodedValue, timeout: float | None
 ) -> bool:
-    """Send a letter that nobody replies to; whether it is on its way."""
+    """Send a message without a reply; return whether it was accepted for sending."""
     held, room = endpoint.post.hold(line.number, mailbox, _bytes(message), timeout, one_way=True)
     if room is None or held.done():
         return False
@@ -162,9 +158,9 @@ def reply(
     send: Callable[[], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Call ``send()`` when all is done that this thread's streams have, or ``fail(error)``.
+    """Call ``send()`` when all work on this thread's streams is done; if the device failed, ``fail(error)``.
 
-    So what a handler has enqueued is done when its caller has the reply.
+    So the work that a handler has enqueued is done when its caller receives the reply.
     """
     events = DeviceEvents(_map(line).here, high_priority=bool(letter.flags & HIGH))
     events.complete(None)
@@ -174,7 +170,7 @@ def reply(
         if failure is None:
             send()
         else:
-            fail(RpcError(f"the device failed before the result was there: {in_words(failure)}"))
+            fail(RpcError(f"the device failed before the result was ready: {in_words(failure)}"))
 
     if not _call_if_occurred(done, go):
         line.agent.watch.when(done, go)
@@ -190,7 +186,7 @@ def _send_held(
     high: bool,
     one_way: bool,
 ) -> None:
-    """Copy what is on devices, and send the letter when that is done."""
+    """Copy the device tensors to the host, and send the message when that is done."""
     post, flags = endpoint.post, HIGH if high else 0
 
     def fill(failure: BaseException | None) -> None:
@@ -199,11 +195,11 @@ def _send_held(
                 keep = (room, message.keep)
                 post.fill(held, mailbox, message.head, message.parts, keep, one_way, flags)
                 return
-        except ValueError as error:  # no letter can hold it
+        except ValueError as error:  # too large for a message
             failure = error
         if one_way:
             _logger.error(
-                "a letter to %r was not sent, its device failed: %s", line.worker.name, in_words(failure)
+                "a post to %r was not sent, its device failed: %s", line.worker.name, in_words(failure)
             )
         post.give_up(held, f"its device failed before its tensors were copied: {in_words(failure)}")
 
@@ -218,7 +214,7 @@ def _send_held(
 
 
 def _staged(message: EncodedValue, events: DeviceEvents) -> DeviceEvents:
-    """Enqueue the copies of what is on devices, behind ``events``, into parts on the host; their events."""
+    """Enqueue, after ``events``, copies of the device tensors to host parts; return their events."""
     parts, keep = list(message.parts), list(message.keep)
     with events.streams_behind(None):
         for number, source in _sources(message).items():
@@ -248,9 +244,9 @@ def _map(line: WorkerConnection) -> DeviceMap:
 
 
 class _DeviceLocal(threading.local):
-    #: in the thread of a mailbox whose letters are in order: when the last one's work on devices is done
+    #: in the thread of an ordered mailbox: events of the work on devices of the last message
     last: DeviceEvents | None = None
-    #: in a handler's thread, the devices that have streams for it
+    #: in a handler's thread: the devices that have streams for the handler
     here: tuple[torch.device, ...] = ()
 
 
@@ -259,9 +255,9 @@ _local = _DeviceLocal()
 
 @contextmanager
 def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
-    """A context in which each device of a connection's map has a fresh current stream, for one handler.
+    """A context for one handler, in which each device of the connection's map has a new current stream.
 
-    The handlers of an ordered mailbox are in that order on the devices too.
+    The work of handlers of an ordered mailbox is in the same order on the devices.
     """
     ordered = letter.mailbox != CALLS
     before = [DeviceEvents(_map(line).here)]
@@ -280,14 +276,14 @@ def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
 
 
 def of_handler() -> DeviceEvents | None:
-    """For what this thread's handler makes and others use: the devices of its streams; None: it has none."""
+    """Return events for the devices of this thread's handler, for objects that it makes; None: no devices."""
     return DeviceEvents(_local.here) if _local.here else None
 
 
 def on_current_streams(
     line: WorkerConnection, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
 ) -> tuple[Coroutine[Any, Any, Any], Callable[[Any], None]]:
-    """A coroutine and its end, each step of which runs on the streams that are current here."""
+    """Wrap a coroutine and its done callback so that each step runs on the streams that are current now."""
     streams = current_streams(_map(line).here)
 
     async def run() -> Any:

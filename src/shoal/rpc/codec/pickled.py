@@ -1,18 +1,15 @@
-"""Values on their way: one pickle, and beside it the memory of tensors and buffers, which nobody copies.
+"""Encoding of values: one pickle (the head), and the memory of tensors and buffers (the parts), not copied.
 
     message = encode(value, route, "torch.add at 'ps'")     # message.head, message.parts
     value = decode(head, parts, route)                      # at the other end
 
-Tensors are taken out of the pickle (protocol 5), and so are NumPy's arrays and whatever else offers its
-memory.  Tensors that share memory here share it there, and of memory that several tensors look into only the
-span from the first byte in use to the last one is sent.  Functions and classes go by name.  What the other
-end cannot import goes by value, through cloudpickle: lambdas, closures, and what stands in a ``__main__``
-that the other end does not have.
-
-The head begins with the number of storages and where each one's span begins; their memory is the first parts.
-
-Small values of plain types (None, numbers, strings, bytes, tuples, lists, dictionaries, dense tensors) need
-no pickle: C packs them whole (``cpp/bind/packed.cc``), elements of tensors among them, and the head says so.
+- Tensors, NumPy arrays and other out-of-band buffers (pickle protocol 5) are not in the pickle.  Tensors that
+  share memory share it after decoding too; of each storage only the span in use is sent.
+- Functions and classes are pickled by name.  Those that the other end cannot import (lambdas, closures, those
+  of a ``__main__`` that the other end does not run) are pickled by value, with cloudpickle.
+- The head begins with the number of storages and the start of each span; their memory is in the first parts.
+- Small values of plain types (None, numbers, strings, bytes, tuples, lists, dictionaries, dense tensors) are
+  packed as a whole by C++ (``cpp/bind/packed.cc``) instead of pickled; the head has :data:`_PACKED` then.
 """
 
 from __future__ import annotations
@@ -37,26 +34,26 @@ from ..connection.post import pack, unpack
 from .tensors import Collected, Part, arrived, check, check_count, kind_of
 
 _COUNT = struct.Struct("<I")
-#: in the place of the number of storages: the value is packed and not pickled
+#: replaces the number of storages: the value is packed and not pickled
 _PACKED = 0xFFFFFFFF
 _PACKED_HEAD = _COUNT.pack(_PACKED)
-#: modules under which the program itself is known; multiprocessing's children have the second one
+#: module names of the main program; the second one is that of multiprocessing's children
 _MAIN = ("__main__", "__mp_main__")
 
 
 class Route(Protocol):
-    """Between which two workers a value travels, as far as pickling must know it."""
+    """The part of a connection between two workers that pickling uses."""
 
     @property
     def shares_main(self) -> bool:
-        """Whether both ends run the same program, so that what stands in it is known by name."""
+        """Whether both ends run the same program, so that its functions and classes are sent by name."""
 
     @property
     def devices(self) -> DeviceMap | None:
-        """Where tensors of devices go, if they can go at all."""
+        """The device map; None: tensors on devices cannot be sent."""
 
     def target(self, x: torch.Tensor) -> torch.device:
-        """The device of ``x`` at the other end; raises UsageError if there is none."""
+        """Return the device of ``x`` at the other end; raise UsageError if there is none."""
 
 
 @dataclass(slots=True)
@@ -64,13 +61,12 @@ class EncodedValue:
     """A value, ready to be sent.  The memory of ``parts`` must not change until it is sent.
 
     Attributes:
-        head: what is packed or pickled.
-        parts: the memory beside it.
-        keep: the objects that own it.
-        travellers: what named itself to :func:`traveller`.
-        staged: of the parts whose memory is a device's, their places among the parts, and their bytes;
-            None: there are none.
-        lands: whether tensors of it arrive on devices.
+        head: the packed or pickled value.
+        parts: the memory of tensors and buffers.
+        keep: the objects that own the memory.
+        travellers: the objects that called :func:`traveller`.
+        staged: index -> bytes of each part that is in device memory; None: there are none.
+        lands: whether it has tensors that arrive on devices.
     """
 
     head: bytes
@@ -90,18 +86,18 @@ _local = _PicklerLocal()
 
 
 def traveller(obj: object) -> None:
-    """``obj`` is part of what this thread is pickling or unpickling, and those at its ends have to know."""
+    """Add ``obj`` to the ``travellers`` of the value that this thread is pickling or unpickling."""
     if _local.travellers is not None:
         _local.travellers.append(obj)
 
 
 def route() -> Any:
-    """The route of the value that this thread is pickling or unpickling; None: it does neither."""
+    """Return the route of the value that this thread is pickling or unpickling; None: it does neither."""
     return _local.route
 
 
 class _On:
-    """While the block runs, what this thread pickles or unpickles travels on ``way``."""
+    """A context that sets the route of values that this thread pickles or unpickles; gives travellers."""
 
     __slots__ = ("_before", "_way")
 
@@ -119,11 +115,11 @@ class _On:
 
 
 def encode(value: object, way: Route | None, where: str) -> EncodedValue:
-    """Pack ``value``, or pickle it.
+    """Pack or pickle ``value``.
 
     Args:
-        way: where it goes; rebuilding functions at the other end find theirs by :func:`route`.
-        where: begins the message of an error.
+        way: the route, returned by :func:`route` during pickling.
+        where: prefix of error messages.
 
     Raises:
         UsageError: the value, or something in it, cannot be sent.
@@ -151,8 +147,8 @@ def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
     by_value = _by_value()
     if by_value is None:
         raise UsageError(
-            f"{where}: {text_of(refused)}; what the other worker cannot import goes by value, for which "
-            "cloudpickle is needed (pip install cloudpickle)"
+            f"{where}: {text_of(refused)}; to send by value what the other worker cannot import, install "
+            "cloudpickle (pip install cloudpickle)"
         ) from refused
     try:
         return _dump(by_value, value)
@@ -163,16 +159,16 @@ def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
 
 
 def _refusal(where: str, error: Exception) -> UsageError:
-    """For what pickling raised: code of the value's own, or the pickler of a value that is too deep."""
+    """The error for an exception raised while pickling, by code of the value or for too deep nesting."""
     return UsageError(f"{where} cannot be sent: {in_words(error)}")
 
 
 def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[Any] | None = None) -> Any:
-    """The value that :func:`encode` made ``head`` and ``parts`` of.
+    """Return the value that :func:`encode` encoded as ``head`` and ``parts``.
 
     Args:
-        parts: writable memory, which tensors and arrays take over.
-        travellers: gets what names itself to :func:`traveller`.
+        parts: writable memory, which becomes the memory of tensors and arrays.
+        travellers: the objects that call :func:`traveller` are appended to it.
     """
     view = memoryview(head)
     (count,) = _COUNT.unpack_from(view)
@@ -194,7 +190,7 @@ def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[
 
 
 def _override(collected: Collected, obj: Any) -> Any:
-    """How ``obj`` is pickled; NotImplemented: as it says itself."""
+    """Return how ``obj`` is pickled, as ``reducer_override`` does; NotImplemented: the default way."""
     if isinstance(obj, torch.Tensor):
         check(obj)
         plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
@@ -205,18 +201,18 @@ def _override(collected: Collected, obj: Any) -> Any:
             return collected.reduce(obj)
         if obj.device.type not in ("cpu", "meta"):
             raise UsageError(
-                f"a {type(obj).__name__} {kind_of(obj)} and {obj.layout} lies on {obj.device}, "
-                "and only plain and dense tensors of devices can be sent: send x.cpu()"
+                f"a {type(obj).__name__} {kind_of(obj)} and {obj.layout} is on {obj.device}, "
+                "and only plain, dense tensors on devices can be sent: send x.cpu()"
             )
     elif (
         isinstance(obj, (FunctionType, type))
         and obj.__module__ in _MAIN
-        and "<" not in obj.__qualname__  # no lambda, nothing local to a function
+        and "<" not in obj.__qualname__  # not a lambda, not local to a function
     ):
         if _local.route is not None and _local.route.shares_main:
             return _of_main, (obj.__qualname__,)
         raise pickle.PicklingError(
-            f"{obj.__qualname__} stands in a program that the other worker does not run"
+            f"{obj.__qualname__} is defined in a program that the other worker does not run"
         )
     return NotImplemented
 
@@ -229,7 +225,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _by_value() -> type[Any] | None:
-    """A pickler that takes along what has no name at the other end; None: cloudpickle is not installed."""
+    """Return a pickler that pickles by value what the other end cannot import; None without cloudpickle."""
     global _value_pickler
     if _value_pickler is None:
         try:
@@ -277,7 +273,7 @@ def _dump(pickler: type[Any], value: object) -> EncodedValue:
 
 
 def _bytes_of(memory: memoryview) -> torch.Tensor:
-    """A tensor over ``memory``, or over a copy if it may not be written to: torch has no such tensors."""
+    """Return a tensor over ``memory``, or over a copy if it is read-only, which torch does not support."""
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)

@@ -1,11 +1,11 @@
-"""Values on their way to or from a restricted worker: msgpack and the memory of tensors, never a pickle.
+"""Encoding of values to and from restricted workers: msgpack and the memory of tensors, never a pickle.
 
     message = encode([x, {"k": 3}], "'score' at 'ps'")
     value = decode(head, parts)                     # at the other end, which does not trust it
 
-The values are None, bool, int, float, str and bytes, lists of values, dicts of values by str, and tensors;
-a tuple arrives as a list.  Nothing is made of what arrives but these: each field is checked here, against
-the others and against the bytes that came, before anything is built of it.
+Values are None, bool, int, float, str and bytes, lists of values, dicts of values with str keys, and tensors;
+a tuple arrives as a list.  The receiver only builds these types.  It checks each field against the others and
+against the received bytes before it builds a value.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ...errors import RpcError, UsageError
 from .pickled import EncodedValue
 from .tensors import MOST_PARTS, Part, check, check_count
 
-#: lists and dicts inside one another
+#: maximum nesting of lists and dicts
 DEPTH = 64
-#: values in one message, those inside of lists and dicts and the keys of dicts included: an empty list takes
-#: 72 bytes of memory and one byte of a message
+#: maximum values in one message, including items and keys: an empty list takes 72 bytes of memory, but only
+#: one byte of a message
 MOST_VALUES = 1 << 18
-#: of a tensor
+#: maximum dimensions of a tensor
 _DIMENSIONS = 64
-#: of a tensor, where a dimension of size 0 counts as one of size 1
+#: upper bound of the elements of a tensor, where a dimension of size 0 counts as one of size 1
 _MOST_ELEMENTS = 2**48
-#: msgpack's code of a tensor
+#: msgpack extension code of a tensor
 _TENSOR = 1
-#: key of the number of tensors without elements, beside the parts that are left
+#: key of the number of tensors without elements, in the dict of unused parts
 _EMPTY = -1
 
 _DTYPES = {
@@ -54,7 +54,7 @@ _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=_DIMENSIONS)]
 
 
 class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A tensor without its memory, which is that of a part if it has elements; strides in elements."""
+    """Metadata of a tensor; ``part`` is the index of its memory if it has elements; strides in elements."""
 
     part: _Size
     dtype: str
@@ -66,18 +66,11 @@ _decode_layout = msgpack_decoder(_Layout)
 
 
 class _InvalidBytes(Exception):
-    """Bytes have arrived that :func:`encode` does not make."""
+    """Raised for bytes that :func:`encode` cannot have produced."""
 
 
 def encode(value: object, where: str) -> EncodedValue:
-    """Pack ``value``.
-
-    Args:
-        where: begins the message of an error.
-
-    Raises:
-        UsageError: the value, or something in it, cannot be sent.
-    """
+    """Encode ``value``; raise UsageError, with the prefix ``where``, if it cannot be sent."""
     packer = _Packer()
     tensors = packer.tensors
     try:
@@ -92,44 +85,32 @@ def encode(value: object, where: str) -> EncodedValue:
 
 
 def encode_call(fn: object, args: Sequence[Any], kwargs: dict[str, Any], where: str) -> EncodedValue:
-    """Pack a call of what goes by the name ``fn``.
-
-    Raises:
-        UsageError: it cannot be sent.
-    """
+    """Encode a call of the function that is served as ``fn``; raise UsageError if it cannot be sent."""
     if not isinstance(fn, str):
         raise UsageError(
-            f"{where}: one of the two is a restricted worker, which is called by the names of join(serve=), "
+            f"{where}: one of the two is a restricted worker: call it by a name of its join(serve=), "
             "peer.call('name', ...); it takes no functions, references or actors"
         )
     return encode([fn, args, kwargs], where)
 
 
 def decode(head: bytes, parts: Sequence[Any]) -> Any:
-    """The value that :func:`encode` made ``head`` and ``parts`` of.
-
-    Raises:
-        RpcError: nothing that it makes.
-    """
+    """Decode a value; raise RpcError if :func:`encode` cannot have produced ``head`` and ``parts``."""
     left = dict(enumerate(parts))
     try:
         _check_values(head)
         value = msgpack_decoder(Any, ext_hook=lambda code, data: _tensor(code, data, left))(head)
         _check(value, 0)
     except (_InvalidBytes, ValueError, TypeError, RuntimeError) as error:
-        raise RpcError(f"what came is no message of plain values: {in_words(error)}") from None
+        raise RpcError(f"received an invalid message of plain values: {in_words(error)}") from None
     return value
 
 
 def decode_call(head: bytes, parts: Sequence[Any]) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, arguments and keyword arguments of a call.
-
-    Raises:
-        RpcError: it is none.
-    """
+    """Return name, arguments and keyword arguments of a call; raise RpcError if it is invalid."""
     call = decode(head, parts)
     if type(call) is not list or [type(each) for each in call] != [str, list, dict]:
-        raise RpcError("what came is no call by name, with its arguments")
+        raise RpcError("received an invalid call: expected a list of name, arguments and keyword arguments")
     return call[0], call[1], call[2]
 
 
@@ -154,16 +135,16 @@ class _Packer:
             self.layouts += 1
             return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_laid_out(value, self.tensors)))
         if depth == DEPTH:
-            raise UsageError(f"a value has more than {DEPTH} lists and dicts inside one another")
+            raise UsageError(f"a value has more than {DEPTH} nested lists and dicts")
         if type(value) in (list, tuple):
             return [self.packed(each, depth + 1) for each in value]
         if type(value) is dict and all(type(key) is str for key in value):
             self._count(len(value))
             return {key: self.packed(each, depth + 1) for key, each in value.items()}
-        what = "a dict with keys that are no str" if type(value) is dict else f"a {type(value).__qualname__}"
+        what = "a dict with keys other than str" if type(value) is dict else f"a {type(value).__qualname__}"
         raise UsageError(
-            f"{what} goes neither to nor from a restricted worker: None, bool, int, float, str, bytes, "
-            "lists, dicts by str, and tensors do"
+            f"{what} cannot be sent to or from a restricted worker: only None, bool, int, float, str, bytes, "
+            "lists, dicts with str keys, and tensors can"
         )
 
     def _count(self, more: int) -> None:
@@ -179,17 +160,17 @@ def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
     check(x)
     if x.is_nested:
         raise UsageError(
-            "a nested tensor goes neither to nor from a restricted worker: send the list of its parts, "
+            "a nested tensor cannot be sent to or from a restricted worker: send the list of its parts, "
             "list(x.unbind())"
         )
     if x.dtype not in _NAMES or x.layout is not torch.strided or x.is_meta:
         raise UsageError(
-            f"a tensor of {x.dtype}, {x.layout} on {x.device} goes neither to nor from a restricted worker: "
-            "plain, dense ones of the CPU do"
+            f"a tensor of {x.dtype}, {x.layout} on {x.device} cannot be sent to or from a restricted worker: "
+            "only plain, dense tensors on the CPU can"
         )
     x = x.detach().resolve_conj().resolve_neg()
     if math.prod(max(size, 1) for size in x.shape) >= _MOST_ELEMENTS:
-        raise UsageError(f"a tensor of shape {tuple(x.shape)} goes neither to nor from a restricted worker")
+        raise UsageError(f"a tensor of shape {tuple(x.shape)} is too large for a restricted worker")
     if not x.numel():
         return _Layout(0, _NAMES[x.dtype], list(x.shape), [0] * x.dim())
     if not _is_dense(x.shape, x.stride()):
@@ -199,7 +180,7 @@ def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements of such a tensor lie side by side, each at a place of its own, in any order."""
+    """Whether the elements of a tensor, in any order of dimensions, are contiguous and do not overlap."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1
@@ -210,12 +191,12 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-# -- what arrived --------------------------------------------------------------------------------------
+# -- decoding ------------------------------------------------------------------------------------------
 
 
 def _check_values(head: Any) -> None:
-    """Refuse a message of too many values before it is decoded, which would take memory for all of them."""
-    if len(head) <= MOST_VALUES:  # each takes a byte at least
+    """Raise for too many values, before decoding the message would allocate memory for all of them."""
+    if len(head) <= MOST_VALUES:  # each takes at least one byte
         return
     view = memoryview(head)
     at, count, end = 0, 0, len(view)
@@ -231,10 +212,10 @@ def _check_values(head: Any) -> None:
 
 
 def _lengths() -> list[tuple[int, int]]:
-    """For each first byte of a value in msgpack: the width of its length field, and its other bytes.
+    """Return, for each first byte of a msgpack value, the width of its length field and its other bytes.
 
-    The items of lists and maps are values of their own.  After the length field of an extension comes its
-    type, which is counted as one of the other bytes.
+    The items of lists and maps are counted as separate values.  The type byte of an extension is one of the
+    other bytes.
     """
     found = [(0, 0)] * 256
     for size in range(32):
@@ -256,12 +237,12 @@ _LENGTHS = _lengths()
 
 
 def _check(value: Any, depth: int) -> None:
-    """Refuse what :func:`encode` does not make: other types, other keys, more depth."""
+    """Raise for values that :func:`encode` cannot have produced: other types, other keys, more depth."""
     kind = type(value)
     if kind in _PLAIN or kind is torch.Tensor:
         return
     if depth == DEPTH:
-        raise _InvalidBytes(f"more than {DEPTH} lists and dicts inside one another")
+        raise _InvalidBytes(f"more than {DEPTH} nested lists and dicts")
     if kind is list:
         for each in value:
             _check(each, depth + 1)
@@ -275,7 +256,7 @@ def _check(value: Any, depth: int) -> None:
 
 
 def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
-    """The tensor that a field of msgpack describes; takes its memory out of ``left``."""
+    """Build the tensor that a msgpack extension describes; remove its part from ``left``."""
     if code != _TENSOR:
         raise _InvalidBytes(f"unknown tag {code}")
     layout: _Layout = _decode_layout(data)
@@ -283,7 +264,7 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     if dtype is None:
         raise _InvalidBytes(f"unknown dtype {layout.dtype!r}")
     if len(layout.strides) != len(layout.shape):
-        raise _InvalidBytes(f"{len(layout.strides)} strides of {len(layout.shape)} dimensions")
+        raise _InvalidBytes(f"{len(layout.strides)} strides for {len(layout.shape)} dimensions")
     if math.prod(max(size, 1) for size in layout.shape) >= _MOST_ELEMENTS:
         raise _InvalidBytes(f"a tensor of shape {layout.shape}")
     if 0 in layout.shape:
@@ -299,7 +280,7 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
     if not _is_dense(layout.shape, layout.strides):
         raise _InvalidBytes(f"strides {layout.strides} of shape {layout.shape}")
     memory = torch.frombuffer(part, dtype=torch.uint8)
-    if dtype is torch.bool and bool(memory.max() > 1):  # torch's kernels count on 0 and 1
+    if dtype is torch.bool and bool(memory.max() > 1):  # torch's kernels require 0 or 1
         raise _InvalidBytes("a bool that is neither true nor false")
     strides = [step if size > 1 else 1 for size, step in zip(layout.shape, layout.strides, strict=True)]
     return torch.empty(0, dtype=dtype, device="cpu").set_(memory.untyped_storage(), 0, layout.shape, strides)

@@ -1,4 +1,4 @@
-"""Tensors beside a pickle: what is kept of them in it, the memory to send, and how they are made again."""
+"""Tensors outside of a pickle: their metadata in it, the memory to send, and their rebuilding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from ...errors import UsageError
 from ...streams import runtime_of
 
-#: memory to send: its address and its bytes
+#: memory to send: its address and its size in bytes
 Part = tuple[int, int]
 
-#: the multiple of bytes at which a span begins, so that elements of every dtype stay aligned
+#: bytes; spans begin at a multiple of this, so that elements of every dtype stay aligned
 _ALIGNMENT = 16
-#: tensors and buffers beside one value
+#: maximum number of tensors and buffers of one value
 MOST_PARTS = 65_535
 _NAMES = {
     value: name
@@ -27,49 +27,49 @@ _NAMES = {
 
 
 def check(x: torch.Tensor) -> None:
-    """Refuse tensors that cannot be sent as they are."""
+    """Raise UsageError if ``x`` has an autograd graph."""
     if x.grad_fn is not None:
         raise UsageError(
-            f"a tensor {kind_of(x)} is the result of {x.grad_fn.name()}, and a graph of "
-            "autograd does not go to another worker: send x.detach()"
+            f"a tensor {kind_of(x)} is the result of {x.grad_fn.name()}, and an autograd "
+            "graph cannot be sent to another worker: send x.detach()"
         )
 
 
 def kind_of(x: torch.Tensor) -> str:
-    """``of shape (2, 3)``; nested tensors have none."""
+    """Return "of shape (2, 3)", or a text for nested tensors, which have no shape."""
     return "of nested tensors" if x.is_nested else f"of shape {tuple(x.shape)}"
 
 
 def check_count(parts: Sequence[object]) -> None:
-    """Refuse more tensors and buffers than one letter takes."""
+    """Raise UsageError for more tensors and buffers than one message can have."""
     if len(parts) > MOST_PARTS:
         raise UsageError(
-            f"{len(parts)} tensors and buffers; at most {MOST_PARTS} go along with one value: stack them"
+            f"{len(parts)} tensors and buffers; one value may have at most {MOST_PARTS}: stack them"
         )
 
 
 class Collected:
-    """The memory that tensors of one message lie in.
+    """The memory of the tensors of one message.
 
     Args:
-        way: the connection, which knows where those of devices go; None: nowhere.
+        way: the connection, which maps devices; None: tensors on devices are refused.
     """
 
     def __init__(self, way: Any = None) -> None:
         self._way = way
         self._maps_cpu = way is not None and way.devices is not None and way.devices.maps_cpu
-        #: address of a storage -> its number; that of a device's memory has the device beside it
+        #: address of a storage, or (device, address) -> its number
         self.numbers: dict[Any, int] = {}
-        #: of each storage, the first byte in use and the one behind the last
+        #: of each storage, the offsets in bytes of the beginning and the end of the used span
         self.spans: list[list[int]] = []
         self.keep: list[object] = []
-        #: by their numbers, storages of devices, as the bytes from their beginning on
+        #: number of a storage on a device -> its bytes, from the beginning
         self.on_devices: dict[int, torch.Tensor] = {}
         #: whether tensors arrive on devices
         self.lands = False
 
     def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The part of ``x`` that pickle keeps: everything but its memory."""
+        """Return how ``x`` is pickled without its memory, and add its memory to this message."""
         number = offset = 0
         on_device = x.device.type != "cpu"
         target = self._target(x) if on_device or self._maps_cpu else None
@@ -102,7 +102,7 @@ class Collected:
 
     def _target(self, x: torch.Tensor) -> str | None:
         if self._way is None:
-            raise UsageError(f"a tensor of shape {tuple(x.shape)} lies on {x.device}: send x.cpu()")
+            raise UsageError(f"a tensor of shape {tuple(x.shape)} is on {x.device}: send x.cpu()")
         target = self._way.target(x)
         if target.type == "cpu":
             return None
@@ -114,7 +114,7 @@ class Collected:
             yield (address + begin if isinstance(address, int) else 0), end - begin
 
     def staged(self) -> dict[int, torch.Tensor]:
-        """Of the parts whose memory is a device's, the numbers, and the bytes of that memory."""
+        """Return index -> bytes of each part that is in device memory."""
         return {
             number: known[self.spans[number][0] : self.spans[number][1]]
             for number, known in self.on_devices.items()
@@ -122,17 +122,17 @@ class Collected:
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The memory of the storage of ``x``, as far as it is whole elements."""
+    """Return the memory of the storage of ``x``, truncated to whole elements."""
     count = x.untyped_storage().nbytes() // x.element_size()
     return x.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
-# -- at the other end ---------------------------------------------------------------------------
+# -- receiving ----------------------------------------------------------------------------------
 
 
 class _Arrived(threading.local):
     storages: Sequence[torch.UntypedStorage] = ()
-    #: of those whose tensors lie on a device: the number of the storage -> its bytes there
+    #: number of a storage -> its bytes on the device; None: no storage was copied to a device yet
     moved: dict[int, torch.Tensor] | None = None
     starts: Sequence[int] = ()
 
@@ -142,7 +142,7 @@ _arrived = _Arrived()
 
 @contextmanager
 def arrived(parts: Sequence[Any], starts: Sequence[int]) -> Iterator[None]:
-    """Let the tensors that this thread unpickles lie in ``parts``, whose spans began at ``starts``."""
+    """A context in which this thread unpickles tensors over ``parts``, whose spans began at ``starts``."""
     before = _arrived.storages, _arrived.starts, _arrived.moved
     _arrived.storages, _arrived.starts, _arrived.moved = [_storage(part) for part in parts], starts, None
     try:
@@ -187,7 +187,7 @@ def _tensor(
 
 
 def _moved(number: int, device: torch.device) -> torch.Tensor:
-    """The bytes of a storage on a device, to which the current stream copies them."""
+    """Return the bytes of a storage on a device; the first use enqueues the copy on the current stream."""
     if _arrived.moved is None:
         _arrived.moved = {}
     found = _arrived.moved.get(number)

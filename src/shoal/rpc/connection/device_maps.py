@@ -1,10 +1,10 @@
-"""Maps of devices: each device of a caller stands for one of the worker that it calls.
+"""Device maps: for each device of a caller, the corresponding device of the callee.
 
     join("trainer", device_maps={"ps": {"cuda:0": "cuda:1"}})
 
-A tensor on the first device, in a call of "trainer" to "ps", arrives there on the second; a tensor on the
-second, in the reply, comes back on the first.  The caller says its map in the hello of each connection for
-its calls, so each direction of calling has its own.
+In calls from "trainer" to "ps", a tensor on the first device arrives on the second; in replies, a tensor on
+the second device arrives on the first.  The caller sends its map in the hello of each connection for its
+calls, so the two workers have separate maps for their calls to each other.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ...errors import UnsupportedOperation, UsageError
 from ...streams import runtime_of
 from .directory import checked_name
 
-#: of each worker that is called, the device there for each device here, by names or as such
+#: name of a callee -> map from devices here to devices there; names or ``torch.device``
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 
 _CPU = torch.device("cpu")
 
 
 class DeviceMap:
-    """Where the tensors go that leave one end of a connection.
+    """The device map of one end of a connection.
 
     Args:
-        pairs: the device at the other end for each one at this end, one to one.
-        caller, callee: whose connection it is.
+        pairs: one-to-one map from devices at this end to devices at the other end.
+        caller, callee: names of the workers.
         inverse: whether this end is the callee.
 
     Attributes:
         here: the devices of this end that have streams.
-        maps_cpu: whether tensors of the CPU go to a device.
+        maps_cpu: whether CPU tensors arrive on another device.
     """
 
     def __init__(
@@ -48,11 +48,7 @@ class DeviceMap:
         self.maps_cpu = self._pairs.get(_CPU, _CPU) != _CPU
 
     def target(self, x: torch.Tensor) -> torch.device:
-        """The device at the other end for a tensor, that of the CPU being the other CPU if nothing is said.
-
-        Raises:
-            UsageError: the map has none.
-        """
+        """Return the device of ``x`` at the other end; raise UsageError if it is unmapped and not the CPU."""
         found = self._pairs.get(x.device)
         if found is not None:
             return found
@@ -61,32 +57,27 @@ class DeviceMap:
         raise UsageError(unmapped(x, self._caller, self._callee, self._inverse))
 
     def words(self) -> dict[str, str]:
-        """The map as the hello of a connection has it."""
+        """Return the map as text for the hello of a connection."""
         return {str(here): str(there) for here, there in self._pairs.items()}
 
 
 def unmapped(x: torch.Tensor, caller: str, callee: str, result: bool) -> str:
-    """Why a tensor cannot be sent, and what would change that.
-
-    Args:
-        result: whether it is in the reply.
-    """
+    """Return the error message for a tensor on an unmapped device; ``result``: it is in a reply."""
     device = str(x.device)
     which = (
-        f"to which {caller!r} maps no device of its own" if result else f"which has no device of {callee!r}"
+        f"to which {caller!r} maps none of its devices" if result else f"which has no device of {callee!r}"
     )
     suggested = {callee: {device: device}}
     return (
-        f"a tensor of shape {tuple(x.shape)} lies on {device}, {which}: send x.cpu(), or join {caller!r} "
+        f"a tensor of shape {tuple(x.shape)} is on {device}, {which}: send x.cpu(), or join {caller!r} "
         f"with device_maps={suggested}"
     )
 
 
 def checked(device_maps: object, caller: str) -> dict[str, DeviceMap]:
-    """The argument ``device_maps`` of :func:`shoal.rpc.join`: a map for each worker that it names.
+    """Convert the argument ``device_maps`` of :func:`shoal.rpc.join` to a map for each callee.
 
-    Raises:
-        UsageError: it is no such thing, a device of this end is not there, or a map is not one to one.
+    Raises UsageError if it is invalid, a device of this end does not exist, or a map is not one-to-one.
     """
     if device_maps is None:
         return {}
@@ -104,10 +95,9 @@ def _checked(pairs: object, caller: str, callee: str) -> DeviceMap:
 
 
 def checked_pairs(pairs: object, where: str) -> dict[torch.device, torch.device]:
-    """One worker's map, whose devices need not be here.
+    """Convert the map for one callee, without checking whether its devices exist.
 
-    Raises:
-        UsageError: it is none, or not one to one; begins with ``where``.
+    Raises UsageError, which begins with ``where``, if it is invalid or not one-to-one.
     """
     if not isinstance(pairs, Mapping):
         raise UsageError(f"{where}={pairs!r}: expected {{device here: device there}}")
@@ -127,10 +117,9 @@ def checked_pairs(pairs: object, where: str) -> dict[torch.device, torch.device]
 
 
 def inverse(words: Mapping[str, str], caller: str, callee: str) -> DeviceMap | None:
-    """The map for replies of ``callee``, this worker, to ``caller``, whose hello has ``words``; None: no map.
+    """Invert the map ``words`` from the hello of ``caller``, for replies of this worker; None: no map.
 
-    Raises:
-        UsageError: this worker has no such device.
+    Raises UsageError if this worker does not have one of the devices.
     """
     if not words:
         return None
@@ -142,17 +131,16 @@ def inverse(words: Mapping[str, str], caller: str, callee: str) -> DeviceMap | N
 
 
 def checked_device(name: object, where: str) -> torch.device:
-    """The device that ``name`` means, which need not be here.
+    """Convert ``name`` to a device, without checking whether it exists.
 
-    Raises:
-        UsageError: it means none, or leaves its number open; begins with ``where``.
+    Raises UsageError, which begins with ``where``, if it is not a device or has no index.
     """
     try:
         device = torch.device(name) if isinstance(name, (str, int)) else name
     except RuntimeError as error:
-        raise UsageError(f"{where}: {name!r} is no device: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{where}: {name!r} is not a device: {str(error).splitlines()[0]}") from None
     if not isinstance(device, torch.device):
-        raise UsageError(f"{where}: {name!r} is no device; expected a name such as 'cuda:0'")
+        raise UsageError(f"{where}: {name!r} is not a device; expected a name such as 'cuda:0'")
     if device.type == "cpu":
         return _CPU
     if device.index is None:
@@ -161,7 +149,7 @@ def checked_device(name: object, where: str) -> torch.device:
 
 
 def _require(device: torch.device, where: str) -> None:
-    """Refuse a device that this process does not have."""
+    """Raise UsageError for a device that this process does not have."""
     if device == _CPU:
         return
     try:
@@ -169,7 +157,7 @@ def _require(device: torch.device, where: str) -> None:
         count = torch.get_device_module(device).device_count()
     except UnsupportedOperation as error:
         raise UsageError(f"{where}: {error}") from None
-    except RuntimeError:  # torch knows the type of device, but has no module for it here
+    except RuntimeError:  # torch has no module for this type of device
         count = 0
     if device.index is None or device.index >= count:
-        raise UsageError(f"{where}: there is no {device} at this worker, which has {count} of {device.type}")
+        raise UsageError(f"{where}: this worker has no {device}; it has {count} of {device.type}")

@@ -1,8 +1,8 @@
-"""The directory of workers by name: a table in the store that all workers of a job read.
+"""The directory of workers by name, in the store of the job.
 
-A name belongs to the worker that claimed it first, until that one leaves.  A holder that is provably dead,
-which only its own machine can say, is replaced by whoever claims the name next.  Each claim has an
-*incarnation* of its own, so that nobody takes a new process for the old one.
+A name belongs to the worker that claimed it first, until that one leaves.  If its process is known to have
+ended, which only processes of its machine can determine, the next claim of the name replaces it.  Each claim
+has a unique *incarnation*, which distinguishes a new process from an earlier one with the same name.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from ...net import Deadline
 from ...rendezvous.host import process_is_gone
 from ...store import PrefixStore, Store
 
-#: seconds between looks for a successor of a worker that died
+#: seconds between two polls for the replacement of a worker that has ended
 _PAUSE = 0.02
+#: bytes
 _LONGEST_NAME = 256
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One worker, as the others find it.
+    """The entry of one worker.
 
     Attributes:
-        name: unique in the job while the worker lives.
+        name: unique in the job while the worker runs.
         incarnation: of this claim of the name; never used twice.
         rank: of the process in its job; -1 if it has none.
-        pid, process, machine: which process it is, and where (:class:`~shoal.rendezvous.host.Here`).
+        pid, process, machine: of the process; see :class:`~shoal.rendezvous.host.Here`.
         host: workers with equal values share memory.
         unix: name of the unix socket that it listens on.
-        address, port: of the TCP socket.
+        address, port: of the TCP socket that it listens on.
     """
 
     name: str
@@ -51,26 +52,21 @@ class Worker(msgspec.Struct, frozen=True):
     port: int
 
     def is_gone(self, machine: str) -> bool:
-        """Whether the worker has certainly ended; only its own machine can tell."""
+        """Whether the worker has certainly ended; False if it is on another machine than ``machine``."""
         return self.machine == machine and process_is_gone(self.process)
 
 
 def incarnation() -> str:
-    """An identity that nobody has had before."""
+    """Return a new unique identity."""
     return secrets.token_hex(8)
 
 
 def is_name(name: object) -> TypeGuard[str]:
-    """Whether ``name`` can name a worker."""
     return isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= _LONGEST_NAME
 
 
 def checked_name(name: object) -> str:
-    """``name``, if it can name a worker.
-
-    Raises:
-        UsageError: it cannot.
-    """
+    """Return ``name`` if it is valid as the name of a worker; raise UsageError if not."""
     if is_name(name):
         return name
     raise UsageError(
@@ -82,7 +78,7 @@ class Directory:
     """The names of one namespace.
 
     Args:
-        store: the job's; stays the caller's.
+        store: of the job; not closed here.
         namespace: workers of different namespaces do not see each other.
         machine: identity of this machine.
     """
@@ -93,18 +89,14 @@ class Directory:
         self._machine = machine
 
     def claim(self, mine: Worker) -> None:
-        """Enter ``mine`` under its name.
-
-        Raises:
-            UsageError: somebody else has the name, and is not known to be dead.
-        """
+        """Add ``mine``; raise UsageError if another worker that is not known to have ended has the name."""
         entry = msgspec.msgpack.encode(mine)
         held = b""
         while True:
             found = self._names.compare_set(mine.name, held, entry)
             if found == entry:
                 break
-            if found == held:  # the holder's entry went away meanwhile
+            if found == held:  # the entry was removed meanwhile
                 held = b""
                 continue
             holder = _decoded(found)
@@ -112,28 +104,28 @@ class Directory:
                 where = "this machine" if holder.machine == self._machine else holder.machine.split("/")[0]
                 raise UsageError(
                     f"name={mine.name!r} is not unique: process {holder.pid} on {where} has joined under it "
-                    "and is not known to have ended; give every worker a name of its own"
+                    "and is not known to have ended; give every worker a unique name"
                 )
             held = found
         if mine.rank >= 0:
             self._ranks.set(str(mine.rank), mine.name)
 
     def withdraw(self, mine: Worker) -> None:
-        """Take the name of ``mine`` back, if it still has it; a store that is gone is none to mind."""
+        """Remove ``mine`` if it still has its name.  Errors of the store are ignored."""
         with contextlib.suppress(ShoalError):
             if self._found(mine.name) == mine:
                 self._names.delete(mine.name)
 
     def find(self, name: str, timeout: float, me: str, *, after_death: bool = True) -> Worker:
-        """The living worker that has ``name``, as soon as there is one.
+        """Return the running worker that has ``name``; wait until there is one.
 
         Args:
-            me: who looks, for the message.
-            after_death: whether to wait for a successor of a worker that has died.
+            me: name of the calling worker, for messages.
+            after_death: whether to wait for a replacement if the worker has ended.
 
         Raises:
-            UnknownWorker: nobody came in time; lists who is there.
-            WorkerLost: the worker has died, and no successor is waited for.
+            UnknownWorker: no worker joined in time; the message lists the workers that did.
+            WorkerLost: the worker has ended, and not ``after_death``.
         """
         deadline = Deadline(timeout)
         try:
@@ -143,36 +135,32 @@ class Directory:
                     return worker
                 if not after_death:
                     raise WorkerLost(
-                        f"worker {me!r}: {name!r} (process {worker.pid}) has ended and nobody took its "
-                        f"place; peer({name!r}, timeout=...) waits for somebody who does",
+                        f"worker {me!r}: {name!r} (process {worker.pid}) has ended and was not replaced; "
+                        f"peer({name!r}, timeout=...) waits for a replacement",
                         name,
                     )
                 if deadline.expired:
                     break
-                time.sleep(_PAUSE)  # for a successor, of which no store tells
+                time.sleep(_PAUSE)  # stores cannot notify of a changed value
         except StoreTimeout:
             worker = None
         there = sorted(each.name for each in self.workers())
         what = (
-            f"nobody has joined as {name!r}{_within(timeout)}, or it has left"
+            f"no worker has joined as {name!r}{_within(timeout)}, or it has left"
             if worker is None
-            else f"{name!r} (process {worker.pid}) has ended and nobody took its place{_within(timeout)}"
+            else f"{name!r} (process {worker.pid}) has ended and was not replaced{_within(timeout)}"
         )
         raise UnknownWorker(
             f"worker {me!r}: {what}; "
-            + (f"there are {', '.join(map(repr, there))}" if there else "nobody is there")
+            + (f"there are {', '.join(map(repr, there))}" if there else "there are no workers")
         )
 
     def look(self, name: str) -> Worker | None:
-        """The worker that has ``name`` now, dead or alive."""
+        """Return the worker that has ``name`` now, running or not; None: there is none."""
         return self._found(name)
 
     def name_of_rank(self, rank: int, timeout: float, me: str) -> str:
-        """The name under which the process with this rank has joined, as soon as it has.
-
-        Raises:
-            UnknownWorker: it did not in time.
-        """
+        """Wait until the worker with a rank has joined; return its name; raise UnknownWorker if too late."""
         try:
             return self._ranks.get(str(rank), timeout).decode()
         except StoreTimeout:
@@ -182,7 +170,7 @@ class Directory:
             ) from None
 
     def workers(self) -> list[Worker]:
-        """All that have joined and are not known to be dead."""
+        """Return all workers that have joined and are not known to have ended."""
         found = [self._found(name) for name in self._names.list_keys()]
         return [each for each in found if each is not None and not each.is_gone(self._machine)]
 
@@ -194,7 +182,7 @@ class Directory:
 
 
 def _within(timeout: float) -> str:
-    """How long was waited, as the end of a clause; nothing if nobody waited."""
+    """Return the text " within N s", or "" for a timeout of 0."""
     return f" within {in_seconds(timeout)}" if timeout else ""
 
 
@@ -202,6 +190,4 @@ def _decoded(entry: bytes) -> Worker:
     try:
         return from_msgpack(entry, Worker)
     except MalformedMessage as error:
-        raise RpcError(
-            f"the store has something else than a worker under a worker's name: {error}"
-        ) from error
+        raise RpcError(f"the store has an invalid entry under the name of a worker: {error}") from error

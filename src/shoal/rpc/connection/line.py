@@ -1,4 +1,4 @@
-"""One connection between two workers: who is at each end, and what both know of the other."""
+"""One connection between two workers: the hello messages and the state of this end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .numbering import Received, Sent
 
 
 class WorkerHello(msgspec.Struct):
-    """The worker at one end says who it is, and what it expects at the other.
+    """The first message of a worker on a connection.
 
     Attributes:
-        worker: who speaks.
+        worker: the sender.
         place: job, epoch and namespace.
-        to: the incarnation that the connection is for; "" in the answer.
-        main: the program that the process runs, "" if it has no file.
-        restricted: whether it sends and takes plain values only.
-        nth: how many times this worker has introduced itself; orders the connections that it makes.
-        lends: whether it shares memory with workers of its host.
-        devices: the caller's device for each device of the callee that its calls use; of the calling side.
-        refused: why there is no connection; of the answer.
+        to: incarnation of the expected receiver; "" in the answer.
+        main: identity of the program that the process runs, "" if it has no file.
+        restricted: whether the sender only sends and accepts plain values.
+        nth: number of hellos that the sender has sent before; orders the connections that it makes.
+        lends: whether the sender shares memory with workers of its host.
+        devices: the device map of the caller: device here -> device at the callee; empty in the answer.
+        refused: in the answer: reason for refusing the connection, "" if it is accepted.
     """
 
     worker: Worker
@@ -45,19 +45,19 @@ class WorkerHello(msgspec.Struct):
 
 
 class WorkerConnection:
-    """One connection, as the codec and the calls on it see it.
+    """This end of one connection, for the codec and for calls.
 
     Attributes:
-        agent: whose end this is.
+        agent: of this end.
         number: of the peer in the endpoint.
         worker: the other end.
         shares_main: whether both ends run the same program.
-        plain: whether one of the two is restricted, so that nothing on it is a pickle.
+        plain: whether one of the two is restricted, so that nothing is pickled.
         sent, received: the functions that have numbers on it.
         ended: whether it is lost.
-        devices: where the tensors of devices go; None: they are not sent.
-        calls: whether the calls on it are made at this end.
-        nth: orders those that the other end has made.
+        devices: the device map; None: tensors on devices are not sent.
+        calls: whether this end is the caller.
+        nth: of the other end's hello; orders the connections that it has made.
     """
 
     __slots__ = (
@@ -101,11 +101,7 @@ class WorkerConnection:
         return numbers
 
     def target(self, x: torch.Tensor) -> torch.device:
-        """The device of ``x`` at the other end.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the device of ``x`` at the other end; raise UsageError if it is not mapped."""
         if self.devices is not None:
             return self.devices.target(x)
         caller, callee = self.agent.name, self.worker.name
@@ -116,7 +112,7 @@ class WorkerConnection:
 
 @cache
 def main_program() -> str:
-    """Identity of the program that this process runs: a digest of its text, "" if it has no file."""
+    """Return the identity of the program that this process runs: a digest of its text, "" without a file."""
     path: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is None:
         return ""

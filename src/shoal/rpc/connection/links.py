@@ -1,10 +1,9 @@
-"""The connections of one agent: who is at the other end of each, and how a new one is made.
+"""The connections of one agent.
 
-A connection is made when the first call needs it, by the worker that calls: its calls and their replies
-travel on it, and the other's calls on another one.  So no two workers ever argue about which of two
-connections to keep.  Workers of one host use a unix socket; where that is not possible, and between hosts,
-they use TCP.  Both ends prove that they know the job's secret before anything is read, and say then who
-they are.
+A connection is made by the caller at its first call.  It carries the calls of this end and their replies; the
+other end makes another connection for its calls, so there are never two connections to choose from.  Workers
+of one host use a unix socket if possible; otherwise workers use TCP.  Both ends prove knowledge of the job's
+secret before any other message is read, and then exchange hellos.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ from .post import Endpoint
 _logger = logging.getLogger("shoal")
 
 _PURPOSE = "rpc"
-#: lost connections that are remembered, for the letters of theirs that nobody has taken yet
+#: maximum number of lost connections that are remembered, for their messages that are not handled yet
 _REMEMBERED = 1024
-#: seconds that the thread of a listener sleeps at most
+#: maximum seconds that a listener's thread waits for a connection
 _LONG = 3600.0
-#: seconds until accepting is tried again when it has failed
+#: seconds before accepting is retried after a failure
 _PAUSE = 0.1
 
 
 class ConnectionManager:
-    """Listens, connects, and knows all connections.
+    """Accepts and makes connections, and keeps a table of them.
 
     Args:
-        agent: whose connections they are; for the rebuilding of what travels.
-        endpoint: carries them from then on.
-        secret: the job's.
+        agent: of this end, for decoding.
+        endpoint: takes over established connections.
+        secret: of the job.
         place: identity of job, epoch and namespace: workers of another place are refused.
-        interface: the address that the TCP listener binds to.
-        restricted: whether the agent sends and takes plain values only.
-        device_maps: of the agent's calls, by the worker that is called.
+        interface: address that the TCP listener binds to.
+        restricted: whether the agent only sends and accepts plain values.
+        device_maps: of the agent's calls, by callee.
         lost: called with a connection when it has ended.
     """
 
@@ -88,10 +87,10 @@ class ConnectionManager:
         self._device_maps = device_maps
         self._lost = lost
         self._lock = threading.RLock()
-        #: told when a connection has ended
+        #: notified when a connection has ended
         self._over = threading.Condition(self._lock)
         self._introductions = itertools.count()
-        #: held while a connection to the name is made; those that nobody uses go
+        #: name -> lock that is held while a connection to that worker is made; unused locks are collected
         self._making: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._out: dict[str, WorkerConnection] = {}
         self._lines: dict[int, WorkerConnection] = {}
@@ -110,7 +109,7 @@ class ConnectionManager:
         self._threads: list[threading.Thread] = []
 
     def start(self, me: Worker) -> None:
-        """Accept connections from now on, as ``me``."""
+        """Start to accept connections as ``me``."""
         self._me = me
         for acceptor in self._acceptors:
             thread = threading.Thread(
@@ -120,26 +119,26 @@ class ConnectionManager:
             self._threads.append(thread)
 
     def line(self, number: int) -> WorkerConnection:
-        """The connection that the endpoint calls ``number``."""
+        """Return the connection with this number in the endpoint; KeyError if it was discarded."""
         found = self._lines.get(number)
         if found is None:
-            with self._lock:  # it is being attached
+            with self._lock:  # it may be being attached
                 found = self._lines[number]
         return found
 
     def to(
         self, name: str, directory: Directory, timeout: float, only: Worker | None = None
     ) -> WorkerConnection:
-        """The connection for calls to ``name``, made if there is none.
+        """Return the connection for calls to ``name``; make it if there is none.
 
         Args:
             timeout: seconds to connect.
-            only: the worker that has to have the name; no connection is made to another.
+            only: the only incarnation to connect to.
 
         Raises:
-            WorkerLost: it has ended, or cannot be reached.
-            CallTimeout: time is up.
-            UnknownWorker: nobody has joined under the name.
+            WorkerLost: the worker has ended, or cannot be reached.
+            CallTimeout: timed out.
+            UnknownWorker: no worker has joined under the name.
         """
         with self._lock:
             making = self._making.setdefault(name, threading.Lock())
@@ -153,32 +152,32 @@ class ConnectionManager:
             making.release()
 
     def check(self, worker: Worker, only: Worker | None) -> None:
-        """Raise if ``worker`` has taken the place of ``only``, an owner of objects."""
+        """Raise WorkerLost if ``worker`` is another incarnation than ``only``, an owner of objects."""
         if only is not None and worker.incarnation != only.incarnation:
             raise WorkerLost(
                 f"{self._who(only.name)} (process {only.pid}), which owned an object, has ended; its objects "
-                "went with it",
+                "are lost",
                 only.name,
             )
 
     def existing(self, name: str) -> WorkerConnection | None:
-        """The connection for calls to ``name``, if there is one that is not lost."""
+        """Return the connection for calls to ``name``, if there is one that is not lost."""
         line = self._out.get(name)
         if line is not None and self._endpoint.post.lost(line.number) is not None:
-            with self._lock:  # its end is known and on its way to _forget
+            with self._lock:  # _forget will be called, but has not been yet
                 if self._out.get(name) is line:
                     del self._out[name]
             return None
         return line
 
     def connected(self, incarnation: str) -> bool:
-        """Whether there is a connection to this incarnation of a worker, or from it."""
+        """Whether there is a connection to or from this incarnation of a worker."""
         with self._lock:
             lines = list(self._lines.values())
         return any(line.worker.incarnation == incarnation and not line.ended for line in lines)
 
     def with_worker(self, name: str) -> list[WorkerConnection]:
-        """The connections to and from a worker, also to those that had its name before."""
+        """Return the connections to and from all incarnations of a worker."""
         with self._lock:
             return [line for line in self._lines.values() if line.worker.name == name and not line.ended]
 
@@ -188,7 +187,7 @@ class ConnectionManager:
         return line is None or line.ended
 
     def close(self) -> None:
-        """Accept nothing more; connections stay the endpoint's."""
+        """Stop accepting connections; the endpoint closes those that exist."""
         with self._lock:
             self._closed = True
         for acceptor in self._acceptors:
@@ -226,7 +225,7 @@ class ConnectionManager:
 
     def _connect(self, worker: Worker, deadline: Deadline) -> WorkerConnection:
         if worker.host == self._me.host:
-            # A failure here only means that they do not share a network namespace.
+            # A failure here only means that the two are in different network namespaces.
             with contextlib.suppress(WireError, WireTimeout):
                 return self._introduce(
                     wire.connect_unix(
@@ -256,7 +255,7 @@ class ConnectionManager:
             if theirs.refused:
                 raise UsageError(f"{self._who(worker.name)} refuses a connection: {theirs.refused}")
             if theirs.worker.incarnation != worker.incarnation:
-                raise WireError(f"{theirs.worker.name!r} answers in the place of {worker.name!r}")
+                raise WireError(f"expected an answer of {worker.name!r}, got one of {theirs.worker.name!r}")
             line = self._attach(connection, theirs, devices, True, self._left(deadline))
             with self._lock:
                 if not line.ended:
@@ -271,7 +270,7 @@ class ConnectionManager:
 
     @property
     def _lends(self) -> bool:
-        """Whether this worker shares memory; one that is restricted does not trust the others with it."""
+        """Whether this worker shares memory; a restricted one does not, as it does not trust the others."""
         return self._endpoint.post.lends and not self._restricted
 
     def _attach(
@@ -282,7 +281,7 @@ class ConnectionManager:
         calls: bool,
         timeout: float,
     ) -> WorkerConnection:
-        """Hand the connection to the endpoint, with the memory that the other end lends from if both do."""
+        """Pass the connection to the endpoint; if both ends lend memory, with that of the other end."""
         same = theirs.worker.process == self._me.process
         same = same or bool(theirs.main and theirs.main == main_program())
         plain = self._restricted or theirs.restricted
@@ -307,15 +306,15 @@ class ConnectionManager:
         return line
 
     def _exchange(self, connection: Connection, timeout: float) -> wire.SharedMemory | None:
-        """Share memory with the other end: what it lends from; None over TCP."""
+        """Exchange descriptors of lent memory; return that of the other end, or None over TCP."""
         with open(self._endpoint.memory(), "rb", buffering=0) as mine:
             return wire.share_memory(connection, mine.fileno(), timeout)
 
     def _end_earlier(self, line: WorkerConnection) -> None:
-        """End the connections that a worker has given up which makes ``line`` in their place.
+        """End the earlier connections of a worker that now makes ``line``, and wait until they have ended.
 
-        They may not be known to have ended here: what came on them after what comes on ``line`` would be a
-        method out of its order, or a hold after its end.
+        This end may not know yet that they are lost.  A message from one of them, handled after a message
+        from ``line``, could be a method call out of order, or a ``hold`` after its ``drop``.
         """
 
         def others() -> list[WorkerConnection]:
@@ -326,12 +325,12 @@ class ConnectionManager:
             for each in earlier:
                 self._endpoint.post.sever(each.number)
             if not self._over.wait(wire.HANDSHAKE_TIMEOUT):
-                raise WireError(f"an earlier connection of {line.worker.name!r} does not end")
+                raise WireError(f"an earlier connection of {line.worker.name!r} has not ended in time")
         if any(each.nth > line.nth for each in others()):
-            raise WireError(f"{line.worker.name!r} has connected anew since")
+            raise WireError(f"{line.worker.name!r} has made a newer connection")
 
     def _forget(self, line: WorkerConnection) -> None:
-        """The connection has ended; letters that came on it may still have to be handled."""
+        """Handle the end of a connection; messages received on it may still have to be handled."""
         with self._lock:
             line.ended = True
             self._over.notify_all()
@@ -343,7 +342,7 @@ class ConnectionManager:
         self._lost(line)
 
     def _late(self, name: str, deadline: Deadline) -> CallTimeout:
-        return CallTimeout(f"{self._who(name)} was not connected to within {in_seconds(deadline.timeout)}")
+        return CallTimeout(f"{self._who(name)} could not be reached within {in_seconds(deadline.timeout)}")
 
     def _who(self, name: str) -> str:
         return f"worker {self._me.name!r}: {name!r}"
@@ -358,17 +357,17 @@ class ConnectionManager:
                 continue
             except WireError as error:
                 if not self._closed:
-                    # Out of descriptors, most likely, and others may give some back.
+                    # Probably out of file descriptors: retry after a pause.
                     _logger.warning("worker %r: %s", self._me.name, error)
                     time.sleep(_PAUSE)
                 continue
-            # Others must not wait for one that says nothing.
+            # In another thread, as the peer may send nothing.
             pool.submit(partial(self._be_introduced, connection))
 
     def _be_introduced(self, connection: Connection) -> None:
         def answer(theirs: WorkerHello) -> WorkerHello:
             if (theirs.place, theirs.to) != (self._place, self._me.incarnation):
-                raise WireError(f"{theirs.worker.name!r} came to {self._me.name!r} by mistake")
+                raise WireError(f"{theirs.worker.name!r} did not mean to connect to {self._me.name!r}")
             try:
                 devices.append(inverse(theirs.devices, theirs.worker.name, self._me.name))
             except UsageError as error:

@@ -1,19 +1,20 @@
-"""How a fixed number of workers meet, each of which has a rank, and how they part.
+"""Rendezvous and coordinated shutdown of a fixed number of workers with ranks.
 
-Those of ``init_rpc`` with a size do both; the agents of a group have met already.
+Workers of ``init_rpc`` with a ``world_size`` do both; agents of a group only shut down together.
 
-Each writes its name under its rank, so that all see at once when two have the same one.  Then it joins, and
-says so.  What dead processes of this machine left is not there, and meetings of the same processes are
-counted: so nobody takes those of before for those that it waits for.
+**Rendezvous.**  Each worker writes an entry with its name under its rank, so that all detect duplicate names.
+Then it joins, and updates its entry.  Entries of ended processes of this machine are ignored, and meetings
+of the same processes are numbered, so that entries of earlier meetings are not mistaken for new ones.
 
-If one cannot join, all fail for its reason: who hears it says so in an entry of its own, and each stays, for
-a moment, until the others have: with a process its entry ends, and the store that it served.
+If a worker cannot join, all fail with its reason: each one that reads the reason copies it to its own entry
+and waits a moment until the others have done so, because when its process ends its entry is ignored, and the
+store ends if that process serves it.
 
-They part when none of them has a call pending or served any more, which takes rounds: a worker comes to a
-round when it is idle, and when all have come it tells whether it has been idle since, by the number of calls
-that it has made.  If all have, they all were at the moment when the last one came, and only a worker that is
-not idle can call another.  (These are the two equal counts of F. Mattern, "Algorithms for distributed
-termination detection", 1987.)
+**Shutdown.**  The workers leave when no call is pending or served at any of them.  This takes rounds: a
+worker enters a round when it is idle; when all have entered, it reports whether it has been idle since, by
+comparing the number of calls that it has made.  If all have, all were idle when the last one entered, and an
+idle worker makes no calls.  (Two equal counts: F. Mattern, "Algorithms for distributed termination
+detection", 1987.)
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ from ...net import Deadline
 from ...rendezvous.host import Here, process_is_gone
 from ...store import PrefixStore, Store
 
-#: seconds between looks at an entry that is not yet what it has to become
+#: seconds between two polls of an entry
 _PAUSE = 0.005
-#: seconds between looks at whether those that are awaited live, and at whether others have failed
+#: seconds between two checks for ended and failed workers
 _LOOK = 0.25
-#: seconds for the others to hear why a meeting has failed
+#: seconds for which a failed worker waits until the others have read its reason
 _HEARING = 5.0
 
 
 def keys_of(store: Store, kind: str, count: int) -> Store:
-    """Where the workers of one meeting write, at a place where others have met before."""
+    """Return the part of the store for one meeting, the ``count``-th of its kind."""
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
 
 
 class WorkerEntry(msgspec.Struct):
-    """The entry of one worker, in its own words.
+    """The entry of one worker, written by itself.
 
     Attributes:
-        machine, process: which process it is.
-        joined: whether it has.
-        failed: why the meeting fails, as far as it knows; "" if it does not.
-        left: whether it has ended without waiting for the others.
+        machine, process: identity of its process.
+        joined: whether it has joined.
+        failed: the reason why the meeting failed; "" if none is known.
+        left: whether it closed without waiting for the others.
     """
 
     name: str
@@ -73,26 +74,26 @@ class WorkerEntry(msgspec.Struct):
 
 
 class Working(Protocol):
-    """A worker's agent, as parting needs it."""
+    """The part of an agent that a coordinated shutdown uses."""
 
     def settle(self, deadline: Deadline) -> int | None:
-        """Wait until no call is pending or served; a number that grows with each call.  None: time is up."""
+        """Wait until no call is pending or served; return the number of calls made; None: timed out."""
 
     def reach(self, name: str, timeout: float) -> None:
-        """Raise if a worker is lost."""
+        """Raise WorkerLost if a worker is lost."""
 
 
 class WorkerMeeting:
     """The meeting of ``size`` workers.
 
     Args:
-        store: where the workers write, and nobody else.
+        store: used only by the workers of this meeting.
         me: this process.
         name, rank: of this worker.
-        end: what all of them do when they part, in words.
+        end: name of the function that all of them call to shut down, for messages.
 
     Attributes:
-        names: of the workers, by rank, as soon as they are known.
+        names: of the workers, by rank; empty until :meth:`gather` returns.
     """
 
     def __init__(self, store: Store, me: Here, name: str, rank: int, size: int, end: str) -> None:
@@ -102,19 +103,19 @@ class WorkerMeeting:
         self._rank = rank
         self._size = size
         self._end = end
-        #: the others, as far as they were seen
+        #: rank -> the entry that was read last
         self._seen: dict[int, WorkerEntry] = {}
-        #: all, as they were when they had told their names
+        #: the entries of all ranks that :meth:`gather` has read
         self._gathered: list[WorkerEntry] = []
         self.names: list[str] = []
 
     def gather(self, deadline: Deadline) -> None:
-        """Wait until all have told their names.
+        """Write this worker's entry and wait for those of all others.
 
         Raises:
-            UsageError: two have the same.
-            RendezvousError: the meeting has failed for another.
-            RendezvousTimeout: somebody did not come.
+            UsageError: two workers have the same name.
+            RendezvousError: another worker has failed.
+            RendezvousTimeout: a worker's entry is missing.
         """
         self._tell()
         self._gathered = [self._await(rank, deadline, False) for rank in range(self._size)]
@@ -123,47 +124,43 @@ class WorkerMeeting:
         if twice:
             ranks = [str(rank) for rank, name in enumerate(self.names) if name == twice[0]]
             error = UsageError(
-                f"name={twice[0]!r} is not unique: the ranks {', '.join(ranks)} have it; give every worker a "
-                "name of its own"
+                f"name={twice[0]!r} is not unique: ranks {', '.join(ranks)} have it; give every worker a "
+                "unique name"
             )
             self._pass_on(str(error))
             raise error
 
     def fail(self, why: BaseException) -> None:
-        """Tell the others that this worker cannot join."""
+        """Notify the others that this worker cannot join."""
         self._pass_on(f"{self._name!r} (rank {self._rank}) could not join: {str(why) or type(why).__name__}")
 
     def join(self, deadline: Deadline) -> None:
-        """Tell that this worker has joined, and wait until all have.
+        """Announce that this worker has joined, and wait until all have.
 
-        Raises:
-            RendezvousError: one could not.
-            RendezvousTimeout: somebody did not come.
+        Raises RendezvousError if a worker could not join, RendezvousTimeout if one did not join in time.
         """
         self._tell(joined=True)
         for rank in range(self._size):
             self._await(rank, deadline, True)
 
     def come(self) -> None:
-        """Tell that this worker has joined, and wait for nobody."""
+        """Announce that this worker has joined, without waiting."""
         self._tell(joined=True)
 
     def leave(self) -> None:
-        """Tell that this worker ends without waiting for the others."""
+        """Announce that this worker closes without waiting for the others."""
         self._tell(joined=True, left=True)
 
     def part(self, agent: Working, deadline: Deadline) -> None:
-        """Wait until all have come here, and no call is pending or served at any of them.
+        """Wait until all have called this, and no call is pending or served at any of them.
 
-        Raises:
-            WorkerLost: one is dead.
-            UnknownWorker: time is up.
+        Raises WorkerLost if a worker has failed, UnknownWorker after the deadline.
         """
         try:
             self._part(agent, deadline)
         except (UnknownWorker, WorkerLost):
             raise
-        except ShoalError as error:  # the store is gone, perhaps with a worker
+        except ShoalError as error:  # the store was lost, perhaps because a worker has failed
             for entry in self._seen.values():
                 self._look(entry, agent, error)
             raise
@@ -178,8 +175,8 @@ class WorkerMeeting:
             quiet = all(self._come(f"{number}/quiet", word, agent, deadline))
             if not quiet and deadline.expired:
                 raise UnknownWorker(
-                    f"worker {self._name!r}: calls were still pending or served, here or elsewhere, when the "
-                    f"{in_seconds(deadline.timeout)} of {self._end} were over"
+                    f"worker {self._name!r}: calls were still pending or served, here or at another worker, "
+                    f"after the {in_seconds(deadline.timeout)} of {self._end}"
                 )
             number += 1
 
@@ -205,7 +202,7 @@ class WorkerMeeting:
         return entry.machine == self._me.machine and process_is_gone(entry.process)
 
     def _there(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
-        """The entry of ``rank``; None: it has not come, or has ended."""
+        """Return the entry of ``rank``; None: it does not exist, or its process has ended."""
         try:
             entry = self._entry(rank, timeout)
         except StoreTimeout:
@@ -213,7 +210,7 @@ class WorkerMeeting:
         return None if self._gone(entry) else entry
 
     def _await(self, rank: int, deadline: Deadline, joined: bool) -> WorkerEntry:
-        """The entry of ``rank``, as soon as it is there, or has ``joined``."""
+        """Wait for the entry of ``rank``, or until that worker has ``joined``; return the entry."""
         listens = time.monotonic() + _LOOK
         while True:
             entry = self._there(rank, min(_LOOK, deadline.remaining()))
@@ -231,12 +228,12 @@ class WorkerMeeting:
             time.sleep(_PAUSE)
 
     def _ended(self, rank: int) -> WorkerEntry | None:
-        """The entry of ``rank`` if it joined this meeting and has ended since; who calls it hears that."""
+        """Return the entry of ``rank`` if it joined this meeting and then ended; calls to it will fail."""
         entry, before = self._seen.get(rank), self._gathered[rank]
         return entry if entry is not None and entry.joined and entry.process == before.process else None
 
     def _listen(self, joined: bool) -> None:
-        """Raise if the meeting has failed; before all names are compared only if some are not there."""
+        """Raise if the meeting has failed; in :meth:`gather` (not ``joined``) only if an entry is missing."""
         there = [self._there(rank) for rank in range(self._size)]
         reasons = [entry.failed for entry in there if entry is not None and entry.failed]
         if reasons and (joined or None in there):
@@ -244,9 +241,9 @@ class WorkerMeeting:
             raise RendezvousError(f"worker {self._name!r}: {reasons[0]}")
 
     def _pass_on(self, reason: str) -> None:
-        """Tell why the meeting has failed, and wait a moment until all that are there know it."""
+        """Write the reason of the failure, and wait a moment until all running workers have, too."""
         deadline = Deadline(_HEARING)
-        with contextlib.suppress(StoreError):  # its server has ended, and has heard it
+        with contextlib.suppress(StoreError):  # the process that serves it knew the reason and has ended
             self._tell(failed=reason)
             while not deadline.expired:
                 there = [self._there(rank) for rank in range(self._size)]
@@ -263,7 +260,7 @@ class WorkerMeeting:
         )
 
     def _come(self, where: str, word: bytes, agent: Working, deadline: Deadline) -> list[bytes]:
-        """Leave a word, and wait for those of the others that have not left."""
+        """Write ``word``, wait for those of the other workers that have not left, and return all."""
         keys = {rank: f"{where}/{rank}" for rank in range(self._size)}
         self._store.set(keys[self._rank], word)
         missing = list(keys)
@@ -283,7 +280,7 @@ class WorkerMeeting:
         return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
 
     def _stays(self, rank: int, agent: Working) -> bool:
-        """Whether ``rank`` is still to come; raises if it is dead."""
+        """Whether to wait for ``rank``, which may have left; raise if it has failed."""
         if not self._store.check([str(rank)]):  # it has not joined yet
             return True
         entry = self._entry(rank, 0.0)
@@ -291,13 +288,13 @@ class WorkerMeeting:
             try:
                 self._look(entry, agent, None)
             except (UnknownWorker, WorkerLost):
-                if not self._entry(rank, 0.0).left:  # or it has left meanwhile
+                if not self._entry(rank, 0.0).left:  # it did not leave meanwhile
                     raise
                 return False
         return not entry.left
 
     def _look(self, entry: WorkerEntry, agent: Working, because: BaseException | None) -> None:
-        """Raise if a worker is dead."""
+        """Raise if a worker has failed."""
         if self._gone(entry):
             raise WorkerLost(
                 f"worker {self._name!r}: {entry.name!r} ended before {self._end}", entry.name

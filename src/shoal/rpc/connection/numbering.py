@@ -1,15 +1,14 @@
-"""Functions that are called again and again go by a number.
+"""Numbers for functions that are called repeatedly, so that they are not pickled in each call.
 
-The first calls of a function carry its pickled reference and the number that it shall have; as soon as the
-reply to one of them says that the other end knows the number, later calls carry that alone.  Calls may be
-taken up in any order, so nothing less would do.  Each connection has tables of its own.
+The first calls of a function contain its pickled reference and its new number.  When the reply to one of them
+confirms that the callee knows the number, later calls contain only the number.  The confirmation is needed
+because calls may be handled in any order.  Each connection has separate tables.
 
-A table has :data:`MOST` places.  When all are taken, the end that calls gives those of the functions that it
-has not called for the longest time to new ones.  Each number is used once: its place is its remainder, so the
-callee sees that a number takes the place of an older one, and no message about that is needed.  A place that
-a call without a reply may still need is not given away, and neither is that of a function that was posted
-(nobody says when a post was taken up).  So a call that somebody waits for finds its function; any other that
-comes too late is refused, and runs nothing else.
+A table has :data:`MOST` slots.  When all are in use, the caller reuses the slots of the least recently called
+functions.  Each number is used once, and its slot is its remainder: so the callee sees from a number that it
+replaces an older one.  A slot is not reused while a call of its function may have no reply yet, nor after a
+post of its function, whose arrival is not confirmed.  So a call with a waiting caller always finds its
+function; any other late call fails and never runs a wrong function.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from typing import Any
 
 from ...errors import RpcError
 
-#: how many functions have a number at a time; those beyond go by reference
+#: maximum number of functions with a number at a time; others are pickled in each call
 MOST = 4096
-#: in the place of a number: the function stands in the pickle, and gets none
+#: sent instead of a number: the function is in the pickle and gets no number
 NONE = 0xFFFFFFFF
-#: how many places are freed at a time
+#: number of slots that are freed at a time
 _AT_ONCE = 256
-#: how many places functions that were posted may keep
+#: maximum number of slots of posted functions
 _POSTED = MOST // 2
-#: of so few functions nobody needs to know which was called last
+#: number of functions from which on they are kept in order of their last calls
 _KEPT_IN_ORDER = MOST // 2
 
 
@@ -43,7 +42,7 @@ class _NumberedFunction:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        #: whether calls find it; False while its place is perhaps given away
+        #: whether calls may use it; False while its slot may be reused
         self.found = True
         #: whether the other end knows it
         self.known = False
@@ -54,27 +53,28 @@ class Sent:
     """The functions that this end calls over a connection.
 
     Args:
-        in_use: gives the numbers that calls have which are made and have no reply.
+        in_use: returns the numbers of the functions of pending calls.
     """
 
     def __init__(self, in_use: Callable[[], list[int]]) -> None:
         self._in_use = in_use
         self._lock = threading.Lock()
-        #: in the order of their last calls, the oldest first
+        #: in the order of their last calls, the least recent first
         self._entries: OrderedDict[Callable[..., Any], _NumberedFunction] = OrderedDict()
         self._places: list[_NumberedFunction | None] = []
         self._free: list[int] = []
         self._posted = 0
-        #: numbers of calls that are being made
+        #: ticket -> number of the function of a call that is being made
         self._making: dict[int, int] = {}
         self._tickets = itertools.count(1)
 
     def use(self, fn: Callable[..., Any], *, post: bool = False) -> tuple[int, bool, int]:
-        """The number of ``fn`` for a call, or for a post if the other end knows it; NONE if it gets none.
+        """Return the number of ``fn``; NONE if it has none, or for a post if the other end may not know it.
 
         Returns:
-            the number; whether the other end knows it; a ticket for :meth:`over`, due when the call has been
-            made or could not be.  From then on the number stays that of ``fn`` as long as ``in_use`` has it.
+            the number; whether the other end knows it; a ticket, for which :meth:`over` must be called when
+            the call has been made or has failed.  The number remains that of ``fn`` until then, and
+            afterwards as long as ``in_use`` returns it.
         """
         if type(fn) not in (FunctionType, BuiltinFunctionType, type) or "<" in fn.__qualname__:
             return NONE, False, 0
@@ -85,7 +85,7 @@ class Sent:
                 self.over(ticket)
                 return NONE, False, 0
             self._making[ticket] = entry.number
-            if entry.found:  # whoever frees its place from now on sees that it is in use
+            if entry.found:  # from now on _make_room sees that its slot is in use
                 break
         if len(self._entries) > _KEPT_IN_ORDER:
             with contextlib.suppress(KeyError):
@@ -96,11 +96,11 @@ class Sent:
         return entry.number, entry.known, ticket
 
     def over(self, ticket: int) -> None:
-        """The call that :meth:`use` gave the ticket for has been made, or could not be."""
+        """End the use of a ticket of :meth:`use`: the call has been made or has failed."""
         self._making.pop(ticket, None)
 
     def answered(self, number: int) -> None:
-        """The other end says that it knows ``number``."""
+        """Note that the other end has confirmed ``number``."""
         place = number % MOST
         entry = self._places[place] if place < len(self._places) else None
         if entry is not None and entry.number == number:
@@ -126,7 +126,7 @@ class Sent:
             return entry
 
     def _make_room(self) -> None:
-        """Take their places from the functions that were not called for the longest time."""
+        """Free the slots of the least recently called functions."""
         out = []
         for fn in list(itertools.islice(self._entries, 2 * _AT_ONCE + self._posted)):
             entry = self._entries[fn]
@@ -136,7 +136,7 @@ class Sent:
                 out.append((fn, entry))
             if len(out) == 2 * _AT_ONCE:
                 break
-        # Nobody finds them any more: who has them already is among those that make or await a call.
+        # New calls cannot use them now; earlier calls are in _making or in _in_use().
         busy = {*self._making.copy().values(), *self._in_use()}
         back = []
         for fn, entry in out:
@@ -151,7 +151,7 @@ class Sent:
             self._entries.move_to_end(fn, last=False)
 
     def _may_keep(self, entry: _NumberedFunction) -> bool:
-        """Let an entry that is posted keep its place, if few do."""
+        """Reserve the slot of a posted function permanently if possible; return whether it is reserved."""
         with self._lock:
             if not entry.posted and self._posted < _POSTED:
                 entry.posted = True
@@ -167,7 +167,7 @@ class Received:
         self._places: dict[int, tuple[int, Callable[..., Any]]] = {}
 
     def learn(self, number: int, fn: Callable[..., Any]) -> None:
-        """``fn`` came with ``number``, and takes the place of what had an older one."""
+        """Store ``fn`` as ``number``, replacing a function with an older number in the same slot."""
         place = number % MOST
         with self._lock:
             there = self._places.get(place)
@@ -175,8 +175,8 @@ class Received:
                 self._places[place] = (number, fn)
 
     def function(self, number: int) -> Callable[..., Any]:
-        """The function that has ``number``."""
+        """Return the function with ``number``."""
         there = self._places.get(number % MOST)
         if there is None or there[0] != number:
-            raise RpcError(f"a call names function number {number}, which was never told, or long ago")
+            raise RpcError(f"a call names function number {number}, which is unknown here or was replaced")
         return there[1]

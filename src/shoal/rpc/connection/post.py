@@ -1,7 +1,7 @@
-"""The native endpoint (``cpp/post``) as the rest of RPC uses it; nothing else here imports the core.
+"""A wrapper of the native endpoint (``cpp/post``); no other module of RPC imports the core.
 
-It adds two things: functions that are called when something has ended (a call, a peer), by one thread that
-blocks in the endpoint; and errors in shoal's own words.
+It adds callbacks for the end of calls and connections, which run in one thread that blocks in the endpoint,
+and converts errors to exceptions of shoal.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _core.learn_tensors(torch.Tensor)
 
 
 class Endpoint:
-    """One agent's endpoint and the thread that tells what has ended.
+    """The endpoint of one agent, and the dispatcher: the thread that runs callbacks.
 
     Args:
         name: of the agent.
-        memory: bytes of large parts that it may hold.
-        heartbeat: seconds of silence after which a peer on another host counts as lost.
+        memory: maximum bytes of large parts that it may hold.
+        heartbeat: seconds without a message after which a peer on another host is considered lost.
     """
 
     def __init__(self, name: str, memory: int, heartbeat: float) -> None:
@@ -49,7 +49,7 @@ class Endpoint:
         self._tickets = itertools.count(1)
         self._callbacks: dict[int, Callable[[], object]] = {}
         self._lasting: dict[int, Callable[[], None]] = {}
-        #: moment, a number, and what to call then; the heap's functions are one step for other threads
+        #: a heap of (time, number, callback); the functions of ``heapq`` are atomic for other threads
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._woken = self.lasting(lambda: None)
         self._dispatcher = threading.Thread(target=self._dispatch, name=f"shoal-rpc-{name}", daemon=True)
@@ -60,12 +60,13 @@ class Endpoint:
             raise
 
     def when(self, announce: Callable[[int], bool], fn: Callable[[], object]) -> Callable[[], object]:
-        """Call ``fn()`` once when that has happened which ``announce(ticket)`` asks for; at once if it has.
+        """Call ``fn()`` once when the event that ``announce(ticket)`` subscribes to has occurred.
 
-        ``fn`` is quick; it runs in the dispatcher's thread, or in this one.
+        If it has already occurred, ``announce`` returns True and ``fn`` runs in this thread, else in the
+        dispatcher's.  ``fn`` must be quick.
 
         Returns:
-            what forgets ``fn``, if it may be that nothing ever happens.
+            a function that removes the callback, for events that may never occur.
         """
         ticket = next(self._tickets)
         self._callbacks[ticket] = fn
@@ -74,30 +75,28 @@ class Endpoint:
         return partial(self._callbacks.pop, ticket, None)
 
     def lasting(self, fn: Callable[[], None]) -> int:
-        """A ticket for ``post.announce``, each of which makes the dispatcher call ``fn()``."""
+        """Return a ticket for any number of ``post.announce``: each makes the dispatcher call ``fn()``."""
         ticket = next(self._tickets)
         self._lasting[ticket] = fn
         return ticket
 
     def after(self, seconds: float, fn: Callable[[], object]) -> None:
-        """Call ``fn()`` in the dispatcher's thread when ``seconds`` have passed."""
+        """Call ``fn()`` in the dispatcher's thread after ``seconds``."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._tickets), fn))
         self.post.announce(self._woken)
 
     def keep(self, seconds: float, objects: object) -> None:
-        """Hold ``objects`` for so long."""
+        """Keep references to ``objects`` for ``seconds``."""
         self.after(seconds, partial(id, objects))
 
     def watch(self, patience: float, fn: Callable[[], None]) -> None:
-        """Call ``fn()`` each time a call has waited for ``patience`` seconds and no thread is free."""
+        """Call ``fn()`` each time a call has waited for ``patience`` seconds with no thread free."""
         self.post.watch(self.lasting(fn), patience)
 
     def memory(self) -> int:
-        """A new descriptor of the memory that is lent to peers, for the caller to close.
+        """Return a new file descriptor of the memory that is lent to peers; the caller must close it.
 
-        Raises:
-            RpcError: there is none, or the endpoint is closed.
-            OutOfResources: no descriptor is left.
+        Raises RpcError if there is none or the endpoint is closed, OutOfResources without free descriptors.
         """
         try:
             fd = self.post.memory()
@@ -108,14 +107,14 @@ class Endpoint:
         return fd
 
     def attach(self, fd: int, pid: int, lost: Callable[[], None], memory: int = -1) -> int:
-        """Take over the connection ``fd``; ``lost()`` is called once when the peer is lost or leaves.
+        """Take ownership of the connection ``fd``; call ``lost()`` once when the peer is lost or leaves.
 
         Args:
-            memory: the descriptor, taken over too, of what the peer lends; -1: the two share none.
+            memory: file descriptor of the memory that the peer lends, also owned from now on; -1: none.
 
         Raises:
             RpcError: the endpoint is closed, or the peer's memory cannot be used.
-            OutOfResources: no descriptor is left.
+            OutOfResources: the process is out of file descriptors.
         """
         ticket = next(self._tickets)
         self._callbacks[ticket] = lost
@@ -130,10 +129,10 @@ class Endpoint:
             raise
 
     def close(self, timeout: float) -> list[int]:
-        """Send what is queued, say goodbye and end; what is pending fails.
+        """Send the queued messages and a goodbye to each peer, and end; pending calls fail.
 
         Returns:
-            the numbers of the connections that did not take all of it in time.
+            the numbers of the connections to which not everything could be sent in time.
         """
         deadline = time.monotonic() + timeout
         late = self.post.close(timeout)
@@ -157,5 +156,5 @@ class Endpoint:
             if fn is not None:
                 fn()
         except BaseException:
-            with contextlib.suppress(BaseException):  # of a logging handler of the user
-                _logger.exception("worker %r: could not pass on an end", self._name)
+            with contextlib.suppress(BaseException):  # raised by a user's logging handler
+                _logger.exception("worker %r: a callback of the endpoint raised", self._name)
