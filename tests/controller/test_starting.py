@@ -203,7 +203,7 @@ def test_what_cannot_start_says_why(url: str, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(AuthenticationError):
         serve_masters(url, "worker", lambda text: None)
     monkeypatch.setenv("SHOAL_TIMEOUT", "0.2")
-    with pytest.raises(RendezvousTimeout, match="whoever starts the store, is late or gone"):
+    with pytest.raises(RendezvousTimeout, match="the process that starts the store, is late or has ended"):
         serve_masters(f"tcp://127.0.0.1:{free_port()}", "worker", lambda text: None)
 
 

@@ -86,7 +86,9 @@ def test_without_a_launcher_there_is_a_group_of_one() -> None:
 
 
 def test_a_size_without_a_launcher_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no launcher set anything.*shoal run"):
+    with pytest.raises(
+        ConfigurationError, match=r"the environment has no variables of a launcher.*shoal run"
+    ):
         meet_at("env://", 0, 2)
 
 
@@ -231,7 +233,7 @@ def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
 
 
 def test_the_environment_cannot_send_us_back_to_itself() -> None:
-    with pytest.raises(ConfigurationError, match="not env:// again"):
+    with pytest.raises(ConfigurationError, match="must be the URL of a store, not env://"):
         meet_at("env://", environ={"SHOAL_STORE": "env://"})
 
 

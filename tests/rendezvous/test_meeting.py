@@ -152,7 +152,7 @@ def test_a_rank_given_out_and_named_tells_of_the_mixture(store: MemoryStore) -> 
         lambda: meet_in(store, timeout=0.5), lambda: _when_taken(store, lambda: meet_in(store, 0))
     )
     assert isinstance(waiting, RendezvousTimeout)
-    assert "came without a rank" in str(refused)
+    assert "requested no rank" in str(refused)
 
 
 def _when_taken(store: MemoryStore, call: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_timeout_tells_who_gave_up_before(store: MemoryStore) -> None:
 
 
 def test_a_missing_record_is_explained(store: MemoryStore) -> None:
-    with pytest.raises(RendezvousTimeout, match=r"nobody wrote the job's record.*shoal store --size"):
+    with pytest.raises(RendezvousTimeout, match=r"no process wrote the job's record.*shoal store --size"):
         meet_in(store, timeout=0.05)
 
 

@@ -151,7 +151,7 @@ def test_rank_0_serves_as_soon_as_a_passing_connection_leaves_the_port(free_port
         (refused,) = together(lambda: meet_at(url, 0, 2, timeout=0.3))
         assert isinstance(refused, RendezvousTimeout)
         assert "rank 0 cannot serve the store" in str(refused)
-        assert "choose one outside of" in str(refused)
+        assert "choose a port outside of" in str(refused)
         other, _ = listener.accept()
         other.close()  # first, so that nothing of the connection lingers at the port
 
@@ -181,7 +181,7 @@ def test_one_job_after_another_at_a_port_that_rank_0_serves(free_port: int) -> N
 
 def test_a_store_that_never_starts_is_named(free_port: int) -> None:
     with pytest.raises(
-        RendezvousTimeout, match=f"whoever starts the store, is late or gone.*{free_port}"
+        RendezvousTimeout, match=f"the process that starts the store, is late or has ended.*{free_port}"
     ) as caught:
         meet_at(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.2)
     shown = "".join(traceback.format_exception(caught.value))

@@ -140,7 +140,7 @@ def test_another_user_cannot_be_a_rank(url: str) -> None:
         first = pool.submit(meet_at, url, 0, 2)
         error = as_nobody(lambda: meet_at(url, 1, 2))
         assert isinstance(error, AuthenticationError)
-        assert "another user started the store there" in str(error)
+        assert "the store was started by another user" in str(error)
         second = meet_at(url, 1, 2)
         release_all([first.result(30), second])
 
@@ -158,7 +158,9 @@ def test_a_store_that_another_user_serves_at_the_place_is_refused(url: str) -> N
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(as_nobody, serve)
         os.read(ready_in, 1)
-        with pytest.raises(AuthenticationError, match=r"another user started .*SHOAL_SECRET=\$\(openssl"):
+        with pytest.raises(
+            AuthenticationError, match=r"the store was started by another user.*SHOAL_SECRET=\$\(openssl"
+        ):
             meet_at(url, 0, 2)
         os.write(done_out, b"x")
         assert serving.result(30) is None

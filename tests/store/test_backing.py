@@ -179,7 +179,7 @@ def test_a_backing_that_never_stores_is_given_up_at_the_deadline(change: str) ->
     with (
         Store(Refusing("name"), 0.05) as store,
         pytest.raises(
-            StoreTimeout, match=r"key 'key' .* within 0\.05 s: Refusing.swap refused [1-9]\d* times"
+            StoreTimeout, match=r"key 'key' .* within 0\.05 s: Refusing.swap returned False [1-9]\d* times"
         ),
     ):
         CHANGES[change](store)

@@ -127,7 +127,10 @@ def test_a_server_on_another_log_is_another_store(
 ) -> None:
     server.close()
     for begin in (partial(DurableStoreServer, tmp_path / "other"), TCPStoreServer):
-        with begin(port=server.port, secret=SECRET), pytest.raises(StoreError, match="began anew"):
+        with (
+            begin(port=server.port, secret=SECRET),
+            pytest.raises(StoreError, match="restarted without its data"),
+        ):
             store.check([])
 
 
@@ -331,7 +334,7 @@ def test_a_directory_that_others_could_change_is_refused(tmp_path: Path) -> None
     folder.chmod(0o770)
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(folder)
-    for name, why in (("folder", "others can write"), ("file", "no directory"), ("link", "symbolic link")):
+    for name, why in (("folder", "others can write"), ("file", "not a directory"), ("link", "symbolic link")):
         with pytest.raises(ConfigurationError, match=f"refusing the store's log .*{name}: .*{why}"):
             DurableStoreServer(tmp_path / name)
     folder.chmod(0o700)

@@ -233,7 +233,7 @@ def test_servers_that_are_not_there_are_named() -> None:
 
 
 def test_what_is_no_etcd_is_named(server: EtcdServer) -> None:
-    with pytest.raises(StoreError, match=f"{server.peers} is no etcd .*404"):
+    with pytest.raises(StoreError, match=f"{server.peers} is not etcd .*404"):
         EtcdStore([server.peers], timeout=60)
 
 
@@ -270,7 +270,7 @@ def test_a_store_whose_lease_has_ended_says_so_and_begins_no_new_life(
         waiting = call(store.get, "never")
         until(lambda: store._backing._streams)
         server.ask("lease/revoke", ID=store._backing.job.lease)
-        with pytest.raises(StoreError, match=r"keys have ended.*for 60 s.*suspended"):
+        with pytest.raises(StoreError, match=r"keys have expired.*for 60 s.*suspended"):
             waiting.result(30)
     for again in range(2):
         for operation in (
@@ -280,7 +280,7 @@ def test_a_store_whose_lease_has_ended_says_so_and_begins_no_new_life(
             lambda: store.num_keys(),
             lambda: store.delete_prefix(""),
         ):
-            with pytest.raises(StoreError, match="keys have ended"):
+            with pytest.raises(StoreError, match="keys have expired"):
                 operation()
         if not again:
             assert server.count(store.prefix) == 0
@@ -298,7 +298,7 @@ def test_who_asks_for_it_gets_the_life_that_began_after(server: EtcdServer, stor
     with store.clone(anew=True) as first, store.clone(anew=True) as second, first.clone() as third:
         first.set("key", b"new")
         assert second.get("key") == third.get("key") == b"new"
-    with pytest.raises(StoreError, match="keys have ended"):
+    with pytest.raises(StoreError, match="keys have expired"):
         store.get("key", 0)
 
 

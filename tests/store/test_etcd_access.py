@@ -70,7 +70,7 @@ def test_a_token_that_has_ended_is_renewed(store: EtcdStore) -> None:
 
 
 def test_a_wrong_password_is_named_and_not_shown(guarded: EtcdServer) -> None:
-    with pytest.raises(AuthenticationError, match="does not take user 'ranks' with this") as raised:
+    with pytest.raises(AuthenticationError, match="does not accept user 'ranks' with this") as raised:
         EtcdStore([guarded.address], user="ranks", password="guess", timeout=60)
     assert "guess" not in str(raised.value)
 
@@ -81,7 +81,7 @@ def test_an_etcd_that_asks_for_a_user_is_named(guarded: EtcdServer) -> None:
 
 
 def test_a_user_who_may_not_write_here_is_named(guarded: EtcdServer) -> None:
-    with pytest.raises(StoreError, match="user 'stranger' may not do this: permission denied"):
+    with pytest.raises(StoreError, match="user 'stranger' lacks permission: permission denied"):
         EtcdStore([guarded.address], user="stranger", password=PASSWORD, timeout=60)
 
 
@@ -90,7 +90,7 @@ def test_a_password_that_was_changed_meanwhile_is_an_error_of_the_store(
 ) -> None:
     gateway = store._backing.job.gateway
     gateway._token, gateway._password = None, "old"
-    with pytest.raises(StoreError, match="does not take user 'ranks'"):
+    with pytest.raises(StoreError, match="does not accept user 'ranks'"):
         store.set("key", b"")
 
 
@@ -132,18 +132,18 @@ def test_certificates_of_an_authority_of_ones_own(encrypted: EtcdServer, keys: P
 
 
 def test_a_side_that_the_other_does_not_trust_is_named(encrypted: EtcdServer, keys: Path) -> None:
-    with pytest.raises(AuthenticationError, match=r"certificate of etcd at 127.*ca= of the URL"):
+    with pytest.raises(AuthenticationError, match=r"certificate of etcd at 127.*ca= in the URL"):
         EtcdStore([encrypted.address], tls=tls_context(None, None, None), timeout=60)
     with pytest.raises(
-        AuthenticationError, match=r"wants a certificate of its own authority.*cert= and key="
+        AuthenticationError, match=r"requires a client certificate of its own authority.*cert= and key="
     ):
         EtcdStore([encrypted.address], tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 
 def test_plain_against_tls_is_named(encrypted: EtcdServer, guarded: EtcdServer, keys: Path) -> None:
-    with pytest.raises(StoreError, match="talks TLS: use etcds:// in place of etcd://"):
+    with pytest.raises(StoreError, match="uses TLS: use etcds:// instead of etcd://"):
         EtcdStore([encrypted.address], timeout=60)
-    with pytest.raises(StoreError, match="talks no TLS: use etcd:// in place of etcds://"):
+    with pytest.raises(StoreError, match="does not use TLS: use etcd:// instead of etcds://"):
         EtcdStore([guarded.address], tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 

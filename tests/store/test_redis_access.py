@@ -89,7 +89,7 @@ def test_a_password_alone_is_that_of_the_default_user(guarded: RedisServer) -> N
 
 
 def test_a_wrong_password_is_named_and_not_shown(guarded: RedisServer) -> None:
-    with pytest.raises(AuthenticationError, match="does not take user 'ranks' with this") as raised:
+    with pytest.raises(AuthenticationError, match="does not accept user 'ranks' with this") as raised:
         RedisStore(guarded.address, user="ranks", password="guess", timeout=60)
     assert "guess" not in str(raised.value)
 
@@ -108,7 +108,7 @@ def test_a_password_for_a_redis_that_asks_for_none_is_named(tmp_path: Path) -> N
 def test_a_user_who_may_not_write_here_is_named_before_anything_is_written(
     guarded: RedisServer, user: str
 ) -> None:
-    with pytest.raises(StoreError, match=rf"user '{user}' may not do this: .*docs/stores\.md"):
+    with pytest.raises(StoreError, match=rf"user '{user}' lacks permission: .*docs/stores\.md"):
         RedisStore(guarded.address, "other", user=user, password=PASSWORD, timeout=60)
     assert guarded.ask("EXISTS", "{shoal:other}", password="of the administrator") == 0
 
@@ -119,7 +119,7 @@ def test_a_permission_that_is_taken_meanwhile_is_an_error_and_nothing_is_done(
     store.set("key", b"value")
     guarded.ask("ACL", "SETUSER", "ranks", "-hset", password="of the administrator")
     try:
-        with pytest.raises(StoreError, match="user 'ranks' may not do this"):
+        with pytest.raises(StoreError, match="user 'ranks' lacks permission"):
             store.set("key", b"new")
         assert store.get("key") == b"value"
     finally:
@@ -131,7 +131,7 @@ def test_a_password_that_was_changed_meanwhile_is_an_error_of_the_store(store: R
     link = store._backing.job.link
     link._drop_idle()
     link._password = "old"
-    with pytest.raises(StoreError, match="does not take user 'ranks'"):
+    with pytest.raises(StoreError, match="does not accept user 'ranks'"):
         store.set("key", b"")
     link._password = PASSWORD
 
@@ -169,18 +169,18 @@ def test_certificates_of_an_authority_of_ones_own(
 
 
 def test_a_side_that_the_other_does_not_trust_is_named(encrypted: RedisServer, keys: Path) -> None:
-    with pytest.raises(AuthenticationError, match=r"certificate of Redis at 127.*ca= of the URL"):
+    with pytest.raises(AuthenticationError, match=r"certificate of Redis at 127.*ca= in the URL"):
         RedisStore(encrypted.address, tls=tls_context(None, None, None), timeout=60)
     with pytest.raises(
-        AuthenticationError, match=r"wants a certificate of its own authority.*cert= and key="
+        AuthenticationError, match=r"requires a client certificate of its own authority.*cert= and key="
     ):
         RedisStore(encrypted.address, tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 
 def test_plain_against_tls_is_named(encrypted: RedisServer, guarded: RedisServer, keys: Path) -> None:
-    with pytest.raises(StoreError, match="talks TLS: use rediss:// in place of redis://"):
+    with pytest.raises(StoreError, match="uses TLS: use rediss:// instead of redis://"):
         RedisStore(encrypted.address, timeout=60)
-    with pytest.raises(StoreError, match="talks no TLS: use redis:// in place of rediss://"):
+    with pytest.raises(StoreError, match="does not use TLS: use redis:// instead of rediss://"):
         RedisStore(guarded.address, tls=tls_context(str(keys / "ca.pem"), None, None), timeout=60)
 
 

@@ -69,7 +69,7 @@ def test_a_store_whose_keys_have_ended_says_so_and_begins_no_new_life(
         waiting = call(store.get, "never")
         until(lambda: store._backing._streams)
         server.ask("PEXPIRE", store.key, 0)
-        with pytest.raises(StoreError, match=r"keys have ended.*for 60 s.*suspended"):
+        with pytest.raises(StoreError, match=r"keys have expired.*for 60 s.*suspended"):
             waiting.result(30)
     for again in range(2):
         for operation in (
@@ -79,7 +79,7 @@ def test_a_store_whose_keys_have_ended_says_so_and_begins_no_new_life(
             lambda: store.num_keys(),
             lambda: store.delete_prefix(""),
         ):
-            with pytest.raises(StoreError, match="keys have ended"):
+            with pytest.raises(StoreError, match="keys have expired"):
                 operation()
         if not again:
             assert server.ask("EXISTS", store.key) == 0
@@ -99,7 +99,7 @@ def test_who_asks_for_it_gets_the_life_that_began_after(server: RedisServer, sto
     with store.clone(anew=True) as first, store.clone(anew=True) as second, first.clone() as third:
         first.set("key", b"new")
         assert second.get("key") == third.get("key") == b"new"
-    with pytest.raises(StoreError, match="keys have ended"):
+    with pytest.raises(StoreError, match="keys have expired"):
         store.get("key", 0)
 
 

@@ -1,10 +1,10 @@
-"""How the processes of a job find each other.
+"""Rendezvous: how the processes of a job find each other.
 
     membership = rendezvous("tcp://10.0.0.1:29400")     # -> rank, size, store, secret, ...
 
-Data flows one way: ``environment`` reads what the launcher said, ``schemes`` opens the place that a
-URL names, ``place`` is that place once it is open, ``meeting`` is the protocol by which the ranks meet there,
-and ``meet`` makes a :class:`Membership` of it all.  ``docs/rendezvous.md`` tells it to users.
+``environment`` reads the launcher's variables, ``schemes`` opens the venue that a URL names, ``place`` is the
+open rendezvous point, ``meeting`` is the protocol by which the ranks meet there, and ``meet`` returns the
+resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for users.
 """
 
 from ..store.urls import OUTSIDE, register_place
@@ -31,7 +31,7 @@ register_rendezvous("tcp", tcp)
 register_rendezvous("file", file)
 for _scheme in OUTSIDE:
     register_rendezvous(_scheme, outside)
-register_place("env", None)  # the launcher names a store; this is none
+register_place("env", None)  # env:// has no store of its own
 
 __all__ = [
     "LOOPBACK",

@@ -1,4 +1,4 @@
-"""A place to meet that the caller has already: a store."""
+"""The venue in a store that the caller provides."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from .venue import store_address as store_address
 
 
 def given(store: object, request: Request) -> Venue:
-    """The venue in ``store``, which stays open when the group is closed.
+    """Return the venue in a store of shoal or torch, which stays open when the group is closed.
 
-    Args:
-        store: one of ours, or one of ``torch.distributed``.
-
-    Raises:
-        UsageError: it is neither.
+    Raises UsageError if ``store`` is neither.
     """
     ours = adopt(store)
-    # Whoever can read it is trusted, as the caller says by handing it over.
+    # private: by passing the store, the caller trusts everyone who can read it.
     return Venue(ours.clone(), request.rank, request.size, private=True, address=store_address(ours))

@@ -1,9 +1,8 @@
-"""Reads from the environment what each launcher tells its processes.
+"""The environment variables of the supported launchers.
 
-:func:`read` knows shoal's own variables and those of torchrun, Slurm, Open MPI, MPICH and Kubernetes, and
-brings them into one form, :class:`Launch`.  It looks at the innermost launcher first: ``torchrun`` may run
-under Slurm or in a pod, and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks
-inherit.
+:func:`read` converts shoal's own variables and those of torchrun, Slurm, Open MPI, MPICH and Kubernetes to
+one form, :class:`Launch`. The innermost launcher comes first: ``torchrun`` may run under Slurm or in a pod,
+and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks inherit.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from .. import config
 from ..errors import ConfigurationError
 from .slurm import first_host
 
-#: Ports that are derived and not given lie below Linux's range of ephemeral ports (32768 and up), so
-#: that no outgoing connection of another program sits on them by chance.
+#: Derived ports are below Linux's range of ephemeral ports (32768 and up), so that outgoing connections of
+#: other programs do not use them.
 DERIVED_PORTS = range(20000, 30000)
 
-#: the number of a pod in an Indexed Job
+#: the index of a pod in an Indexed Job
 _INDEX = "JOB_COMPLETION_INDEX"
 
 _PASSED_ON = f": mpiexec -x {config.STORE.name}=tcp://FIRST-HOST:29400 -x {config.SECRET_FILE.name}=PATH"
@@ -28,15 +27,15 @@ _PASSED_ON = f": mpiexec -x {config.STORE.name}=tcp://FIRST-HOST:29400 -x {confi
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One process's place as its launcher describes it.
+    """The place of one process in its job, as its launcher describes it.
 
     Attributes:
-        launcher: who started the process, in words.
-        rank, size: None where the store has to say.
-        local_rank, local_size: None where they have to be found from the hosts of all ranks.
-        job, epoch: the job, and the number of its incarnation.
-        url: where to meet; None: the ranks are all on this host and meet in a private file.
-        marker: a variable that every rank has in its environment and the launcher itself has not.
+        launcher: its name, for messages.
+        rank, size: None: determined by the store.
+        local_rank, local_size: None: determined from the hosts of all ranks.
+        job, epoch: the job, and the number of its restarts.
+        url: of the rendezvous; None: all ranks are on this host and meet in a private file.
+        marker: a variable that every rank has in its environment, but the launcher itself has not.
     """
 
     launcher: str
@@ -51,18 +50,18 @@ class Launch:
 
 
 class _VariableReader:
-    """Typed access to the variables of one launcher, with errors that name launcher and variable."""
+    """Typed access to the variables of one launcher; errors name the launcher and the variable."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str]) -> None:
         self.launcher = launcher
         self.environ = environ
 
     def text(self, *names: str) -> str | None:
-        """The first of the variables that is set, or None."""
+        """Return the first of the variables that is set, or None."""
         return next((value for name in names if (value := self.environ.get(name, "").strip())), None)
 
     def number(self, *names: str) -> int | None:
-        """The first of the variables that is set, as a number from 0, or None."""
+        """Return the first of the variables that is set, as a number from 0, or None."""
         text = self.text(*names)
         if text is None:
             return None
@@ -73,7 +72,7 @@ class _VariableReader:
         return int(text)
 
     def need(self, *names: str) -> int:
-        """Like :meth:`number`, for a variable that the launcher must have set."""
+        """Like :meth:`number`, but raise if none of the variables is set."""
         number = self.number(*names)
         if number is None:
             raise ConfigurationError(
@@ -83,7 +82,7 @@ class _VariableReader:
         return number
 
     def master_url(self) -> str | None:
-        """``tcp://MASTER_ADDR:MASTER_PORT`` where both are set."""
+        """Return ``tcp://MASTER_ADDR:MASTER_PORT`` if both are set."""
         address, port = self.text("MASTER_ADDR"), self.number("MASTER_PORT")
         if address is None or port is None:
             return None
@@ -91,9 +90,9 @@ class _VariableReader:
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch that ``environ`` describes; None when no launcher left a trace in it.
+    """Return the launch that ``environ`` describes; None without variables of a launcher.
 
-    ``SHOAL_STORE``, ``SHOAL_JOB`` and ``SHOAL_EPOCH`` override what another launcher says.
+    ``SHOAL_STORE``, ``SHOAL_JOB`` and ``SHOAL_EPOCH`` override the variables of other launchers.
 
     Raises:
         ConfigurationError: a variable is malformed or missing; the message names it.
@@ -101,7 +100,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     launch = next((found for dialect in _DIALECTS if (found := dialect(environ)) is not None), None)
     if launch is None:
         if half := {"RANK", "WORLD_SIZE"} & {name for name, value in environ.items() if value.strip()}:
-            # Each process would silently train alone.
+            # Otherwise each process would silently train alone.
             missing = "WORLD_SIZE" if "RANK" in half else "RANK"
             raise ConfigurationError(f"{half.pop()} is set, but {missing} is not: set both, or neither")
         return None
@@ -136,11 +135,10 @@ def _shoal(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _is_of_kubernetes(environ: Mapping[str, str], rank: int | None, size: int | None) -> bool:
-    """Whether the place of this process in an Indexed Job is its rank, unless a launcher within the pod says
-    otherwise.
+    """Return whether the index of an Indexed Job is the rank (unless a launcher in the pod sets one).
 
-    Indexed Jobs also number what has nothing to do with each other.  So it is one only where the size of a
-    group is given and no rank; and groups of one may be many.
+    The pods of an Indexed Job may also be independent. So the index is a rank only if a size is given and no
+    rank; and with size 1 only for index 0, as there may be many groups of one.
     """
     index = environ.get(_INDEX, "").strip()
     return rank is None and size is not None and (size > 1 or index == "0") and bool(index)
@@ -156,7 +154,7 @@ def _kubernetes(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _dynamic(environ: Mapping[str, str]) -> Launch | None:
-    """A store alone: it knows the rest."""
+    """A launch with nothing but a store, which determines the rest."""
     return None if config.STORE.get(environ) is None else _by_shoal(environ, None, None)
 
 
@@ -178,7 +176,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch | None:
     run, local_size = reader.text("TORCHELASTIC_RUN_ID"), reader.number("LOCAL_WORLD_SIZE")
     url, marker = reader.master_url(), ""
     if reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's own store, which speaks another protocol, listens on MASTER_PORT.
+        # The agent's own store listens on MASTER_PORT and uses another protocol.
         if local_size == size:
             url, marker = None, "RANK"
         else:
@@ -219,7 +217,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 def _mpich(environ: Mapping[str, str]) -> Launch | None:
     reader = _VariableReader("MPICH", environ)
-    # srun sets PMI_RANK too; only the process managers of MPICH say where the rank is on its host
+    # srun sets PMI_RANK too, but only the process managers of MPICH set the local rank.
     if reader.text("PMI_RANK") is None or (
         reader.text("SLURM_STEP_ID") is not None and reader.text("MPI_LOCALRANKID") is None
     ):
@@ -240,7 +238,7 @@ def _mpich(environ: Mapping[str, str]) -> Launch | None:
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
     reader = _VariableReader("Slurm", environ)
-    # A batch script has SLURM_PROCID=0 as well, but no step: it is one process, not a rank.
+    # A batch script has SLURM_PROCID=0 as well, but no step: it is a single process, not a rank.
     step = reader.text("SLURM_STEP_ID", "SLURM_STEPID")
     batch = step is None and reader.text("ENVIRONMENT") == "BATCH"
     if batch or reader.text("SLURM_PROCID") is None:
@@ -268,7 +266,7 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
-#: innermost launcher first
+#: in order of precedence: the innermost launcher first
 _DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _kubernetes, _dynamic)
 
 
@@ -277,10 +275,10 @@ def _job(launcher: str, ident: str | None) -> str:
 
 
 def derived_port(seed: str) -> int:
-    """A port that every process derives alike from ``seed``."""
+    """Return a port that every process derives in the same way from ``seed``."""
     return DERIVED_PORTS[zlib.crc32(seed.encode()) % len(DERIVED_PORTS)]
 
 
 def tcp_url(host: str, port: int) -> str:
-    """``tcp://host:port``, with the brackets that an IPv6 address needs."""
+    """Return ``tcp://host:port``, with brackets around an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

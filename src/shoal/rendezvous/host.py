@@ -1,4 +1,4 @@
-"""The machine that a process runs on, and the addresses under which the others can reach it."""
+"""The machine and process identity of a process, and the addresses of this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 
-#: stands for what /proc does not tell; a process with such an identity is never judged
+#: stands for facts that /proc does not provide; a process with such an identity is never considered dead
 _UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Where a process runs.
+    """The identity of a process and its machine.
 
     Attributes:
-        machine: identity of the kernel and network namespace.  Processes with equal values reach each
-            other over loopback, whatever ``SHOAL_HOST_ID`` says.
-        process: identity of the process, never used twice: PID namespace, PID and start time (in ticks
-            since the machine started, which no change of its clock moves).
+        machine: identity of the kernel and network namespace. Processes with equal values can reach each
+            other over loopback, whatever ``SHOAL_HOST_ID`` is.
+        process: unique identity of the process: PID namespace, PID and start time (in ticks since the
+            machine's boot, which changes of its clock do not affect).
     """
 
     machine: str
@@ -33,20 +33,20 @@ class Here:
 
 
 def here() -> Here:
-    """Where the calling process runs."""
+    """Return the identity of the calling process and its machine."""
     return Here(machine_id(), f"{_pid_namespace()}/{os.getpid()}/{start_of(os.getpid())}")
 
 
 def now() -> float:
-    """Seconds since this machine started, those of its sleep among them."""
+    """Return the seconds since this machine's boot, including time in suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def started() -> float:
-    """The moment, as of :func:`now`, at which this process was started; infinity when unknown.
+    """Return the time, as of :func:`now`, at which this process was started; infinity if unknown.
 
-    A process that was forked after this module was imported knows it exactly.  The kernel tells the others a
-    tick of 10 ms, of which this is the end: what another process did within that tick came first.
+    Exact in a process that was forked after the import of this module. Other processes know only the clock
+    tick of 10 ms, of which this is the end: events in other processes during that tick count as earlier.
     """
     if _forked_at is not None:
         return _forked_at
@@ -65,10 +65,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 @cache
 def machine_id() -> str:
-    """``hostname/boot id/network namespace``.
+    """Return ``hostname/boot id/network namespace``.
 
-    The boot id alone would make one machine of all its containers, which cannot reach each other over
-    loopback; the host name alone is "localhost" too often.
+    Containers on one machine share the boot id but cannot reach each other over loopback, and the host name
+    alone is too often "localhost".
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -85,7 +85,7 @@ def _namespace(kind: str) -> str:
 
 
 def _pid_namespace() -> str:
-    """The namespace whose numbers both ``os.getpid`` and ``/proc`` use; unknown when they differ."""
+    """Return the PID namespace of both ``os.getpid`` and ``/proc``; unknown if they differ."""
     try:
         if os.readlink("/proc/self") == str(os.getpid()):
             return _namespace("pid")
@@ -95,7 +95,7 @@ def _pid_namespace() -> str:
 
 
 def process_is_gone(process: str) -> bool:
-    """Whether ``process`` (of :class:`Here`, on this machine) has ended; False when unknown.
+    """Return whether ``process`` (of :class:`Here`, on this machine) has ended; False if unknown.
 
     A zombie has ended, unless it is a program whose first thread ended before the others.
     """
@@ -104,15 +104,16 @@ def process_is_gone(process: str) -> bool:
         return False
     state = _state(int(pid))
     if state is None:
-        # It ended, or /proc hides the processes of other users.
+        # It ended, or /proc hides processes of other users.
         return not _exists(int(pid))
     found, ended, _ = state
     return ended or found != start
 
 
 def process_is_stopped(process: str) -> bool:
-    """Whether ``process`` (of :class:`Here`, on this machine) does nothing since a signal such as SIGSTOP;
-    False when unknown, and for one that a debugger holds.
+    """Return whether a signal such as SIGSTOP has stopped ``process`` (of :class:`Here`, on this machine).
+
+    False if unknown, and for a process that a debugger has stopped.
     """
     namespace, pid, start = process.rsplit("/", 2)
     if namespace != _pid_namespace():
@@ -122,7 +123,7 @@ def process_is_stopped(process: str) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """When a process was started, in ticks since its machine was; ``unknown`` when nothing tells."""
+    """Return a process's start time in ticks since the machine's boot; ``unknown`` if unavailable."""
     state = _state(pid)
     return _UNKNOWN if state is None else state[0]
 
@@ -138,31 +139,25 @@ def _exists(pid: int) -> bool:
 
 
 def _state(pid: int) -> tuple[str, bool, bool] | None:
-    """Start time of a process in ticks, whether it has ended and was not yet waited for, and whether a signal
-    has stopped it.
-    """
+    """Return a process's start time in ticks, whether it is a zombie, and whether a signal has stopped it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The second field is the program's name, in brackets, and may hold spaces and brackets itself.
+    # The second field is the program's name in parentheses, and may itself contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[19], fields[0] in "ZXx" and int(fields[17]) <= 1, fields[0] == "T"
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The addresses of ``host``, IPv4 first.
-
-    Raises:
-        OSError: the name is unknown.
-    """
+    """Return the addresses of ``host``, IPv4 first; OSError if the name is unknown."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ordered = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
 
 
 def loopback_trouble() -> str:
-    """Why processes of this machine cannot reach each other over loopback; "": they can."""
+    """Return why processes of this machine cannot reach each other over loopback; "" if they can."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((LOOPBACK, 9))  # looks up the route, and sends nothing
@@ -175,12 +170,12 @@ def loopback_trouble() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the numeric ``address`` is a loopback address."""
+    """Return whether the numeric ``address`` is a loopback address."""
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
 def is_mine(address: str) -> bool:
-    """Whether the numeric ``address`` belongs to this machine."""
+    """Return whether the numeric ``address`` belongs to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -191,12 +186,12 @@ def is_mine(address: str) -> bool:
 
 
 def address_towards(target: str) -> str:
-    """This machine's address on the route to the numeric address ``target``; sends nothing.
+    """Return this machine's address on the route to the numeric address ``target``; send nothing.
 
-    For a loopback target, the address of the default route: others must reach us from outside.
+    For a loopback target, return the address of the default route, which other machines can reach.
     """
     if is_loopback(target):
-        target = "2001:db8::1" if ":" in target else "192.0.2.1"  # documentation addresses: routed by default
+        target = "2001:db8::1" if ":" in target else "192.0.2.1"  # for documentation: uses the default route
     family = socket.AF_INET6 if ":" in target else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

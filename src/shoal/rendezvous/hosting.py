@@ -1,7 +1,7 @@
-"""The store servers of this process: one for all worlds that meet at its address.
+"""The store servers of this process, one for all worlds with the same address.
 
-The rank 0 of a ``tcp://`` meeting starts a server where none listens.  A second world of the process at
-the same address meets in that server too, so it lives until the last of them is closed.
+Rank 0 of a ``tcp://`` rendezvous starts a server if none listens. Further worlds of the process at the same
+address use that server too, so it runs until the last of them is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _shares: dict[_Address, list[ServerShare]] = {}
 
 
 class ServerShare:
-    """One world's hold on a server of this process."""
+    """One world's reference to a server of this process."""
 
     def __init__(self, address: _Address, server: TCPStoreServer) -> None:
         self._address = address
@@ -27,15 +27,15 @@ class ServerShare:
         self.server = server
 
     def alone(self, store: TCPStore) -> bool:
-        """Whether this world, whose connections are ``store``, need not keep the server up for others."""
+        """Return whether no other world or client needs the server; ``store``: this world's client."""
         with _lock:
             if any(share is not self and not share._leaving for share in _shares[self._address]):
-                self._leaving = True  # another world keeps it up
+                self._leaving = True  # another world keeps the server running
                 return True
         return self.server.clients <= store.connections
 
     def close(self) -> None:
-        """Let go of the server; the last one closes it."""
+        """Release the server; the last release closes it."""
         with _lock:
             shares = _shares[self._address]
             shares.remove(self)
@@ -46,16 +46,11 @@ class ServerShare:
 
 
 def share(address: str, port: int, secret: bytes, *, start: bool) -> ServerShare | None:
-    """A hold on this process's server at the address.
+    """Return a reference to this process's server at the address, or None if it has none there.
 
-    Args:
-        address, port, secret: of the server.
-        start: whether to start one if this process has none.
-
-    Returns:
-        None when this process serves nothing there; another one may.
+    With ``start``, first start a server if neither this nor another process has one there.
     """
-    # A forked child has its parent's table, but not its threads.
+    # A forked child has its parent's table but not its threads.
     key = (os.getpid(), address, port)
     with _lock:
         if key in _shares:
@@ -64,7 +59,7 @@ def share(address: str, port: int, secret: bytes, *, start: bool) -> ServerShare
             try:
                 found = ServerShare(key, TCPStoreServer(address, port, secret).start())
             except WireError:
-                return None  # somebody listens there: a server that was started for the job
+                return None  # another process listens there: a server that was started for the job
         else:
             return None
         _shares.setdefault(key, []).append(found)
@@ -73,7 +68,7 @@ def share(address: str, port: int, secret: bytes, *, start: bool) -> ServerShare
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # a thread that the child does not have may have held it
+    _lock = threading.Lock()  # a thread of the parent may hold the old lock
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

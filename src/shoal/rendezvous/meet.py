@@ -1,6 +1,6 @@
-"""From a place to a :class:`Membership`: meet the others there, find out who is where.
+"""The meeting of a fixed number of ranks at a rendezvous point, which results in a :class:`Membership`.
 
-Here a fixed number of ranks meets.  :mod:`shoal.rendezvous.place` opens the place.
+:mod:`shoal.rendezvous.place` opens the rendezvous point.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .membership import Membership
 from .place import RendezvousPoint, checked_request, opened
 from .venue import Request, Venue, nothing
 
-#: seconds for the change from one job's server to the next one's at the same address
+#: seconds for the transition from one job's server to the next one's at the same address
 _SETTLING_TIME = 5.0
 _PAUSE = 0.02
-#: seconds for the others to hear why the meeting failed, before the store goes with this rank
+#: seconds for the others to read why the meeting failed, before the store ends with this rank
 _LETTING_GO = 3.0
-#: seconds in which the store must answer a rank that leaves: at least, and at most
+#: limits in seconds of the time in which the store must answer a rank that leaves
 _PROMPT, _LEAVING = 1.0, 5.0
 
 
@@ -51,22 +51,23 @@ def rendezvous(
     """Meet the other processes of the job.
 
     Args:
-        url: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a scheme given to
+        url: ``env://`` (the default), ``tcp://host:port``, ``file:///path``, or a scheme registered by
             :func:`register_store` or :func:`register_rendezvous`.
-        store: where to meet instead: a store of ours or of ``torch.distributed``, which stays the
-            caller's.  Without a secret the ranks agree on one in it.
-        rank: of this process; None: as the launcher says, else in order of arrival.
-        size: number of processes; None: as the launcher says, else as the job's record in the store.
-        timeout: seconds until all must be there; None: ``SHOAL_TIMEOUT``.
+        store: a store to meet in instead, of shoal or of ``torch.distributed``; it is not closed. Without a
+            secret the ranks agree on one in it.
+        rank: of this process; None: from the launcher, else in order of arrival.
+        size: number of processes; None: from the launcher, else from the job's record in the store.
+        timeout: seconds until all must have arrived; None: ``SHOAL_TIMEOUT``.
         secret: the job's; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names.
-        host: identity of this host; None: ``SHOAL_HOST_ID``, or the machine's own.
-        job: name of the job: those of one name meet; None: ``SHOAL_JOB``, or as the launcher says.
+        host: identity of this host; None: ``SHOAL_HOST_ID``, or that of the machine.
+        job: name of the job, the same for all its processes; None: ``SHOAL_JOB``, or from the launcher.
 
     Raises:
-        UsageError, ConfigurationError: an argument or variable that cannot be right.
-        RendezvousError: a size or rank that the others contradict, or a group that is full.
-        RendezvousTimeout: names the ranks that did not come.
-        AuthenticationError, VersionMismatch, StoreError: the store, or the others, are strangers.
+        UsageError, ConfigurationError: an argument or variable is invalid.
+        RendezvousError: the size or rank contradicts that of others, or the group is full.
+        RendezvousTimeout: names the missing ranks.
+        AuthenticationError, VersionMismatch, StoreError: another secret or version of the store or of other
+            processes, or a failure of the store.
     """
     request = checked_request(
         url, store=store, rank=rank, size=size, timeout=timeout, secret=secret, host=host, job=job
@@ -82,10 +83,10 @@ def rendezvous(
 
 
 def meet(request: Request) -> Membership:
-    """Open the place of a checked request and meet there.
+    """Open the rendezvous point of a checked request and meet there.
 
-    A store that goes away before all have met is looked for again: it belonged to a job that ended here
-    just now, and rank 0 of ours will serve another.
+    A store that is lost before all have met is opened again: it belonged to a job that just ended here, and
+    rank 0 of this job will serve another one.
     """
     settled: Deadline | None = None
     while True:
@@ -110,17 +111,17 @@ def _store_went_away(error: BaseException) -> bool:
 
 
 def attend(venue: Venue, request: Request) -> Membership:
-    """The same as ``meet_at(Place.at(venue, request))``."""
+    """Same as ``meet_at(RendezvousPoint.at(venue, request))``."""
     return meet_at(RendezvousPoint.at(venue, request))
 
 
 def meet_at(place: RendezvousPoint, look: Callable[[], None] = nothing) -> Membership:
-    """Meet the others of the job, whose number is fixed, at an opened place.
+    """Meet the other ranks of the job, whose number is fixed, at an open rendezvous point.
+
+    Releasing the membership closes the point. If this raises, the caller must close it.
 
     Args:
         look: as of :func:`meet_beside`.
-
-    The place is closed when the membership is released; it is the caller's if this raises.
     """
     venue = place.venue
     meeting = Meeting(
@@ -146,7 +147,7 @@ def meet_at(place: RendezvousPoint, look: Callable[[], None] = nothing) -> Membe
     try:
         venue.met()
         machines = meeting.machines
-        alone = meeting.size == 1  # so with nobody to talk to
+        alone = meeting.size == 1  # there is no other rank to authenticate
         secret = place.given_secret if alone else place.secret(machines, store=meeting.room_store)
         interface = place.interface(machines)
         membership = _membership(meeting, place, secret, interface)
@@ -167,12 +168,12 @@ def meet_beside(
     timeout: float,
     look: Callable[[], None] = nothing,
 ) -> Membership:
-    """Meet at a place that stays open, beside those who have met there: each under a ``name`` of its own.
+    """Meet again at a rendezvous point that stays open, under a ``name`` that is unique there.
 
     Args:
         rank, size: in this meeting.
-        timeout: seconds until all must be there.
-        look: called while others are waited for; a RendezvousError that it raises ends the meeting for all.
+        timeout: seconds until all must have arrived.
+        look: called while waiting for others; a RendezvousError that it raises ends the meeting for all.
 
     Raises:
         RendezvousError, StoreError: as of :func:`rendezvous`.
@@ -221,9 +222,9 @@ def _membership(meeting: Meeting, place: RendezvousPoint, secret: bytes, interfa
 
 
 def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membership:
-    """A membership that outlives its meeting: the ranks leave it as soon as they are connected.
+    """Return a membership that outlives its meeting: the ranks leave the meeting once they are connected.
 
-    Its keys lie beside the meeting's, under a name that no other meeting at this place has.
+    Its keys are beside the meeting's, under a name that is unique at this rendezvous point.
     """
     name = meeting.store.compare_set("lasting", b"", secrets.token_hex(8).encode()).decode()
     store = PrefixStore(name, venue.store.clone())
@@ -237,7 +238,7 @@ def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membersh
     return replace(
         membership,
         store=store,
-        place=None,  # it goes with the meeting
+        place=None,  # it is closed with the meeting
         connected=partial(membership.release, _LEAVING),
         release=lambda _: store.close(),
         abandon=abandon,
@@ -259,7 +260,7 @@ def _release(meeting: Meeting, place: RendezvousPoint) -> Callable[[float], None
             return
         released.set()
         try:
-            # The store may be gone with its host, and there is nobody left to tell.
+            # The store may have ended with its host: there is no rank left to notify.
             with contextlib.suppress(StoreError, WireError):
                 meeting.leave(min(max(timeout, _PROMPT), _LEAVING))
                 if place.venue.alone is not None:

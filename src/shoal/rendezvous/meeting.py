@@ -1,35 +1,34 @@
 """The protocol by which the ranks of a job meet in a store.
 
-Everything lives under the prefix ``job/epoch``; an epoch is one incarnation of a job.  Within it, each world
-that is formed has a numbered *room*, so that a job may follow another one at the same place::
+All keys have the prefix ``job/epoch``; an epoch is one start of a job. Within it, each world group that is
+formed has a numbered *room*, so that one job can follow another at the same store::
 
     room              number of the current room
-    ended/<room>      set when that room ended: 1, or why the meeting in it failed
-    exits             ranks whose process has ended, if a launcher says so
-    <room>/record     size and version: what all members must agree on
-    <room>/arrivals   counter: the rank of those that come without one
-    <room>/machine/   the processes of each machine, so that each can see who of its own is dead
-    <room>/rank/<r>   descriptor of the member that is rank r, or why nobody will be it
+    ended/<room>      set when the room has ended: 1, or why the meeting in it failed
+    exits             ranks whose process has ended, as reported by a launcher
+    <room>/record     size and version, on which all members must agree
+    <room>/arrivals   counter: the rank of processes that request none
+    <room>/machine/   the processes of each machine, on which they detect dead ones
+    <room>/rank/<r>   description of the member with rank r, or why there will be none
     <room>/came       counter of members that have a rank and wait
-    <room>/met        set when all have come, and with it a key for each host: see ``summary``
-    <room>/left       counter of members that left the world
-    <room>/store/     the group's own keys
+    <room>/met        set when all have arrived, with a key for each host: see ``summary``
+    <room>/left       counter of members that left the group
+    <room>/store/     the group's keys
 
-A rank looks up the room, compares the record, claims its rank with one ``compare_set`` and counts itself, and
-waits for the key of its host, which the last to come writes, three messages in all: neither the number of its
-store operations nor their bytes depend on the size of the job, but for a look now and then, while it waits,
-at whether a process of its machine died.  The count, never less than those who are there, says only when it
-is worth looking at whether all are.  Rank 0 looks too, now and then: a member on another machine may have
-died between its claim and its count, in a store that takes these one by one.  The last to
-leave opens the next room and deletes the old one's keys.
+A rank reads the room's number and record, claims its rank with one ``compare_set`` and counts itself, and
+waits for the key of its host, which the last arrival writes: three messages in all. Their number and size do
+not depend on the size of the job, except for occasional checks for dead processes of its machine. The
+count is never less than the number of waiting members; it only shows when to check whether all have arrived.
+Rank 0 checks periodically too: in a store that executes ``together`` one by one, a member on another machine
+may die between its claim and its count. The last member to leave opens the next room and deletes this one.
 
-A member that dies before all ranks are connected, or cannot connect, has *failed* the meeting for all:
-whoever notices says so in the store and opens the next room, where those who start again meet.  A newcomer
-who finds a room that cannot succeed any more does the same.  If it ran already when the member came that
-died, it was started together with it, and is told; else it belongs to a new start and goes on to the next
-room.  A rank whose process ended before it came, as its launcher says, fails the meeting in the same way.  A
-newcomer who finds the room full while its members leave, or after one of them died, waits for the
-next one; if all of them are dead it opens that itself.
+A member that dies before all ranks are connected, or that cannot connect, makes the meeting *fail* for all:
+the process that detects it stores the reason and opens the next room, where restarted ranks meet. A newcomer
+to a room that cannot succeed any more does the same. If it was running already when the dead member arrived,
+both belong to the same start, and it raises the error; otherwise it belongs to a new start and goes on to the
+next room. A rank whose process ended before it arrived, as reported by its launcher, makes the meeting fail
+too. A newcomer to a full room whose members leave, or one of whose members died, waits for the next room; if
+all members are dead, it opens that room itself.
 """
 
 from __future__ import annotations
@@ -71,36 +70,36 @@ from .room import Room, died, never_came
 from .summary import Met, Present, call_off, decode_met, host_key, tell_if_all_came
 from .venue import START_AGAIN, nothing
 
-#: seconds between two looks at members that are leaving
+#: seconds between two checks of members that are leaving
 _LEAVING_CHECK = 0.5
-#: seconds between two looks at those that wait too: the first one, and the longest
+#: seconds between two checks of waiting members: the first, and the longest
 _FIRST_LOOK, _LOOK = 0.03, 0.25
-#: the same for each rank of the job, so that thousands do not keep the store busy
+#: the same for each rank of the job, so that thousands of ranks do not overload the store
 _LOOK_PER_RANK = 0.002
 
-#: seconds for a process whose store went away to be seen dead, and between two looks at it
+#: seconds until a process whose store was lost is seen dead, and between two checks of it
 _PATIENCE, _PAUSE = 0.2, 0.01
 
-_ANOTHER_PLACE = "another job name (shoal.init(job=...) or SHOAL_JOB), or another place to meet"
+_ANOTHER_PLACE = "another job name (shoal.init(job=...) or SHOAL_JOB), or another store"
 
 
 class Meeting:
-    """One rank's part in the forming, and later the leaving, of a world group.
+    """One rank's part in forming, and later leaving, a world group.
 
     Args:
         store: the keys of this epoch of the job; not closed by the meeting.
-        rank: None to be given one in order of arrival.
-        size: None to take it from the record.
-        host: identity of the host that is told to the others.
-        deadline: until when everybody must be there.
-        look: called while others are waited for; an error that it raises ends the meeting for all.
-        advice: what a user does after the meeting has failed, as the end of a sentence.
+        rank: None: assigned in order of arrival.
+        size: None: taken from the record.
+        host: identity of the host, for the other ranks.
+        deadline: by which all ranks must have arrived.
+        look: called while waiting for others; a RendezvousError that it raises ends the meeting for all.
+        advice: what a user should do after a failed meeting, as the end of a sentence.
         name: of the meeting; "": the first one of the job.
 
     Attributes:
-        rank, size: known after :meth:`join`.
-        together: the ranks of this host, after :meth:`join`.
-        machines: some of those that the members run on, two at least if there are more than one.
+        rank, size: set by :meth:`join`.
+        together: the ranks of this host, set by :meth:`join`.
+        machines: some machines of the members, at least two if there are several.
     """
 
     def __init__(
@@ -134,46 +133,46 @@ class Meeting:
         self.together: list[int] = []
         self.machines: list[str] = []
         self._counted = self._met = False
-        #: the rank that this process has, or may have: its claim may have been lost with the answer
+        #: the rank of this process, or a rank whose claim got no answer
         self._mine: int | None = None
-        #: how many had come with this one when it claimed its rank, and the number of the room then
+        #: number of members, with this one, when it claimed its rank, and the number of the room then
         self._came, self._room_then = 0, -1
-        #: the members on this machine, when all have come
+        #: the members on this machine, once all have arrived
         self._here: list[Present] = []
 
     def join(self) -> None:
-        """Claim a rank and wait for everybody.
+        """Claim a rank and wait for all others.
 
         Raises:
-            RendezvousError: another size, a rank that is taken, or a group that is full.
+            RendezvousError: the sizes differ, the rank is taken, or the group is full.
             VersionMismatch: the others run another version.
-            RendezvousTimeout: names the ranks that did not come.
+            RendezvousTimeout: names the missing ranks.
         """
         try:
             while not self._enter():
                 self._await_next_room()
             met = self._await_all()
             if self.rank not in met.together:
-                raise StoreError(f"rendezvous: rank {self.rank} is not among those of its host in the store")
+                raise StoreError(f"rendezvous: the store lists no rank {self.rank} among those of its host")
         except BaseException:
             self._withdraw()
             raise
         self._met, self.machines, self.together, self._here = True, met.machines, met.together, met.present
 
     def look(self, ranks: Collection[int] | None = None) -> None:
-        """Find out, while waiting for other ranks, whether the meeting can still succeed.
+        """Check, while waiting for other ranks, whether the meeting can still succeed.
 
         Args:
-            ranks: those whose death counts; None: all.  A rank that is connected to all others may end in
-                good order while this one is not.
+            ranks: those whose deaths count; None: all. A rank that is connected to all others may end
+                normally before this one is connected.
 
         Raises:
-            RendezvousError: the meeting failed; the message names the member that died, or the reason.
+            RendezvousError: the meeting failed; the message names the dead member, or the reason.
         """
         if not self._met and self._room.is_quiet():
             return
         dead = self._dead_now(ranks)
-        # After the look at who is dead: a member that ends because the meeting failed has said why before.
+        # After the check for dead members: a member stores the reason of a failure before it ends.
         with contextlib.suppress(StoreError, WireError):
             if (why := self._room.why_failed()) is not None:
                 raise self._failed(why)
@@ -187,53 +186,49 @@ class Meeting:
             raise self._doomed(never_came(absent), absent, at=now())
 
     def _doomed(self, reason: str, ranks: Collection[int], at: float) -> RendezvousError:
-        """Tell the others that they wait in vain since ``ranks`` ended, and give the error to raise here."""
+        """Record that the meeting failed because ``ranks`` ended; return the error to raise."""
         with contextlib.suppress(StoreError, WireError):
             self._room.fail(reason, at)
-            self._room.why_failed()  # this process has heard of it
+            self._room.why_failed()  # marks the reason as known in this process
         return self._failed(reason, ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank could not connect because of ``error``."""
+        """Record for the others that the meeting failed on this rank because of ``error``."""
         failure_report.failed(error)
         reason = str(error) or type(error).__name__
         if not isinstance(error, RendezvousError):
             reason = f"rank {self.rank} could not connect: {type(error).__name__}: {reason}"
         with contextlib.suppress(StoreError, WireError):
             self._room.fail(reason, at=self._me.at)
-            self._room.why_failed()  # this process has heard of it
+            self._room.why_failed()  # marks the reason as known in this process
 
     def call_off(self, error: BaseException) -> None:
-        """The store goes with this rank, which gave up with ``error``: tell those who wait here.
+        """Notify waiting ranks that the store ends with this rank, which failed with ``error``.
 
-        They would find the store gone, and look for it in vain.
+        Otherwise they would try to reach the lost store.
         """
         failure_report.failed(error)
-        reason = f"the rank that serves the store gave up: {error or type(error).__name__}"
+        reason = f"the rank that serves the store failed: {error or type(error).__name__}"
         notice = CalledOff(reason, isinstance(error, RendezvousTimeout))
         with contextlib.suppress(StoreError, WireError):
             record = self._room.record()
             members = self._room.members().values()
-            for rank in range(0 if record is None else record.size):  # those that come now
+            for rank in range(0 if record is None else record.size):  # for ranks that arrive from now on
                 self._room.store.compare_set(rank_key(rank), b"", encode(notice))
             call_off(self._room.store, notice, members)
 
     @property
     def store(self) -> Store:
-        """The group's own keys."""
+        """The group's keys."""
         return PrefixStore("store", self._room.store)
 
     @property
     def room_store(self) -> Store:
-        """The keys of the room, which are cleared when all have left it."""
+        """The keys of the room, which are deleted when all have left it."""
         return self._room.store
 
     def leave(self, timeout: float) -> None:
-        """Say that this rank is done; the last one opens the next room and clears this one.
-
-        Args:
-            timeout: seconds in which the store must answer.
-        """
+        """Leave the group in ``timeout`` seconds; the last member opens the next room and clears this one."""
         self._room.store.timeout = timeout
         gone = msgspec.structs.replace(self._me, left=True)
         mine = Set(rank_key(self.rank), encode(gone))
@@ -241,24 +236,21 @@ class Meeting:
             self._room.close()
 
     def wait_until_all_left(self, timeout: float, alone: Callable[[], bool]) -> None:
-        """Block until every member left the room, is dead, or ``timeout`` ran out.
+        """Block until every member has left or died, or ``timeout`` seconds have passed.
 
-        Args:
-            timeout: in seconds.
-            alone: whether nobody else is connected to the store; those that died never leave.
+        ``alone`` returns whether no other process is connected to the store; dead members never leave.
         """
         deadline = Deadline(timeout)
         while not (self._room.has_ended() or alone() or deadline.expired):
             self._room.watch(min(_LEAVING_CHECK, deadline.remaining()))
 
     def _await_all(self) -> Met:
-        """Wait until everybody has come."""
         try:
-            if self._came >= self.size:  # the last one tells all
+            if self._came >= self.size:  # the last arrival notifies all
                 tell_if_all_came(self._room.store, self.size)
             return self._look_until_all_came()
         except StoreError as error:
-            # It may have gone with the rank that served it, whose sockets end a moment before it does.
+            # The process that serves the store may be dying: its sockets close a moment before it ends.
             patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
             while not (gone := self._room.neighbours.gone_of_known()):
                 if patience.expired:
@@ -266,7 +258,7 @@ class Meeting:
                 time.sleep(_PAUSE)
             named = ", ".join(map(str, gone))
             raise self._failed(
-                f"{named} died while the ranks were meeting, and the store is gone; {self._next_step}"
+                f"{named} died while the ranks were meeting, and the store is lost; {self._next_step}"
             ) from error
 
     def _look_until_all_came(self) -> Met:
@@ -289,7 +281,6 @@ class Meeting:
             pause = min(2 * pause, longest)
 
     def _dead_now(self, ranks: Collection[int] | None) -> dict[int, MemberDescription]:
-        """The members known to be dead."""
         if not self._met:
             return self._room.dead()
         members = {
@@ -300,7 +291,7 @@ class Meeting:
         return {rank: each for rank, each in members.items() if self._room.is_dead(each)}
 
     def _enter(self) -> bool:
-        """Claim a rank in the current room; False when the room is full or about to end."""
+        """Claim a rank in the current room; False if the room is full or ending."""
         self._room, gone, record = Room.current(self._root, self._me)
         if (why := self._room.why_failed_before()) is not None:
             raise self._failed(why)
@@ -310,7 +301,7 @@ class Meeting:
         if rank is None:
             return False
         if self._room_then != self._room.number:
-            # The room ended, and was cleared, between our look at its number and our claim.
+            # The room ended and was cleared between the read of its number and the claim.
             self._room.clear()
             self._mine = None
             return False
@@ -319,7 +310,7 @@ class Meeting:
         return True
 
     def _claim(self, record: bytes | None) -> int | None:
-        """Claim a rank, given the record if there is one; None if there is none to have here."""
+        """Claim a rank, given the record if it exists; None if no rank is available here."""
         room, number = self._room, str(self._room.number).encode()
         writes = record is None and self._size is not None
         while True:
@@ -327,7 +318,7 @@ class Meeting:
                 record = self._await_record() if self._size is None else encode(MeetingRecord(self._size))
             if not self._agrees_with(decode(record, MeetingRecord)):
                 return None
-            # In this order: who is in the room finds its number, and who has a rank is in its machine's list.
+            # In this order: a member implies a room number, and a rank implies an entry in a machine's list.
             calls: list[Call] = [Add(ROOM, 0), CompareSet(ROOM, number, number)]
             if writes:
                 calls.append(CompareSet(room.key("record"), b"", record))
@@ -339,7 +330,7 @@ class Meeting:
                 return None
             if len(results) >= len(calls):
                 break
-            record, writes = results[-1], False  # another one wrote it meanwhile
+            record, writes = results[-1], False  # another process wrote it meanwhile
         results = results[len(calls) :]
         if self._rank is None:
             return self._claim_on_arrival(results[0] - 1)
@@ -350,13 +341,13 @@ class Meeting:
             return self._room.store.get("record", self._deadline.remaining())
         except StoreTimeout:
             raise RendezvousTimeout(
-                f"rendezvous ({self._where}): within {in_seconds(self._deadline.timeout)} nobody wrote "
-                "the job's record, which holds its size; start the store with `shoal run` or "
+                f"rendezvous ({self._where}): within {in_seconds(self._deadline.timeout)} no process wrote "
+                "the job's record, which contains its size; start the store with `shoal run` or "
                 "`shoal store --size N`, or give every rank the size"
             ) from None
 
     def _agrees_with(self, record: MeetingRecord) -> bool:
-        """Whether this rank can meet others by the record; False: the room is about to end."""
+        """Return whether this rank agrees with the record; False: the room is ending."""
         if (record.protocol, record.version) != (PROTOCOL, build_version()):
             if self._room.is_ending():
                 return False
@@ -381,10 +372,10 @@ class Meeting:
         return True
 
     def _claim_on_arrival(self, arrival: int) -> int | None:
-        """Claim the rank of who came as the ``arrival``-th, from 0; or any that is free."""
+        """Claim the rank ``arrival``, this process's position in order of arrival, or any free one."""
         if arrival < self.size and self._take(arrival):
             return arrival
-        # Somebody gave up and came again, or died on the way: its place is free.
+        # A process that withdrew and arrived again, or that died, leaves its rank free.
         taken = self._room.members()
         free = (rank for rank in range(self.size) if rank not in taken)
         return next((rank for rank in free if self._take(rank)), None)
@@ -393,13 +384,13 @@ class Meeting:
         return self._has_claimed(self._root.together(self._claiming(rank)))
 
     def _claiming(self, rank: int) -> list[Call]:
-        """The calls that claim a rank, and count this process if it gets the rank."""
+        """Return the calls that claim a rank, and count this process if it gets the rank."""
         mine, key = encode(self._me), self._room.key
         self._mine = rank
         return [CompareSet(key(rank_key(rank)), b"", mine), Add(key("came"), 1), Add(ROOM, 0)]
 
     def _has_claimed(self, results: list[Any]) -> bool:
-        """Whether this process has the rank, by the results of the calls that claim it."""
+        """Return whether this process has the rank, by the results of the calls that claim it."""
         self._counted = len(results) > 1
         if self._counted:
             _, self._came, self._room_then = results
@@ -408,24 +399,20 @@ class Meeting:
         return self._counted
 
     def _withdraw(self) -> None:
-        """Free the rank, so that a second try can have it."""
+        """Free the rank for a second attempt."""
         if self._mine is None:
             return
-        with contextlib.suppress(StoreError, WireError, OSError):  # the store may be what failed
+        with contextlib.suppress(StoreError, WireError, OSError):  # the store itself may have failed
             if not self._counted and self._room.store.peek([rank_key(self._mine)]) != [encode(self._me)]:
                 return
             calls: list[Call] = [Set(f"gave_up/{self._mine}", b""), Delete(rank_key(self._mine))]
-            if self._counted:  # in this order: the count is never less than those who are there
+            if self._counted:  # in this order: the count is never less than the number of waiting members
                 calls.append(Add("came", -1))
                 self._counted = False
             self._room.store.together(calls)
 
     def _await_next_room(self) -> None:
-        """Wait while the members of this room leave it.
-
-        Raises:
-            RendezvousError: they do not.
-        """
+        """Wait while the members of this room leave it; RendezvousError if they do not."""
         while not self._room.has_ended():
             members = self._room.members()
             if self._room.is_abandoned(members):
@@ -438,7 +425,7 @@ class Meeting:
             if self._deadline.expired:
                 gone = {rank for rank, each in members.items() if each.left or self._room.is_dead(each)}
                 raise RendezvousTimeout(
-                    f"rendezvous ({self._where}): an earlier job at this place is ending, but its "
+                    f"rendezvous ({self._where}): an earlier job in this store is ending, but its "
                     f"{ranks_named(members.keys() - gone)} did not leave it within "
                     f"{in_seconds(self._deadline.timeout)}; end them, or use {_ANOTHER_PLACE}"
                 )
@@ -453,10 +440,8 @@ class Meeting:
             )
         holder = members.get(self._rank)
         if holder is None:
-            return f"rank {self._rank} was taken by a process that gave up just now; start again"
-        mixed = (
-            "" if holder.named else " (that process came without a rank and was given this one on arrival)"
-        )
+            return f"rank {self._rank} was claimed by a process that withdrew just now; start again"
+        mixed = "" if holder.named else " (that process requested no rank and got this one on arrival)"
         return f"rank {self._rank} is given twice: {holder} has it already{mixed}. {self._advice([holder])}"
 
     def _advice(self, holders: Iterable[MemberDescription]) -> str:
@@ -487,12 +472,12 @@ class Meeting:
         return RendezvousTimeout(text)
 
     def _refuse(self, reason: str) -> RendezvousError:
-        """The error to raise here; those that wait are told the reason when they give up."""
+        """Return the error to raise here; waiting ranks report the reason if they time out."""
         self._room.store.set(f"refused/{self._me.token}", f"{self._me}: {reason}".encode())
         return RendezvousError(f"rendezvous ({self._where}): {reason}")
 
     def _failed(self, reason: str, ranks: Collection[int] = ()) -> RendezvousError:
-        """The error of a meeting that failed because of other ranks, ``ranks`` if they are known."""
+        """Return the error of a meeting that failed because of other ranks (``ranks``, if known)."""
         failure_report.told(ranks, self._name)
         return RendezvousError(self._prefix + reason.removeprefix(self._prefix))
 

@@ -1,4 +1,4 @@
-"""A membership: the result of a rendezvous, by which a process knows its rank and how to reach the others."""
+"""The result of a rendezvous: the rank of a process, and how it reaches the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .venue import START_AGAIN
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing: the default of what a membership can be told."""
+    """Do nothing: the default of a membership's callbacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,27 +20,27 @@ class Membership:
 
     Attributes:
         rank, size: in the job's world group.
-        local_rank, local_size: among the ranks that run on this host.
-        store: already prefixed by job id and epoch, shared by all ranks.
-        job, epoch: the job, and the number of its incarnation; traffic of another epoch is refused.
-        secret: the job's secret; b"" at most for a group of one.
-        interface: the address that listeners bind to (loopback unless ranks are elsewhere).
-        ranks: where only some ranks of the world connect, their ranks in the world; empty: all do.
-        waits_for_stopped: whoever made the membership decides when a rank of this host is lost whose
-            process is stopped; the others wait for it.
+        local_rank, local_size: among the ranks on this host.
+        store: shared by all ranks, with a prefix of job and epoch.
+        job, epoch: the job, and the number of its restarts; traffic of another epoch is refused.
+        secret: the job's secret; b"" only for a group of one.
+        interface: the address that listeners bind to (loopback if all ranks are on this machine).
+        ranks: if only some ranks of the world connect, their ranks in the world; empty: all do.
+        waits_for_stopped: the creator of the membership decides when a rank of this host whose process is
+            stopped is lost; until then the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
-        place: where the ranks have met, and others can come later; None: nobody can.
+        place: the rendezvous point, where other ranks can join later; None: they cannot.
         meeting: name of the meeting that numbered the ranks; "": the first one of the job.
-        advice: what a user does when the ranks cannot connect, as the end of a sentence.
-        release: called once, with seconds to spend, when the world group is closed: says goodbye in
-            the store, closes it, and stops the server if this rank hosts it.
-        abandon: called in the place of ``release``, with the error, when this rank could not connect:
-            also tells the others, whose own connecting then fails with the reason.
-        look: for backends, to be called a few times a second while they wait for other ranks in order to
-            connect: raises RendezvousError when a rank died or abandoned the meeting.  Takes the ranks whose
-            death counts (all): those that are connected to all others may have ended in good order.
-        connected: called, perhaps more than once, when this rank will not read the store any more in order
-            to connect: by backends, before they tell the other ranks so, and when the backend is made.
+        advice: what the user should do if the ranks cannot connect, as the end of a sentence.
+        release: called once, with a timeout in seconds, when the world group is closed: leaves the meeting,
+            closes the store, and stops the server if this rank hosts it.
+        abandon: called instead of ``release``, with the error, if this rank could not connect: also notifies
+            the other ranks, which then fail to connect for the same reason.
+        look: called by backends a few times a second while they connect: raises RendezvousError if a rank
+            died or abandoned the meeting. Takes the ranks whose deaths count (default: all): a rank that is
+            connected to all others may have ended normally.
+        connected: called, possibly more than once, when this rank no longer needs the store to connect: by
+            backends before they notify the other ranks of that, and when the backend is created.
     """
 
     rank: int

@@ -1,7 +1,7 @@
-"""The processes of a meeting that run on this machine, and which of them are dead.
+"""The processes of a meeting that run on this machine, and the detection of those that have ended.
 
-Every process appends itself to its machine's list before it claims a rank, so whoever holds a rank is in
-a list.  A list is read by the processes of its machine alone: only they can look at the process, and its
+Every process appends itself to its machine's list before it claims a rank, so each process with a rank is in
+a list. Only the processes of a machine read its list, because only they can inspect the listed processes; its
 length does not grow with the number of machines.
 """
 
@@ -18,15 +18,7 @@ from .record import Arrival, MemberDescription, decode
 
 
 class Neighbours:
-    """The list of one machine in one room.
-
-    Args:
-        room: the room's keys.
-        me: this process, which runs on that machine.
-
-    Attributes:
-        key: of the list, among the room's.
-    """
+    """The list of the machine of process ``me`` in a room; ``key`` is the list's key in the room."""
 
     def __init__(self, room: Store, me: MemberDescription) -> None:
         self._room = room
@@ -36,23 +28,22 @@ class Neighbours:
         self._known: list[Arrival] = []
 
     def append(self, rank: int | None) -> Append:
-        """The call that adds this process, which is about to claim ``rank``."""
+        """Return the call that adds this process, which is about to claim ``rank``."""
         mine = Arrival(self._me.process, self._me.token, rank)
         return Append(self.key, msgspec.json.encode(mine) + b"\n")
 
     def gone(self) -> list[Arrival]:
-        """Those on the list that have ended.
+        """Read the list and return the processes that have ended.
 
-        They need not be members: they may have given up, or ended before they claimed a rank.
+        They need not be members: they may have withdrawn, or ended before they claimed a rank.
         """
         return self.gone_of(*self._room.peek([self.key]))
 
     def gone_of(self, read: bytes | None) -> list[Arrival]:
-        """The same, of the list as it was just read."""
-        # Without one nobody of this machine came yet.
+        """Like :meth:`gone`, for the list that was just read (None: no process of this machine arrived)."""
         self._known = [decode(line, Arrival) for line in (read or b"").splitlines()]
         return self.gone_of_known()
 
     def gone_of_known(self) -> list[Arrival]:
-        """Those that have ended of whoever was on the list when it was last read.  Needs no store."""
+        """Return the processes that have ended of the list as last read. Uses no store."""
         return [arrival for arrival in self._known if process_is_gone(arrival.process)]

@@ -1,10 +1,10 @@
-"""An opened place: what a process knows of its job before it has met anybody.
+"""An open rendezvous point: what a process knows of its job before it meets other processes.
 
     with open_place("tcp://10.0.0.1:29400") as place:       # store, secret and interface; no rank yet
         place.store.set("here", ...)
 
-A fixed number of ranks then meets there (:mod:`shoal.rendezvous.meet`); whoever comes and goes as it likes
-needs no more than the place.
+A fixed number of ranks then meets there (:mod:`shoal.rendezvous.meet`). Processes that may join and leave at
+any time need only the rendezvous point.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .venue import Request, Venue, open_venue, parse_url
 
 @dataclass(frozen=True, slots=True)
 class RendezvousPoint:
-    """Where the processes of a job find one another; a context manager, which closes the store.
+    """The open store of a job, and the identity of this process; a context manager that closes the store.
 
     Attributes:
-        venue: what the handler of the URL found.
-        request: what this process wants.
-        job, epoch: whose place it is; an epoch is one incarnation of a job.
-        host: identity of this host, as the others are told.
-        here: the machine and process itself.
-        meeting: name of the meeting, where processes meet beside those that met first; "": the first one.
+        venue: opened by the handler of the URL.
+        request: the arguments of this process.
+        job, epoch: the job, and the number of its restarts.
+        host: identity of this host for the other ranks.
+        here: identity of the machine and process.
+        meeting: name of a further meeting beside the first one; "": the first one.
     """
 
     venue: Venue
@@ -50,10 +50,10 @@ class RendezvousPoint:
 
     @classmethod
     def at(cls, venue: Venue, request: Request) -> RendezvousPoint:
-        """The place of ``venue`` for the job that request, venue or environment name.
+        """Return the point at ``venue`` for the job that the request, venue or environment name.
 
         Raises:
-            UsageError: that is no name for a job.
+            UsageError: the job's name is invalid.
         """
         environ = request.environ
         machine = here()
@@ -66,28 +66,28 @@ class RendezvousPoint:
 
     @property
     def store(self) -> Store:
-        """The keys of this epoch of the job, which all its processes share."""
+        """The keys of this epoch of the job, shared by all its processes."""
         return root_of(self.venue.store, self.job, self.epoch)
 
     @property
     def room(self) -> int:
-        """The number of the room in which the next ranks meet: it counts the groups formed here."""
+        """The number of the room in which the next ranks meet, which counts the groups formed here."""
         return room_number(self.store)
 
     @property
     def given_secret(self) -> bytes:
-        """The secret that the caller or the venue gave; empty if neither did."""
+        """The secret from the caller or the venue; empty without one."""
         return self.request.secret or self.venue.secret
 
     def secret(self, machines: Collection[str] | None = None, *, store: Store | None = None) -> bytes:
-        """The job's secret, without which no two processes talk; never empty.
+        """Return the job's secret, with which all connections are authenticated; never empty.
 
         Args:
-            machines: on which all processes of the job run; None: unknown, so the one that serves the store.
-            store: what processes at a private place agree in; None: :attr:`store`.
+            machines: of all processes of the job; None: unknown, so that of the store's server.
+            store: in which processes at a private venue agree on a secret; None: :attr:`store`.
 
         Raises:
-            ConfigurationError: none was given, and the place is neither private nor on this host alone.
+            ConfigurationError: no secret was given, and the venue is neither private nor on this host only.
         """
         if self.given_secret:
             return self.given_secret
@@ -107,20 +107,22 @@ class RendezvousPoint:
         )
 
     def interface(self, machines: Collection[str] | None = None) -> str:
-        """The address that this process's listeners bind to.
+        """Return the address that this process's listeners bind to.
 
         Args:
-            machines: on which all processes of the job run; None: unknown, so the one towards the store.
+            machines: of all processes of the job; None: unknown, so the address on the route to the store.
 
         Raises:
-            ConfigurationError: ``SHOAL_INTERFACE`` is no address of this host.
+            ConfigurationError: ``SHOAL_INTERFACE`` is not an address of this host.
         """
         configured = config.INTERFACE.get(self.request.environ)
         if configured is not None:
             try:
                 address = resolve(configured, 0)[0]
             except OSError as error:
-                raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is no address: {error}") from error
+                raise ConfigurationError(
+                    f"SHOAL_INTERFACE={configured!r} is not an address: {error}"
+                ) from error
             if not is_mine(address):
                 raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
             return address
@@ -129,7 +131,7 @@ class RendezvousPoint:
         return address_towards(self.venue.address or LOOPBACK)
 
     def close(self) -> None:
-        """Close the store, and let go of what the venue holds."""
+        """Close the store and release the resources of the venue."""
         try:
             self.venue.store.close()
         finally:
@@ -153,11 +155,12 @@ def open_place(
     host: str | None = None,
     job: str | None = None,
 ) -> RendezvousPoint:
-    """Open the place that the arguments of :func:`shoal.rendezvous.rendezvous` name; meet nobody.
+    """Open the rendezvous point for the arguments of :func:`shoal.rendezvous.rendezvous`, without a meeting.
 
     Raises:
-        UsageError, ConfigurationError: an argument or variable that cannot be right.
-        StoreError, AuthenticationError, VersionMismatch: the store cannot be reached, or is a stranger's.
+        UsageError, ConfigurationError: an argument or variable is invalid.
+        StoreError, AuthenticationError, VersionMismatch: the store cannot be reached, or has another secret
+            or version.
     """
     wanted = checked_request(
         url, store=store, rank=rank, size=size, timeout=timeout, secret=secret, host=host, job=job
@@ -166,7 +169,7 @@ def open_place(
 
 
 def opened(request: Request, store: object = None) -> RendezvousPoint:
-    """The place of a checked request, or in ``store``."""
+    """Open the rendezvous point of a checked request, or the one in ``store``."""
     venue = open_venue(request) if store is None else given(store, request)
     try:
         return RendezvousPoint.at(venue, request)
@@ -187,11 +190,7 @@ def checked_request(
     host: str | None,
     job: str | None,
 ) -> Request:
-    """The request that these arguments make.
-
-    Raises:
-        UsageError: an argument cannot be right.
-    """
+    """Return the arguments as a request; UsageError if one is invalid."""
     _check_numbers(rank, size)
     if job is not None:
         check_job(job)
@@ -213,16 +212,12 @@ def checked_request(
 
 
 def agree_on_secret(store: Store) -> bytes:
-    """A secret that all processes share through ``store``.  Only for stores that nobody else can read."""
+    """Return a secret shared through ``store``. Only for stores that no other user can read."""
     return store.compare_set("secret", b"", secrets.token_hex(32).encode())
 
 
 def check_job(job: Any) -> None:
-    """Refuse what cannot name a job.
-
-    Raises:
-        UsageError: with what was expected.
-    """
+    """Raise UsageError unless ``job`` is a valid name of a job."""
     try:
         if isinstance(job, str):
             config.job_name(job)

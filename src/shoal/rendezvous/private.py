@@ -1,10 +1,9 @@
-"""Files that the processes of one user share on a host, in a directory that no other user can enter.
+"""Files that the processes of one user share on a host, in a directory that only this user can enter.
 
-:class:`PrivateFile` is a meeting point for ranks whose launcher offers none.  The file has a name only until
-all ranks have met in it.  So nothing is left behind whatever happens to them later, and when the same ranks
-meet again, they do so in a new file.
+:class:`PrivateFile` is the venue for ranks whose launcher provides none. The file has a name only until all
+ranks have met: so nothing is left behind, and when the same ranks meet again, they use a new file.
 
-:func:`user_secret` is the secret of jobs that were given none and stay on this host.
+:func:`user_secret` is the secret of jobs on this host without one of their own.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from ..errors import ConfigurationError, StoreError, StoreTimeout
 from ..store import FileStore
 from .host import is_loopback, resolve, start_of
 
-#: the advice where no secret is and none can be agreed on
+#: advice if there is no secret and none can be agreed on
 SET_A_SECRET = (
     "start the processes with `shoal run`, or set the same secret for all of them: "
     "SHOAL_SECRET=$(openssl rand -hex 16)"
 )
 
-#: seconds that another process of this user may take for writing the secret down
+#: seconds for which another process of this user may take to write the secret
 _WRITING = 10.0
 
 
 def user_secret() -> bytes:
-    """The secret that all processes of this user share on this host; the first one to ask makes it.
+    """Return the secret that all processes of this user share on this host; the first caller creates it.
 
-    It lies in ``shoal-<uid>/secret`` in the temporary directory, where only this user can read it.
+    It is in ``shoal-<uid>/secret`` in the temporary directory, which only this user can read.
 
     Raises:
-        ConfigurationError: the directory or the file is not this user's alone, or cannot be written.
+        ConfigurationError: other users have access to the directory or file, or it cannot be written.
     """
     path = private_directory() / "secret"
     try:
@@ -55,34 +54,30 @@ def user_secret() -> bytes:
                 return store.compare_set("secret", b"", secrets.token_hex(32).encode())
     except StoreError as error:
         raise ConfigurationError(
-            f"no secret was given and none can be kept: {error}; {SET_A_SECRET}"
+            f"no secret was given and none can be stored: {error}; {SET_A_SECRET}"
         ) from error
 
 
 def default_secret(host: str) -> bytes:
-    """The secret for a store at ``host`` if none is given: the configured one, or the user's on loopback.
-
-    Returns:
-        b"" if there is neither.
-    """
+    """Return the configured secret for a store at ``host``, or the user's secret on loopback, or b""."""
     secret = config.secret()
     if secret:
         return secret
-    with contextlib.suppress(OSError):  # an unknown host is named when it is connected to
+    with contextlib.suppress(OSError):  # connecting reports an unknown host
         if is_loopback(resolve(host, 0)[0]):
             return user_secret()
     return b""
 
 
 class PrivateFile:
-    """This rank's hold on the file in which the ranks of ``job`` meet on this host.
+    """The file in which the ranks of ``job`` meet on this host, opened by this rank.
 
-    All ranks derive the same path: from the job's name and from the launcher's process, the nearest
-    ancestor whose environment lacks the variable ``marker`` that each rank has (so that wrapper
-    scripts between launcher and rank do not matter).  The launcher's start time makes it unique.
+    All ranks derive the same path from the job's name and the launcher's process: the nearest ancestor whose
+    environment lacks the variable ``marker``, which each rank has (so that wrapper scripts between launcher
+    and rank do not matter). The launcher's start time makes the path unique.
 
     Raises:
-        ConfigurationError: the directory for such files belongs to somebody else.
+        ConfigurationError: the directory for such files belongs to another user.
     """
 
     def __init__(self, job: str, marker: str) -> None:
@@ -94,17 +89,17 @@ class PrivateFile:
         self._file = open_trusted(self.path)
 
     def store(self, timeout: float) -> FileStore:
-        """The store in the file, which works also when the file has no name any more."""
+        """Return the store in the file, which works also after :meth:`unlink`."""
         return FileStore(self.path, timeout=timeout, descriptor=self._file.fileno())
 
     def unlink(self) -> None:
-        """Take the file's name away, if it still has it."""
+        """Remove the file's name, if it still names this file."""
         with _locked(self._directory), contextlib.suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
                 self.path.unlink()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -121,10 +116,10 @@ def _launcher(marker: str) -> int:
 
 
 def private_directory() -> Path:
-    """The directory that no other user of this host can enter, for what the processes of one user share.
+    """Return the directory for files of this user, which no other user of this host can enter.
 
     Raises:
-        ConfigurationError: it cannot be made, or belongs to somebody else.
+        ConfigurationError: it cannot be created, or belongs to another user.
     """
     try:
         directory = Path(tempfile.gettempdir()) / f"shoal-{os.geteuid()}"
@@ -133,19 +128,19 @@ def private_directory() -> Path:
         found = directory.lstat()
     except OSError as error:
         raise ConfigurationError(
-            f"there is no directory for what the processes of this user share: {error}; "
-            f"set TMPDIR to one that can be written, or {SET_A_SECRET}"
+            f"cannot create a directory for the shared files of this user: {error}; "
+            f"set TMPDIR to a writable directory, or {SET_A_SECRET}"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigurationError(
             f"{directory} must be a directory that only user {os.geteuid()} can enter; remove it, "
-            "or set SHOAL_STORE to another meeting point"
+            "or set SHOAL_STORE to the URL of a store"
         )
     return directory
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the files of launchers that are gone: their ranks ended before all had met."""
+    """Remove the files of launchers that have ended: their ranks ended before all had met."""
     for path in directory.iterdir():
         named = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9a-f]{8}", path.name)
         if named is not None and start_of(int(named[1])) != named[2]:

@@ -12,18 +12,18 @@ from ..errors import RendezvousError, RendezvousTimeout, StoreError
 from ..net import build_version
 from ..store import MemoryStore, PrefixStore, Store
 
-#: counts up when the protocol of ``meeting`` changes
+#: version of the protocol of ``meeting``
 PROTOCOL = 5
 
 T = TypeVar("T")
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-#: identity of a process, as of ``host.Here``: a number that is no process id must not get to the kernel
+#: identity of a process, as of ``host.Here``; the pattern keeps invalid process ids from the kernel
 Process = Annotated[str, msgspec.Meta(pattern=r"^[^/]+/[1-9][0-9]{0,8}/[^/]+\Z", max_length=1000)]
 
 
 class MeetingRecord(msgspec.Struct, frozen=True):
-    """All members of a room must agree on it; ``fixed``: it also holds for the rooms to come."""
+    """The values on which all members of a room must agree; ``fixed``: also in later rooms."""
 
     size: int
     protocol: int = PROTOCOL
@@ -32,20 +32,20 @@ class MeetingRecord(msgspec.Struct, frozen=True):
 
 
 class CalledOff(msgspec.Struct, frozen=True, tag=True):
-    """Stands in the place of members that have not come: who serves the store gives up."""
+    """Stored instead of a missing member: the process that serves the store has failed."""
 
     reason: str
     late: bool
 
 
 class MeetingFailure(msgspec.Struct, frozen=True):
-    """Why a meeting failed.
+    """The reason of a failed meeting.
 
     Attributes:
-        reason: for the others.
-        machine, at: where, and when (see :func:`host.now`), the member came that made it fail.  Processes
-            that were running there by then were started together with it.
-        ident: tells failures apart.
+        reason: for the other ranks.
+        machine, at: where and when (as of :func:`host.now`) the member arrived that made the meeting fail.
+            Processes that were running on that machine by then belong to the same start.
+        ident: unique identity of the failure.
     """
 
     reason: str
@@ -55,7 +55,7 @@ class MeetingFailure(msgspec.Struct, frozen=True):
 
 
 class MemberDescription(msgspec.Struct, frozen=True, tag=True):
-    """A member's description of itself for the others; ``at`` is when it came, as of :func:`host.now`."""
+    """A member's description for the others; ``at``: time of its arrival, as of :func:`host.now`."""
 
     host: str
     machine: str
@@ -70,7 +70,7 @@ class MemberDescription(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A process that is about to claim a rank, as the others on its machine are told."""
+    """A process that is about to claim a rank, for the others on its machine."""
 
     process: Process
     token: str
@@ -82,29 +82,29 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """A launcher's word on a rank whose process has ended."""
+    """A launcher's report that the process of a rank has ended."""
 
     rank: int
     how: str
 
 
-#: where a launcher says so, under the job's root
+#: key of a launcher's reports, under the job's root
 EXITS = "exits"
 
-#: where those wait that join a session (elastic/membership/lobby.py), under the job's root
-#: and where a launcher says there how many ranks the session shall have
+#: prefix, under the job's root, of the keys for joining a session (``elastic/membership/lobby.py``), and the
+#: key below it with the number of ranks that a launcher wants
 LOBBY, WANTED = "lobby", "wanted"
 
-#: where the number of the current room stands, under the job's root
+#: key of the number of the current room, under the job's root
 ROOM = "room"
 
 
 def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:
-    """The keys that whoever starts a job's store sets in it, so that ranks need not know the size.
+    """Return the keys for the starter of a job's store to set, so that ranks need not know the size.
 
     Args:
         size: number of ranks in the job.
-        job, epoch: as the ranks find them in ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+        job, epoch: the ranks' ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
     """
     with MemoryStore() as store:
         room = room_of(root_of(store, job, epoch), 0)
@@ -113,57 +113,53 @@ def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, byt
 
 
 def note_exit(store: Store, rank: int, how: str, *, job: str, epoch: int = 0) -> None:
-    """Tell those that meet, now and later, that the process of a rank has ended; for launchers.
+    """Report to present and future meetings that the process of a rank has ended; for launchers.
 
     Args:
         store: of the job.
-        rank: as the process found it in ``SHOAL_RANK``.
-        how: it ended, in words: ``exit code 0``.
-        job, epoch: as the ranks find them in ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+        rank: the process's ``SHOAL_RANK``.
+        how: the way it ended, for messages: ``exit code 0``.
+        job, epoch: the ranks' ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
     """
     root_of(store, job, epoch).append(EXITS, msgspec.json.encode(Exit(rank, how)) + b"\n")
 
 
 def note_wanted(store: Store, size: int, *, job: str, epoch: int = 0) -> None:
-    """Tell a session, now or later, how many ranks it shall have; for launchers.
+    """Set the wanted number of ranks of a session, present or future; for launchers.
 
     Args:
         store, job, epoch: as of :func:`note_exit`.
-        size: takes the place of ``SHOAL_SESSION_SIZE``.
+        size: overrides ``SHOAL_SESSION_SIZE``.
     """
     PrefixStore(LOBBY, root_of(store, job, epoch)).set(WANTED, msgspec.json.encode(size))
 
 
 def root_of(store: Store, job: str, epoch: int) -> Store:
-    """The keys of one epoch of a job."""
+    """Return the keys of one epoch of a job."""
     return PrefixStore(f"{quote(job, safe='')}/{epoch}", store)
 
 
 def room_number(root: Store) -> int:
-    """The number of the current room."""
+    """Return the number of the current room."""
     return root.add(ROOM, 0)
 
 
 def room_of(root: Store, number: int) -> Store:
-    """The keys of one world group of it."""
+    """Return the keys of the room ``number``."""
     return PrefixStore(str(number), root)
 
 
 def rank_key(rank: int) -> str:
-    """The key of a rank's descriptor in its room."""
+    """Return the key of a rank's description in its room."""
     return f"rank/{rank}"
 
 
-#: turns what stands here into bytes
+#: encodes the records of this module
 encode = msgspec.json.Encoder().encode
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """The :class:`MeetingRecord` (or what else) that ``raw`` holds.
-
-    Raises:
-        StoreError: it holds something else; another program uses the same keys.
-    """
+    """Decode ``raw``, a record of type ``kind``. StoreError: another program uses the same keys."""
     try:
         return from_json(raw, kind)
     except MalformedMessage as error:
@@ -171,23 +167,14 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 
 def decode_number(raw: bytes | str) -> int:
-    """The number that a counter, or the end of a key, holds.
-
-    Raises:
-        StoreError: as of :func:`decode`.
-    """
+    """Return the number in a counter, or at the end of a key; StoreError as of :func:`decode`."""
     if len(raw) > 20 or not (raw.isascii() and raw.isdigit()):
-        raise StoreError(f"rendezvous: {raw[:40]!r} in the store is no number")
+        raise StoreError(f"rendezvous: {raw[:40]!r} in the store is not a number")
     return int(raw)
 
 
 def decode_member(raw: bytes) -> MemberDescription:
-    """The member that ``raw`` describes.
-
-    Raises:
-        RendezvousError: the meeting was called off.
-        StoreError: as of :func:`decode`.
-    """
+    """Decode a member; RendezvousError if the meeting was cancelled, StoreError as of :func:`decode`."""
     try:
         found: MemberDescription | CalledOff = from_json(raw, MemberDescription | CalledOff)  # type: ignore[arg-type]
     except MalformedMessage as error:

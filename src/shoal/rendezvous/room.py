@@ -1,9 +1,9 @@
-"""One room of a meeting: its keys, who is in it, and how it ends.
+"""One room of a meeting: its keys, its members, and its end.
 
-A room ends in one of two ways.  When all members left it (or are all dead), its keys are cleared.  When a
-meeting in it can never succeed, because a member died or could not connect, it has *failed*: the reason is
-kept for those who wait in it, and its keys are cleared when the room after it ends.  Either way the next
-room is open at once, so nothing that an earlier try left behind stands in the way of a later one.
+A room ends in one of two ways. When all members have left or are dead, its keys are deleted. When its meeting
+can never succeed, because a member died or could not connect, it has *failed*: the reason is kept for the
+waiting members, and its keys are deleted when the next room ends. In both cases the next room is open at
+once, so a failed attempt never obstructs a later one.
 """
 
 from __future__ import annotations
@@ -36,26 +36,20 @@ from .record import (
 from .summary import MET
 from .venue import START_AGAIN
 
-#: the reason of a room that all members left
+#: value of the end key of a room that all members left
 _DONE = b"1"
 
-#: the failures that were told in this process: whoever tries again after one waits for the others
+#: identities of the failures reported in this process: a later attempt does not fail because of them again
 _heard: set[str] = set()
 
 
 class Room:
-    """A room as one process sees it.
-
-    Args:
-        root: the job's keys.
-        me: the process.
-        number: of the room.
-    """
+    """A room, from the point of view of the process ``me``; ``root``: the job's keys."""
 
     @classmethod
     def current(cls, root: Store, me: MemberDescription) -> tuple[Room, list[Arrival], bytes | None]:
-        """The room in which ranks meet now, who of this machine came there and has ended, and its record."""
-        expected = 0  # in most cases it is the first one: then there is one message
+        """Return the current room, the processes of this machine that ended in it, and its record."""
+        expected = 0  # usually it is the first room: then one message is enough
         while True:
             room = cls(root, me, expected)
             keys = [ROOM, room.key(room.neighbours.key), room.key("record")]
@@ -65,7 +59,7 @@ class Room:
                 return room, room.neighbours.gone_of(processes), record
 
     def key(self, name: str) -> str:
-        """A key of the room, among the job's."""
+        """Return a key of the room, relative to the job's keys."""
         return f"{self.number}/{name}"
 
     def __init__(self, root: Store, me: MemberDescription, number: int) -> None:
@@ -79,7 +73,7 @@ class Room:
     # -- who is in it --------------------------------------------------------------------------
 
     def members(self) -> dict[int, MemberDescription]:
-        """The members that are in the room now.  Not part of the way that a rank goes when all is well."""
+        """Return the present members of the room. Not called in a normal meeting."""
         keys = self.store.list_keys("rank/")
         return {
             decode_number(key.removeprefix("rank/")): decode_member(value)
@@ -88,37 +82,37 @@ class Room:
         }
 
     def dead(self, gone: Sequence[Arrival] | None = None) -> dict[int, MemberDescription]:
-        """The members that died on this machine; ``gone``: who has ended there, if that is known."""
+        """Return the members that died on this machine; ``gone``: the processes that ended, if known."""
         tokens = {arrival.token for arrival in (self.neighbours.gone() if gone is None else gone)}
         if not tokens:
             return {}
         return {rank: each for rank, each in self.members().items() if each.token in tokens and not each.left}
 
     def ended_outside(self) -> dict[int, str]:
-        """The ranks that are not here and will never come, as their process has ended, and how it did."""
+        """Return the ranks whose processes ended before they arrived, and how, as reported by a launcher."""
         (read,) = self._root.peek([EXITS])
-        lines = (read or b"").splitlines()  # without them no process has ended, or no launcher says so
-        # In this order: who ended after it came is here.
+        lines = (read or b"").splitlines()  # empty without a launcher that reports exits
+        # In this order: a rank that ended after its arrival has its key.
         exits = (decode(line, Exit) for line in lines)
         return {exit.rank: exit.how for exit in exits if not self.store.check([rank_key(exit.rank)])}
 
     def is_dead(self, member: MemberDescription) -> bool:
-        """Whether ``member`` has ended; False when it runs on another machine."""
+        """Return whether ``member`` has ended; False if it runs on another machine."""
         return member.machine == self._me.machine and process_is_gone(member.process)
 
     def is_complete(self) -> bool:
-        """Whether all ranks have come, and were told so."""
+        """Return whether all ranks have arrived and were notified."""
         return self.store.check([MET])
 
     def record(self) -> MeetingRecord | None:
-        """The record that is there now."""
+        """Return the room's record, if it exists."""
         (raw,) = self.store.peek(["record"])
         return None if raw is None else decode(raw, MeetingRecord)
 
     def is_quiet(self) -> bool:
-        """Whether nothing has happened that a member would have to act on.
+        """Return whether no event requires a member to act.
 
-        One message, and all that most looks need: it does not tell what has happened first.
+        One message, enough for most checks; it does not show which event came first.
         """
         number, processes, exits = self._root.peek([ROOM, self.key(self.neighbours.key), EXITS])
         return not (self._is_past(number) or exits or self.neighbours.gone_of(processes))
@@ -126,15 +120,14 @@ class Room:
     # -- its end -------------------------------------------------------------------------------
 
     def has_ended(self) -> bool:
-        """Whether the next room is open."""
+        """Return whether the next room is open."""
         return self._is_past(*self._root.peek([ROOM]))
 
     def _is_past(self, now: bytes | None) -> bool:
-        """Whether the room that is open ``now`` is another one."""
         return now is not None and decode_number(now) != self.number  # None: it was cleared by others
 
     def why_failed(self) -> str | None:
-        """The reason for which the meeting in this room has failed, None if it has not."""
+        """Return why the meeting in this room has failed; None if it has not."""
         if not self.has_ended():
             return None
         failure = self._failure()
@@ -144,9 +137,10 @@ class Room:
         return failure.reason
 
     def why_failed_before(self) -> str | None:
-        """The reason for which the room before failed, if this process was to meet there and has not heard.
+        """Return why the previous room failed, if that concerns this process and it does not know yet.
 
-        It was if it ran already when the member came that made the meeting fail.  Else it is a new start.
+        It does if the process was running already when the member arrived that made the meeting fail.
+        Otherwise the process belongs to a new start.
         """
         if self.number == 0:
             return None
@@ -163,29 +157,26 @@ class Room:
         return None if raw in (None, _DONE) else decode(raw, MeetingFailure)
 
     def is_abandoned(self, members: Mapping[int, MemberDescription]) -> bool:
-        """Whether every member left or is dead."""
+        """Return whether every member has left or is dead."""
         return bool(members) and all(each.left or self.is_dead(each) for each in members.values())
 
     def is_ending(self, members: Mapping[int, MemberDescription] | None = None) -> bool:
-        """Whether some members left it already, or are dead."""
-        # In this order: the last to leave opens the next room, and then deletes the count.
+        """Return whether some members have left or are dead."""
+        # In this order: the last member to leave opens the next room, and then deletes the count.
         if self._left() > 0 or self.has_ended():
             return True
         return any(self.is_dead(each) for each in (members or self.members()).values())
 
     def _left(self) -> int:
-        """How many members closed their group."""
         (left,) = self.store.peek(["left"])
         return 0 if left is None else decode_number(left)
 
     def fail_if_doomed(self, gone: Sequence[Arrival] | None = None, advice: str = START_AGAIN) -> bool:
-        """Fail the room if a member died before all had come; whether the room has ended.
+        """Make the room fail if a member died before all had arrived; return whether it did.
 
-        Args:
-            gone: as of :meth:`dead`.
-            advice: as of :func:`died`.
+        The arguments are as of :meth:`dead` and :func:`died`.
         """
-        # In this order: a room that is not complete after the death never was.
+        # In this order: a room that is incomplete after the death was never complete.
         dead = self.dead(gone)
         if dead and not self.is_complete():
             self.fail(died(dead, advice), at=max(each.at for each in dead.values()))
@@ -193,16 +184,14 @@ class Room:
         return False
 
     def fail(self, reason: str, at: float) -> None:
-        """Tell those who wait here that they wait in vain, and open the next room.
+        """Notify the waiting members that the meeting has failed, and open the next room.
 
-        Args:
-            reason: in words.
-            at: when the member of this machine came that made the meeting fail.
+        ``at``: time of arrival of the member of this machine that made the meeting fail.
         """
         if self.has_ended():
             return
         failure = MeetingFailure(reason, self._me.machine, at, secrets.token_hex(8))
-        # The reason first: whoever sees that the room has ended finds it.
+        # The reason first: a process that sees the room's end must find it.
         self._root.compare_set(self._ended_key, b"", msgspec.json.encode(failure))
         if self._open_next():
             self._forget_failure_before()
@@ -216,12 +205,12 @@ class Room:
         self.clear()
 
     def _forget_failure_before(self) -> None:
-        """Clear what the room before left if it failed; its reason stays until this one is closed."""
+        """Clear the previous room if it failed; its reason stays until this room is closed."""
         Room(self._root, self._me, self.number - 1).clear()
         self._root.delete(f"ended/{self.number - 2}")
 
     def _open_next(self) -> bool:
-        """Whether the room after this one is the current one now."""
+        """Open the next room; return whether it is the current one now."""
         following = self.number + 1
         record = self.record()
         if record is not None and record.fixed and not self.has_ended():
@@ -235,23 +224,19 @@ class Room:
         self.store.delete_prefix("")
 
     def watch(self, timeout: float) -> None:
-        """Wait until the room has ended, but no longer than ``timeout``."""
+        """Wait until the room has ended, for at most ``timeout`` seconds."""
         with contextlib.suppress(StoreTimeout):
             self._root.wait([self._ended_key], timeout)
 
 
 def died(members: Mapping[int, MemberDescription], advice: str = START_AGAIN) -> str:
-    """The reason of a meeting that failed because these members died.
-
-    Args:
-        advice: what a user does then, as the end of a sentence.
-    """
+    """Return the reason of a meeting that failed because these members died; it ends with ``advice``."""
     named = ", ".join(f"rank {rank} ({each})" for rank, each in sorted(members.items()))
     return f"{named} died while the ranks were meeting; {advice}"
 
 
 def never_came(ranks: Mapping[int, str]) -> str:
-    """The reason of a meeting that failed because the processes of these ranks ended elsewhere."""
+    """Return the reason of a meeting that failed because these ranks ended before they arrived."""
     named = "; ".join(f"rank {rank} ended ({how})" for rank, how in sorted(ranks.items()))
     return (
         f"{named} without meeting the others; every rank of a job must call init, as often as the others do"

@@ -1,4 +1,4 @@
-"""The handlers of ``env://``, ``tcp://``, ``file://``, and of servers that are not shoal's."""
+"""The handlers of ``env://``, ``tcp://`` and ``file://``, and of third-party servers."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .hosting import share
 from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url, store_address
 
-#: seconds between two looks for a name that is not known yet
+#: seconds between two lookups of a name that is not known yet
 _NAME_PAUSE = 0.5
-#: ranks that connect to a store server in a second, and those that a job has at least for this to matter
+#: ranks that may connect to a store server in a second, and the job size from which this limit applies
 _A_SECOND, _LARGE = 2500, 500
 
 
 def env(request: Request) -> Venue:
-    """``env://``: what the launcher's environment says; a group of one when there is no launcher."""
+    """``env://``: the venue that the launcher's environment names; a group of one without a launcher."""
     launch = read(request.environ)
     if launch is None:
         if request.size not in (None, 1) or request.rank not in (None, 0):
             raise ConfigurationError(
-                f"env:// with rank={request.rank} and size={request.size}: no launcher set anything in the "
-                "environment, so there is no place to meet; give shoal.init a url, or start with `shoal run`"
+                f"env:// with rank={request.rank} and size={request.size}: the environment has no variables "
+                "of a launcher, so no store is known; give shoal.init a url, or start with `shoal run`"
             )
         return Venue(MemoryStore(), 0, 1)
     if request.job is not None:
@@ -51,7 +51,7 @@ def env(request: Request) -> Venue:
     rank = launch.rank if request.rank is None else request.rank
     size = launch.size if request.size is None else request.size
     if (rank, size) != (launch.rank, launch.size):
-        launch = replace(launch, local_rank=None, local_size=None)  # they belong to another group
+        launch = replace(launch, local_rank=None, local_size=None)  # they are of another group
     try:
         venue = _launched(launch, replace(request, rank=rank, size=size))
     except ConfigurationError as error:
@@ -69,7 +69,7 @@ def _launched(launch: Launch, request: Request) -> Venue:
     if launch.url is not None:
         url = parse_url(launch.url)
         if url.scheme == "env":
-            raise ConfigurationError("SHOAL_STORE must name a place to meet, not env:// again")
+            raise ConfigurationError("SHOAL_STORE must be the URL of a store, not env://")
         return open_venue(replace(request, url=url, job=launch.job))
     if request.size == 1:
         return Venue(MemoryStore(), 0, 1)
@@ -85,7 +85,7 @@ def _launched(launch: Launch, request: Request) -> Venue:
 
 
 def file(request: Request) -> Venue:
-    """``file:///path``: a file that all ranks can lock, on a local disk or a shared one."""
+    """``file:///path``: a file that all ranks can lock, on a local or a shared disk."""
     if request.url.netloc not in ("", "localhost") or not request.url.path.startswith("/"):
         raise UsageError(f"rendezvous url {urlunsplit(request.url)!r}: expected file:///absolute/path")
     path = Path(unquote(request.url.path))
@@ -96,11 +96,10 @@ def file(request: Request) -> Venue:
 
 
 def tcp(request: Request) -> Venue:
-    """``tcp://host:port``: a store server, which rank 0 starts when none listens there.
+    """``tcp://host:port``: a store server, which rank 0 starts if none listens there.
 
-    Where the size is given and ranks are not, the first process that can bind the address starts it.
-
-    Over loopback a job that was given no secret uses that of its user.
+    If the size is given and ranks are not, the first process that can bind the address starts it.
+    Over loopback, a job without a secret uses that of its user.
     """
     host, port = _host_and_port(request)
     address = _address(host, port, request)
@@ -114,11 +113,11 @@ def tcp(request: Request) -> Venue:
         if request.deadline.expired:
             raise RendezvousTimeout(
                 f"rendezvous: {'this process' if request.rank is None else 'rank 0'} cannot serve the store "
-                f"at {host}:{port}: for "
-                f"{in_seconds(request.deadline.timeout)} another socket has had the port, though nobody "
-                "listens there; choose one outside of /proc/sys/net/ipv4/ip_local_port_range"
+                f"at {host}:{port}: another socket has used the port for "
+                f"{in_seconds(request.deadline.timeout)} without listening on it; choose a port outside of "
+                "the range in /proc/sys/net/ipv4/ip_local_port_range"
             )
-        time.sleep(0.05)  # most likely a connection has it as its own end, and will be closed
+        time.sleep(0.05)  # most likely the local port of a connection, which will be closed
         hosted = share(address, port, secret, start=True)
     if not serves:
         time.sleep(_before_first_try(request))
@@ -129,13 +128,13 @@ def tcp(request: Request) -> Venue:
             hosted.close()
         if isinstance(error, StoreTimeout):
             raise RendezvousTimeout(
-                f"rendezvous: {_server_of(request)} is late or gone: {error}"
-            ) from None  # the store's error says no more
+                f"rendezvous: {_server_of(request)} is late or has ended: {error}"
+            ) from None  # the message contains the cause
         if isinstance(error, AuthenticationError) and not request.secret:
             raise AuthenticationError(
                 f"{error}. This process was given no secret, so it used the one that the processes of its "
-                "user share on this host; another user started the store there, or one with a secret, or "
-                f"with another TMPDIR: {SET_A_SECRET}"
+                "user share on this host; the store was started by another user, with a secret, or with "
+                f"another TMPDIR: {SET_A_SECRET}"
             ) from error
         raise
     venue = Venue(store, request.rank, request.size, secret=secret, address=address)
@@ -145,30 +144,29 @@ def tcp(request: Request) -> Venue:
 
 
 def _server_of(request: Request) -> str:
-    """Who serves the store, for messages."""
     if request.rank is None and request.size is not None:
-        return "a process on the host of the store, which would serve it,"
-    return "rank 0, or whoever starts the store,"
+        return "the process on the store's host that would serve the store"
+    return "rank 0, or the process that starts the store,"
 
 
 def outside(request: Request) -> Venue:
-    """``etcd://`` and ``etcds://``: servers that know nothing of shoal, and so cannot ask for its secret."""
+    """``etcd://``, ``redis://`` and the like: third-party servers, which cannot check shoal's secret."""
     if not request.secret:
         raise ConfigurationError(
-            f"a job that meets in {request.url.scheme}:// needs a secret of its own, as others may read what "
-            "is there: set the same one for every process, SHOAL_SECRET=$(openssl rand -hex 16) (or "
+            f"a job with a store at {request.url.scheme}:// needs a secret, because others may have access "
+            "to the store: set the same one for every process, SHOAL_SECRET=$(openssl rand -hex 16) (or "
             "SHOAL_SECRET_FILE, the path of a file), or give secret="
         )
     job = config.JOB.get(request.environ) if request.job is None else request.job
     try:
         store = open_outside(request.url, job=job, timeout=request.deadline.remaining())
     except StoreTimeout as error:
-        raise RendezvousTimeout(f"rendezvous: {error}") from None  # the store's error says no more
+        raise RendezvousTimeout(f"rendezvous: {error}") from None  # the message contains the cause
     return Venue(store, request.rank, request.size, address=store_address(store))
 
 
 def _before_first_try(request: Request) -> float:
-    """Seconds until this rank connects, so that those of a large job do not all come at one moment."""
+    """Return the seconds until this rank connects, which spread the connections of a large job."""
     size = request.size or 0
     if size < _LARGE:
         return 0.0
@@ -188,10 +186,10 @@ def _host_and_port(request: Request) -> tuple[str, int]:
 
 
 def _address(host: str, port: int, request: Request) -> str:
-    """The numeric address to serve and to connect to."""
+    """Return the numeric address to serve at and to connect to."""
     address, secret = _resolved(host, port, request), request.secret
     if secret and is_loopback(address) and not _means_loopback(host):
-        # Many systems give their own name a loopback address in /etc/hosts, where no other host finds it.
+        # Many systems map their own name to loopback in /etc/hosts, where other hosts cannot reach it.
         return address_towards(address)
     if not secret and not is_loopback(address):
         raise ConfigurationError(
@@ -203,7 +201,7 @@ def _address(host: str, port: int, request: Request) -> str:
 
 
 def _resolved(host: str, port: int, request: Request) -> str:
-    """The first address of ``host``.  In Kubernetes a pod's name is known only some time after the pod."""
+    """Return the first address of ``host``. In Kubernetes a pod starts before its name is known."""
     while True:
         try:
             return resolve(host, port)[0]

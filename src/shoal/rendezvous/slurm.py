@@ -1,4 +1,4 @@
-"""Slurm's lists of nodes and of counts, read without a call to ``scontrol``."""
+"""Parsing of Slurm's lists of nodes and counts, without a call of ``scontrol``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-#: more nodes than any job has, and longer names than any host has
+#: upper bounds of the number of nodes of a job and of the length of a host name
 _MOST, _LONGEST = 1 << 16, 255
 
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
@@ -15,10 +15,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
 
 def first_host(nodelist: str) -> str:
-    """The first host that ``nodelist`` names, as ``scontrol show hostnames`` would print it.
+    """Return the first host that ``nodelist`` names, as ``scontrol show hostnames`` would print it.
 
     ``"node[003-007,9],login1"`` gives ``"node003"``; a name may have several brackets
-    (``"rack[1-2]n[05,07]"`` gives ``"rack1n05"``), and zeros in front are kept.
+    (``"rack[1-2]n[05,07]"`` gives ``"rack1n05"``), and leading zeros are kept.
 
     Raises:
         ValueError: the list is empty or a bracket is not closed.
@@ -27,7 +27,7 @@ def first_host(nodelist: str) -> str:
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """All hosts that ``nodelist`` names, in their order; raises as :func:`first_host`.
+    """Return all hosts that ``nodelist`` names, in order; raises as :func:`first_host`.
 
     ``"rack[1-2]n[05,07]"`` gives ``rack1n05``, ``rack1n07``, ``rack2n05`` and ``rack2n07``.
     """
@@ -38,11 +38,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def counts_of(text: str) -> list[int]:
-    """The counts of ``"2(x3),1"``, one for each node: 2, 2, 2, 1.
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """Return the counts of ``"2(x3),1"``, one for each node: 2, 2, 2, 1. ValueError: not such a list."""
     found: list[int] = []
     for each in text.strip().split(","):
         match = _COUNT.fullmatch(each)
@@ -64,7 +60,7 @@ def _hosts(nodelist: str) -> Iterator[str]:
 
 
 def _entries(nodelist: str) -> Iterator[list[tuple[str, str]]]:
-    """The entries between commas, as texts and what stands in brackets: ``("node", ""), ("", "1-2")``."""
+    """Yield the entries as pairs of text and content of brackets: ``("node", ""), ("", "1-2")``."""
     entry: list[tuple[str, str]] = []
     for match in re.finditer(r"([^\[\],]+)|\[([^\[\]]+)\]|(,)|(.)", nodelist.strip(), re.DOTALL):
         if match[4] is not None:
@@ -82,7 +78,7 @@ def _entries(nodelist: str) -> Iterator[list[tuple[str, str]]]:
 
 
 def _numbers(inside: str, nodelist: str) -> list[str]:
-    """``003-005,9`` as 003, 004, 005 and 9."""
+    """Expand ``003-005,9`` to 003, 004, 005 and 9."""
     found: list[str] = []
     for each in inside.split(","):
         match = _RANGE.fullmatch(each)

@@ -1,13 +1,13 @@
-"""What the members of a room need to know of each other: written when all have come, short to read.
+"""The summary of a complete meeting, written when all members have arrived, and short to read.
 
-Under the room's keys::
+Keys of the room::
 
-    met               decides that the meeting has succeeded, or was called off
-    met/<host>        the same for the ranks of a host (on one machine), and which they are; also the members
-                      on the machine, so that each can see who of its own is dead when the store is gone
+    met               whether the meeting has succeeded or was cancelled
+    met/<host>        the same for the ranks of a host (on one machine), with their list and the members on
+                      the machine, so that each can detect dead ones when the store is lost
 
-The ranks of a host wait for its key.  Whoever finds that all have come reads all descriptors, and nobody else
-does: what a rank reads grows with its host's ranks and not with the job.
+The ranks of a host wait for its key. Only the rank that finds all members present reads all descriptions: the
+amount that the others read grows with the number of ranks on their host, not with the job.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..errors import RendezvousError, RendezvousTimeout, StoreTimeout
 from ..store import Store
 from .record import CalledOff, MemberDescription, Process, decode, decode_member, rank_key
 
-#: what decides whether the meeting has succeeded or was called off
+#: key that decides whether the meeting has succeeded or was cancelled
 MET = "met"
 
-#: machines that :class:`Met` names
+#: maximum number of machines in :class:`Met`
 _NAMED = 8
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True):
-    """A member, for those on its machine."""
+    """A member, as described to the members on its machine."""
 
     rank: int
     process: Process
@@ -37,10 +37,10 @@ class Present(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Met(msgspec.Struct, frozen=True, tag=True):
-    """All have come.
+    """All members have arrived.
 
     Attributes:
-        machines: the first few of those that they run on, two if there is more than one.
+        machines: the first few machines that they run on, at least two if there are several.
         together: the ranks of one host.
         present: the members on one machine.
     """
@@ -51,22 +51,18 @@ class Met(msgspec.Struct, frozen=True, tag=True):
 
 
 def tell_if_all_came(room: Store, size: int) -> None:
-    """Tell those who wait in ``room`` that all have come, if that is so.
-
-    Raises:
-        RendezvousError: the meeting was called off.
-    """
+    """Notify the members that wait in ``room`` if all have arrived; RendezvousError: it was cancelled."""
     try:
         members = [
             decode_member(raw) for raw in room.multi_get([rank_key(rank) for rank in range(size)], 0.0)
         ]
     except StoreTimeout:
-        return  # who gave up was counted too
+        return  # the count includes members that withdrew
     write_summary(room, members)
 
 
 def write_summary(room: Store, members: Sequence[MemberDescription]) -> None:
-    """Tell those who wait in ``room`` that these have come, in the order of their ranks.  Raises as above."""
+    """Notify the members that wait in ``room``; ``members`` in the order of ranks. Raises as above."""
     hosts: dict[str, list[int]] = {}
     machines: dict[str, list[Present]] = {}
     for rank, each in enumerate(members):
@@ -80,7 +76,7 @@ def write_summary(room: Store, members: Sequence[MemberDescription]) -> None:
 
 
 def call_off(room: Store, notice: CalledOff, members: Iterable[MemberDescription]) -> None:
-    """Tell these members, who wait, unless all had come before."""
+    """Notify these waiting members that the meeting is cancelled, unless all had arrived before."""
     raw = msgspec.json.encode(notice)
     if room.compare_set(MET, b"", raw) == raw:
         for key in {host_key(each.host, each.machine) for each in members}:
@@ -88,12 +84,7 @@ def call_off(room: Store, notice: CalledOff, members: Iterable[MemberDescription
 
 
 def decode_met(raw: bytes) -> Met:
-    """What stands under :data:`MET`, or under a :func:`host_key`.
-
-    Raises:
-        RendezvousError: the meeting was called off.
-        StoreError: it cannot be read.
-    """
+    """Decode the value of :data:`MET`, or of a :func:`host_key`; RendezvousError: it was cancelled."""
     found: Met | CalledOff = decode(raw, Met | CalledOff)  # type: ignore[arg-type]
     if isinstance(found, CalledOff):
         raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)
@@ -101,5 +92,5 @@ def decode_met(raw: bytes) -> Met:
 
 
 def host_key(host: str, machine: str) -> str:
-    """What the ranks of ``host`` on ``machine`` wait for."""
+    """Return the key for which the ranks of ``host`` on ``machine`` wait."""
     return f"met/{hashlib.blake2b(msgspec.json.encode([host, machine]), digest_size=8).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The places where ranks can meet, and the table of URL schemes that lead to them."""
+"""The venues where ranks can meet, and the table of their URL schemes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Request:
     """The arguments of a process that wants to meet the others.
 
     Attributes:
-        url: where to meet, taken apart.
-        rank, size: None where the launcher or the store has to say.
-        secret: the job's secret, b"" for none.
-        deadline: until when the meeting must have succeeded.
+        url: of the rendezvous, split.
+        rank, size: None: determined by the launcher or the store.
+        secret: the job's secret; b"": none.
+        deadline: by which all ranks must have met.
         environ: the launcher's variables.
-        host: identity of the host if it is not the machine's own.
-        job: name of the job, in the place of what the environment says.
-        serves: whether this process may start the store, if nobody has.
+        host: identity of the host; None: that of the machine.
+        job: name of the job; overrides the environment.
+        serves: whether this process may start the store if there is none.
     """
 
     url: SplitResult
@@ -44,33 +44,33 @@ class Request:
 
 
 def nothing() -> None:
-    """Nothing is to be done."""
+    """Do nothing."""
 
 
-#: what a user does after a meeting has failed, as error messages say it
+#: what a user should do after a failed meeting, for error messages
 START_AGAIN = "start the job again"
 
 
 @dataclass(frozen=True, slots=True)
 class Venue:
-    """Where the ranks of a job meet, as the handler of a URL's scheme found it.
+    """Where the ranks of a job meet, as opened by the handler of a URL's scheme.
 
     Attributes:
         store: shared by all ranks of the job; closed with the group.
-        rank, size: of this process; None where the store has to say.
-        local_rank, local_size: None where they have to be found from the hosts of all ranks.
-        job, epoch: whose place it is; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``.  The
-            request's job comes first.
-        secret: of the place, for a job that was given none; b"" if the place has none.
-        private: nobody but this job's user can read the store, so that a secret can be agreed in it.
-        brief: the store may be gone before the group, so the ranks leave the meeting when they are connected.
-        address: numeric network address of the store, where it has one; ranks on other hosts listen on
-            the interface that leads there.
-        advice: what a user does after a meeting here has failed, as the end of a sentence.
-        alone: None, but for a process that serves the store to the others and so must be the last to go:
-            tells whether all others disconnected.
+        rank, size: of this process; None: determined by the store.
+        local_rank, local_size: None: determined from the hosts of all ranks.
+        job, epoch: of the ranks that meet; None: ``SHOAL_JOB`` and ``SHOAL_EPOCH``. The request's job has
+            precedence.
+        secret: of the venue, for a job without one; b"": none.
+        private: only this job's user can read the store, so a secret can be agreed on in it.
+        brief: the store may end before the group, so the ranks leave the meeting once they are connected.
+        address: numeric network address of the store, if any; ranks on other hosts listen on the interface
+            with the route to it.
+        advice: what a user should do after a failed meeting, as the end of a sentence.
+        alone: in a process that serves the store and so must end last: returns whether all others have
+            disconnected. None in other processes.
         met: called when all ranks have met.
-        close: called after the store was closed.
+        close: called after the store is closed.
     """
 
     store: Store
@@ -91,7 +91,7 @@ class Venue:
 
 
 class Handler(Protocol):
-    """Opens the place that a URL names."""
+    """Opens the venue of a URL."""
 
     def __call__(self, request: Request, /) -> Venue: ...
 
@@ -100,17 +100,17 @@ _handlers: dict[str, Handler] = {}
 
 
 def register_rendezvous(scheme: str, handler: Handler) -> None:
-    """Give URLs that start with ``scheme://`` a meaning wherever a place to meet, or its store, is named.
+    """Register ``handler`` for URLs that start with ``scheme://``.
 
-    That is :func:`shoal.init`, ``SHOAL_STORE``, ``shoal run --store`` and :func:`shoal.store.open_store`.
+    :func:`shoal.init`, ``SHOAL_STORE``, ``shoal run --store`` and :func:`shoal.store.open_store` accept them.
 
     Args:
-        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
-        handler: called with a :class:`Request`; returns the :class:`Venue`.  It may be called several
-            times for one meeting, when the store is lost before all have met.
+        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, starting with a letter.
+        handler: called with a :class:`Request`; returns the :class:`Venue`. It may be called several times
+            for one meeting, if the store is lost before all have met.
 
     Raises:
-        UsageError: the scheme is malformed, or has a handler already.
+        UsageError: the scheme is malformed, or already has a handler.
     """
     check_scheme("rendezvous", scheme)
     if scheme in _handlers:
@@ -127,17 +127,13 @@ def register_rendezvous(scheme: str, handler: Handler) -> None:
 
 
 def unregister_rendezvous(scheme: str) -> None:
-    """Take back a :func:`register_rendezvous`; does nothing when there was none."""
+    """Undo :func:`register_rendezvous`; does nothing if there is no handler."""
     _handlers.pop(scheme, None)
     register_place(scheme, None)
 
 
 def parse_url(url: str) -> SplitResult:
-    """``url`` taken apart.
-
-    Raises:
-        UsageError: it is no URL, or nobody knows its scheme; the message lists those registered.
-    """
+    """Split ``url``; UsageError if it is malformed or has an unknown scheme."""
     if not isinstance(url, str):
         raise UsageError(f"rendezvous url {url!r}: expected a str")
     shown = redacted(url)
@@ -155,7 +151,7 @@ def parse_url(url: str) -> SplitResult:
 
 
 def open_venue(request: Request) -> Venue:
-    """The venue that the request's URL names: what its scheme's handler opens, or a store of that scheme."""
+    """Open the venue of the request's URL: by its scheme's handler, or in a store of that scheme."""
     handler = _handlers.get(request.url.scheme)
     if handler is not None:
         return handler(request)
@@ -164,7 +160,7 @@ def open_venue(request: Request) -> Venue:
 
 
 def store_address(store: Store) -> str | None:
-    """Numeric address of the host that serves ``store``, where that is known."""
+    """Return the numeric address of the host that serves ``store``; None if unknown."""
     if not store.host:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Stores: key-value servers through which the processes of a job meet.
+"""Key-value stores through which the processes of a job exchange small data.
 
 =====================  ==================================================================
 :class:`MemoryStore`   for threads of one process
@@ -8,8 +8,8 @@
 :class:`PrefixStore`   a view of another store in which every key has a prefix
 =====================  ==================================================================
 
-:func:`open_store` opens the one that a URL names, :func:`adopt` makes one of a ``torch.distributed.Store``.
-A further one is a :class:`Store` over a :class:`Backing` of one's own.
+:func:`open_store` opens the store that a URL names, :func:`adopt` wraps a ``torch.distributed.Store``.
+A user-defined store is a :class:`Store` over a :class:`Backing`.
 """
 
 from .backing import Backing

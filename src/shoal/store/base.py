@@ -1,9 +1,8 @@
-"""The interface of a store: a small key-value server through which the processes of a job meet.
+"""The interface of a store: a small key-value server shared by the processes of a job.
 
-Keys are any text, values bytes of up to 64 MB.  Every call has a deadline: its own, or the store's.
-``tests/store/conformance.py`` is the same contract as tests; a store of one's own should pass it.
-
-The operations are those of ``torch.distributed``'s stores, and have their meaning.
+Keys are any text, values are bytes, at most 64 MB each. Every call has a deadline: its own, or the store's.
+The operations have the meaning that they have in the stores of ``torch.distributed``.
+``tests/store/conformance.py`` tests this contract; a user-defined store should pass it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .backing import RequestExecutor
 from .operations import MAX_VALUE, KeysMissing
 from .requests import Call, StoreRequest
 
-#: a number of seconds, or a ``timedelta`` as torch's stores take it; None: the store's default
+#: number of seconds, or a ``timedelta`` as in torch's stores; None: the store's default
 Timeout = float | timedelta | None
 Value = bytes | bytearray | memoryview | str
 T = TypeVar("T")
@@ -40,15 +39,15 @@ _Self = TypeVar("_Self", bound="Store")
     "Call clone() for a second client, or shoal.store.open_store() in the other process",
 )
 class Store:
-    """A key-value store.  All methods may be called from several threads at once.
+    """A key-value store. All methods are thread-safe.
 
-    This class checks arguments, waits, and raises; a backing holds the data.
-    Every method raises ``StoreError`` when the store cannot be reached or was closed, and
-    ``ForkedProcess`` in a child that inherited the store by ``fork``.
+    This class checks arguments, waits and raises; a backing holds the data. Every method raises
+    ``StoreError`` when the store cannot be reached or is closed, and ``ForkedProcess`` in a child that
+    inherited the store by ``fork``.
 
     Args:
-        backing: holds the data, see :class:`~shoal.store.Backing`.  The store closes it.
-        timeout: default deadline of every call in seconds; ``SHOAL_TIMEOUT`` unless given.
+        backing: holds the data, see :class:`~shoal.store.Backing`. The store closes it.
+        timeout: default deadline of every call in seconds; None: ``SHOAL_TIMEOUT``.
     """
 
     #: default deadline of every call in seconds; may be assigned
@@ -62,78 +61,78 @@ class Store:
 
     @property
     def host(self) -> str | None:
-        """Name or address of the host that holds the data, where that is known."""
+        """Name or address of the host that holds the data; None: unknown."""
         return self._backing.host
 
     @final
     def set(self, key: str, value: Value) -> None:
-        """Store ``value`` under ``key``, in place of an earlier value; a ``str`` is encoded as UTF-8."""
+        """Set ``key`` to ``value``, replacing an earlier value; a ``str`` is encoded as UTF-8."""
         self._now(requests.Set(self._key(key), self._value(value)))
 
     @final
     def get(self, key: str, timeout: Timeout = None) -> bytes:
-        """The value of ``key``, as soon as it has one.  ``StoreTimeout`` when it gets none in time."""
+        """Wait until ``key`` exists and return its value. ``StoreTimeout`` at the deadline."""
         deadline = self._deadline(timeout)
         return self._execute(requests.Get([self._key(key)], deadline.timeout), deadline)[0]
 
     @final
     def wait(self, keys: Sequence[str], timeout: Timeout = None) -> None:
-        """Block until all ``keys`` exist.  ``StoreTimeout`` names those that were missing."""
+        """Block until all ``keys`` exist. ``StoreTimeout`` names the missing ones."""
         deadline = self._deadline(timeout)
         self._execute(requests.Wait(self._keys(keys), deadline.timeout), deadline)
 
     @final
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the counter ``key``, which starts from 0, and return the sum.
+        """Add ``amount`` to the counter ``key``, initially 0, and return the sum.
 
-        The counter is stored as decimal ASCII.  ``StoreError`` if ``key`` holds something else or
+        The counter is stored as decimal ASCII. ``StoreError`` if the value of ``key`` is not a counter, or
         the sum does not fit in 64 bits.
         """
         return self._now(requests.Add(self._key(key), self._amount(key, amount)))
 
     @final
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Store ``desired`` if the value equals ``expected``, or if there is none and ``expected`` is empty.
+        """Set ``key`` to ``desired`` if its value is ``expected`` (b"" matches a missing key as well).
 
         Returns:
-            the value that is stored now; ``expected`` when there is none.
+            the value after the call; ``expected`` if the key is missing.
         """
         request = requests.CompareSet(self._key(key), self._value(expected), self._value(desired))
         return self._now(request)
 
     @final
     def delete(self, key: str) -> bool:
-        """Remove ``key``; whether it existed."""
+        """Remove ``key`` and return whether it existed."""
         return self._now(requests.Delete(self._key(key)))
 
     @final
     def delete_prefix(self, prefix: str) -> int:
-        """Remove all keys that start with ``prefix``; how many there were.  ``""`` removes all keys."""
+        """Remove all keys that start with ``prefix`` (``""``: all keys) and return their number."""
         return self._now(requests.DeletePrefix(self._key(prefix)))
 
     @final
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist now."""
+        """Return whether all ``keys`` exist now."""
         return self._now(requests.Check(self._keys(keys)))
 
     @final
     def num_keys(self) -> int:
-        """The number of keys."""
+        """Return the number of keys."""
         return self._now(requests.NumKeys(""))
 
     @final
     def list_keys(self, prefix: str = "") -> list[str]:
-        """All keys that start with ``prefix``, sorted."""
+        """Return all keys that start with ``prefix``, sorted."""
         return self._now(requests.ListKeys(self._key(prefix)))
 
     @final
     def append(self, key: str, value: Value) -> None:
-        """Add ``value`` at the end of the value of ``key``, or store it if there is none."""
+        """Append ``value`` to the value of ``key``; a missing key is created."""
         self._now(requests.Append(self._key(key), self._value(value)))
 
     @final
     def multi_get(self, keys: Sequence[str], timeout: Timeout = None) -> list[bytes]:
-        """The values of ``keys``, in their order, as soon as all exist."""
+        """Wait until all ``keys`` exist and return their values, in the same order."""
         deadline = self._deadline(timeout)
         return self._in_parts(
             keys, lambda rest: self._execute(requests.Get(rest, deadline.remaining()), deadline)
@@ -141,12 +140,12 @@ class Store:
 
     @final
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values that ``keys`` have now, in their order; None for a key that has none."""
+        """Return the current values of ``keys``, in the same order; None for a missing key."""
         return self._in_parts(keys, lambda rest: self._now(requests.Peek(rest)))
 
     @final
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Store one value under each key.  All at once as far as others can see, up to 64 MB in all."""
+        """Set one value for each key. Other clients see all of them at once, up to 64 MB in total."""
         names = self._keys(keys)
         if len(names) != len(values):
             raise UsageError(f"{len(names)} keys and {len(values)} values: expected one value for each key")
@@ -162,22 +161,22 @@ class Store:
 
     @final
     def together(self, calls: Sequence[Call]) -> list[Any]:
-        """Make several calls in one step, which no other client comes between.
+        """Make several calls in one atomic step.
 
-        In torch's stores, and in stores of one's own that do not say how, each is a step by itself.  So it is
-        in etcd where the values that result have more than 1 MB together; in Redis a step ends at a counter
-        that is not written as Redis writes numbers (``007``).
+        In torch's stores, and in user-defined stores that do not implement this, each call is a separate
+        step; in etcd too, if the resulting values exceed 1 MB in total. In Redis a step ends at a counter
+        in a form that Redis does not accept (``007``).
 
         Args:
             calls: :class:`Set`, :class:`Add`, :class:`CompareSet`, :class:`Delete` and :class:`Append` of
-                ``shoal.store.requests``; done one after the other, up to a CompareSet that finds another
-                value than it sets; 16 at most, with 32 KB of keys and values.
+                ``shoal.store.requests``; executed in order, up to a CompareSet whose result is not its
+                desired value; at most 16, with at most 32 KB of keys and values.
 
         Returns:
-            the result of each that was done, as of the method of the same name.
+            the result of each executed call, as returned by the method of the same name.
 
         Raises:
-            StoreError: one failed.  Those before it were done, those after it were not.
+            StoreError: a call failed. The calls before it were executed, those after it were not.
         """
         if len(calls) > requests.MOST_CALLS:
             raise UsageError(f"together: {len(calls)} calls, at most {requests.MOST_CALLS}")
@@ -187,11 +186,11 @@ class Store:
         return outcome.results
 
     def clone(self: _Self, timeout: float | None = None, *, anew: bool = False) -> _Self:
-        """An independent connection to the same data.
+        """Return an independent connection to the same data.
 
         Args:
-            timeout: its default deadline in seconds, also for connecting; None: the one that this store has.
-            anew: to whatever data is there now, also if the server has lost what it held and began anew.
+            timeout: its default deadline in seconds, also for connecting; None: that of this store.
+            anew: also accept other data: the server may have lost its data and restarted empty.
         """
         self._refuse()
         seconds = self.timeout if timeout is None else timeout
@@ -201,16 +200,16 @@ class Store:
         return other
 
     def close(self) -> None:
-        """Give up the connection; calls that are in progress in other threads raise ``StoreError``."""
+        """Close the connection; calls in progress in other threads raise ``StoreError``."""
         if os.getpid() == self._pid:
             self._backing.closed.set()
-            with contextlib.ExitStack() as afterwards:  # whatever the backing or one of them raises
+            with contextlib.ExitStack() as afterwards:  # calls all of them, even if one raises
                 while self._when_closed:
                     afterwards.callback(self._when_closed.pop(0))
                 self._backing.close()
 
     def call_when_closed(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called once, after the store was closed."""
+        """Call ``function`` once, after the store is closed."""
         self._when_closed.append(function)
 
     def __enter__(self: _Self) -> _Self:
@@ -225,7 +224,7 @@ class Store:
         self.close()
 
     def _in_parts(self, keys: Sequence[str], read: Callable[[list[str]], list[T]]) -> list[T]:
-        """What ``read`` gives for ``keys``: for the first ones, as many values as fit into a message."""
+        """Call ``read``, which returns values of the first keys, until all values are read."""
         rest = self._keys(keys)
         values: list[T] = []
         while rest:
@@ -238,7 +237,7 @@ class Store:
         return self._execute(request, Deadline(self.timeout))
 
     def _execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
-        """Execute a checked request, however long its keys are missing before the deadline."""
+        """Execute a checked request; wait for missing keys until the deadline."""
         backing = self._backing
         while True:
             self._refuse()
@@ -257,8 +256,8 @@ class Store:
     def _refuse(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcess(
-                f"this {type(self).__name__} was opened by process {self._pid}, and process {os.getpid()} "
-                "is a fork of it; open a store of its own in the child, or start workers with spawn"
+                f"this {type(self).__name__} was opened by process {self._pid} and cannot be used in its "
+                f"fork, process {os.getpid()}; open another store in the child, or start workers with spawn"
             )
         if self._backing.closed.is_set():
             raise self._closed_error()
@@ -304,7 +303,7 @@ class Store:
 
 
 def checked_key(key: str) -> str:
-    """``key`` itself, if it is text.  Raises UsageError."""
+    """Return ``key`` if it is valid text; raise UsageError otherwise."""
     if not isinstance(key, str):
         raise UsageError(f"a key must be a str, not {type(key).__name__}")
     if not key.isascii():
@@ -316,7 +315,7 @@ def checked_key(key: str) -> str:
 
 
 def checked_value(value: Value, longest: int = MAX_VALUE) -> bytes:
-    """``value`` as bytes.  Raises UsageError for another type, StoreError if it is too long."""
+    """Return ``value`` as bytes. Raises UsageError for another type, StoreError if it is too long."""
     if isinstance(value, str):
         value = value.encode()
     elif not isinstance(value, bytes):
@@ -329,7 +328,7 @@ def checked_value(value: Value, longest: int = MAX_VALUE) -> bytes:
 
 
 def timed_out(missing: Sequence[str], timeout: float) -> StoreTimeout:
-    """The error that names the keys that were missing."""
+    """Return the error that names the missing keys."""
     named = ", ".join(repr(key) for key in missing[:16])
     more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
     return StoreTimeout(f"waited {in_seconds(timeout)}, and these keys were not set: {named}{more}")

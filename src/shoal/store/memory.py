@@ -18,10 +18,10 @@ T = TypeVar("T")
 class MemoryStore(Store):
     """Keys and values in this process's memory, for ranks that are threads.
 
-    Threads may share one object, or each take a :meth:`clone`, which sees the same data.
+    Threads may share one object, or each use a :meth:`clone`, which has the same data.
 
     Args:
-        timeout: default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
+        timeout: default deadline in seconds; None: ``SHOAL_TIMEOUT``.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -29,7 +29,7 @@ class MemoryStore(Store):
 
 
 class _Memory(RequestExecutor):
-    """One handle on a table that ``changed`` guards and announces changes of."""
+    """A handle on a table; ``changed`` guards the table and is notified of its changes."""
 
     def __init__(self, table: KeyTable, changed: threading.Condition) -> None:
         super().__init__()

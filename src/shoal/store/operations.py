@@ -14,16 +14,16 @@ R = TypeVar("R")
 #: longest value in bytes
 MAX_VALUE = 64 * 2**20
 
-#: a counter lies between -_MOST and _MOST - 1
+#: counters are in the range from -_MOST to _MOST - 1
 _MOST = 2**63
 
 
 class ValueRefused(StoreError):
-    """A value that the key holds, or is to hold, is in the way; nothing was changed."""
+    """The old or new value of a key does not permit the operation; nothing was changed."""
 
 
 class KeysMissing(Exception):
-    """A request cannot be executed before these keys exist."""
+    """A request cannot be executed until these keys exist."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__(keys)
@@ -31,9 +31,9 @@ class KeysMissing(Exception):
 
 
 class Operations(abc.ABC):
-    """All operations on keys, in terms of the three that are abstract.
+    """All operations on keys, in terms of the three abstract ones.
 
-    An implementation overrides whatever it can do in fewer steps.
+    A subclass overrides the operations that it can do in fewer steps.
     """
 
     #: longest value in bytes
@@ -41,44 +41,44 @@ class Operations(abc.ABC):
 
     @abc.abstractmethod
     def get_now(self, key: str) -> bytes | None:
-        """The value of ``key``; None if it does not exist."""
+        """Return the value of ``key``; None if it does not exist."""
 
     @abc.abstractmethod
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
-        """Store ``value`` if ``key`` holds ``held``, in one step that no other client can come between.
+        """Set ``key`` to ``value`` if its value is ``held``, in one atomic step.
 
-        None stands for a key that does not exist: ``held=None`` creates the key, ``value=None`` removes it.
+        None stands for a missing key: ``held=None`` creates the key, ``value=None`` removes it.
 
         Returns:
-            whether ``value`` was stored; False means that the key holds something else.
+            whether ``value`` was stored; False: the key has another value.
         """
 
     @abc.abstractmethod
     def list_keys(self, prefix: str) -> Sequence[str]:
-        """The keys that start with ``prefix``, in any order."""
+        """Return the keys that start with ``prefix``, in any order."""
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        """The values of ``keys``; or of the first ones, at least one, if more than that would be too much."""
+        """Return the values of ``keys``, or of at least one of the first ones if all would be too long."""
         return [self.get_now(key) for key in keys]
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        """The same, where keys may not exist, or be removed meanwhile."""
+        """Like :meth:`get_many`, for keys that may be missing or be removed meanwhile."""
         return self.get_many(keys)
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """The keys among ``keys`` that do not exist."""
+        """Return those of ``keys`` that do not exist."""
         return [key for key in keys if self.get_now(key) is None]
 
     def count(self, prefix: str) -> int:
-        """The number of keys that start with ``prefix``."""
+        """Return the number of keys that start with ``prefix``."""
         return len(self.list_keys(prefix))
 
     def set(self, key: str, value: bytes) -> None:
-        """Store ``value`` under ``key``, whatever it held."""
+        """Set ``key`` to ``value``, whatever its value was."""
         self._change(key, lambda held: value)
 
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """Store several values; in one step where the store can do that."""
+        """Set several values, in one step if the store can do that."""
         for key, value in items:
             self.set(key, value)
 
@@ -88,7 +88,7 @@ class Operations(abc.ABC):
         return expected if value is None else value
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return the sum; StoreError if the key holds no counter."""
+        """Add to a counter and return the sum; StoreError if the value is not a counter."""
 
         def total(held: bytes | None) -> bytes:
             found = counted(key, held, amount)
@@ -97,7 +97,7 @@ class Operations(abc.ABC):
         return int(self._change(key, total)[1] or 0)
 
     def append(self, key: str, value: bytes) -> None:
-        """Add ``value`` at the end of the value of ``key``; StoreError if that gets too long."""
+        """Append ``value`` to the value of ``key``; StoreError if it becomes too long."""
 
         def joined(held: bytes | None) -> bytes:
             whole = (held or b"") + value
@@ -107,27 +107,27 @@ class Operations(abc.ABC):
         self._change(key, joined)
 
     def delete(self, key: str) -> bool:
-        """Remove ``key``; whether it existed."""
+        """Remove ``key`` and return whether it existed."""
         held, _ = self._change(key, lambda held: None)
         return held is not None
 
     def delete_prefix(self, prefix: str) -> int:
-        """Remove the keys that start with ``prefix``; how many there were."""
+        """Remove the keys that start with ``prefix`` and return their number."""
         return sum(self.delete(key) for key in self.list_keys(prefix))
 
     def together(self, calls: Sequence[C], one_by_one: Callable[[Operations, Sequence[C]], R]) -> R:
-        """Make several calls; in one step where the store can do that.
+        """Make several calls, in one step if the store can do that.
 
         Args:
-            calls: requests to change one key each, in ``key``.
-            one_by_one: makes them, of the operations that it is given.
+            calls: requests that each change the key ``key``.
+            one_by_one: executes the calls in order on the operations that it is given.
         """
         return one_by_one(self, calls)
 
     def _change(
         self, key: str, value_of: Callable[[bytes | None], bytes | None]
     ) -> tuple[bytes | None, bytes | None]:
-        """Give ``key`` the value that ``value_of`` makes of what it holds: what it held, and holds now."""
+        """Replace the value of ``key`` by ``value_of`` that value; return the old and the new value."""
         refusals = 0
         while True:
             held = self._held(key)
@@ -138,10 +138,10 @@ class Operations(abc.ABC):
             self.refused(key, refusals)
 
     def refused(self, key: str, times: int) -> None:
-        """:meth:`swap` has stored nothing, for the ``times``-th time in one call; raises to try no more."""
+        """Called after the ``times``-th failed :meth:`swap` of one call; may raise to stop the attempts."""
 
     def _held(self, key: str) -> bytes | None:
-        """The value of ``key``, for :meth:`swap`, which would never find a value of another type."""
+        """Return the value of ``key`` and check its type: :meth:`swap` would never match another type."""
         value = self.get_now(key)
         if value is None or isinstance(value, bytes):
             return value
@@ -155,7 +155,7 @@ class KeyTable(Operations):
 
     Attributes:
         values: the data.
-        touched: keys that were given a value or removed since the owner last emptied the list.
+        touched: keys that were set or removed since the owner last cleared the list.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class KeyTable(Operations):
         return [key for key in self.values if key.startswith(prefix)]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of the first keys: as many as fit into one message, and at least one."""
+        """Return the values of the first keys: as many as fit into one message, at least one."""
         values: list[bytes | None] = []
         total = 0
         for key in keys:
@@ -223,7 +223,7 @@ class KeyTable(Operations):
 
 
 def counted(key: str, held: bytes | None, amount: int) -> int:
-    """The counter ``held`` plus ``amount``.  StoreError if it is no counter, or the sum exceeds 64 bits."""
+    """Return ``held`` plus ``amount``. StoreError if it is not a counter, or the sum exceeds 64 bits."""
     held = b"0" if held is None else held
     if not held.removeprefix(b"-").isdigit() or len(held) > 20:
         raise ValueRefused(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
@@ -234,11 +234,11 @@ def counted(key: str, held: bytes | None, amount: int) -> int:
 
 
 def check_length(key: str, value: bytes, longest: int) -> None:
-    """Raise StoreError if ``value`` is longer than a store takes."""
+    """Raise StoreError if ``value`` is longer than the store permits."""
     if len(value) > longest:
         raise too_long(key, len(value), longest)
 
 
 def too_long(key: str, length: int, longest: int) -> ValueRefused:
-    """The error of a value of ``length`` bytes."""
+    """Return the error for a value of ``length`` bytes."""
     return ValueRefused(f"key {key!r}: {length} bytes, this store takes at most {longest} in a value")

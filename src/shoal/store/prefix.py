@@ -1,4 +1,4 @@
-"""A view of a store in which every key has a prefix, so that users of one store do not meet."""
+"""A view of a store in which every key has a prefix, so that the keys of several users do not collide."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ T = TypeVar("T")
 
 
 class PrefixStore(Store):
-    """Sees and touches only the keys ``prefix/...`` of another store.
+    """A view of the keys ``prefix/...`` of another store.
 
-    It has no connection of its own: :meth:`close` closes the store below, so of several views of
-    one store only the owner of that store should be closed.  Errors name full keys, prefix
-    included.
+    It has no connection of its own: :meth:`close` closes the underlying store, so if several views share a
+    store, close only that store. Errors name full keys, including the prefix.
 
     Args:
-        prefix: the beginning of every key, without the slash.
-        store: where the data is: a store, or one of ``torch.distributed`` (see :func:`adopt`).
+        prefix: start of every key, without the slash.
+        store: the underlying store, of shoal or of ``torch.distributed`` (see :func:`adopt`).
     """
 
     _backing: _View
@@ -33,12 +32,12 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """The beginning of every key, without the slash."""
+        """Start of every key, without the slash."""
         return self._backing.start[:-1]
 
     @property
     def store(self) -> Store:
-        """The store below."""
+        """The underlying store."""
         return self._backing.below
 
 

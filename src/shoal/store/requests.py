@@ -1,8 +1,7 @@
 """The calls of a store as records, which a TCP store sends to its server and a file store writes to its log.
 
-``apply`` executes a request on :class:`~shoal.store.operations.Operations`, which say what each operation
-means.  The number of a request (``tag``) stands in logs and on the wire: it is never given to another
-request.
+``apply`` executes a request on :class:`~shoal.store.operations.Operations`, which define each operation.
+The number of a request (``tag``) is part of logs and of the wire format: it is never reused.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _Self = TypeVar("_Self", bound="StoreRequest[Any]")
 class StoreRequest(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """One operation whose result is a ``T``."""
 
-    #: whether it can change something
+    #: whether the request can change something
     writes: ClassVar[bool] = True
 
     def apply(self, operations: Operations) -> T:
-        """Execute it.  Raises StoreError or KeysMissing, and has then changed nothing."""
+        """Execute the request. Raises StoreError or KeysMissing, and has changed nothing then."""
         raise NotImplementedError
 
     def under(self: _Self, start: str) -> _Self:
-        """The same request for keys that begin with ``start``."""
+        """Return the same request with ``start`` before each key."""
         raise NotImplementedError
 
 
@@ -58,7 +57,7 @@ class _Prefix(StoreRequest[T], Generic[T], frozen=True, array_like=True):
 
 
 class Blocking(_Keys[T], Generic[T], frozen=True, array_like=True):
-    """An operation that is applied only once all its keys exist; ``timeout``: seconds until it fails."""
+    """An operation that waits until all its keys exist, for at most ``timeout`` seconds."""
 
     timeout: float
 
@@ -71,7 +70,7 @@ class Set(_OneKey[None], frozen=True, array_like=True, tag=1):
 
 
 class Get(Blocking[list[bytes]], frozen=True, array_like=True, tag=2):
-    """The values of the first keys: as many as fit into one message, and at least one."""
+    """The values of the first keys: as many as fit into one message, at least one."""
 
     def apply(self, operations: Operations) -> list[bytes]:
         if len(self.keys) == 1:
@@ -79,7 +78,7 @@ class Get(Blocking[list[bytes]], frozen=True, array_like=True, tag=2):
             if value is None:
                 raise KeysMissing(self.keys)
             return [value]
-        if missing := operations.missing(self.keys):  # before values are read in vain
+        if missing := operations.missing(self.keys):  # checked first, so that no value is read in vain
             raise KeysMissing(missing)
         values = []
         for key, value in zip(self.keys, operations.get_many(self.keys)):  # noqa: B905
@@ -157,16 +156,16 @@ class DeletePrefix(_Prefix[int], frozen=True, array_like=True, tag=12):
 
 
 class Peek(_Keys[list[bytes | None]], frozen=True, array_like=True, tag=13):
-    """Read the values that are there now; of the first keys, as far as they fit into one message."""
+    """The current values of the first keys: as many as fit into one message."""
 
     def apply(self, operations: Operations) -> list[bytes | None]:
         return list(operations.peek(self.keys)) if self.keys else []
 
 
-#: what :class:`Together` takes
+#: the calls that :class:`Together` accepts
 Call = Set | Add | CompareSet | Delete | Append
-#: how many, and how many bytes: of their keys and values together, and of a value that a CompareSet finds.
-#: So a server keeps short replies, and others never wait long.
+#: limits: number of calls; bytes of their keys and values, and of a value that a CompareSet finds.
+#: They keep the replies that a server stores short, and other clients from waiting long.
 MOST_CALLS, SHORT = 16, 2**15
 
 
@@ -176,14 +175,14 @@ def _size(call: Call) -> int:
 
 
 class TogetherResult(msgspec.Struct, frozen=True, array_like=True):
-    """The result of :class:`Together`: that of each request that was done, and why the next one failed."""
+    """The results of the executed requests of :class:`Together`, and the reason why the next one failed."""
 
     results: list[Any]
     failure: str = ""
 
 
 def too_long_found(length: int) -> str:
-    """The failure of a CompareSet that has found a value of ``length`` bytes."""
+    """Return the failure of a CompareSet that found a value of ``length`` bytes."""
     return f"a value of {length} bytes was found: {SHORT} at most"
 
 
@@ -203,9 +202,9 @@ def _one_by_one(operations: Operations, calls: Sequence[Call]) -> TogetherResult
 
 
 class Together(StoreRequest[TogetherResult], frozen=True, array_like=True, tag=14):
-    """Writes, done one after the other, up to the first that fails or finds another value than it sets.
+    """Writes, executed in order, up to the first that fails or a CompareSet that finds another value.
 
-    Nobody comes in between, but where :meth:`shoal.store.Store.together` says so.
+    Atomic, with the exceptions that :meth:`shoal.store.Store.together` lists.
     """
 
     requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
@@ -224,14 +223,14 @@ _AnyRequest = (
     | DeletePrefix | Peek | Together
 )  # fmt: skip
 
-#: the type of each request's result, with which a reply is decoded
+#: the type of each request's result, for decoding replies
 RESULTS: dict[type[StoreRequest[Any]], Any] = {
     Set: None, Get: list[bytes], Wait: None, Add: int, CompareSet: bytes, Delete: bool, Check: bool,
     NumKeys: int, ListKeys: list[str], Append: None, MultiSet: None, DeletePrefix: int,
     Peek: list[bytes | None], Together: TogetherResult,
 }  # fmt: skip
 
-#: turn a request into msgpack and back; MalformedMessage for bytes that are none
+#: convert a request to msgpack and back; MalformedMessage for bytes that are not a request
 _encoder = msgspec.msgpack.Encoder()
 encode, encode_into = _encoder.encode, _encoder.encode_into
 decode: Callable[[Raw], StoreRequest[Any]] = msgpack_decoder(_AnyRequest)

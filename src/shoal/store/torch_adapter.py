@@ -1,9 +1,8 @@
-"""The stores of ``torch.distributed``, used as ours.
+"""An adapter from the stores of ``torch.distributed`` to :class:`Store`.
 
-Everything here asks a torch store only questions that it answers at once, and polls where it has to wait:
-a torch ``TCPStore`` serves one call at a time, so that a blocking ``get`` would keep all other threads
-from it, and some of torch's stores take no timeout of a single call.  The store itself is left as it is:
-its timeout is not touched and it is never closed.
+The adapter uses only calls of the torch store that return at once, and polls to wait: a torch ``TCPStore``
+serves one call at a time, so a blocking ``get`` would block all other threads, and some torch stores have no
+timeout for a single call. It neither changes the torch store's timeout nor closes the torch store.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from .operations import check_length, counted
 MAX_FOREIGN_VALUE = 8 * 2**20
 #: longest key in bytes: a torch TCPStore takes 8 KB, with all prefixes
 MAX_FOREIGN_KEY = 4096
-#: so many keys are asked for in one message
+#: maximum number of keys in one message
 _AT_ONCE = 10_000
-#: up to so many values are read one by one, which never blocks
+#: up to this number, values are read one by one, which never blocks
 _FEW = 16
-#: nobody's value; see ``_Adapter.get_now``
+#: a value that no client stores; see ``_Adapter.get_now``
 _ABSENT = b"\0shoal.store.foreign: there is no value\0"
-#: lines of JSON: the keys that were ever set, in stores that cannot list theirs
+#: key of the index in stores that cannot list their keys: lines of JSON, one for each key ever set
 _INDEX = "shoal.keys"
 
 _METHODS = ("set", "get", "add", "check", "compare_set", "delete_key")
@@ -54,21 +53,21 @@ class _TorchStore(Protocol):
 
 
 def adopt(store: object) -> Store:
-    """``store`` as a :class:`Store`: one of ours as it is, a ``torch.distributed.Store`` behind an adapter.
+    """Return ``store`` as a :class:`Store`; wrap a ``torch.distributed.Store`` in an adapter.
 
-    The adapter keeps the contract of :class:`Store`, within the limits of torch's stores:
+    The adapter fulfils the contract of :class:`Store`, within the limits of torch's stores:
 
-    - values have at most 8 MB, keys 4 KB;
+    - values have at most 8 MB, keys at most 4 KB;
     - a blocking call polls, at intervals that grow to 20 ms;
-    - a call that another thread makes on the same torch ``TCPStore`` and that blocks there delays ours;
+    - a call waits while another thread's call blocks in the same torch ``TCPStore``;
     - where the torch store has no extended API (``FileStore``, stores written in Python),
-      :meth:`Store.multi_set` sets one key after the other, and of two equal values that are appended at the
-      same moment one may be lost;
+      :meth:`Store.multi_set` sets the keys one by one, and if two clients append equal values at the same
+      moment, one may be lost;
     - a store that cannot list its keys (written in Python, or of an old torch) gets one more key,
       ``shoal.keys``, and lists the keys that were set through adapters.
 
-    Its default deadline is the torch store's timeout.  :meth:`Store.close` closes the adapter only: the torch
-    store stays its owner's.  :meth:`Store.clone` is another adapter on the same torch store.
+    The default deadline is the torch store's timeout. :meth:`Store.close` closes the adapter only, not the
+    torch store. :meth:`Store.clone` returns another adapter of the same torch store.
 
     Args:
         store: a :class:`Store`, or an object with the methods of ``torch.distributed.Store``.
@@ -85,7 +84,7 @@ def adopt(store: object) -> Store:
 
 
 class _Adapter(Backing):
-    """A torch store behind a :class:`Store`."""
+    """A :class:`Backing` whose data is in a torch store."""
 
     longest_key = MAX_FOREIGN_KEY
     longest_value = MAX_FOREIGN_VALUE
@@ -93,23 +92,23 @@ class _Adapter(Backing):
     def __init__(self, foreign: _TorchStore) -> None:
         super().__init__()
         self._foreign: _TorchStore | None = foreign
-        # One written in Python must be held by Python; the prefix stores above it do not.
+        # A store written in Python needs a reference from Python; prefix stores above it hold none.
         self._bottom: object = _bottom(foreign)
         self.host = getattr(self._bottom, "host", None)
         self._extended = foreign.has_extended_api()
         self._index = None if _can_list(foreign) else _Index(self)
 
     def get_now(self, key: str) -> bytes | None:
-        """``get`` would wait for the key, for as long as the torch store's timeout says.
+        """Return the value without waiting; ``get`` would wait for a missing key.
 
-        ``compare_set`` never waits, writes nothing unless it finds what it expects, and returns that
-        where there is no value.
+        ``compare_set`` never waits, writes nothing unless the value is the expected one, and returns
+        ``expected`` for a missing key.
         """
         value = self._compare_set(key, _ABSENT, _ABSENT)
         return None if value == _ABSENT else value
 
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
-        """Used by :meth:`append` alone; torch does not tell an equal value that another client stored."""
+        """Used by :meth:`append` only: True also if another client stored the same value."""
         assert value is not None
         return self._compare_set(key, held or b"", value) == value
 
@@ -120,8 +119,8 @@ class _Adapter(Backing):
             with self._calling() as foreign:
                 found = {*foreign.list_keys()}
         names = [key for key in found if key.startswith(prefix)]
-        # A torch PrefixStore "a" also lists, cut short, the keys of its neighbour "ab", and a FileStore
-        # lists what it notes for itself.  Neither can be got.
+        # A torch PrefixStore "a" also lists the keys of a PrefixStore "ab", truncated, and a FileStore lists
+        # its internal keys. Neither can be read.
         absent = {*self.missing(names)}
         return [key for key in names if key not in absent]
 
@@ -132,11 +131,11 @@ class _Adapter(Backing):
             return foreign.multi_get(list(keys[:_AT_ONCE]))
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        return super().get_many(keys)  # torch's multi_get waits for a key that is not there
+        return super().get_many(keys)  # torch's multi_get waits for a missing key
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
-        # Asked one by one all may be there, each at another moment.
+        # All may exist when checked one by one, each at another moment: check again.
         while not (missing or self._exist(keys)):
             missing = [key for key in keys if not self._exist([key])]
         return missing
@@ -158,7 +157,7 @@ class _Adapter(Backing):
         return self._compare_set(key, expected, desired)
 
     def add(self, key: str, amount: int) -> int:
-        # Adding to something else ends a torch TCPStore's server, with the job.
+        # Adding to a value that is not a counter ends a torch TCPStore's server, and with it the job.
         counted(key, self.get_now(key), amount)
         self._noted(key)
         with self._calling() as foreign:
@@ -174,7 +173,7 @@ class _Adapter(Backing):
             foreign.append(key, value)
 
     def delete(self, key: str) -> bool:
-        # A torch FileStore says of every key that it existed.
+        # A torch FileStore returns True for every key.
         if not self._exist([key]):
             return False
         with self._calling() as foreign:
@@ -185,7 +184,7 @@ class _Adapter(Backing):
             return _Adapter(foreign)
 
     def close(self) -> None:
-        """Let go of the torch store, which goes on."""
+        """Release the torch store without closing it."""
         self._foreign = self._bottom = None
 
     def __str__(self) -> str:
@@ -206,28 +205,28 @@ class _Adapter(Backing):
 
     @contextmanager
     def _calling(self) -> Iterator[_TorchStore]:
-        """Around calls of the torch store: what it raises becomes a StoreError."""
+        """Convert exceptions of the torch store to StoreError."""
         foreign = self._foreign
         if foreign is None:
-            raise StoreError("closed")  # the store says which
+            raise StoreError("closed")  # Store replaces the message
         try:
             yield foreign
         except ShoalError:
-            raise  # a store of ours is below torch's
+            raise  # from a shoal store below the torch store
         except Exception as error:
             name = type(foreign).__name__
             raise StoreError(f"torch's {name}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 class _Index:
-    """The keys that were ever set through adapters, noted in the store itself."""
+    """The keys that were ever set through adapters, recorded in the store itself."""
 
     def __init__(self, store: _Adapter) -> None:
         self._store = store
         self._known = {_INDEX}
 
     def note(self, keys: Sequence[str]) -> None:
-        """See to it that ``keys`` are noted; before they are set, so that none is missed."""
+        """Record ``keys``, before they are set so that none is missed."""
         if self._known.issuperset(keys):
             return
         new = {*keys} - self.keys() - {_INDEX}
@@ -237,7 +236,7 @@ class _Index:
             self._known.update(new)
 
     def keys(self) -> set[str]:
-        """All keys that were noted, those that were deleted since among them."""
+        """Return all recorded keys, including keys deleted since."""
         lines = (self._store.get_now(_INDEX) or b"").splitlines()
         found: set[str] = {from_json(line, str) for line in lines}
         self._known |= found
@@ -245,7 +244,6 @@ class _Index:
 
 
 def _can_list(foreign: _TorchStore) -> bool:
-    """Whether ``list_keys`` works."""
     if type(_bottom(foreign)).__module__ == "torch._C._distributed_c10d":
         return True
     try:
@@ -256,7 +254,7 @@ def _can_list(foreign: _TorchStore) -> bool:
 
 
 def _bottom(foreign: object) -> object:
-    """The store that prefix stores stand on."""
+    """Return the store below all prefix stores."""
     while (underlying := getattr(foreign, "underlying_store", None)) is not None:
         foreign = underlying
     return foreign

@@ -1,9 +1,9 @@
-"""From a URL to a store: the one table of schemes, wherever a store or a place to meet is named.
+"""The table of URL schemes of stores and rendezvous points.
 
-A scheme is registered by :func:`register_store`, or by ``shoal.register_rendezvous`` for a place that knows
-more than its store.  A package that is installed can name a module of its own for a scheme, as an entry point
-in the group ``shoal.stores``: the module is imported when the scheme is asked for, and registers it.  So
-``shoal run``, which runs no code of the user's, knows the scheme too.
+:func:`register_store` adds a scheme, and so does ``shoal.register_rendezvous``, for a rendezvous point that
+provides more than a store. An installed package can name a module for a scheme as an entry point in the group
+``shoal.stores``: the module is imported when the scheme is first used, and registers it. So ``shoal run``,
+which runs no user code, knows the scheme too.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class Opener(Protocol):
 
 
 _openers: dict[str, Opener] = {}
-#: of the schemes that have a handler of ``shoal.register_rendezvous``
+#: openers of the schemes that have a handler of ``shoal.register_rendezvous``
 _places: dict[str, Opener] = {}
 
-#: where installed packages name the modules that register their schemes
+#: group of the entry points with which installed packages name modules that register schemes
 ENTRY_POINTS = "shoal.stores"
 
 
 def register_store(scheme: str, opener: Opener) -> None:
-    """Give URLs that start with ``scheme://`` a meaning, wherever a store or a place to meet is named.
+    """Register ``opener`` for URLs that start with ``scheme://``.
 
-    That is :func:`open_store`, :func:`shoal.init`, ``SHOAL_STORE`` and ``shoal run --store``.  Where a scheme
-    has a handler of :func:`shoal.register_rendezvous` too, the ranks meet at the handler's place.
+    :func:`open_store`, :func:`shoal.init`, ``SHOAL_STORE`` and ``shoal run --store`` accept such URLs. If the
+    scheme also has a handler of :func:`shoal.register_rendezvous`, the ranks use the handler's venue.
 
     Args:
-        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, a letter first.
-        opener: called once in each rank, with the job's secret (b"" if none was given) and the time
-            that requests to the store may take.
+        scheme: lower-case letters, digits, ``+``, ``-`` and ``.``, starting with a letter.
+        opener: called once in each rank, with the job's secret (b"" if none was given) and the timeout of
+            requests to the store.
 
     Raises:
-        UsageError: the scheme is malformed, or taken.
+        UsageError: the scheme is malformed or already registered.
     """
     check_scheme("store", scheme)
     if scheme in _openers:
@@ -59,16 +59,13 @@ def register_store(scheme: str, opener: Opener) -> None:
 
 
 def check_scheme(what: str, scheme: str) -> None:
-    """Raise UsageError unless a URL can have the scheme; ``what`` it is for stands in the message."""
+    """Raise UsageError unless ``scheme`` is valid in a URL; the message says that it is for ``what``."""
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise UsageError(f"{what} scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
 
 
 def register_place(scheme: str, opener: Opener | None) -> None:
-    """Let :func:`open_store` open the store of a place to meet where its scheme has no store of its own.
-
-    None takes that back.
-    """
+    """Set the opener of a rendezvous scheme that has no store of its own; None removes it."""
     if opener is None:
         _places.pop(scheme, None)
     else:
@@ -76,7 +73,7 @@ def register_place(scheme: str, opener: Opener | None) -> None:
 
 
 def load_scheme(scheme: str, known: Iterable[str] = ()) -> bool:
-    """Whether ``scheme`` is registered, or is one of ``known``; an installed package may register it now."""
+    """Return whether ``scheme`` is registered or in ``known``; imports the package that provides it."""
 
     def registered() -> bool:
         return scheme in _openers or scheme in _places or scheme in known
@@ -89,13 +86,13 @@ def load_scheme(scheme: str, known: Iterable[str] = ()) -> bool:
 
 
 def known_schemes(more: Iterable[str] = ()) -> str:
-    """Every scheme that there is, for messages."""
+    """Return all known schemes, for messages."""
     schemes = {*_openers, *_places, *more, *(entry.name for entry in _installed())}
     return ", ".join(f"{scheme}://" for scheme in sorted(schemes))
 
 
 def _installed() -> EntryPoints:
-    from importlib import metadata  # slow to import, and asked for by few
+    from importlib import metadata  # slow to import and rarely needed
 
     return metadata.entry_points(group=ENTRY_POINTS)
 
@@ -106,14 +103,14 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
     Args:
         url: ``tcp://host:port``, ``file:///path``, ``etcd://host:port``,
             ``redis://host:port``, or of a registered scheme.
-        secret: the job's secret, for stores behind a connection; None: ``SHOAL_SECRET``, or what the file
-            ``SHOAL_SECRET_FILE`` holds; ``b""``: no secret.
-        timeout: the store's default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
+        secret: the job's secret, for stores on the network; None: ``SHOAL_SECRET``, or the content of the
+            file ``SHOAL_SECRET_FILE``; ``b""``: no secret.
+        timeout: the store's default deadline in seconds; None: ``SHOAL_TIMEOUT``.
 
     Raises:
-        UsageError: the URL makes no sense, or its scheme is unknown.
+        UsageError: the URL is malformed, or its scheme is unknown.
         ConfigurationError: the file of the secret cannot be read.
-        StoreError, WireError: what the store raises when it cannot be opened.
+        StoreError, WireError: the store cannot be opened.
     """
     if secret is None:
         secret = config.secret()
@@ -124,7 +121,7 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
 
 
 def open_parts(parts: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
-    """:func:`open_store` of a URL that was taken apart; its scheme is registered."""
+    """Open the store of a URL that is already split and whose scheme is registered."""
     opener = _openers.get(parts.scheme) or _places[parts.scheme]
     return opener(parts, secret=secret, timeout=timeout)
 
@@ -146,9 +143,9 @@ def _open_file(url: SplitResult, *, secret: bytes, timeout: float | None) -> Sto
 
 
 def open_outside(url: SplitResult, *, job: str, timeout: float | None) -> Store:
-    """Open a store on servers that hold those of several jobs: one of :data:`OUTSIDE`."""
+    """Open a store on third-party servers, which are shared by several jobs: a scheme of :data:`OUTSIDE`."""
     if url.scheme in ("redis", "rediss"):
-        from .redis.store import open_redis  # few need it
+        from .redis.store import open_redis  # rarely needed
 
         return open_redis(url, job=job, timeout=timeout)
     from .etcd.store import open_etcd
@@ -160,7 +157,7 @@ def _open_outside(url: SplitResult, *, secret: bytes, timeout: float | None) -> 
     return open_outside(url, job=config.JOB.get(), timeout=timeout)
 
 
-#: the schemes of stores on servers that are not shoal's
+#: the schemes of stores on third-party servers
 OUTSIDE = ("etcd", "etcds", "redis", "rediss")
 
 register_store("tcp", _open_tcp)

@@ -1,10 +1,10 @@
-"""Calls of etcd v3 through the JSON gateway that each of its servers has.
+"""Calls of etcd v3 through the JSON gateway of its servers.
 
-A call goes to one server after the other, from the one that answered last, until one answers.  What is only
-read may be asked for as often as it takes.  A write whose answer is lost may have been done, or may yet be
-done: :meth:`Gateway.call` raises :class:`Unclear`, and the caller has to look.
+A call tries the servers in turn, beginning with the one that answered last, until one answers. A read is
+repeated as often as necessary. A write without an answer may have been executed, or may be executed later:
+:meth:`Gateway.call` raises :class:`Unclear`, and the caller must find out.
 
-Keys and values are bytes here; msgspec turns them into base64 and back.
+Keys and values are bytes; msgspec converts them to and from base64.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ _Self = TypeVar("_Self", bound="JsonStream")
 #: a request to etcd, encoded as JSON
 Body = Mapping[str, object]
 
-#: seconds beyond a deadline in which a server may still answer
+#: seconds beyond a deadline for which a call still waits for an answer
 _GRACE = 2.0
-#: seconds until another server is tried: for a connection, and for an answer.  A server that has lost the
-#: others says so after 7.
+#: timeouts in seconds of one server: for a connection, and for an answer. A server that is cut off from the
+#: others reports that after 7.
 _CONNECTING, _ANSWERING = 3.0, 9.0
-#: the same for the first answer to what is only read, where there are several servers
+#: the answer timeout in seconds of the first attempt at a read, if there are several servers
 _LOOKING = 2.0
-#: seconds between two rounds of all servers, before they are varied
+#: limits in seconds of the pause between two rounds of all servers, before randomization
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
-#: so often in a row a new token may be refused
+#: number of times in a row that a new token may be refused
 _TOKENS = 3
-#: idle connections that are kept for each server
+#: number of idle connections kept for each server
 _KEPT = 8
 
-# The codes of gRPC that say something here.
+# Status codes of gRPC.
 _DENIED, _FAILED, _UNAUTHENTICATED = 7, 9, 16
-#: those with which a write may have been done: cancelled, unknown, deadline exceeded, aborted, internal,
-#: unavailable
+#: codes after which a write may have been executed: cancelled, unknown, deadline exceeded, aborted,
+#: internal, unavailable
 _UNCLEAR = {1, 2, 4, 10, 13, 14}
 
-#: what every HTTP server answers
+#: a request that every HTTP server answers
 _GREETING = b"GET /version HTTP/1.0\r\n\r\n"
 
 _FULL = (
@@ -65,7 +65,7 @@ _FULL = (
 
 
 class Unclear(Exception):
-    """No answer came: what was asked for was done, or will be, or will never be."""
+    """No answer arrived: the request was executed, will be executed, or never will be."""
 
 
 class StreamEnded(Exception):
@@ -73,11 +73,11 @@ class StreamEnded(Exception):
 
 
 class Compacted(StoreError):
-    """etcd has forgotten the revision that was asked for."""
+    """etcd has compacted the requested revision."""
 
 
 class Full(StoreError):
-    """etcd's database is full.  A write that is answered so was done, or never will be."""
+    """etcd's database is full. A write with this answer was executed already, or never will be."""
 
 
 class LeaseGone(StoreError):
@@ -85,7 +85,7 @@ class LeaseGone(StoreError):
 
 
 class _NotSent(Exception):
-    """A server could not be reached; nothing was done."""
+    """A server could not be reached; nothing was executed."""
 
 
 class _TokenRefused(Exception):
@@ -93,7 +93,7 @@ class _TokenRefused(Exception):
 
 
 class _Failure(msgspec.Struct):
-    """What a server answers to a request that it does not do."""
+    """The body of an error response."""
 
     error: str = ""
     code: int = 0
@@ -104,12 +104,12 @@ class _Token(msgspec.Struct):
 
 
 class Gateway:
-    """The servers of one etcd.  All methods may be called from several threads at once.
+    """The servers of one etcd cluster. All methods are thread-safe.
 
     Args:
         servers: ``host:port`` of each; tried in turn.
-        tls: how to talk to them; None: without encryption.
-        user, password: who asks; None: nobody in particular.
+        tls: TLS context; None: no encryption.
+        user, password: None: no authentication.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Gateway:
         return self._urls[self._at].partition("//")[2]
 
     def clone(self) -> Gateway:
-        """Another one to the same servers, which is closed by itself."""
+        """Return another gateway to the same servers, to be closed separately."""
         return Gateway(*self._given)
 
     def close(self) -> None:
@@ -157,17 +157,17 @@ class Gateway:
         *,
         writes: bool = False,
     ) -> T:
-        """What a server answers, decoded as ``answer``.
+        """Return the answer of a server, decoded as ``answer``.
 
         Args:
             path: below ``/v3/``.
-            closed: ends the call, when it is set between two tries.
-            writes: the request must not be repeated before it is known whether it was done.
+            closed: cancels the call, if set between two attempts.
+            writes: the request must not be sent again unless it is known that it was not executed.
 
         Raises:
-            Unclear: the request ``writes``, and may have been done.
+            Unclear: a request that ``writes`` may have been executed.
             StoreTimeout: no server answered; a request that ``writes`` was not sent.
-            StoreError: etcd refuses; the message says why.
+            StoreError: etcd refused the request; the message has the reason.
             AuthenticationError: user, password or certificate are wrong.
         """
         raw = msgspec.json.encode(body)
@@ -182,7 +182,7 @@ class Gateway:
             except _TokenRefused as error:
                 refused += 1
                 if refused > _TOKENS:
-                    raise AuthenticationError(f"{self} refuses the tokens that it gives: {error}") from None
+                    raise AuthenticationError(f"{self} refuses the tokens that it issued: {error}") from None
                 self._log_out(token)
                 continue
             except _NotSent as error:
@@ -194,7 +194,7 @@ class Gateway:
                 why = str(error)
             self._at = (at + 1) % len(self._urls)
             tries += 1
-            # Without time each server is tried once.
+            # Even without time left, each server is tried once.
             if patience.expired or (deadline.expired and tries >= len(self._urls)):
                 raise StoreTimeout(
                     f"{self} did not answer within {in_seconds(deadline.timeout)} ({why})"
@@ -202,17 +202,17 @@ class Gateway:
                 )
             if tries % len(self._urls) == 0:
                 if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                    raise StoreError("closed")  # the store says which
+                    raise StoreError("closed")  # Store replaces the message
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def stream(self, path: str, bodies: Sequence[Body], silence: float) -> JsonStream:
-        """Ask for an answer without end.
+        """Send a request whose answer is an endless stream of documents.
 
         Args:
-            silence: seconds without a document after which the stream is broken.
+            silence: timeout in seconds for each document.
 
         Raises:
-            Broken: there is no stream from this server; the next call goes to another one.
+            StreamEnded: this server returned no stream; the next call tries another server.
         """
         at = self._at
         raw = b"".join(map(msgspec.json.encode, bodies))
@@ -227,7 +227,7 @@ class Gateway:
         return JsonStream(response, self._http)
 
     def _logged_in(self, at: int, patience: Deadline) -> str:
-        """The token of this user; "" without one."""
+        """Return the token of the user; "" without a user."""
         if self._user is None:
             return ""
         with self._lock:
@@ -248,7 +248,6 @@ class Gateway:
     def _ask(
         self, at: int, path: str, raw: bytes, patience: Deadline, token: str, longest: float = _ANSWERING
     ) -> bytes:
-        """The answer of one server."""
         seconds = min(patience.remaining(), longest, _ANSWERING)
         response = self._send(at, path, raw, seconds, token, whole=True)
         data = response.data
@@ -259,13 +258,13 @@ class Gateway:
             failure = from_json(data, _Failure, strict=False)
         except MalformedMessage:
             raise StoreError(
-                f"what answers at {server} is no etcd with the JSON gateway /v3 (3.4 or later): "
+                f"the server at {server} is not etcd 3.4 or later with the JSON gateway /v3: "
                 f"HTTP status {response.status}"
             ) from None
         return self._refused(server, failure)
 
     def _refused(self, server: str, failure: _Failure) -> bytes:
-        """Raise what ``failure`` means; b"": there is no need for a token."""
+        """Raise the exception for ``failure``; return b"" if etcd needs no token."""
         text = failure.error.removeprefix("etcdserver: ").removeprefix("mvcc: ")
         if failure.code == _UNAUTHENTICATED or "revision in header is old" in text:
             raise _TokenRefused(text)
@@ -279,9 +278,11 @@ class Gateway:
                 "them into the URL, as in etcd://user:password@host:2379"
             )
         if "authentication failed" in text:
-            raise AuthenticationError(f"{self} does not take user {self._user!r} with this password: {text}")
+            raise AuthenticationError(
+                f"{self} does not accept user {self._user!r} with this password: {text}"
+            )
         if failure.code == _DENIED:
-            raise StoreError(f"{self}: user {self._user!r} may not do this: {text}")
+            raise StoreError(f"{self}: user {self._user!r} lacks permission: {text}")
         if "space exceeded" in text:
             raise Full(f"{self}: {_FULL}")
         if "has been compacted" in text:
@@ -312,37 +313,37 @@ class Gateway:
             raise Unclear(cause(error)) from error
 
     def _refuse_tls(self, at: int, error: Exception) -> None:
-        """Raise if ``error`` says that no other try can do better."""
+        """Raise if ``error`` shows that further attempts would fail too."""
         server, text = self._urls[at].partition("//")[2], str(error)
         if not self._answered and "RemoteDisconnected" in text and talks_tls(server):
-            raise StoreError(f"etcd at {server} talks TLS: use etcds:// in place of etcd://") from error
+            raise StoreError(f"etcd at {server} uses TLS: use etcds:// instead of etcd://") from error
         if "CERTIFICATE_VERIFY_FAILED" in text:
             raise AuthenticationError(
-                f"the certificate of etcd at {server} is not one that this process trusts ({cause(error)}); "
-                "the parameter ca= of the URL names the file of the authority that signed it"
+                f"this process does not trust the certificate of etcd at {server} ({cause(error)}); "
+                "give the file of the authority that signed it as ca= in the URL"
             ) from error
         if "CERTIFICATE_REQUIRED" in text or "BAD_CERTIFICATE" in text:
             raise AuthenticationError(
-                f"etcd at {server} wants a certificate of its own authority from each client "
+                f"etcd at {server} requires a client certificate of its own authority "
                 f"({cause(error)}): give it as cert= and key= in the URL"
             ) from error
         if not self._answered and "[SSL: " in text and talks_plain(server, _GREETING, b"HTTP/"):
-            raise StoreError(f"etcd at {server} talks no TLS: use etcd:// in place of etcds://") from error
+            raise StoreError(f"etcd at {server} does not use TLS: use etcd:// instead of etcds://") from error
 
 
 class JsonStream:
-    """An answer that goes on: documents of JSON, one a line.  A context manager, which closes it."""
+    """An endless answer of JSON documents, one per line. As a context manager it closes the answer."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, http: Any) -> None:
         self._response = response
         self._http = http
 
     def documents(self, document: type[T]) -> Iterator[T]:
-        """Each document as soon as it has come whole, in however many pieces.
+        """Yield each document as soon as it is complete.
 
         Raises:
-            Broken: no more will come.
-            TimeoutError: none has come for long.
+            StreamEnded: no further documents will arrive.
+            TimeoutError: no document arrived in time.
         """
         held = b""
         try:
@@ -354,12 +355,12 @@ class JsonStream:
         except self._http.exceptions.ReadTimeoutError:
             raise TimeoutError from None
         except (self._http.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            raise StreamEnded(cause(error)) from error  # the last two: it was closed meanwhile
+            raise StreamEnded(cause(error)) from error  # the last two: the stream was closed meanwhile
         raise StreamEnded("the server ended it")
 
     def shutdown(self) -> None:
-        """End it from another thread."""
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # it has ended
+        """End the stream from another thread."""
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # it has ended already
             self._response.shutdown()
 
     def __enter__(self: _Self) -> _Self:
@@ -381,6 +382,6 @@ def _urllib3() -> Any:
 
 def _decoded(raw: bytes, kind: type[T]) -> T:
     try:
-        return from_json(raw, kind, strict=False)  # numbers come as text
+        return from_json(raw, kind, strict=False)  # numbers are encoded as strings
     except MalformedMessage as error:
-        raise StoreError(f"etcd answers what cannot be read: {error}") from error
+        raise StoreError(f"an answer of etcd cannot be decoded: {error}") from error

@@ -1,4 +1,4 @@
-"""What the stores of one job in etcd share in a process, and what etcd's transactions are made of."""
+"""The state that the stores of one job in etcd share in a process, and the parts of etcd's transactions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..external import job as outside_job
 from ..external.job import OutsideJob, WriteChannel
 from .gateway import Body, Full, Gateway, LeaseGone, Unclear
 
-#: seconds between two looks whether an earlier life of the job has ended
+#: limits in seconds of the pause between two checks whether an earlier life of the job has ended
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
@@ -36,7 +36,7 @@ class Range(msgspec.Struct):
 
     @property
     def only(self) -> KeyValue:
-        """The one key that was asked for; without a version and a revision if it does not exist."""
+        """The only requested key; with version and revision 0 if it does not exist."""
         return self.kvs[0] if self.kvs else KeyValue()
 
 
@@ -68,7 +68,7 @@ class _Kept(msgspec.Struct):
 
 
 class EtcdLine(WriteChannel):
-    """A line, and the revision of the key where its number is; 0: there is none yet."""
+    """A write channel, and the revision of the key that holds its number (0: it does not exist yet)."""
 
     __slots__ = ("revision",)
 
@@ -82,7 +82,7 @@ class EtcdLine(WriteChannel):
 
 
 class EtcdJob(OutsideJob[EtcdLine]):
-    """What clones share in this process: connections, lines, and the lease that it keeps alive."""
+    """The connections, write channels and lease that clones in this process share."""
 
     def __init__(self, gateway: Gateway, name: str, deadline: Deadline) -> None:
         super().__init__(name, str(gateway))
@@ -116,7 +116,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
         return self._keep_once(self.lease, deadline)
 
     def _join(self, deadline: Deadline) -> tuple[int, int]:
-        """The job's lease, and the revision of ``life``: of a job that lives, or of one that begins."""
+        """Return the job's lease and the revision of ``life``; begin a life of the job if there is none."""
         call, mine = self.gateway.call, 0
         full: Full | None = None
         while True:
@@ -126,7 +126,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
             )
             if found:
                 lease = int(found[0].value)
-                # A lease that has ended may still have its keys for a moment.
+                # The keys of an expired lease may still exist for a moment.
                 if lease == mine or self._keep_once(lease, deadline):
                     if mine and lease != mine:
                         self._revoke(mine, deadline)
@@ -143,9 +143,9 @@ class EtcdJob(OutsideJob[EtcdLine]):
                 }
                 try:
                     call("kv/txn", begin, TransactionReply, deadline, self._ended, writes=True)
-                except (Unclear, LeaseGone):  # the next look will tell
+                except (Unclear, LeaseGone):  # the next iteration finds out
                     pass
-                except Full as error:  # it may have been done all the same
+                except Full as error:  # it may have been executed nevertheless
                     full = error
             if deadline.expired:
                 raise StoreTimeout(f"{self}: an earlier job of this name is still ending")
@@ -155,7 +155,7 @@ class EtcdJob(OutsideJob[EtcdLine]):
             self.gateway.call("lease/revoke", {"ID": lease}, _Lease, deadline, self._ended)
 
     def _keep_once(self, lease: int, deadline: Deadline) -> bool:
-        """Whether the lease lives; for its whole time from now on."""
+        """Renew the lease for its full time; return whether it still exists."""
         kept = self.gateway.call("lease/keepalive", {"ID": lease}, _Kept, deadline, self._ended)
         return kept.result.TTL > 0
 
@@ -165,7 +165,7 @@ def at(key: bytes) -> dict[str, object]:
 
 
 def under(start: bytes) -> dict[str, object]:
-    """All keys that begin with ``start``, which is text."""
+    """Return the range of all keys that begin with ``start`` (UTF-8, so its last byte is below 255)."""
     return {"key": start, "range_end": start[:-1] + bytes([start[-1] + 1])}
 
 

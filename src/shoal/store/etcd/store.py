@@ -1,24 +1,24 @@
-"""A store in etcd v3, which outlives processes, hosts and the loss of a minority of its servers.
+"""A store in etcd v3, which survives the loss of processes, hosts and a minority of its servers.
 
-All that a job writes lies under ``/shoal/<job>/``::
+All keys of a job are under ``/shoal/<job>/``::
 
-    life         the number of the lease, on which all keys are
-    op/<line>    number of the last write that one line of a client did
+    life         id of the lease to which all keys belong
+    op/<line>    number of the last executed write of one write channel of a client
     k/<key>      the keys of the store
 
-*Each write is one transaction*, and done once however often it is sent.  A client sends its writes on
-*lines*, one at a time, and numbers them; the transaction writes the number beside the change, and demands
-that the line's key is as it was before.  When an answer is lost, the client puts something else there, with
-the same demand: either that tells that the write was done, or the write finds its demand broken, whenever it
-comes.  The result of the write needs no place in etcd: the transaction also demands that the keys are as they
-were when the result was computed from them.  Only those that are counted up may have been counted up by
-others meanwhile (``etcd_values``): etcd says how often.
+*Each write is one transaction*, executed once however often it is sent. A client sends its writes on *write
+channels*, one at a time, and numbers them. The transaction stores the number together with the change, on
+condition that the channel's key is unchanged. If an answer is lost, the client stores another value in that
+key, on the same condition: either the attempt shows that the write was executed, or the write will fail its
+condition whenever it arrives. The result of a write is not stored: the transaction also requires that the
+keys are unchanged since the result was computed from them. Only counters may have been incremented by others
+meanwhile (``values.py``): etcd reports how often.
 
-*A blocking read* looks at revision r and then watches from r + 1; whatever ends the watch, it looks again.
+*A blocking read* reads at revision r and then watches from r + 1; when the watch ends, it reads again.
 
-*The lease* is kept alive by every process that has the store open, and ends a minute after the last one, with
-all keys.  Each transaction demands that ``life`` is the one that the store was opened in: a process that was
-suspended while the lease ended is told so.
+*The lease* is kept alive by every process that has the store open, and expires a minute after the last one,
+with all keys. Each transaction requires that ``life`` is as it was when the store was opened: a process that
+was suspended while the lease expired gets an error.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from .values import stored, stored_counter, value_of
 
 T = TypeVar("T")
 
-#: where an etcd listens unless told otherwise
+#: default port of etcd
 _PORT = 2379
 #: longest value in bytes: etcd takes requests of 1.5 MiB
 MAX_ETCD_VALUE = 2**20
-#: bytes of keys and values that are set in one step
+#: maximum bytes of keys and values that are set in one step
 MAX_ETCD_BATCH = MAX_ETCD_VALUE
 #: longest key in bytes: a write names it four times
 MAX_ETCD_KEY = 16 * 2**10
-#: operations that etcd takes in one transaction; one of them is the store's own
+#: maximum number of operations in a transaction of etcd, less the store's own one
 _OPERATIONS = 128 - 1
-#: bytes of keys in one request
+#: maximum bytes of keys in one request
 _KEYS = 2**20
-#: values that are read in one message: they may be of 1 MB
+#: maximum number of values that are read in one message, each of up to 1 MB
 _VALUES = 64
 
 
@@ -72,22 +72,22 @@ class _Events(msgspec.Struct):
 
 
 class _Watched(msgspec.Struct):
-    result: _Events = msgspec.field(default_factory=lambda: _Events(canceled=True))  # else it is an error
+    result: _Events = msgspec.field(default_factory=lambda: _Events(canceled=True))  # default: an error
 
 
 class EtcdStore(Store):
     """The keys of one job in etcd.
 
     Args:
-        servers: ``host:port`` of each server of one etcd, any number of them; tried in turn.
-        job: whose keys these are: those of one name are shared.
-        tls: how to talk to the servers; None: without encryption.
+        servers: ``host:port`` of each server of one etcd cluster; tried in turn.
+        job: name of the job; the stores of one job share their keys.
+        tls: TLS context for the servers; None: no encryption.
         user, password: for an etcd with authentication.
-        timeout: default deadline in seconds, for connecting too; ``SHOAL_TIMEOUT`` unless given.
+        timeout: default deadline in seconds, also for connecting; None: ``SHOAL_TIMEOUT``.
 
     Raises:
         ConfigurationError: the package ``urllib3`` is missing.
-        AuthenticationError: etcd does not take this user, or one side the other's certificate.
+        AuthenticationError: etcd refuses the user, or one side refuses the other's certificate.
         StoreTimeout: no server answered in time.
     """
 
@@ -114,15 +114,15 @@ class EtcdStore(Store):
 
     @property
     def prefix(self) -> str:
-        """The beginning of all keys of the job in etcd."""
+        """The start of all keys of the job in etcd."""
         return self._backing.job.prefix.decode()
 
 
 def open_etcd(url: SplitResult, *, job: str, timeout: float | None) -> EtcdStore:
-    """The store of ``job`` that a URL of the schemes ``etcd`` and ``etcds`` names.
+    """Open the store of ``job`` that a URL with scheme ``etcd`` or ``etcds`` names.
 
     Raises:
-        UsageError, ConfigurationError: the URL makes no sense, or a file that it names cannot be used.
+        UsageError, ConfigurationError: the URL is malformed, or a file that it names cannot be used.
     """
     encrypted = url.scheme == "etcds"
     named = parse_outside(url, _PORT, tls=encrypted)
@@ -137,12 +137,10 @@ def open_etcd(url: SplitResult, *, job: str, timeout: float | None) -> EtcdStore
 
 
 class _TooMuch(Exception):
-    """Values are too long to be written in one step."""
+    """The values are too long to be written in one step."""
 
 
 class _EtcdClient(Transactions):
-    """One store of a job."""
-
     longest_key = MAX_ETCD_KEY
     longest_value = MAX_ETCD_VALUE
 
@@ -168,7 +166,7 @@ class _EtcdClient(Transactions):
             found = self._read([{**at(self._name(key)), "count_only": True} for key in part])
             missing += [key for key, each in zip(part, found, strict=True) if not each.count]
             first = first or self._seen.revision
-        self._seen.revision = first  # a watch must not miss what came between two parts
+        self._seen.revision = first  # a watch must not miss changes between two parts
         return missing
 
     def list_keys(self, prefix: str) -> list[str]:
@@ -181,7 +179,7 @@ class _EtcdClient(Transactions):
         return found.count
 
     def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Return when the last of ``keys`` is set, or the lease ends: with several, it is likely the last."""
+        """Return when the last of ``keys`` is set, which likely happens last, or when the lease expires."""
         start = self._seen.revision + 1
         silence = min(deadline.remaining(), outside_client.SILENCE)
         watched = [
@@ -200,7 +198,7 @@ class _EtcdClient(Transactions):
                 for each in stream.documents(_Watched):
                     if each.result.events:
                         return
-                    if each.result.canceled:  # compacted, or not allowed: the look says so
+                    if each.result.canceled:  # compacted or not permitted: the next read raises the error
                         break
             except TimeoutError:
                 return
@@ -218,7 +216,7 @@ class _EtcdClient(Transactions):
         length = sum(len(key.encode()) + len(value) for key, value in values.items())
         if len(values) > _OPERATIONS or (len(values) > 1 and length > MAX_ETCD_BATCH):
             raise StoreError(
-                f"{counted(len(values), 'key')} and {length} bytes to be set at once: etcd takes at most "
+                f"cannot set {counted(len(values), 'key')} and {length} bytes at once: etcd accepts at most "
                 f"{_OPERATIONS} keys and {MAX_ETCD_BATCH} bytes in one step; set them in several calls"
             )
         if values:
@@ -236,7 +234,7 @@ class _EtcdClient(Transactions):
         adds = {call.key: call.amount for call in calls if isinstance(call, Add) and times[call.key] == 1}
         try:
             return self._step(list(times), lambda table: one_by_one(table, calls), adds)
-        except _TooMuch:  # appended to values that are long
+        except _TooMuch:  # long values were appended to
             return one_by_one(self, calls)
 
     def delete_prefix(self, prefix: str) -> int:
@@ -255,14 +253,14 @@ class _EtcdClient(Transactions):
         return self._step([key], lambda table: table._change(key, change))
 
     def _step(self, keys: Sequence[str], work: Callable[[KeyTable], R], adds: Mapping[str, int] = {}) -> R:
-        """Do ``work`` on the values of ``keys``, and write what it has changed, in one step.
+        """Call ``work`` on the values of ``keys``, and write its changes in one step.
 
         Args:
-            work: may be done several times; what the last one returns is returned.
-            adds: the keys to which it does no more than to add an amount.
+            work: may be called several times; the result of the last call is returned.
+            adds: the keys to which ``work`` only adds an amount.
 
         Raises:
-            _TooMuch: of several values, for one step.
+            _TooMuch: the changed values are several and too long for one step.
         """
         before: dict[str, bytes] = {}
         changes = Changes([])
@@ -304,20 +302,20 @@ class _EtcdClient(Transactions):
         return results[-1]
 
     def _totals(self, counters: Mapping[str, bytes], done: Done) -> list[int]:
-        """The totals of the counters after a write that has counted them up."""
+        """Return the totals of the counters after a write that incremented them."""
         last = done.counters
-        if any(each.mod_revision != done.revision for each in last):  # others have counted since
+        if any(each.mod_revision != done.revision for each in last):  # others have incremented them since
             looks = [at(self._name(key)) for key in counters]
             last = [each.only for each in self._look_back(looks, done.revision)]
         totals: list[int] = []
         for (key, held), each in zip(counters.items(), last, strict=True):
             if each.value != held or not (total := value_of(each)):
-                raise StoreError(f"{self.job}: the server answers what was never in counter {key!r}")
+                raise StoreError(f"{self.job}: the server returned a value that counter {key!r} never had")
             totals.append(int(total))
         return totals
 
     def _look_back(self, ranges: Sequence[Body], revision: int) -> list[Range]:
-        """The ranges at an earlier revision, from which the result of a write is known that was done."""
+        """Read the ranges at an earlier revision, to compute the result of an executed write."""
         try:
             return self._read([{**each, "revision": revision} for each in ranges])
         except (StoreError, AuthenticationError) as error:

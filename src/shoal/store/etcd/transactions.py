@@ -1,6 +1,6 @@
-"""The transactions of one store of a job in etcd: reads at one moment, and writes that are done once.
+"""The transactions of one store of a job in etcd: consistent reads, and writes that are executed once.
 
-``etcd.py`` says why each is as it is.
+The docstring of ``store.py`` explains the protocol.
 """
 
 from __future__ import annotations
@@ -19,24 +19,14 @@ T = TypeVar("T")
 
 
 class Changes(NamedTuple):
-    """The operations of one write.
-
-    Attributes:
-        counters: keys that are put again as they are, to be counted up, and what they hold.
-    """
+    """The operations of one write; ``counters``: those to put again unchanged, with their present content."""
 
     operations: list[Body]
     counters: Mapping[str, bytes] = {}
 
 
 class Done(NamedTuple):
-    """A write that was done.
-
-    Attributes:
-        revision: which it has made.
-        counters: what those of its :class:`Changes` hold, then or later.
-        answer: None if it was lost.
-    """
+    """An executed write: the revision that it created, its counters as of then or later, and its answer."""
 
     revision: int
     counters: list[KeyValue]
@@ -44,20 +34,20 @@ class Done(NamedTuple):
 
 
 class _Seen(threading.local):
-    """The revision at which a thread has looked last."""
+    """The revision of each thread's last read."""
 
     revision = 0
 
 
 class Transactions(OutsideClient[EtcdJob]):
-    """The transactions that the operations of a store use."""
+    """The transactions of which the operations of a store consist."""
 
     def __init__(self, job: EtcdJob) -> None:
         super().__init__(job)
         self._seen = _Seen()
 
     def _read(self, ranges: list[Body]) -> list[Range]:
-        """The keys of each range, at one moment."""
+        """Read the keys of each range, all at one revision."""
         answer = self._ask({"success": self._looks(ranges)})
         self._seen.revision = answer.header.revision
         return self._checked(answer)
@@ -66,7 +56,7 @@ class Transactions(OutsideClient[EtcdJob]):
         return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
 
     def _checked(self, answer: TransactionReply) -> list[Range]:
-        """The ranges that :meth:`_looks` has asked for.  StoreError if the job's life has ended."""
+        """Return the ranges requested by :meth:`_looks`. StoreError if the job's life has ended."""
         life, *found = (each.response_range for each in answer.responses)
         if not life.kvs or life.kvs[0].create_revision != self.job.born:
             raise self.job.gone()
@@ -75,13 +65,13 @@ class Transactions(OutsideClient[EtcdJob]):
     def _write(
         self, changes_of: Callable[[Sequence[KeyValue]], Changes], keys: Sequence[str] = ()
     ) -> Done | None:
-        """Do the changes once, that ``changes_of`` makes of what ``keys`` hold, in one step.
+        """Execute once, in one step, the changes that ``changes_of`` computes from ``keys``.
 
         Args:
-            changes_of: its result is empty if nothing is to be done.  What it is called for last counts.
+            changes_of: returns no operations if nothing is to be done. Its last call counts.
 
         Returns:
-            What was done; None if nothing was to be done.
+            The executed write; None if nothing was to be done.
         """
         with self.job.line() as line:
             looks = self._looks([at(each) for each in (line.key, *map(self._name, keys))])
@@ -116,7 +106,7 @@ class Transactions(OutsideClient[EtcdJob]):
                     if self._calls.deadline.expired:
                         raise StoreTimeout(f"{self.job}: {unclear}; it was not done") from None
                     if self._paused(self._calls.deadline):
-                        raise StoreError("closed") from None  # the store says which
+                        raise StoreError("closed") from None  # Store replaces the message
                     continue
                 if answer.succeeded:
                     line.revision = answer.header.revision
@@ -129,10 +119,10 @@ class Transactions(OutsideClient[EtcdJob]):
     def _settle(
         self, line: EtcdLine, looks: list[Body], unclear: Unclear | Full
     ) -> tuple[TransactionReply, bool]:
-        """Find out whether a write was done whose answer is lost; if not, see to it that it never will be.
+        """Find out whether a write without an answer was executed; if not, make sure that it never will be.
 
         Returns:
-            What ``looks`` finds now, and whether the write was done.
+            The present result of ``looks``, and whether the write was executed.
         """
         number, fence = b"%d" % line.number, b"-%d" % line.number
         refused: Exception = unclear
@@ -144,7 +134,7 @@ class Transactions(OutsideClient[EtcdJob]):
                 "failure": looks,
             }
             try:
-                answer = self._ask(transaction)  # which may be done again
+                answer = self._ask(transaction)  # may be executed twice
             except LeaseGone:
                 raise
             except (StoreError, AuthenticationError) as error:
@@ -155,7 +145,7 @@ class Transactions(OutsideClient[EtcdJob]):
                     return answer, False
                 _, last, *_ = answer.responses
                 return answer, last.response_range.only.value == number
-        # A full database may have done what it refuses, a fence too, and can be looked at.
+        # A full database may have executed a write that it refused, even the fence; it still answers reads.
         held = None if isinstance(refused, StoreTimeout) else self._last_word(line)
         if held in (number, fence):
             return self._ask({"success": looks}), held == number
@@ -164,13 +154,13 @@ class Transactions(OutsideClient[EtcdJob]):
         raise StoreTimeout(f"{refused}; it is unknown whether the request was or will be done") from unclear
 
     def _last_word(self, line: EtcdLine) -> bytes | None:
-        """The value of the line's key, None if etcd does not say.  A full 3.5.0 takes no transaction."""
+        """Return the value of the channel's key; None on an error. A full etcd 3.5.0 refuses transactions."""
         with contextlib.suppress(StoreError, AuthenticationError):
             return self._call("kv/range", at(line.key), Range).only.value
         return None
 
     def _take(self, line: EtcdLine, answer: TransactionReply) -> list[KeyValue]:
-        """The keys that were looked at; the line takes note of its own."""
+        """Return the keys that were read; update the channel's revision."""
         last, *found = [each.only for each in self._checked(answer)]
         line.revision = last.mod_revision
         return found
@@ -189,7 +179,7 @@ class Transactions(OutsideClient[EtcdJob]):
 def _between(
     keys: Sequence[str], counters: Container[str], before: Sequence[KeyValue], found: Sequence[KeyValue]
 ) -> str:
-    """The key that others have changed so that a write was refused."""
+    """Return a key that others have changed, because of which a write was refused."""
     changed = (
         key
         for key, was, now in zip(keys, before, found, strict=True)

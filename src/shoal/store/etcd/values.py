@@ -1,8 +1,8 @@
-"""How values stand in etcd: as they are, but for counters, at which many can count at once.
+"""The encoding of values in etcd: unchanged, except for counters, which many clients can increment at once.
 
-etcd counts how often a key was put since it was made: its *version*.  A key to which the same amount is added
-again and again holds that amount and a base, and its value is the base plus the amount times the version.  So
-each who adds puts once more what the key holds already, which others may do at the same moment.
+etcd counts how often a key was put since its creation: its *version*. A key to which the same amount is added
+repeatedly holds that amount and a base; its value is the base plus the amount times the version. So each
+client adds by putting the present content again, which several clients can do at the same moment.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import re
 
 from .job import KeyValue
 
-#: before a value that begins like one of these, and before the amount and the base of a counter
+#: prefix of a value that begins with a zero byte, and prefix of the amount and base of a counter
 _AS_IT_IS, _COUNTER = b"\0=", b"\0+"
 _COUNTS = re.compile(rb"\0\+(-?\d{1,20}) (-?\d{1,40})")
 
-#: amounts and sums up to these can be counted, and never get out of 64 bits by what others add meanwhile
+#: the largest amounts and sums encoded as counters, so that concurrent additions stay within 64 bits
 _LARGEST_AMOUNT, _LARGEST_SUM = 2**31, 2**62
 
 
 def stored(value: bytes) -> bytes:
-    """What a key is to hold whose value is to be ``value``."""
+    """Return the encoding of ``value``."""
     return _AS_IT_IS + value if value.startswith(b"\0") else value
 
 
 def value_of(found: KeyValue) -> bytes | None:
-    """The value of a key; None if it does not exist, and has no version."""
+    """Return the value of a key; None if it does not exist (it has no version then)."""
     if not found.version:
         return None
     if not found.value.startswith(b"\0"):
@@ -36,9 +36,9 @@ def value_of(found: KeyValue) -> bytes | None:
 
 
 def stored_counter(found: KeyValue, total: bytes, amount: int) -> bytes | None:
-    """What a key is to hold that was ``found``, and whose value gets ``total`` when ``amount`` is added.
+    """Return the encoding of ``total``, the sum of ``found`` and ``amount``, as a counter.
 
-    It is what the key holds already, if the same amount was added before.  None: it is not to be counted.
+    It equals the present content if the same amount was added before. None: too large for a counter.
     """
     if abs(amount) > _LARGEST_AMOUNT or abs(int(total)) > _LARGEST_SUM:
         return None

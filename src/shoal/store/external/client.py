@@ -1,4 +1,4 @@
-"""One store of a job on servers that are not shoal's: what does not depend on the servers."""
+"""The part of an external store's client that does not depend on the kind of server (Redis or etcd)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 J = TypeVar("J", bound=OutsideJob[Any])
 _Self = TypeVar("_Self", bound="OutsideClient[Any]")
 
-#: seconds after which a silent watch is given up for a look: its server may be cut off
+#: seconds without an event after which a watch ends and the store reads again: its server may be cut off
 SILENCE = 5.0
-#: seconds between two tries of a change that others came before, and between a broken watch and a look
+#: limits in seconds of the pause between two attempts at a change, or between a broken watch and a read
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 
 
 class CancellableWait(Protocol):
-    """What a thread waits at."""
+    """A wait that another thread can cancel."""
 
     def shutdown(self) -> None:
         """End the wait, from another thread."""
@@ -65,7 +65,7 @@ class OutsideClient(Backing, Generic[J]):
     def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         try:
             return super().execute(request, deadline)
-        except AuthenticationError as error:  # it was another when the store was opened
+        except AuthenticationError as error:  # access has changed since the store was opened
             raise StoreError(str(error)) from error
         except StoreTimeout as error:
             if isinstance(request, Blocking):
@@ -81,11 +81,11 @@ class OutsideClient(Backing, Generic[J]):
                 f"changed it {times} times meanwhile"
             )
         if self._paused(deadline, times):
-            raise StoreError("closed")  # the store says which
+            raise StoreError("closed")  # Store replaces the message
 
     @contextlib.contextmanager
     def _watching(self, stream: CancellableWait) -> Iterator[bool]:
-        """Around a wait, which :meth:`close` ends; False: it has come before."""
+        """Let :meth:`close` end the wait on ``stream``; yield False if the store is closed already."""
         with self._lock:
             if not self.closed.is_set():
                 self._streams.add(stream)
@@ -96,13 +96,13 @@ class OutsideClient(Backing, Generic[J]):
                 self._streams.discard(stream)
 
     def _paused(self, deadline: Deadline, times: int = 4) -> bool:
-        """Pause for a moment; whether the store was closed meanwhile."""
+        """Pause for a moment; return whether the store was closed meanwhile."""
         longest = min(_SHORTEST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
         return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
 
 
 def parts(keys: Sequence[str], most: int, longest: int) -> Iterator[Sequence[str]]:
-    """``keys`` in parts that one request can name: so many at most, and so many bytes of them together."""
+    """Yield ``keys`` in parts of at most ``most`` keys and ``longest`` bytes, at least one key each."""
     part: list[str] = []
     length = 0
     for key in keys:

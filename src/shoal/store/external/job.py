@@ -1,11 +1,11 @@
-"""What the stores of one job on servers that are not shoal's share in a process.
+"""The state that the stores of one job on external servers (Redis or etcd) share in a process.
 
-A job *lives* on such servers for as long as a process keeps it alive: each that has the store open does, from
-a thread of its own, and what the job has written ends :data:`OUTLIVING` seconds after the last.  A store
-belongs to one life.  Another life that began under the same name is told apart, and never taken for it.
+Each process that has a store open keeps the job's keys alive from a background thread; they expire
+:data:`OUTLIVING` seconds after the last call. The time from the creation of the keys to their expiry is a
+*life* of the job. A store belongs to one life and never confuses it with a later one of the same name.
 
-Writes go on *lines*, one at a time, and are numbered: what the server notes of a line tells whether a write
-whose answer was lost has been done.
+Writes are sent on *write channels*, one at a time, and are numbered. The server stores the number of each
+channel's last write, which shows whether a write without an answer was executed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ...common.wording import in_seconds
 from ...errors import AuthenticationError, StoreError
 from ...net import Deadline
 
-#: seconds that all keys outlive the last process that has the store open
+#: seconds for which all keys outlive the last process that has the store open
 OUTLIVING = 60.0
-#: seconds between two calls that keep the keys alive; a third of that time
+#: seconds between two keep-alive calls: a third of OUTLIVING
 KEEPING = 20.0
-#: seconds in which closing waits for such a call
+#: seconds for which closing waits for a keep-alive call
 _CLOSING = 2.0
 
 _Self = TypeVar("_Self", bound="OutsideJob[WriteChannel]")
 
 
 class WriteChannel:
-    """Carries one write at a time.
+    """A sequence of numbered writes, sent one at a time.
 
     Attributes:
-        name: where the server notes the number of its last write.
-        number: of the write.
-        unclear: a copy of a write of it may still be on its way.  Then no other write goes on it, and what
-            the server has noted of it stays there: it keeps that copy from being done.
+        name: under which the server stores the number of the last write.
+        number: of the last write.
+        unclear: a copy of a write may still be in transit. The channel is then not used again, and its
+            number stays on the server, which keeps the copy from being executed.
     """
 
     __slots__ = ("name", "number", "unclear")
@@ -49,7 +49,7 @@ class WriteChannel:
         self.unclear = False
 
     def doubt(self) -> None:
-        """An attempt at a write got no answer."""
+        """Record that an attempt at a write got no answer."""
         self.unclear = True
 
 
@@ -57,14 +57,9 @@ L = TypeVar("L", bound=WriteChannel)
 
 
 class OutsideJob(abc.ABC, Generic[L]):
-    """One life of a job, as the stores of this process share it.
+    """One life of a job, shared by the stores of this process.
 
-    Args:
-        name: of the job.
-        where: the servers, for messages.
-
-    Attributes:
-        host: of the server; None: unknown.
+    ``name`` is that of the job; ``where`` names the servers in messages; ``host`` may be unknown (None).
     """
 
     host: str | None = None
@@ -82,48 +77,48 @@ class OutsideJob(abc.ABC, Generic[L]):
         return f"{self._where}, job {self.name!r}"
 
     def acquire(self) -> None:
-        """One more store uses it."""
+        """Add a user; the first one starts the keep-alive thread."""
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._keeper.start()
 
     def release(self) -> None:
-        """One store less uses it; the last one ends it."""
+        """Remove a user; the last one leaves the job and closes the connections."""
         with self._lock:
             self._users -= 1
             if self._users:
                 return
         self._ended.set()
         self._keeper.join(_CLOSING)
-        with contextlib.suppress(StoreError, AuthenticationError):  # what is left ends by itself
-            self._leave([line.name for line in self._idle], Deadline(0.0))  # it is tried once
+        with contextlib.suppress(StoreError, AuthenticationError):  # the keys then expire
+            self._leave([line.name for line in self._idle], Deadline(0.0))  # one attempt
         self.disconnect()
 
     @contextlib.contextmanager
     def line(self) -> Iterator[L]:
-        """A line for one write, with its next number."""
+        """Yield a channel for one write, with its next number."""
         with self._lock:
             line = self._idle.pop() if self._idle else self._new_line(token_hex(12))
         line.number += 1
-        yield line  # a write that ended by an error may be on its way
+        yield line  # after an error the write may be in transit: the channel is not used again
         if not line.unclear:
             with self._lock:
                 self._idle.append(line)
 
     def again(self: _Self, deadline: Deadline) -> _Self:
-        """The job as it lives now: this one, or if it has ended, one that began after it or begins here."""
+        """Return the current life of the job: this one, or a later or new one if this one has ended."""
         return self if self._lives(deadline) else self._anew(deadline)
 
     def gone(self) -> StoreError:
-        """The error of a store whose keys have ended."""
+        """Return the error of a store whose keys have expired."""
         return StoreError(
-            f"{self}: all its keys have ended, as no process of the job has kept them alive for "
+            f"{self}: all its keys have expired, because no process of the job has kept them alive for "
             f"{in_seconds(OUTLIVING)}: this process and the others were suspended or cut off from the server"
             f"{self.other_ends}.  Start the job again"
         )
 
-    #: further reasons for :meth:`gone`
+    #: further reasons, for the message of :meth:`gone`
     other_ends = ""
 
     def _keep(self) -> None:
@@ -131,10 +126,10 @@ class OutsideJob(abc.ABC, Generic[L]):
         while not self._ended.wait(pause):
             try:
                 if not self._keep_alive(Deadline(KEEPING)):
-                    return  # whoever uses the store is told
+                    return  # the next call of a store raises the error
                 pause = KEEPING
             except (StoreError, AuthenticationError):
-                pause = KEEPING / 20  # the next try may succeed, and the keys end soon
+                pause = KEEPING / 20  # retry soon: the keys will expire
 
     @abc.abstractmethod
     def disconnect(self) -> None:
@@ -142,19 +137,19 @@ class OutsideJob(abc.ABC, Generic[L]):
 
     @abc.abstractmethod
     def _new_line(self, ident: str) -> L:
-        """A line that nobody has used, named after ``ident``."""
+        """Return an unused channel, named after ``ident``."""
 
     @abc.abstractmethod
     def _keep_alive(self, deadline: Deadline) -> bool:
-        """Whether the job lives; for :data:`OUTLIVING` from now on."""
+        """Extend the life of the job to :data:`OUTLIVING` seconds from now; False: it has ended."""
 
     @abc.abstractmethod
     def _lives(self, deadline: Deadline) -> bool:
-        """Whether this life of the job goes on."""
+        """Return whether this life of the job still exists."""
 
     @abc.abstractmethod
     def _anew(self: _Self, deadline: Deadline) -> _Self:
-        """Join the life that the job has now, with connections of its own."""
+        """Join the current life of the job, with new connections."""
 
     def _leave(self, lines: list[str], deadline: Deadline) -> None:
-        """This process uses the job no more, and its ``lines`` neither; no more is sent after it."""
+        """Remove this process and its ``lines`` from the job; it sends nothing afterwards."""

@@ -1,4 +1,4 @@
-"""TLS towards servers that are not shoal's, and why it does not come about, in words."""
+"""TLS to third-party servers, and the reasons of its failures for messages."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import ssl
 
 from ...errors import ConfigurationError
 
-#: seconds in which a server takes a connection, and answers on it
+#: timeout in seconds for a connection, and for an answer on it
 _CONNECTING = 3.0
 
 
 def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """How to talk to servers whose certificates ``ca`` signed (None: those that the system trusts).
+    """Return the TLS context for servers whose certificates ``ca`` signed (None: the system's authorities).
 
     Args:
-        ca, cert, key: paths of PEM files; ``cert`` and ``key`` show who this client is.
+        ca, cert, key: paths of PEM files; ``cert`` and ``key`` identify this client.
 
     Raises:
         ConfigurationError: a file cannot be used.
@@ -40,17 +40,17 @@ def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLCon
 
 
 def _try_to_read(path: str | None) -> None:
-    """Raise the ``OSError`` that says why a file cannot be read: OpenSSL may give one with another reason."""
+    """Raise the ``OSError`` of a file that cannot be read: OpenSSL may report another reason."""
     if path is not None:
         with open(path, "rb") as file:
             file.read(1)
 
 
 def talks_tls(server: str) -> bool:
-    """Whether ``host:port`` greets a client that begins with TLS."""
+    """Return whether ``host:port`` completes a TLS handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is said to it
+    context.verify_mode = ssl.CERT_NONE  # no data is sent
     try:
         with _connected(server) as plain, context.wrap_socket(plain):
             return True
@@ -59,7 +59,7 @@ def talks_tls(server: str) -> bool:
 
 
 def talks_plain(server: str, greeting: bytes, *answers: bytes) -> bool:
-    """Whether ``host:port`` answers ``greeting``, which is not TLS, with one of ``answers`` or more."""
+    """Return whether ``host:port`` answers the plain text ``greeting`` with one of ``answers``, or more."""
     try:
         with _connected(server) as plain:
             plain.sendall(greeting)
@@ -74,7 +74,7 @@ def _connected(server: str) -> socket.socket:
 
 
 def cause(error: Exception) -> str:
-    """``error`` in words."""
+    """Return the text of ``error``, or of the system error that caused it."""
     if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror:
         return error.strerror
     cause = error.__cause__ or error.__context__

@@ -1,6 +1,6 @@
-"""URLs of stores on servers that are not shoal's: ``scheme://user:password@host:port,host:port?ca=&cert=&key=``.
+"""URLs of stores on third-party servers: ``scheme://user:password@host:port,host:port?ca=&cert=&key=``.
 
-Where a server has databases, ``/number`` names one, and there is one server.
+If the servers have databases, the URL names one server, and ``/number`` selects a database.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _FILES = ("ca", "cert", "key")
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What such a URL says.
+    """The parts of such a URL.
 
     Attributes:
-        servers: ``host:port`` of each.
-        user, password: of the URL, or ``SHOAL_STORE_USER`` and ``SHOAL_STORE_PASSWORD``.
+        servers: ``host:port`` of each server.
+        user, password: from the URL, or from ``SHOAL_STORE_USER`` and ``SHOAL_STORE_PASSWORD``.
         ca, cert, key: paths of PEM files.
-        database: its number.
+        database: number of the database.
     """
 
     servers: list[str]
@@ -37,15 +37,15 @@ class Outside:
 
 
 def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: bool = False) -> Outside:
-    """Take a URL apart.
+    """Parse the URL of a store on third-party servers.
 
     Args:
-        default_port: of servers that are named without one.
+        default_port: of servers without a port in the URL.
         tls: whether the URL may name certificates.
-        databases: whether it names one server, and may name a database of that.
+        databases: whether the URL names a single server, and may select one of its databases.
 
     Raises:
-        UsageError: the URL makes no sense.
+        UsageError: the URL is malformed.
     """
     named, at, hosts = url.netloc.rpartition("@")
     shown = redacted(url.geturl())
@@ -58,7 +58,7 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: 
     if url.fragment or not re.fullmatch("[0-9]{1,9}" if databases else "0", database, re.ASCII):
         raise UsageError(f"store {shown!r}: {expected}")
     if databases and "," in hosts:
-        raise UsageError(f"store {shown!r}: {expected}, one server: of a cluster, any of its servers")
+        raise UsageError(f"store {shown!r}: {expected}, one server (for a cluster, any of its servers)")
     servers = []
     for each in hosts.split(","):
         try:
@@ -105,5 +105,5 @@ def split_url(what: str, url: str) -> SplitResult:
 
 
 def redacted(url: str) -> str:
-    """``url`` with stars in the place of a password."""
+    """Return ``url`` with asterisks instead of a password."""
     return re.sub(r"(://[^:/?#@]*):.*@", r"\1:***@", url)

@@ -1,1 +1,1 @@
-"""A store in a file, for processes that share a disk and nothing else."""
+"""A store in a file, for processes that share nothing but a disk."""

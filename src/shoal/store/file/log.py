@@ -1,11 +1,11 @@
-"""An append-only file of checksummed records that several processes write.
+"""An append-only file of checksummed records, written by several processes.
 
-Layout: 8 bytes of magic, then records, each a header (length of the payload and its CRC-32, both
-4 bytes little-endian) and the payload.  A process writes only while it holds the file's lock.
+Layout: 8 bytes of magic, then records. A record is a header (length of the payload and its CRC-32, each
+4 bytes little-endian) and the payload. A process writes only while it holds the file's lock.
 
-A process that is killed in the middle of a write leaves a record that reaches beyond the end of
-the file.  It was never acknowledged; readers stop before it, and the next writer cuts it off.
-Anything else that does not fit its checksum is damage to the file, and is reported.
+A process that is killed during a write leaves a record that extends beyond the end of the file. It was never
+acknowledged: readers stop before it, and the next writer truncates it. Any other record that does not match
+its checksum is reported as damage to the file.
 """
 
 from __future__ import annotations
@@ -30,27 +30,22 @@ _HEADER = struct.Struct("<II")
 
 
 class LogFile:
-    """One process's view of the file.
-
-    Args:
-        path: where it is.
-        file: opened as ``trusted.py`` does; the log owns it from now on.
-    """
+    """One process's view of the log; it owns ``file``, which ``common/trusted_file.py`` has opened."""
 
     def __init__(self, path: Path, file: OpenedFile) -> None:
         self.path = path
         self._offset = len(_MAGIC)
         self._checked = False
         self._file = file
-        close_in_forked_child(self)  # the lock goes with the file: a child must not keep it
+        close_in_forked_child(self)  # a child that kept the file open would keep the lock
 
     def fileno(self) -> int:
-        """The descriptor, -1 when closed."""
+        """Return the descriptor; -1 when closed."""
         return self._file.fileno()
 
     @contextlib.contextmanager
     def locked(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the file's lock.  StoreTimeout if another process keeps it beyond the deadline."""
+        """Hold the file's lock. StoreTimeout if another process still holds it at the deadline."""
         pause = 0.0001
         while True:
             try:
@@ -62,7 +57,7 @@ class LogFile:
                         f"file store {self.path} stayed locked by another process for "
                         f"{in_seconds(deadline.timeout)}; is it stopped?"
                     ) from None
-            # Waiting in the kernel would have no deadline; the pauses differ so that all get a turn.
+            # A blocking flock() has no deadline. The pauses are random so that every process gets a turn.
             time.sleep(pause * random.random())
             pause = min(2 * pause, 0.005)
         try:
@@ -71,13 +66,13 @@ class LogFile:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
 
     def read(self, *, locked: bool) -> Iterator[bytes]:
-        """The payloads of the records that were added since the last call.
+        """Yield the payloads of the records that were added since the last call.
 
-        Without the lock it ends at the first record that is not complete: a writer may be at work.
-        With the lock it cuts off the unfinished record of a killed writer.
+        Without the lock, stop at the first incomplete record: a writer may be writing it.
+        With the lock, truncate the unfinished record of a killed writer.
 
         Raises:
-            StoreError: the file is no log, or (seen with the lock only) is damaged.
+            StoreError: the file is not a log, or is damaged (detected with the lock only).
         """
         self._check_magic(locked)
         while header := os.pread(self._file.fileno(), _HEADER.size, self._offset):
@@ -93,17 +88,17 @@ class LogFile:
             if not payload or zlib.crc32(payload) != checksum:
                 if locked:
                     raise StoreError(f"file store {self.path} is damaged at byte {self._offset}: remove it")
-                return  # cut off and written anew while it was read
+                return  # truncated and rewritten during this read
             self._offset = end
             yield payload
 
     def append(self, payload: bytes) -> None:
-        """Write one record; the lock is held and everything before it has been read.
+        """Write one record. The caller holds the lock and has read everything before it.
 
-        When this returns the record survives the death of any process (not of the machine).
+        The record then survives the end of any process (not of the machine).
 
         Raises:
-            StoreError: the file system took no more; the file is as before.
+            StoreError: the file system accepted no more data; the file is unchanged.
         """
         record = memoryview(_HEADER.pack(len(payload), zlib.crc32(payload)) + payload)
         end = self._offset
@@ -118,11 +113,11 @@ class LogFile:
         self._offset = end
 
     def rewind(self) -> None:
-        """Let :meth:`read` begin from the first record again."""
+        """Make :meth:`read` start again at the first record."""
         self._offset = len(_MAGIC)
 
     def close(self) -> None:
-        """Close the file; it may be called twice."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def _check_magic(self, locked: bool) -> None:

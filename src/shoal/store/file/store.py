@@ -1,4 +1,4 @@
-"""A store in a file, for processes that share a disk and nothing else."""
+"""A store in a file, for processes that share nothing but a disk."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from .log import LogFile
 
 T = TypeVar("T")
 
-#: seconds beyond a deadline in which a call may still have its turn
+#: seconds beyond its deadline for which a call waits for other threads
 _GRACE = 2.0
 
 
 class FileStore(Store):
-    """Every process writes its changes to one log file, and replays the file into its own memory.
+    """A store in a log file: every process appends its changes, and replays the file into its own memory.
 
-    A request that changes something holds the file's lock while it reads new records, applies
-    itself and appends itself; one that only looks takes no lock.  A process may be killed at any
-    moment: what was acknowledged stays, an unfinished record is cut off by the next writer
-    (see ``log.py``), and the kernel releases its lock.
+    A request that changes something holds the file's lock while it reads new records, applies itself and
+    appends itself; a request that only reads takes no lock. A process may be killed at any moment:
+    acknowledged changes remain, the next writer truncates an unfinished record (see ``log.py``), and the
+    kernel releases the lock.
 
-    The store never removes the file: only its user knows when the last process is done with it.
-
-    The file is the user's alone: a job's secret may lie in it.  One that another user made or could read is
-    refused (see ``trusted.py``).
+    The store never removes the file: only the user knows when the last process has finished.
+    The file may contain a job's secret. A file that another user made or could read is refused
+    (see ``common/trusted_file.py``).
 
     Args:
-        path: the file; made with mode 600 when it does not exist.
-        timeout: default deadline in seconds; ``SHOAL_TIMEOUT`` unless given.
-        descriptor: of the file, if it is open already: it stays open, and the path only names it in messages.
+        path: the file; created with mode 600 if it does not exist.
+        timeout: default deadline in seconds; None: ``SHOAL_TIMEOUT``.
+        descriptor: of the file, if it is already open: it stays open, and the path is used in messages only.
 
     Raises:
-        ConfigurationError: the file is a link, or not this user's alone.
+        ConfigurationError: the file is a link, or another user owns it or has access to it.
         StoreError: the file cannot be opened.
     """
 
@@ -62,7 +61,7 @@ class FileStore(Store):
 
 
 class _File(RequestExecutor):
-    """The log, and a table of all records that were read so far."""
+    """The log, and a table of all records read so far."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class _File(RequestExecutor):
         opened = open_trusted(path) if descriptor is None else reopen_trusted(descriptor, path)
         self._log = LogFile(path, opened)
         self._table = KeyTable()
-        self._mutex = threading.Lock()  # the file's lock does not hold among threads
+        self._mutex = threading.Lock()  # the file's lock does not exclude threads of one process
 
     def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         with self._exclusive(deadline):
@@ -81,12 +80,12 @@ class _File(RequestExecutor):
             return request.apply(self._table)
 
     def clone(self, timeout: float) -> _File:
-        """The same file, opened once more, whatever its path leads to by now."""
+        """Open the same file again, even if its path now names another one."""
         with self._exclusive(Deadline(timeout)):
             return _File(self.path, self._log.fileno())
 
     def close(self) -> None:
-        """Close the file, once a request in progress is done with it."""
+        """Close the file, after a request in progress has completed."""
         with self._mutex:
             self._log.close()
 
@@ -97,7 +96,7 @@ class _File(RequestExecutor):
             if self._table.touched:
                 self._log.append(encode(request))
         except BaseException:
-            # The table may hold a change that the log does not: read the log anew.
+            # The table may hold a change that the log does not: read the log again.
             self._table = KeyTable()
             self._log.rewind()
             raise
@@ -109,7 +108,7 @@ class _File(RequestExecutor):
             for payload in self._log.read(locked=locked):
                 decode(payload).apply(self._table)
         except MalformedMessage as error:
-            # Nobody may go on without it: each call meets it again.
+            # Each call must fail at this record: read the log again.
             self._table = KeyTable()
             self._log.rewind()
             raise StoreError(f"file store {self.path} holds a record of another version: {error}") from error
@@ -117,15 +116,15 @@ class _File(RequestExecutor):
 
     @contextlib.contextmanager
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
-        """Keep out the other threads of this process."""
-        # Another thread has it while it waits for another process: a call without time gets its turn, too.
+        """Exclude the other threads of this process."""
+        # The holder may be waiting for another process, so even a call without time left waits for a while.
         if not self._mutex.acquire(timeout=deadline.remaining() + _GRACE):
             raise StoreTimeout(
                 f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
             )
         try:
             if self.closed.is_set():
-                raise StoreError("closed")  # the store says which
+                raise StoreError("closed")  # Store replaces the message
             yield
         finally:
             self._mutex.release()

@@ -1,7 +1,7 @@
-"""Connections to a server of Redis, over ``redis-py``, and what goes wrong with them, in words.
+"""Connections to a Redis server, over ``redis-py``, and the messages of their errors.
 
-A call is sent again over a new connection until it is answered: each of them may be done twice, because the
-scripts know what they have done.  A connection carries one call at a time, or one subscription.
+A call is sent again over a new connection until it is answered: it may be executed twice, because the scripts
+recognize repetitions. A connection carries one call at a time, or one subscription.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ if TYPE_CHECKING:
 #: a command or its argument, as it is sent
 Argument = bytes | str | int
 
-#: seconds beyond a deadline in which the server may still answer
+#: seconds beyond a deadline for which a call still waits for an answer
 _GRACE = 2.0
-#: seconds until another try: for a connection, and for the first answer; every further try has twice as long
+#: timeouts in seconds: for a connection, and for the first answer; doubled for each further attempt
 _CONNECTING, _ANSWERING = 3.0, 10.0
-#: seconds between two tries, before they are varied
+#: limits in seconds of the pause between two attempts, before randomization
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
-#: idle connections that are kept
+#: number of idle connections kept
 _KEPT = 8
-#: so often in a row a server of a cluster may name another one
+#: number of times in a row that a server of a cluster may redirect a call
 _MOVES = 8
-#: bytes that are read at once
+#: bytes per read
 _READING = 2**16
 
-#: how answers begin that say: not now, and nothing was done
+#: first words of the errors that mean: not executed, try again later
 _LATER = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "ASK", "max number of clients")
 
 
-#: what the parser of redis-py raises for bytes that no Redis sends
+#: exceptions of redis-py's parser for bytes that Redis never sends
 _UNREADABLE = (ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class ConnectionLost(Exception):
-    """There is no connection any more; what was sent may have been done."""
+    """The connection was lost; the request may have been executed."""
 
 
 class _Later(Exception):
-    """The server does nothing at the moment."""
+    """The server cannot execute the request at the moment."""
 
 
 class _Moved(Exception):
-    """Another server of a cluster has the keys."""
+    """Another server of the cluster has the keys."""
 
 
 class RedisClient:
-    """One server of Redis.  All methods may be called from several threads at once.
+    """One Redis server. All methods are thread-safe.
 
     Args:
         server: ``host:port``.
         database: number of the database.
-        tls: how to talk to it; None: without encryption.
-        user, password: who asks; None: nobody in particular.
+        tls: TLS context; None: no encryption.
+        user, password: None: no authentication.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class RedisClient:
         return _host_and_port(self._server)[0]
 
     def clone(self) -> RedisClient:
-        """Another one to the same server, which is closed by itself."""
+        """Return another client of the same server, to be closed separately."""
         return RedisClient(*self._given)
 
     def close(self) -> None:
-        """Close all idle connections, and those in use when they are given back."""
+        """Close all idle connections now, and those in use when they are released."""
         with self._lock:
             self._closed = True
         self._drop_idle()
@@ -120,18 +120,18 @@ class RedisClient:
         *,
         writes: Callable[[], None] | None = None,
     ) -> Any:
-        """What ``script`` returns.
+        """Execute ``script`` and return its result.
 
         Args:
-            closed: set when nobody waits for the answer any more.
-            writes: called when an attempt gets no answer, which may be done or still be on the way; None: the
-                script changes nothing.  Else the first argument that it gets is the number of the attempt,
-                from 0.
+            closed: set when the result is no longer needed.
+            writes: called for each attempt without an answer, which may have been executed or be in transit.
+                The first argument of the script is then the number of the attempt, from 0. None: the script
+                changes nothing.
 
         Raises:
-            StoreError: the server refuses; nothing was done.
-            AuthenticationError: it does not take this user.
-            StoreTimeout: there was no answer by the deadline; the error says what the tries met.
+            StoreError: the server refused; nothing was executed.
+            AuthenticationError: the server does not accept the user.
+            StoreTimeout: there was no answer by the deadline; the message lists the failures.
         """
 
         def words(attempt: int, *program: Argument) -> tuple[Argument, ...]:
@@ -146,7 +146,7 @@ class RedisClient:
         return self._call(known, unknown, deadline, closed, writes)
 
     def command(self, *words: Argument, deadline: Deadline, closed: threading.Event) -> Any:
-        """What the server answers to a command that changes nothing; raises as :meth:`run` does."""
+        """Return the answer to a command that changes nothing; raises as :meth:`run` does."""
         return self._call(lambda _: words, lambda _: words, deadline, closed, None)
 
     def _call(
@@ -157,10 +157,7 @@ class RedisClient:
         closed: threading.Event,
         writes: Callable[[], None] | None,
     ) -> Any:
-        """What the server answers to ``words`` of an attempt.
-
-        A server that has not heard of a script is sent ``unknown`` in their place.
-        """
+        """Return the answer to ``words`` of an attempt, or to ``unknown`` if the server lacks the script."""
         patience = Deadline(deadline.remaining() + _GRACE)
         pause, tries, moves, attempt = _SHORTEST_PAUSE, 0, 0, -1
         met: Counter[str] = Counter()
@@ -177,7 +174,7 @@ class RedisClient:
                     except self._redis.exceptions.NoScriptError:
                         return self._exchange(connection, unknown(attempt), seconds)
             except (StoreError, AuthenticationError) as error:
-                if writes and unclear:  # an earlier attempt may have been done, or be on the way
+                if writes and unclear:  # an earlier attempt may have been executed or be in transit
                     raise StoreTimeout(f"{error}{_fate(True, True)}") from error
                 raise
             except _Moved as error:
@@ -191,7 +188,7 @@ class RedisClient:
                 unclear = unclear or began
                 if unclear and writes:
                     writes()
-                if reused:  # it may have ended long ago
+                if reused:  # it may have been closed long ago
                     continue
                 why = str(error)
             met[why] += 1
@@ -202,16 +199,14 @@ class RedisClient:
                     + (_fate(refused, unclear) if writes else "")
                 )
             if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                raise StoreError("closed")  # the store says which
+                raise StoreError("closed")  # Store replaces the message
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     @contextlib.contextmanager
     def subscribed(self, channel: str, deadline: Deadline) -> Iterator[Subscription]:
-        """A connection on which the messages of ``channel`` come from now on.
+        """Yield a connection that receives the messages of ``channel`` from now on.
 
-        Raises:
-            Broken: there is none.
-            StoreError, AuthenticationError: the server refuses.
+        Raises ConnectionLost, or StoreError or AuthenticationError if the server refuses.
         """
         patience = Deadline(deadline.remaining() + _GRACE)
         with self._connection(patience) as (connection, _):
@@ -220,16 +215,16 @@ class RedisClient:
                 try:
                     yield Subscription(self, connection)
                 except BaseException:
-                    connection.disconnect()  # type: ignore[no-untyped-call]  # it carries no calls
+                    connection.disconnect()  # type: ignore[no-untyped-call]  # unusable for calls
                     raise
                 if deadline.expired:
-                    raise ConnectionLost("given up")  # rather than wait for a server that may be gone
+                    raise ConnectionLost("timed out")  # do not wait for a server that may be down
                 ending = Deadline(min(deadline.remaining(), _CONNECTING))
                 reply = self._exchange(connection, ("UNSUBSCRIBE", channel), ending.remaining())
                 while not ending.expired and _kind(reply) == b"message":
                     reply = self._read(connection, ending.remaining())
                 if _kind(reply) != b"unsubscribe":
-                    raise ConnectionLost("the subscription does not end")
+                    raise ConnectionLost("the server did not end the subscription")
             except (_Later, _Moved) as error:
                 raise ConnectionLost(str(error)) from error
 
@@ -237,7 +232,7 @@ class RedisClient:
 
     @contextlib.contextmanager
     def _connection(self, patience: Deadline) -> Iterator[tuple[redis.Connection, bool]]:
-        """A connection for one call, and whether it has carried others."""
+        """Yield a connection for one call, and whether it was used before."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None and _ended(connection):
@@ -248,7 +243,7 @@ class RedisClient:
             try:
                 connection = self._connected(min(patience.remaining(), _CONNECTING))
             except ConnectionLost:
-                self._server = self._named  # one that had the keys may be dead
+                self._server = self._named  # the server of the redirection may be down
                 raise
         try:
             yield connection, reused
@@ -294,7 +289,6 @@ class RedisClient:
             connection.disconnect()  # type: ignore[no-untyped-call]
 
     def _exchange(self, connection: redis.Connection, words: tuple[Argument, ...], seconds: float) -> Any:
-        """What the server answers to one command."""
         with self._in_words():
             if (sock := _socket(connection)) is not None:
                 sock.settimeout(max(seconds, 0.001))
@@ -335,23 +329,20 @@ class RedisClient:
             raise ConnectionLost(cause(error)) from error
         except (errors.RedisError, *_UNREADABLE) as error:
             raise StoreError(
-                f"what answers at {self._server} is no Redis, or closes: {type(error).__name__}: {error}"
+                f"the server at {self._server} is not Redis, or is shutting down: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
 
 class Subscription:
-    """A connection on which messages come."""
+    """A connection that receives messages."""
 
     def __init__(self, link: RedisClient, connection: redis.Connection) -> None:
         self._link = link
         self._connection = connection
 
     def wait(self, seconds: float) -> None:
-        """Return when a message has come, or after that time.
-
-        Raises:
-            Broken: none will come.
-        """
+        """Return when a message has arrived or after ``seconds``; ConnectionLost if none can arrive."""
         try:
             self._connection.read_response(timeout=max(seconds, 0.001), disconnect_on_error=False)
         except self._link._redis.exceptions.TimeoutError:
@@ -360,14 +351,14 @@ class Subscription:
             raise ConnectionLost(cause(error)) from error
 
     def shutdown(self) -> None:
-        """End it from another thread."""
+        """End the wait from another thread."""
         if (sock := _socket(self._connection)) is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # and leave the state of TLS to its thread
+            with contextlib.suppress(OSError):  # it has ended already
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not the TLS state: it belongs to its thread
 
 
 def _connection_class(redis: Any, tls: ssl.SSLContext | None) -> Any:
-    """Connections within ``tls``: those of ``redis-py`` would trust the system's authorities in any case."""
+    """Return a connection class for ``tls``; that of ``redis-py`` always trusts the system's authorities."""
     if tls is None:
         return redis.Connection
     context = tls
@@ -391,7 +382,7 @@ def _socket(connection: redis.Connection) -> socket.socket | None:
 
 
 def _ended(connection: redis.Connection) -> bool:
-    """Whether the server has ended an idle connection: it says nothing unasked."""
+    """Return whether the server has closed an idle connection, the only cause of input on it."""
     sock = _socket(connection)
     if sock is None:
         return True
@@ -410,7 +401,6 @@ def _host_and_port(server: str) -> tuple[str, int]:
 
 
 def _tries(met: Counter[str]) -> str:
-    """What the tries have met."""
     return "; ".join(why if times == 1 else f"{why}, {times} times" for why, times in met.items())
 
 

@@ -1,16 +1,16 @@
-"""What a server of Redis refuses, in words, and what to do."""
+"""The errors of a Redis server as exceptions, with advice."""
 
 from __future__ import annotations
 
 from ...errors import AuthenticationError, StoreError
 from ..external.tls import cause, talks_plain, talks_tls
 
-#: what a server of Redis answers to a line of text
+#: a line of plain text, and the first bytes of the possible answers of Redis
 _GREETING, _ANSWERS = b"PING\r\n", (b"+", b"-")
 
 
 def not_taken(name: str, user: str | None, text: str) -> AuthenticationError:
-    """The error of a server that does not take ``user`` (None: nobody in particular)."""
+    """Return the error of a server that does not accept ``user`` (None: the default user)."""
     if "without any password" in text or "no password is set" in text:
         why = "asks for no password, and this process gives one"
     elif "required" in text:
@@ -19,15 +19,15 @@ def not_taken(name: str, user: str | None, text: str) -> AuthenticationError:
             "as in redis://user:password@host:6379"
         )
     else:
-        why = f"does not take user {user or 'default'!r} with this password"
+        why = f"does not accept user {user or 'default'!r} with this password"
     return AuthenticationError(f"{name} {why}: {text}")
 
 
 def refused(name: str, user: str | None, text: str) -> StoreError:
-    """The error of a request that the server answers with the error ``text``; it has done nothing."""
+    """Return the exception for the error ``text`` of a request; the server has executed nothing."""
     if any(each in text for each in ("NOPERM", "ACL failure", "user executing the script can't")):
         return StoreError(
-            f"{name}: user {user or 'default'!r} may not do this: {text}; docs/stores.md has the keys, "
+            f"{name}: user {user or 'default'!r} lacks permission: {text}; docs/stores.md lists the keys, "
             "channels and commands that a job needs"
         )
     if "OOM " in text:
@@ -36,38 +36,36 @@ def refused(name: str, user: str | None, text: str) -> StoreError:
             f"raised ({text})"
         )
     if "READONLY" in text:
-        return StoreError(f"{name} is a replica that takes no changes: name its primary ({text})")
+        return StoreError(f"{name} is a read-only replica: name its primary ({text})")
     return StoreError(f"{name}: {text}")
 
 
 def refuse_tls(server: str, encrypted: bool, answered: bool, error: Exception) -> None:
-    """Raise if ``error``, with which a connection ended, says that no other try can do better.
+    """Raise if ``error``, which ended a connection, shows that further attempts would fail too.
 
-    Args:
-        encrypted: whether this side talks TLS.
-        answered: whether the server has ever answered.
+    ``encrypted``: whether this side uses TLS; ``answered``: whether the server has ever answered.
     """
     text = _whole(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         raise AuthenticationError(
-            f"the certificate of Redis at {server} is not one that this process trusts ({cause(error)}); the "
-            "parameter ca= of the URL names the file of the authority that signed it"
+            f"this process does not trust the certificate of Redis at {server} ({cause(error)}); "
+            "give the file of the authority that signed it as ca= in the URL"
         ) from error
     if "CERTIFICATE_REQUIRED" in text or "BAD_CERTIFICATE" in text:
         raise AuthenticationError(
-            f"Redis at {server} wants a certificate of its own authority from each client ({cause(error)}): "
+            f"Redis at {server} requires a client certificate of its own authority ({cause(error)}): "
             "give it as cert= and key= in the URL"
         ) from error
     if answered or "refused" in text:
         return
     if not encrypted and ("closed" in text or "reset" in text) and talks_tls(server):
-        raise StoreError(f"Redis at {server} talks TLS: use rediss:// in place of redis://") from error
+        raise StoreError(f"Redis at {server} uses TLS: use rediss:// instead of redis://") from error
     if encrypted and talks_plain(server, _GREETING, *_ANSWERS):
-        raise StoreError(f"Redis at {server} talks no TLS: use redis:// in place of rediss://") from error
+        raise StoreError(f"Redis at {server} does not use TLS: use redis:// instead of rediss://") from error
 
 
 def _whole(error: BaseException | None) -> str:
-    """The texts of ``error`` and of those that it came from."""
+    """Return the texts of ``error`` and of its causes."""
     texts = []
     while error is not None:
         texts.append(str(error))

@@ -1,4 +1,4 @@
-"""One life of a job in Redis, as the stores of this process share it."""
+"""One life of a job in Redis, shared by the stores of this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class RedisJob(OutsideJob[WriteChannel]):
-    """What clones share in this process: connections, lines, and the membership that it keeps alive."""
+    """The connections, write channels and membership that clones in this process share."""
 
     other_ends = (
-        ", or the server has lost what it held (it was started again without it, or a replica that lacked "
-        "it took over, or it evicts keys)"
+        ", or the server has lost its data (it restarted without it, or a replica that lacked it took over, "
+        "or it evicts keys)"
     )
 
     def __init__(self, link: RedisClient, name: str, deadline: Deadline) -> None:
@@ -43,12 +43,12 @@ class RedisJob(OutsideJob[WriteChannel]):
         self._began = life == mine
 
     def warn(self, deadline: Deadline) -> None:
-        """Warn if the server may lose what it acknowledges; the process does that the job's life began in."""
+        """Warn if the server may lose acknowledged changes; only in the process that began the job's life."""
         if self._began and (reasons := _losses(self.link, deadline, self._ended)):
             self._began = False
             warnings.warn(
-                f"{self.link} may lose changes that it has acknowledged: {'; '.join(reasons)}.  A job whose "
-                "changes are lost with all else says so, but one that loses the last of them may not.  "
+                f"{self.link} may lose changes that it has acknowledged: {'; '.join(reasons)}.  A job "
+                "detects the loss of all its data, but may not detect the loss of its last changes.  "
                 "shoal store --log and etcd lose none",
                 stacklevel=3,
             )
@@ -63,11 +63,11 @@ class RedisJob(OutsideJob[WriteChannel]):
         *,
         writes: Callable[[], None] | None = None,
     ) -> tuple[bytes, T | None]:
-        """The word that ``script`` answers, and its values; ``writes``: as of :meth:`RedisClient.run`.
+        """Execute ``script``; return its status and its values. ``writes`` is as of :meth:`RedisClient.run`.
 
         Raises:
-            StoreError: this life of the job has ended (but for ``LIFE``, which answers "gone"), or the answer
-                is no script's.
+            StoreError: this life of the job has ended (``LIFE`` answers ``gone`` instead), or the answer is
+                malformed.
         """
         keys = [self.key, self.key + ":members"] if script is LIFE else [self.key]
         reply = self.link.run(script, keys, arguments, deadline, closed, writes=writes)
@@ -81,8 +81,8 @@ class RedisJob(OutsideJob[WriteChannel]):
             raise self.unreadable(reply) from None
 
     def unreadable(self, reply: object) -> StoreError:
-        """The error of a server that answers what no script does."""
-        return StoreError(f"{self}: the server answers what is no answer to this: {repr(reply)[:80]}")
+        """Return the error of a server that answers unlike any script."""
+        return StoreError(f"{self}: the server sent an unexpected answer: {repr(reply)[:80]}")
 
     def disconnect(self) -> None:
         self.link.close()
@@ -93,7 +93,7 @@ class RedisJob(OutsideJob[WriteChannel]):
     def _live(self, what: str, deadline: Deadline, *more: str) -> tuple[bytes, bytes]:
         milliseconds = int(outside_job.OUTLIVING * 1000)
         arguments: tuple[Argument, ...] = (what, self._member, self.life, milliseconds, *more)
-        # Nobody waits for the end of it: whatever comes of it is known by what the server says next.
+        # Not cancellable: no caller waits for it, and the server's next answer shows its effect.
         word, life = self.run(LIFE, arguments, bytes, deadline, threading.Event())
         return word, life or b""
 
@@ -117,13 +117,13 @@ class RedisJob(OutsideJob[WriteChannel]):
 
 
 def _losses(link: RedisClient, deadline: Deadline, closed: threading.Event) -> list[str]:
-    """Why ``link``'s server may lose what it has acknowledged, as far as it may be asked."""
+    """Return the reasons why the server may lose acknowledged changes, as far as it discloses them."""
     found: dict[str, str] = {}
     try:
         for name in ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy"):
             found |= _pairs(link.command("CONFIG", "GET", name, deadline=deadline, closed=closed))
     except (StoreError, AuthenticationError):
-        found = {}  # many may not ask for this, and services have no such command
+        found = {}  # many users have no permission for CONFIG, and hosted services lack it
     reasons = []
     if found.get("appendonly") == "no":
         reasons.append("it keeps no log (appendonly no)")
@@ -137,7 +137,7 @@ def _losses(link: RedisClient, deadline: Deadline, closed: threading.Event) -> l
     except (StoreError, AuthenticationError):
         return reasons
     if isinstance(about, bytes) and (replicas := _number_after(b"connected_slaves:", about)):
-        reasons.append(f"its replicas ({replicas}) have changes after the answer, and one may take over")
+        reasons.append(f"its replicas ({replicas}) receive changes after the answer, and one may take over")
     return reasons
 
 

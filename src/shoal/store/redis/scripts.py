@@ -1,15 +1,15 @@
-"""The scripts that a store in Redis runs on its server: each is one step, which no other can come between.
+"""The scripts that a store in Redis runs on its server; each is one atomic step.
 
-A job has two keys, both with ``{shoal:<job>}`` in their names, so that one slot of a cluster holds them:
+A job has two keys, both with ``{shoal:<job>}`` in their names, so that one slot of a cluster has both:
 
-``{shoal:<job>}``          a hash: ``life``, which life of the job this is; ``k`` and a key: its value; ``o``
-                           and the name of a line: the number of the line's last change, which attempt at it
-                           was heard last, and once it is done "=" and the reply
-``{shoal:<job>}:members``  a sorted set: who has the store open, and since when nobody has heard of it
+``{shoal:<job>}``          a hash. ``life``: identity of this life of the job; ``k<key>``: the value of a key;
+                           ``o<id>``: the write channel's last change: its number, the latest attempt
+                           received and, once it is executed, ``=`` and the reply
+``{shoal:<job>}:members``  a sorted set: the processes that have the store open, by time of last call
 
-``{shoal:<job>}:<key>`` is the channel on which a message comes when the key is set.
+A message on the pub/sub channel ``{shoal:<job>}:<key>`` announces that the key was set.
 
-A reply is a list: a word, and what the word says there is.
+A reply is a list of a status and, depending on it, a value.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ import hashlib
 
 
 class Script:
-    """One script.
-
-    Attributes:
-        text: in Lua.
-        digest: by which a server knows it, once it has had the text.
-    """
+    """A script in Lua; a server that has received ``text`` identifies it by its SHA-1 hash, ``digest``."""
 
     def __init__(self, text: str) -> None:
         self.text = text.encode()
@@ -38,7 +33,7 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local life = redis.call('HGET', hash, 'life')
 if what == 'join' then
-    redis.call('PUBLISH', hash .. ':', '')  -- who may not do this hears it before anything is written
+    redis.call('PUBLISH', hash .. ':', '')  -- fails without permission, before anything is written
     if not life then
         redis.call('DEL', members)
         redis.call('HSET', hash, 'life', mine)
@@ -104,16 +99,15 @@ return {'done', found}
 #: ATTEMPT WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., deletes PREFIX, or one of
 #:
 #: compare KEY EXPECTED DESIRED, add KEY AMOUNT, append KEY VALUE LONGEST, delete KEY, swap KEY HELD VALUE
-#: (each a letter, n for none, and the value)
+#: (HELD and VALUE are ``n`` for none, or ``v`` and the value)
 #:
-#: or together LONGEST and several changes of one key, each with its name and three arguments, done one after
-#: the other up to the first that cannot be done, or a compare that finds another value than it sets.  The
-#: reply has the word, length and value of each; a compare says "long" of a value of more than LONGEST bytes.
+#: or together LONGEST and several changes of one key, each with its name and three arguments, executed in
+#: order up to the first that fails, or a compare that finds a value other than DESIRED. The reply has the
+#: status, length and value of each; a compare answers ``long`` for a value of more than LONGEST bytes.
 #:
-#: The change comes before the number: what the server refuses (for want of memory, or of a permission) it
-#: refuses at the first command that writes.  (With together some changes may be done before one that the user
-#: may not do.)  What a later attempt has looked at and not done, an earlier one
-#: that is still on the way does not do either: the client has had its answer.
+#: The change precedes the number: the server refuses (for lack of memory or permission) at the first command
+#: that writes. (With together, some changes may be executed before one that is not permitted.) After an
+#: attempt has been answered without a change, earlier attempts in transit change nothing either.
 WRITE = Script("""
 local hash, attempt, what, life, line, number, key = KEYS[1], unpack(ARGV, 1, 6)
 if redis.call('HGET', hash, 'life') ~= life then
@@ -139,7 +133,7 @@ local function put(key, value)
     redis.call('HSET', hash, key, value)
     changed[#changed + 1] = key
 end
--- Each gives its word, and a value or nothing; no word, and an error of the server.
+-- Each returns its status and a value or nothing; on an error of the server, no status and the error.
 local change = {}
 function change.set(key, value)
     put(key, value)

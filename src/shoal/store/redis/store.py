@@ -1,19 +1,19 @@
-"""A store in Redis, which outlives processes and hosts; what else it outlives is the server's to say.
+"""A store in Redis, which survives the loss of processes and hosts; the rest depends on the server.
 
-All that a job writes lies in one hash, see ``redis_scripts``, which ends a minute after the last process that
-has the store open, or with the last one that closes it.
+All data of a job is in one hash (see ``scripts.py``), which expires a minute after the last process that has
+the store open, or is removed by the last one that closes it.
 
-*Each write is one script*, and done once however often it is sent.  A client sends its writes on *lines*, one
-at a time, and numbers them; the script notes the number and the reply beside the change.  When an answer is
-lost, the write is sent again under its number: if it was done, the script returns the reply that it noted.  A
-line of which a copy may still be on its way carries no other write, and its note stays as long as the hash:
-whenever the copy arrives, it does nothing.
+*Each write is one script*, executed once however often it is sent. A client sends its writes on *write
+channels*, one at a time, and numbers them. The script stores the number and the reply together with the
+change. If an answer is lost, the write is sent again with its number: if it was executed, the script returns
+the stored reply. A channel with a copy that may be in transit is not used again, and its entry stays as long
+as the hash: the copy changes nothing, whenever it arrives.
 
-*A blocking read* subscribes to the channel of a key that is missing, looks whether the key has come
-meanwhile, and waits for a message; whatever ends the wait, it looks again.
+*A blocking read* subscribes to the pub/sub channel of a missing key, checks whether the key exists by now,
+and waits for a message; when the wait ends, it reads again.
 
-*A life*: each script compares the hash's ``life`` with the one that the store was opened in.  So a process
-that was suspended while the hash ended is told so, and so is one whose server has lost what it held.
+*A life*: each script compares the hash's ``life`` with the one of the opened store. So a process that was
+suspended while the hash expired gets an error, and so does one whose server has lost its data.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from .scripts import READ, WRITE
 
 T = TypeVar("T")
 
-#: where a Redis listens unless told otherwise
+#: default port of Redis
 _PORT = 6379
-#: keys, and their bytes, in one request
+#: maximum number of keys in one request, and of their bytes
 _AT_ONCE, _KEYS = 100_000, 16 * 2**20
-#: of a length or a number of keys, at most
+#: maximum number of digits of a length or a number of keys
 _DIGITS = 18
 #: longest key in bytes
 MAX_REDIS_KEY = 2**20
@@ -64,16 +64,16 @@ class RedisStore(Store):
     """The keys of one job in Redis.
 
     Args:
-        server: ``host:port``; of a cluster, any of its servers.
-        job: whose keys these are: those of one name are shared.
+        server: ``host:port``; in a cluster, any of its servers.
+        job: name of the job; the stores of one job share their keys.
         database: number of the database.
-        tls: how to talk to the server; None: without encryption.
-        user, password: for a server that asks for them.
-        timeout: default deadline in seconds, for connecting too; ``SHOAL_TIMEOUT`` unless given.
+        tls: TLS context for the server; None: no encryption.
+        user, password: for a server with authentication.
+        timeout: default deadline in seconds, also for connecting; None: ``SHOAL_TIMEOUT``.
 
     Raises:
         ConfigurationError: the package ``redis`` is missing.
-        AuthenticationError: the server does not take this user, or one side the other's certificate.
+        AuthenticationError: the server refuses the user, or one side refuses the other's certificate.
         StoreTimeout: the server did not answer in time.
     """
 
@@ -101,7 +101,7 @@ class RedisStore(Store):
         super().__init__(_RedisClient(life), timeout)
         try:
             life.warn(deadline)
-        except BaseException:  # a warning may be an error
+        except BaseException:  # warnings may be configured as errors
             self.close()
             raise
 
@@ -112,10 +112,10 @@ class RedisStore(Store):
 
 
 def open_redis(url: SplitResult, *, job: str, timeout: float | None) -> RedisStore:
-    """The store of ``job`` that a URL of the schemes ``redis`` and ``rediss`` names.
+    """Open the store of ``job`` that a URL with scheme ``redis`` or ``rediss`` names.
 
     Raises:
-        UsageError, ConfigurationError: the URL makes no sense, or a file that it names cannot be used.
+        UsageError, ConfigurationError: the URL is malformed, or a file that it names cannot be used.
     """
     encrypted = url.scheme == "rediss"
     named = parse_outside(url, _PORT, tls=encrypted, databases=True)
@@ -131,8 +131,6 @@ def open_redis(url: SplitResult, *, job: str, timeout: float | None) -> RedisSto
 
 
 class _RedisClient(OutsideClient[RedisJob]):
-    """One store of a job."""
-
     longest_key = MAX_REDIS_KEY
 
     # -- reading -------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ class _RedisClient(OutsideClient[RedisJob]):
         return found[0]
 
     def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Return when the last of ``keys`` is set: with several, it is likely the last."""
+        """Return when the last of ``keys`` is set, which likely happens last."""
         key = keys[-1]
         silence = Deadline(min(deadline.remaining(), outside_client.SILENCE))
         try:
@@ -181,7 +179,7 @@ class _RedisClient(OutsideClient[RedisJob]):
                 if open_still and self.missing([key]):
                     messages.wait(silence.remaining())
         except (ConnectionLost, AuthenticationError, StoreTimeout):
-            self._paused(deadline)  # the look will tell
+            self._paused(deadline)  # the next read finds out
 
     def _read(self, kind: type[T], what: str, *arguments: Argument) -> T:
         deadline = self._calls.deadline
@@ -234,7 +232,7 @@ class _RedisClient(OutsideClient[RedisJob]):
                 return TogetherResult(results, str(error))
             if isinstance(call, CompareSet) and results[-1] != call.desired:
                 break
-            if isinstance(call, Add) and word == b"held":  # the script has ended there
+            if isinstance(call, Add) and word == b"held":  # the script stopped there
                 rest = Together(list(calls[len(results) :])).apply(self)
                 return TogetherResult([*results, *rest.results], rest.failure)
         return TogetherResult(results)
@@ -243,11 +241,11 @@ class _RedisClient(OutsideClient[RedisJob]):
         return self._result(call, *self._write(*_change(call)))
 
     def _result(self, call: Call, word: bytes, value: bytes) -> Any:
-        """What the script's answer to a call means."""
+        """Return the result of a call, given the script's answer."""
         if isinstance(call, Add):
             if word == b"held":
-                counted(call.key, value, call.amount)  # Redis adds to fewer numbers: why this is none, or
-                return super().add(call.key, call.amount)  # as with one that begins with zeros
+                counted(call.key, value, call.amount)  # raises if it is not a counter
+                return super().add(call.key, call.amount)  # a form that Redis does not accept: leading zeros
             try:
                 return int(value)
             except ValueError:
@@ -263,7 +261,7 @@ class _RedisClient(OutsideClient[RedisJob]):
         return None
 
     def _answers(self, reply: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The word and the value of each change that the script has made at once."""
+        """Yield the status and the value of each change made together."""
         while reply:
             word, _, rest = reply.partition(b" ")
             length, _, rest = rest.partition(b" ")
@@ -283,7 +281,7 @@ class _RedisClient(OutsideClient[RedisJob]):
         return 0 if word == b"unchanged" else self._length(number)
 
     def _write(self, what: str, *arguments: Argument) -> tuple[bytes, bytes]:
-        """The word that the script answers, and the value that comes with it."""
+        """Execute a write; return the script's status and value."""
         deadline = self._calls.deadline
         with self.job.line() as line:
             given = (what, self.job.life, line.name, line.number, *arguments)
@@ -293,7 +291,7 @@ class _RedisClient(OutsideClient[RedisJob]):
         return word, value or b""
 
 
-#: the words with which the script of writes answers; but for "unchanged" a value comes with each
+#: the statuses with which the script answers each kind of write; a value comes with all but "unchanged"
 _ANSWERS = {
     "set": (b"done",),
     "add": (b"done", b"held"),
@@ -307,7 +305,6 @@ _ANSWERS = {
 
 
 def _change(call: Call) -> tuple[str, str, Argument, Argument]:
-    """A call as the script takes it."""
     match call:
         case Set(key, value):
             return "set", _field(key), value, b""
@@ -322,7 +319,7 @@ def _change(call: Call) -> tuple[str, str, Argument, Argument]:
 
 
 def _field(key: str) -> str:
-    """The field of the hash in which a key's value is."""
+    """Return the field of the hash that holds a key's value."""
     return "k" + key
 
 

@@ -1,1 +1,1 @@
-"""A store that a server of shoal keeps in its memory or on its disk, and its client."""
+"""A store that a server of shoal keeps in memory or on disk, and its client."""

@@ -1,13 +1,13 @@
 """The client of a TCP store.
 
-A request occupies one line (see ``replies.py``) from its first byte to the reply.  A store keeps the lines
-that are idle and makes another when all are occupied, so that several threads may block in it
-while others work, and a reply needs no sorting.
+A request uses one write channel (see ``replies.py``) from its first byte to the reply. The store keeps idle
+channels and creates another one when all are busy, so that several threads may block in it while others
+work, and replies need not be matched with requests.
 
-A line stands on a connection.  One that is lost is no error: the line gets another, as soon as the server can
-be reached, and sends its request again until the deadline.  An error comes at once where the data is gone: no
-server listens there any more, unless it had said that its data is on disk, or the one that listens there has
-other data.
+A channel uses one connection at a time. If it is lost, the channel reconnects as soon as the server can be
+reached, and sends its request again until the deadline. It raises at once if the data is lost: if no server
+listens there any more, unless the server had reported its data as durable, or if the server there has other
+data.
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ from .replies import REMEMBERED
 
 T = TypeVar("T")
 
-#: seconds beyond a request's deadline in which the server may still say which keys were missing
+#: seconds beyond a request's deadline for which the client waits for the server to name the missing keys
 _GRACE = 2.0
 
-#: idle connections that are kept
+#: number of idle connections kept
 _KEPT = 4
 
-#: seconds between two attempts to reach a server
+#: limits in seconds of the pause between two attempts to reach a server
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
 
-#: seconds after which a write is not sent again: the server may soon have forgotten that it was done
+#: seconds after which a write is not sent again: the server may soon forget that it was executed
 _LONGEST_REPEAT = REMEMBERED - 60.0
 
 
 class TCPStore(Store):
-    """A connection to the store that a :class:`~shoal.store.TCPStoreServer` hosts.
+    """A client of the store that a :class:`~shoal.store.TCPStoreServer` hosts.
 
     Args:
-        host, port: where the server listens.  It may start later: connecting is tried again
-            until the timeout.
+        host, port: address of the server. It may start later: connecting is retried until the timeout.
         secret: the job's secret.
-        timeout: default deadline in seconds, for connecting too; ``SHOAL_TIMEOUT`` unless given.
+        timeout: default deadline in seconds, also for connecting; None: ``SHOAL_TIMEOUT``.
 
     Raises:
-        AuthenticationError, VersionMismatch: the server holds another secret, or is another build.
-        StoreTimeout: nobody listened there in time.
-        WireError: the listener there is no store.
+        AuthenticationError, VersionMismatch: the server has another secret, or another build.
+        StoreTimeout: no server listened there in time.
+        WireError: the server there is not a store.
     """
 
     _backing: _TcpClient
@@ -68,12 +67,12 @@ class TCPStore(Store):
 
     @property
     def host(self) -> str:
-        """Where the server listens."""
+        """Host of the server."""
         return self._backing.host
 
     @property
     def port(self) -> int:
-        """Where the server listens."""
+        """Port of the server."""
         return self._backing.port
 
     @property
@@ -83,12 +82,12 @@ class TCPStore(Store):
 
     @property
     def connections(self) -> int:
-        """The number of connections that this store has open now."""
+        """The number of open connections of this store."""
         return self._backing.connections
 
 
 class _Connection:
-    """Carries one request at a time; ``connection`` is None while it has none."""
+    """A write channel, for one request at a time; ``connection`` is None while it is disconnected."""
 
     __slots__ = ("connection", "name", "number")
 
@@ -99,7 +98,7 @@ class _Connection:
 
 
 class _TcpClient(RequestExecutor):
-    """Lines to one server, idle and busy ones."""
+    """The write channels to one server, idle and busy."""
 
     host: str
 
@@ -121,7 +120,7 @@ class _TcpClient(RequestExecutor):
         self._welcome = welcome
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
-        #: idle lines without a connection: a name is used again, for the server keeps something for each
+        #: idle channels without a connection; their names are used again, as the server stores each name
         self._bare: list[_Connection] = []
         self._busy: set[_Connection] = set()
         line = _Connection()
@@ -169,7 +168,7 @@ class _TcpClient(RequestExecutor):
             self._put_back(line)
 
     def _ask(self, line: _Connection, request: StoreRequest[T], deadline: Deadline) -> bytes:
-        """Send the request, as often as connections are lost, and return the reply."""
+        """Send the request, again after each loss of a connection, and return the reply."""
         if request.writes:
             line.number += 1
         message = encode_request(request, line.name, line.number)
@@ -196,14 +195,14 @@ class _TcpClient(RequestExecutor):
     def _reconnect(
         self, line: _Connection, request: StoreRequest[T], deadline: Deadline, patience: Deadline, losses: int
     ) -> Connection:
-        """Give the line a connection, as soon as the server can be reached and while there is patience."""
-        # The first loss may be an accident; a server that loses one after the other is left some peace.
+        """Connect the channel as soon as the server can be reached, until ``patience`` expires."""
+        # The first loss may be an accident: reconnect at once. After further losses, pause.
         pause, failures = _SHORTEST_PAUSE * 2 ** min(losses, 6), max(0, losses - 1)
         why = "its connections are lost again and again"
         while True:
             if failures:
                 if self.closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                    raise StoreError("closed")  # the store says which
+                    raise StoreError("closed")  # Store replaces the message
                 pause = min(2 * pause, _LONGEST_PAUSE)
             if losses + failures and patience.expired:
                 raise self._silent(request, deadline, why, sent=losses > 0)
@@ -222,12 +221,12 @@ class _TcpClient(RequestExecutor):
                     line.connection = connection
                     return connection
             connection.close()
-            raise StoreError("closed")  # the store says which
+            raise StoreError("closed")  # Store replaces the message
 
     def _take(self) -> _Connection:
         with self._lock:
             if self.closed.is_set():
-                raise StoreError("closed")  # the store says which
+                raise StoreError("closed")  # Store replaces the message
             line = self._idle.pop() if self._idle else self._bare.pop() if self._bare else _Connection()
             self._busy.add(line)
             return line
@@ -250,7 +249,7 @@ class _TcpClient(RequestExecutor):
             connection.close()
 
     def _connect(self, timeout: float) -> Connection:
-        """A connection to the server, if it holds the data that it held before."""
+        """Connect to the server; StoreError if it has other data than before."""
         deadline = Deadline(timeout)
         connection = connect(
             self.host, self.port, secret=self._secret, purpose=PURPOSE, timeout=timeout, limit=MAX_WELCOME
@@ -261,8 +260,8 @@ class _TcpClient(RequestExecutor):
                 self._welcome = welcome
             elif welcome.state != self._welcome.state:
                 raise StoreError(
-                    f"lost the store at {self.address}: the server that answers there now began anew, "
-                    "without what the one before held.  Start the job again"
+                    f"lost the store at {self.address}: the server there has restarted without its data.  "
+                    "Start the job again"
                 )
             connection.limit = MAX_MESSAGE
         except BaseException:
@@ -271,7 +270,7 @@ class _TcpClient(RequestExecutor):
         return connection
 
     def _first_connection(self, deadline: Deadline, *, patient: bool) -> Connection:
-        """A connection; ``patient``: also to a server that starts later."""
+        """Connect to the server; ``patient``: also if it starts later."""
         pause = _SHORTEST_PAUSE
         while True:
             try:
@@ -285,22 +284,22 @@ class _TcpClient(RequestExecutor):
                     raise StoreTimeout(
                         f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
                         "is it running there, and is the address right?"
-                    ) from None  # the message says it all
+                    ) from None  # the message contains the cause
                 if self._welcome is None and not isinstance(error.__cause__, OSError):
-                    raise  # the listener there is no store
-            # Many ranks start at once: spread them out.
+                    raise  # the server there is not a store
+            # Many ranks start at the same time: spread their attempts.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _is_gone(self, error: WireError) -> bool:
-        """Whether the data is gone: nobody listens, and it was in memory."""
+        """Return whether the data is lost: no server listens, and the data was in memory."""
         refused = isinstance(error.__cause__, ConnectionRefusedError)
         return refused and not (self._welcome is not None and self._welcome.durable)
 
     def _silent(
         self, request: StoreRequest[T], deadline: Deadline, why: str = "", *, sent: bool = True
     ) -> StoreTimeout:
-        """The error of a request that has no answer; ``why``: there is no connection."""
+        """Return the error of a request without a reply; ``why``: why there is no connection."""
         silence = f"the store at {self.address} did not answer"
         if why:
             silence += f": {why}"

@@ -1,13 +1,12 @@
-"""A TCP store's server whose data outlives it: what it has acknowledged is on disk.
+"""A TCP store's server whose acknowledged data is on disk and survives it.
 
-The server takes the messages of all clients that have sent one, applies them in their order, writes those
-that changed something to its log as one record, and waits for the disk once.  Only then it answers: the cost
-of the disk is shared by all who write at the same time.  If the disk takes no more, the changes are undone
-and their clients told so, before anybody has seen them.
+In each *round* the server takes the pending messages of all clients, executes them in order, writes those
+that changed something to its log as one record, and waits for the disk once. It answers only then, so that
+all clients that write at the same time share the cost of the disk. If the disk accepts no more data, the
+changes are undone and their clients notified, before any client has seen them.
 
-A server that is started on the log again holds the same data under the same name, and the replies that
-clients may still ask for: they connect again, send their last request under its number, and nothing is done
-twice.
+A restarted server has the same data and identity, and the replies that clients may still request: they
+reconnect and send their last request again with its number, and nothing is executed twice.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from .server import TCPStoreServer, _StoreClient
 
 logger = logging.getLogger(__name__)
 
-#: seconds between two attempts to begin a log anew whose disk has failed
+#: seconds between two attempts to rewrite a log whose disk has failed
 _REPAIR_PAUSE = 1.0
 
-#: of a log that is begun anew
+#: exceptions of a failed rewrite of the log
 _FAILURES = (OSError, ShoalError, InDoubt)
 
 
 class _UndoableTable(KeyTable):
-    """A table that remembers what its keys held before: ``before`` is emptied by the owner."""
+    """A table that records the former values of changed keys in ``before``, which its owner clears."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class _UndoableTable(KeyTable):
         super().set(key, value)
 
     def undo(self) -> None:
-        """Make everything as it was when ``before`` was empty."""
+        """Restore all values to those at the time when ``before`` was empty."""
         for key, value in self.before.items():
             if value is None:
                 self.values.pop(key, None)
@@ -64,7 +63,7 @@ class _UndoableTable(KeyTable):
 
 
 class _Taken(NamedTuple):
-    """A message of the present round, and where it came from."""
+    """A message of the current round, and its client."""
 
     session: _StoreClient
     message: bytearray
@@ -74,18 +73,18 @@ class _Taken(NamedTuple):
 class DurableStoreServer(TCPStoreServer):
     """Hosts a store on a TCP port, as :class:`TCPStoreServer` does, and keeps its data in a directory.
 
-    A change that was acknowledged is on disk.  Clients wait for the server, until the deadline of their call,
-    while it is away.
+    Acknowledged changes are on disk. While the server is down, clients wait for it until the deadline of
+    their call.
 
     Args:
-        log: the directory, for one server at a time; made when it does not exist.
-        host, port, secret, handshake_timeout: as of :class:`TCPStoreServer`.  A server that takes the place
-            of another one listens where that one did.
-        records: keys and values that are there from the beginning; a key that the log holds keeps its value.
+        log: the directory, for one server at a time; created if it does not exist.
+        host, port, secret, handshake_timeout: as of :class:`TCPStoreServer`. A server that replaces another
+            one must have the same address.
+        records: initial keys and values; a key that the log holds keeps its value.
 
     Raises:
-        ConfigurationError: the directory, or a file in it, is not this user's alone.
-        StoreError: another server has the directory, or the log in it is damaged or of another version.
+        ConfigurationError: other users own, or have access to, the directory or a file in it.
+        StoreError: another server uses the directory, or the log in it is damaged or of another version.
         UsageError, WireError: as of :class:`TCPStoreServer`.
     """
 
@@ -103,10 +102,10 @@ class DurableStoreServer(TCPStoreServer):
     ) -> None:
         self._taken: list[_Taken] = []
         self._kept: dict[bytes, LastWrite | None] = {}
-        #: why nothing can be written until the log was begun anew; "": it can
+        #: why no write is possible until the log is rewritten; "": writes are possible
         self._broken = ""
         self._repair_at = 0.0
-        #: writes that were neither done nor refused, as far as their clients know
+        #: writes of which it is unknown whether they are on disk; their clients have no answer
         self._in_doubt: set[tuple[bytes, int]] = set()
         with contextlib.ExitStack() as undo:
             self._journal = Journal(Path(log).absolute())
@@ -140,16 +139,15 @@ class DurableStoreServer(TCPStoreServer):
         return Welcome(self._name, durable=True)
 
     def _again(self, messages: list[bytes]) -> None:
-        """Do what an earlier server did in one round."""
         try:
             for message in messages:
                 request, line, number = decode_request(message)
                 reply = encode_reply(Status.DONE, request.apply(self._table))
-                if any(line):  # not a record of the server's own
+                if any(line):  # else the server wrote the record itself
                     self._replies.keep(line, number, reply, request)
         except (StoreError, WireError) as error:
             raise StoreError(
-                f"the store's log {self._journal.path} holds a request that cannot be done again: {error}"
+                f"the store's log {self._journal.path} contains a request that cannot be repeated: {error}"
             ) from error
         self._table.touched.clear()
         self._table.before.clear()
@@ -193,19 +191,19 @@ class DurableStoreServer(TCPStoreServer):
             self._make_snapshot()
 
     def _do(self, each: _Taken, changes: list[bytes | bytearray]) -> bytes | bytearray | None:
-        """Execute a request: its reply, None if it waits for keys."""
+        """Execute a request; return its reply, or None if it waits for keys."""
         line = each.asked.line
         if line and line not in self._kept:
             self._kept[line] = self._replies.last(line)
         before = len(self._table.touched)
         try:
             return self._execute(each.session, each.asked)
-        finally:  # whatever went wrong, what others can see is in the log
+        finally:  # even after an error, changes that others can see must be in the log
             if len(self._table.touched) > before:
                 changes.append(each.message)
 
     def _refusal(self, each: _Taken) -> bytes | bytearray | None:
-        """The reply to a write while nothing can be written; None: it can, or this is no write."""
+        """Return the reply to a write while no write is possible; None: execute the request."""
         if not self._broken or not each.asked.line:
             return None
         if (each.asked.line, each.asked.number) in self._in_doubt:
@@ -215,7 +213,7 @@ class DurableStoreServer(TCPStoreServer):
     def _take_back(
         self, taken: list[_Taken], why: str, in_doubt: list[bytes | bytearray] | None = None
     ) -> None:
-        """Undo the round: refuse its writes, or leave them open, and read again for those who read."""
+        """Undo the round: refuse its writes, or drop the clients of those in doubt, and repeat its reads."""
         self._table.undo()
         for name, line in self._kept.items():
             self._replies.restore(name, line)
@@ -246,18 +244,18 @@ class DurableStoreServer(TCPStoreServer):
             self._journal.append(changes)
         except InDoubt:
             try:
-                self._journal.rewrite(self._snapshot())  # with this round, and on other blocks of the disk
+                self._journal.rewrite(self._snapshot())  # includes this round, on other blocks of the disk
             except _FAILURES as error:
                 raise InDoubt(str(error)) from error
 
     def _repair(self) -> None:
-        """Begin the log anew, so that no write is in doubt any more."""
+        """Rewrite the log, so that no write is in doubt any more."""
         if time.monotonic() < self._repair_at:
             return
         try:
             self._journal.rewrite(self._snapshot())
         except _FAILURES as error:
-            logger.warning("store: the log cannot be begun anew: %s", error)
+            logger.warning("store: the log cannot be rewritten: %s", error)
             self._repair_at = time.monotonic() + _REPAIR_PAUSE
             return
         self._broken = ""
@@ -269,7 +267,7 @@ class DurableStoreServer(TCPStoreServer):
         except InDoubt as error:
             self._broken = f"not done: the disk of the store's log failed: {error}"
         except _FAILURES as error:
-            logger.warning("store: no snapshot was made, the log grows on: %s", error)
+            logger.warning("store: no snapshot was written, so the log keeps growing: %s", error)
             self._journal.postpone()
 
     def _snapshot(self) -> Snapshot:
@@ -277,7 +275,7 @@ class DurableStoreServer(TCPStoreServer):
 
     @contextlib.contextmanager
     def _dropping(self, each: _Taken) -> Iterator[None]:
-        """End the client alone whose request breaks the rules."""
+        """Drop only the client whose request violates the protocol."""
         try:
             yield
         except (WireError, UsageError, OSError) as error:

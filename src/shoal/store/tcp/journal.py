@@ -1,15 +1,14 @@
-"""The directory of a durable store: one file that a server appends to, and a lock.
+"""The directory of a durable store: a file to which one server appends, and a lock.
 
-``log`` begins with a line that names the format.  Records follow, each a header (length of the payload, its
-CRC-32, and the CRC-32 of these two) and the payload: first a *snapshot* (who the server is, all pairs, all
-kept replies, and an end mark), then one record for each *round* of writes, as the messages that carried them.
+``log`` begins with a line that names the format. Records follow, each a header (length of the payload, its
+CRC-32, and the CRC-32 of these two) and the payload: first a *snapshot* (identity of the data, all pairs, all
+stored replies, and an end mark), then one record with the messages of each *round* of writes.
 
-A snapshot is written to ``log.new``, which takes the name ``log`` when all of it is on disk.  So ``log`` is
-whole but for the last round, and only one round at a time is on its way to disk:
+A snapshot is written to ``log.new``, which is renamed to ``log`` when it is completely on disk. So ``log`` is
+complete except for the last round, and only one round at a time is being written:
 
-- A last record that the file cuts short, or that has a sector of zeros, was never acknowledged.  It is cut
-  off.
-- Anything else that does not fit its checksum is damage, and the file is refused.
+- A last record that is truncated, or has a sector of zeros, was never acknowledged. It is removed.
+- Any other record that does not match its checksum is damage, and the file is refused.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ _HEADER, _CHECK = struct.Struct("<QI"), struct.Struct("<I")
 _HEADER_SIZE = _HEADER.size + _CHECK.size
 _SECTOR = 512
 
-#: bytes of pairs in one record of a snapshot, unless one pair has more
+#: maximum bytes of pairs in one record of a snapshot, unless a single pair has more
 _CHUNK = 2**20
 
-#: a snapshot is due when the rounds since the last one have this many bytes, and so many times its own
+#: a snapshot is due when the rounds since the last one have this many bytes, and this multiple of its size
 SNAPSHOT_BYTES, _SNAPSHOT_TIMES = 64 * 2**20, 4
 
 
 class NotWritten(Exception):
-    """The round is not on disk, and no restart will find it there."""
+    """The round is not on disk, and a restart will not find it there."""
 
 
 class InDoubt(Exception):
-    """Whether the round is on disk is unknown, and nothing else can be written before a snapshot."""
+    """It is unknown whether the round is on disk, and no write is possible before a snapshot."""
 
 
 class _Identity(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -66,7 +65,7 @@ class _Lines(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class _End(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The snapshot is complete."""
+    """The end mark of a snapshot."""
 
 
 class _Round(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -78,11 +77,7 @@ _decode = msgpack_decoder(_Identity | _Pairs | _Lines | _End | _Round)
 
 
 class Snapshot(msgspec.Struct):
-    """All that a server holds.
-
-    Attributes:
-        name: of the data, which clients know it by.
-    """
+    """All data of a server; ``name`` is its identity, which clients know."""
 
     name: bytes
     pairs: dict[str, bytes]
@@ -90,14 +85,14 @@ class Snapshot(msgspec.Struct):
 
 
 class Journal:
-    """The directory, which no other server can have open.
+    """The directory, which one server at a time can open.
 
     Args:
-        path: the directory; made, with mode 700, when it does not exist.
+        path: the directory; created with mode 700 if it does not exist.
 
     Raises:
-        ConfigurationError: the directory, or a file in it, is not this user's alone.
-        StoreError: it cannot be opened, or another server has it.
+        ConfigurationError: other users own, or have access to, the directory or a file in it.
+        StoreError: it cannot be opened, or another server has it open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,22 +107,22 @@ class Journal:
             close_in_forked_child(self)
             self._take()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path / "log.new")  # of a server that was killed
+                os.unlink(path / "log.new")  # left by a killed server
         except OSError as error:
             raise StoreError(f"cannot open the store's log {path}: {error.strerror}") from error
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a snapshot."""
+        """Whether a snapshot is due."""
         return self._end - self._snapshot_size >= self._due
 
     def load(self) -> tuple[Snapshot, Iterator[list[bytes]]] | None:
-        """The snapshot, and the messages of each round after it; None: the directory is new.
+        """Return the snapshot and the messages of each later round; None: the directory is new.
 
-        The end of the rounds cuts off one that was not finished.
+        The iterator truncates an unfinished round at the end of the file.
 
         Raises:
-            StoreError: the file is damaged, or of another format.
+            StoreError: the file is damaged or of another format.
         """
         path = self.path / "log"
         if not os.path.lexists(path):
@@ -136,8 +131,8 @@ class Journal:
         magic = os.pread(self._file.fileno(), len(_MAGIC), 0)
         if magic != _MAGIC:
             raise StoreError(
-                f"{path} begins with {magic!r}, not with {_MAGIC!r}: it is of another version of shoal, or "
-                "no store's log.  Start that version on it, or give another directory"
+                f"{path} begins with {magic!r}, not with {_MAGIC!r}: it is from another version of shoal, or "
+                "not a store's log.  Use that version, or give another directory"
             )
         self._end = len(_MAGIC)
         records = self._records()
@@ -160,11 +155,11 @@ class Journal:
         return snapshot, self._rounds(records)
 
     def append(self, messages: Sequence[bytes | bytearray]) -> None:
-        """Write one round; it is on disk when this returns.
+        """Write one round; it is on disk on return.
 
         Raises:
-            NotWritten: the file system took no more; the file is as before.
-            InDoubt: see there.
+            NotWritten: the file system accepted no more data; the file is unchanged.
+            InDoubt: it is unknown whether the round is on disk.
         """
         assert self._file is not None
         record = memoryview(_framed(_encode(_Round(cast(list[bytes], messages)))))
@@ -180,17 +175,17 @@ class Journal:
         try:
             os.fdatasync(descriptor)
         except OSError as error:
-            # What the kernel then does with the pages that it could not write differs from one file system to
-            # another: nothing that this file holds from here on can be relied on.
+            # File systems differ in their treatment of pages that could not be written: nothing in this file
+            # can be relied on from here on.
             raise InDoubt(error.strerror) from error
         self._end += len(record)
 
     def rewrite(self, snapshot: Snapshot) -> None:
-        """Begin the file anew with a snapshot; it is on disk when this returns.
+        """Replace the file by one with a snapshot; it is on disk on return.
 
         Raises:
-            OSError, ShoalError: the file system took no more.  The file is the one before.
-        InDoubt: the file is the new one, but its name may lead to the one before when the machine fails.
+            OSError, ShoalError: the file system accepted no more data. The former file remains.
+            InDoubt: the new file is used, but its name may refer to the former one if the machine fails.
         """
         temporary = self.path / "log.new"
         with contextlib.suppress(FileNotFoundError):
@@ -222,11 +217,11 @@ class Journal:
             raise InDoubt(error.strerror) from error
 
     def postpone(self) -> None:
-        """Make no snapshot before the file has grown as much again."""
+        """Write no snapshot before the file has grown by another SNAPSHOT_BYTES."""
         self._due += SNAPSHOT_BYTES
 
     def close(self) -> None:
-        """Let others have the directory; it may be called twice."""
+        """Release the directory. May be called twice."""
         if self._file is not None:
             self._file.close()
         self._lock.close()
@@ -243,7 +238,7 @@ class Journal:
                 "end it, or give another directory"
             ) from None
         os.ftruncate(descriptor, 0)
-        with contextlib.suppress(OSError):  # a full disk: it is there for messages alone
+        with contextlib.suppress(OSError):  # a full disk: the process id is for messages only
             os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
 
     def _rounds(
@@ -251,19 +246,19 @@ class Journal:
     ) -> Iterator[list[bytes]]:
         for record in records:
             if not isinstance(record, _Round):
-                raise self._damaged("a record of a snapshot stands among the rounds")
+                raise self._damaged("a record of a snapshot is among the rounds")
             yield record.messages
         assert self._file is not None
         try:
             if os.fstat(self._file.fileno()).st_size > self._end:
                 os.ftruncate(self._file.fileno(), self._end)
-            # What the server before wrote and did not live to sync is answered as done from now on.
+            # Rounds that the former server wrote without syncing them are acknowledged from now on.
             os.fsync(self._file.fileno())
         except OSError as error:
             raise StoreError(f"cannot open the store's log {self.path}: {error.strerror}") from error
 
     def _records(self) -> Iterator[_Identity | _Pairs | _Lines | _End | _Round]:
-        """The records from the present end on; it ends before one that was not finished."""
+        """Yield the records from the present end on, up to an unfinished one."""
         assert self._file is not None
         descriptor = self._file.fileno()
         size = os.fstat(descriptor).st_size
@@ -294,21 +289,21 @@ class Journal:
 
     def _damaged(self, why: str = "a checksum does not fit") -> StoreError:
         return StoreError(
-            f"{self.path / 'log'} is damaged at byte {self._end} ({why}), and not as a server leaves it that "
-            "was killed: what was acknowledged may be lost.  Bring it back from a copy, or give another "
+            f"{self.path / 'log'} is damaged at byte {self._end} ({why}), in a way that a killed server does "
+            "not cause: acknowledged changes may be lost.  Restore it from a backup, or give another "
             "directory and start the jobs again"
         )
 
 
 def _own_directory(path: Path) -> None:
-    """Make the directory if it is not there; ConfigurationError unless nobody else can write to it."""
+    """Create the directory if necessary; ConfigurationError unless only this user can write to it."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o700, parents=True)
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         why = "it is a symbolic link; give the path that it leads to"
     elif not stat.S_ISDIR(found.st_mode):
-        why = "it is no directory"
+        why = "it is not a directory"
     elif found.st_uid != os.geteuid():
         why = f"it belongs to user {found.st_uid}; give a directory of your own"
     elif stat.S_IMODE(found.st_mode) & 0o022:
@@ -344,7 +339,7 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _write(descriptor: int, data: memoryview, at: int) -> int:
-    """Write all of ``data`` at a place in a file; where it ends."""
+    """Write all of ``data`` at offset ``at``; return the offset of its end."""
     while data:
         written = os.pwrite(descriptor, data, at)
         data = data[written:]
@@ -353,7 +348,7 @@ def _write(descriptor: int, data: memoryview, at: int) -> int:
 
 
 def _read(descriptor: int, count: int, at: int) -> bytes:
-    """``count`` bytes from a place in a file, or as many as there are."""
+    """Return ``count`` bytes at offset ``at``, or as many as there are."""
     parts = []
     while count and (part := os.pread(descriptor, count, at)):
         parts.append(part)
@@ -363,7 +358,7 @@ def _read(descriptor: int, count: int, at: int) -> bytes:
 
 
 def _has_empty_sector(data: bytes, at: int) -> bool:
-    """Whether, of ``data`` at a place in a file, all that lies in one sector is zero, as if never written."""
+    """Return whether all of ``data`` (at offset ``at``) in some sector is zero, as if never written."""
     first = _SECTOR - at % _SECTOR
     edges = [0, *range(first, len(data), _SECTOR), len(data)]
     return any(not any(data[a:b]) for a, b in itertools.pairwise(edges) if b > a)

@@ -1,10 +1,10 @@
-"""The protocol between client and server of a TCP store: messages of msgpack in frames.
+"""The protocol between client and server of a TCP store: msgpack messages in frames.
 
-The server speaks first, after the handshake: a :class:`Welcome` says whose data it holds.  Then a client
-sends one request and waits for its reply before it sends the next.  A reply is one byte that says how it
-went, and a body whose type follows from that byte and the request.
+After the handshake the server sends a :class:`Welcome`, which identifies its data. Then a client sends one
+request and waits for its reply before it sends the next. A reply is a status byte, and a body whose type
+depends on the status and the request.
 
-A request that may change something has a number before it, so that it is done once however often it is
+A request that can change something is preceded by a number, so that it is executed once however often it is
 sent: see ``replies.py``.
 """
 
@@ -28,12 +28,12 @@ T = TypeVar("T")
 #: purpose of the handshake
 PURPOSE = "store"
 
-#: longest message in bytes: one value of the greatest size, or 64 MB of small ones, and the keys
+#: longest message in bytes: one value of maximum length, or 64 MB of small ones, and the keys
 MAX_MESSAGE = MAX_VALUE + 4 * 2**20
 
 
 class Status(enum.IntEnum):
-    """The first byte of a reply; it tells the type of the rest."""
+    """The first byte of a reply, which determines the type of the rest."""
 
     DONE = 0  #: the result
     MISSING = 1  #: list of the keys that did not appear in time
@@ -41,11 +41,11 @@ class Status(enum.IntEnum):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """What a server says of itself to each client.
+    """The first message of a server to each client.
 
     Attributes:
-        state: names the data: a server that begins with nothing gives it another name.
-        durable: the data outlives the server, which may come again.
+        state: identity of the data; a server that starts empty chooses another one.
+        durable: the data survives the server, which may restart.
     """
 
     state: bytes
@@ -53,11 +53,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Numbered(NamedTuple):
-    """A request as it came, with the number of a write.
+    """A received request, with the number of a write.
 
     Attributes:
-        line: names the client's line, 16 random bytes; b"" of a request that changes nothing.
-        number: of the request on that line; each is greater than the one before.
+        line: name of the client's write channel, 16 random bytes; b"" for a request that changes nothing.
+        number: of the request on that channel, greater than all earlier ones.
     """
 
     request: StoreRequest[Any]
@@ -65,7 +65,7 @@ class Numbered(NamedTuple):
     number: int = 0
 
 
-#: before a write: a byte that begins no request, the line, and the number
+#: precedes a write: a byte that begins no request, the name of the channel, and the number
 _NUMBER = struct.Struct("<B16sQ")
 _WRITE = 1
 
@@ -80,11 +80,7 @@ _text = msgpack_decoder(str)
 
 
 def encode_request(request: StoreRequest[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
-    """The message that carries ``request``, a write with its number.
-
-    Raises:
-        StoreError: its keys are too long for any message.
-    """
+    """Return the message that carries ``request`` (a write: with its number). StoreError: it is too long."""
     message: bytes | bytearray
     if request.writes:
         message = bytearray(_NUMBER.size)
@@ -94,13 +90,13 @@ def encode_request(request: StoreRequest[Any], line: bytes = bytes(16), number: 
         message = encode(request)
     if len(message) > MAX_MESSAGE:
         raise StoreError(
-            f"a request of {len(message)} bytes, at most {MAX_MESSAGE} fit: too many keys at once"
+            f"a request of {len(message)} bytes exceeds the limit of {MAX_MESSAGE}: pass fewer keys at once"
         )
     return message
 
 
 def decode_request(message: bytes | bytearray) -> Numbered:
-    """The request that a message carries.  WireError: it carries none, or a write without its number."""
+    """Return the request that a message carries. WireError: there is none, or a write has no number."""
     try:
         if not message or message[0] != _WRITE:
             request = decode(message)
@@ -117,15 +113,15 @@ def decode_request(message: bytes | bytearray) -> Numbered:
 
 
 def decode_welcome(message: bytes) -> Welcome:
-    """The first message of a server.  WireError: it is none."""
+    """Return the first message of a server. WireError: it is malformed."""
     try:
         return _welcome(message)
     except MalformedMessage as error:
-        raise WireError(f"the server did not say what it is: {error}") from error
+        raise WireError(f"the server's welcome message cannot be decoded: {error}") from error
 
 
 def encode_reply(status: Status, body: object) -> bytearray:
-    """The message that carries a reply."""
+    """Return the message that carries a reply."""
     message = bytearray((status,))
     _encoder.encode_into(body, message, 1)
     if len(message) > MAX_MESSAGE:
@@ -134,12 +130,12 @@ def encode_reply(status: Status, body: object) -> bytearray:
 
 
 def decode_reply(request: StoreRequest[T], message: bytes, timeout: float) -> T:
-    """The result of ``request``.
+    """Return the result of ``request``.
 
     Raises:
         StoreTimeout: keys were missing for ``timeout`` seconds.
-        StoreError: the server could not do it.
-        MalformedMessage, ValueError, IndexError: the message is no reply to this request.
+        StoreError: the server could not execute the request.
+        MalformedMessage, ValueError, IndexError: the message is not a reply to this request.
     """
     status, body = Status(message[0]), memoryview(message)[1:]
     if status is Status.MISSING:

@@ -1,14 +1,14 @@
-"""What a server remembers of each client's last write, so that it is done once however often it is sent.
+"""The last write of each write channel, which a server stores so that no write is executed twice.
 
-A client sends its requests on *lines*.  A line carries one request at a time, has a random name, and numbers
-its writes.  When a connection is lost before the reply came, the client opens another one for the line and
-sends the write again, under its number:
+A client sends its requests on *write channels*. A channel carries one request at a time, has a random name,
+and numbers its writes. If a connection is lost before the reply, the client opens another one for the channel
+and sends the write again with its number:
 
-- a number whose write has changed something gets the reply that it got before;
-- another one is executed.  What it did the first time, if anything, was to look.
+- if the write has changed something, the server returns the stored reply;
+- otherwise the server executes it, for the first time or after an attempt that changed nothing.
 
-An older connection of the line may still hold a copy that the server has not read: nothing is taken from it
-once a newer one has been heard.
+An older connection of the channel may still contain a copy that the server has not read: writes on it are
+refused once a newer connection has been used.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ...errors import WireError
 from ..requests import CompareSet, StoreRequest
 from .protocol import Status, encode_reply
 
-#: seconds for which a line is remembered after its client has gone
+#: seconds for which a channel is stored after its client has disconnected
 REMEMBERED = 600.0
 
-#: longest reply in bytes of a CompareSet that is kept; other writes have shorter ones
+#: longest reply in bytes of a CompareSet that is stored; other writes have shorter replies
 _LONGEST = 64 * 2**10
 
 
 class LastWrite(NamedTuple):
-    """The last write of a line that changed something, and its reply; b"": too long to be kept."""
+    """The last write of a channel that changed something, and its reply; b"": too long to be stored."""
 
     name: bytes
     number: int
@@ -36,7 +36,7 @@ class LastWrite(NamedTuple):
 
 
 class _Heard:
-    """Of one line: the newest connection, by its place in the order of their making, and the last write."""
+    """The newest connection of a channel, by the order of their creation, and the channel's last write."""
 
     __slots__ = ("connection", "number", "reply")
 
@@ -47,16 +47,16 @@ class _Heard:
 
 
 class Replies:
-    """The kept replies of all lines.  It does no I/O.
+    """The stored replies of all channels. It does no I/O.
 
     Args:
-        lines: from before.
-        now: their clients have gone, as far as is known, at this moment.
+        lines: writes from an earlier run.
+        now: the time at which the clients of ``lines`` count as disconnected.
     """
 
     def __init__(self, lines: Iterable[LastWrite] = (), now: float = 0.0) -> None:
         self._lines: dict[bytes, _Heard] = {}
-        #: since when there is no client, the one that went first at the front
+        #: time of disconnection of each channel without a client, oldest first
         self._gone: dict[bytes, float] = {}
         for line in lines:
             self.keep(line.name, line.number, line.reply)
@@ -65,31 +65,31 @@ class Replies:
     def repeated(
         self, name: bytes, connection: int, number: int, request: StoreRequest[object]
     ) -> bytes | bytearray | None:
-        """The reply of a write that was done already; None: it is to be done.
+        """Return the reply of a write that was executed already; None: execute it.
 
         Raises:
-            WireError: the client has given up this connection, and what comes on it.
+            WireError: the client has abandoned this connection for a newer one.
         """
         heard = self._lines.get(name)
         if heard is None:
             heard = self._lines[name] = _Heard()
         self._gone.pop(name, None)
         if connection < heard.connection or number < heard.number:
-            raise WireError("a write came on a connection that its client has given up")
+            raise WireError("a write arrived on a connection that its client has abandoned")
         heard.connection = connection
         if number != heard.number:
             return None
         if heard.reply:
             return heard.reply
-        # Only long replies of a CompareSet are not kept.  Its result is then the value that it has set.
+        # Only long replies of a CompareSet are not stored. The result is then the desired value.
         if not isinstance(request, CompareSet):
-            raise WireError("a number came again with another write")
+            raise WireError("a number was used again for another write")
         return encode_reply(Status.DONE, request.desired)
 
     def keep(
         self, name: bytes, number: int, reply: bytes | bytearray, request: StoreRequest[object] | None = None
     ) -> None:
-        """Note the reply of a write that changed something; ``request``: which one, if it is known."""
+        """Store the reply of a write that changed something; ``request``: the write, if known."""
         heard = self._lines.get(name)
         if heard is None:
             heard = self._lines[name] = _Heard()
@@ -98,18 +98,18 @@ class Replies:
         heard.reply = b"" if is_known else bytes(reply)
 
     def last(self, name: bytes) -> LastWrite | None:
-        """What is kept of a line; None: nothing."""
+        """Return the stored write of a channel; None: there is none."""
         heard = self._lines.get(name)
         return LastWrite(name, heard.number, heard.reply) if heard is not None and heard.number >= 0 else None
 
     def restore(self, name: bytes, line: LastWrite | None) -> None:
-        """Let :meth:`last` return ``line`` again: what was done since was undone."""
+        """Make :meth:`last` return ``line`` again, because later writes were undone."""
         heard = self._lines.get(name)
         if heard is not None:
             heard.number, heard.reply = (-1, b"") if line is None else line[1:]
 
     def gone(self, name: bytes, connection: int, now: float) -> None:
-        """A connection of the line has ended; forget those lines whose clients went long ago."""
+        """Record that a connection has ended; forget channels without a client for ``REMEMBERED`` seconds."""
         heard = self._lines.get(name)
         if heard is not None and heard.connection == connection:
             self._gone.pop(name, None)
@@ -119,7 +119,7 @@ class Replies:
             del self._gone[oldest], self._lines[oldest]
 
     def lines(self) -> list[LastWrite]:
-        """All that is kept."""
+        """Return all stored writes."""
         return [
             LastWrite(name, each.number, each.reply) for name, each in self._lines.items() if each.number >= 0
         ]

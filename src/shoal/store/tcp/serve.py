@@ -1,4 +1,4 @@
-"""Hosting a TCP store by itself, in the foreground."""
+"""Hosting of a TCP store in the foreground."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def serve(
     announce: Callable[[str], None] = lambda url: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Host a store until ``stop`` is set or a signal ends it.
+    """Host a store until ``stop`` is set or a signal ends the process.
 
     Args:
         address: ``host:port``, or ``host`` for a port that the kernel chooses; IPv6 in brackets.
-        secret: what every client must prove to hold; needed for anything but loopback.
-        records: keys and values that are there from the beginning, such as the job's record.
-        log: directory in which the data is kept, see :class:`DurableStoreServer`; None: in memory alone.
-        announce: called with the store's URL once clients can connect.
-        stop: ends the serving when set, by a signal handler or another thread.
+        secret: every client must prove to know it; required except on loopback.
+        records: initial keys and values, such as the job's record.
+        log: directory for the data, see :class:`DurableStoreServer`; None: in memory only.
+        announce: called with the store's URL when clients can connect.
+        stop: ends the server when set, by a signal handler or another thread.
 
     Raises:
-        UsageError: the address makes no sense, or needs a secret.
+        UsageError: the address is malformed, or requires a secret.
         ConfigurationError, StoreError: the directory cannot be used.
-        WireError: the address is in use, or not this host's.
+        WireError: the address is in use, or does not belong to this host.
     """
     host, port = parse_address(address)
     server: TCPStoreServer
@@ -47,7 +47,7 @@ def serve(
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """``host:port`` as host and number; port 0 when there is none.  IPv6 addresses are in brackets."""
+    """Split ``host:port``; port 0 if there is none. IPv6 addresses are in brackets."""
     host, colon, port = address.strip().rpartition(":")
     if not colon or port.endswith("]"):
         host, port = address.strip(), "0"

@@ -1,7 +1,7 @@
-"""The server of a TCP store: a table, and the requests that wait for keys of it.
+"""The server of a TCP store: a table, and the requests that wait for its keys.
 
-A blocking request whose keys are not all there is parked with its deadline; the request that brings
-the last key wakes it.  Nothing is polled.
+A blocking request with missing keys is parked with its deadline; the request that sets the last of the keys
+wakes it. Nothing is polled.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class _StoreClient(ClientConnection):
     """One connection.
 
     Attributes:
-        order: its place among all, in the order in which they were made; from 1.
-        parked: the request that waits for its keys, if one does.
-        line: of the writes that came on it, b"" before the first.
+        order: its position in the order of creation, from 1.
+        parked: the request that waits for keys, if any.
+        line: name of the write channel that uses the connection; b"" before the first write.
     """
 
     order = 0
@@ -51,19 +51,19 @@ class _StoreClient(ClientConnection):
 class TCPStoreServer(Server[_StoreClient]):
     """Hosts a store on a TCP port, in a daemon thread.
 
-    Binds at once, so that :attr:`port` is known; serves between :meth:`start` and :meth:`close`.
-    As a context manager it does both.
+    The constructor binds the port, so that :attr:`port` is known; the server runs from :meth:`start` to
+    :meth:`close`. As a context manager it calls both.
 
     Args:
-        host: interface to listen on; loopback unless given.
+        host: interface to listen on; default: loopback.
         port: 0 lets the kernel choose.
-        secret: the one that every client must prove to hold.
-        records: keys and values that are there from the beginning.
-        handshake_timeout: seconds that a client gets to prove itself.
+        secret: every client must prove to know it.
+        records: initial keys and values.
+        handshake_timeout: seconds within which a client must authenticate.
 
     Raises:
-        UsageError: ``host`` can be reached from elsewhere and ``secret`` is empty.
-        WireError: the address is in use, or not this host's.
+        UsageError: ``host`` is reachable from other hosts and ``secret`` is empty.
+        WireError: the address is in use, or does not belong to this host.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TCPStoreServer(Server[_StoreClient]):
             what="store",
             handshake_timeout=handshake_timeout,
         )
-        # Now: when clients have taken all that there are, the rest of the process has none either.
+        # Early: once clients have used up all descriptors, the rest of the process has none either.
         raise_descriptor_limit()
 
     @property
@@ -112,7 +112,7 @@ class TCPStoreServer(Server[_StoreClient]):
         session.send(self._welcome)
 
     def _hold(self, records: Mapping[str, bytes]) -> Welcome:
-        """Begin to hold the data."""
+        """Create the table; return the welcome message."""
         self._table, self._replies = KeyTable(), Replies()
         self._table.values.update(records)
         return Welcome(secrets.token_bytes(16))
@@ -132,11 +132,11 @@ class TCPStoreServer(Server[_StoreClient]):
             raise WireError("the client sent a request before the last one was answered")
 
     def _execute(self, session: _StoreClient, asked: Numbered) -> bytes | bytearray | None:
-        """Execute a request: its reply; None if it is parked."""
+        """Execute a request; return its reply, or None if it is parked."""
         request, line, number = asked
         if line:
             if session.line not in (b"", line):
-                raise WireError("writes of two lines came on one connection")
+                raise WireError("writes of two channels arrived on one connection")
             session.line = line
             kept = self._replies.repeated(line, session.order, number, request)
             if kept is not None:
@@ -156,7 +156,7 @@ class TCPStoreServer(Server[_StoreClient]):
         except StoreError as error:
             reply = encode_reply(Status.FAILED, str(error))
         except Exception as error:
-            # The client must not send it again and again.
+            # A reply keeps the client from sending the request again.
             logger.exception("store: a request of client %s", session.name)
             session.send(encode_reply(Status.FAILED, f"the store failed at the request: {error!r}"))
             raise WireError("an unexpected error") from error
@@ -176,10 +176,10 @@ class TCPStoreServer(Server[_StoreClient]):
             self._replies.gone(session.line, session.order, time.monotonic())
 
     def _wake(self, key: str) -> None:
-        """Answer those for whom ``key`` was the last one missing, after the one who set it."""
+        """Answer the requests for which ``key`` was the last missing key, after the request that set it."""
         if key not in self._table.values:
             return
-        # Thousands may wait for the same: their answer is encoded once.
+        # Thousands may wait for the same keys: their reply is encoded once.
         replies: dict[tuple[object, ...], bytearray] = {}
         for session in self._waiting.appeared(key):
             request = session.parked
@@ -190,7 +190,7 @@ class TCPStoreServer(Server[_StoreClient]):
                 try:
                     reply = replies[same] = encode_reply(Status.DONE, request.apply(self._table))
                 except KeysMissing as error:
-                    # A key that had appeared earlier has been deleted since.
+                    # A key that appeared earlier has been deleted since.
                     self._waiting.add(session, error.keys)
                     continue
             self._unpark(session)

@@ -1,4 +1,4 @@
-"""The index of the requests that wait for keys.  It does no I/O: the server asks, and acts."""
+"""The index of the requests that wait for keys. It does no I/O."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ T = TypeVar("T", bound=Hashable)
 
 
 class WaitIndex(Generic[T]):
-    """Items that wait until all of their keys have appeared, indexed by key.
+    """Items that wait until all of their keys exist, indexed by key.
 
-    A key that appears costs time for those that wait for it, not for all that wait.
+    The cost of a new key depends on the number of items that wait for it, not on that of all items.
     """
 
     def __init__(self) -> None:
         self._keys: dict[T, set[str]] = {}
-        # A dict stands for an ordered set: the first to wait is the first to be woken.
+        # A dict used as an ordered set: items are woken in the order in which they began to wait.
         self._items: dict[str, dict[T, None]] = {}
 
     def add(self, item: T, keys: Iterable[str]) -> None:
-        """Let ``item`` wait for ``keys``, of which there is at least one."""
+        """Let ``item`` wait for ``keys``, at least one."""
         self._keys[item] = set(keys)
         for key in self._keys[item]:
             self._items.setdefault(key, {})[item] = None
 
     def appeared(self, key: str) -> list[T]:
-        """Note that ``key`` exists; the items that now wait for nothing any more (they are removed)."""
+        """Record that ``key`` exists; remove and return the items that wait for no other key."""
         ready = []
         for item in self._items.pop(key, ()):
             keys = self._keys[item]
@@ -37,7 +37,7 @@ class WaitIndex(Generic[T]):
         return ready
 
     def remove(self, item: T) -> None:
-        """Forget ``item``, whether it waits or not."""
+        """Remove ``item`` if it waits."""
         for key in self._keys.pop(item, ()):
             items = self._items[key]
             del items[item]
