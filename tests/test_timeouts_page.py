@@ -17,7 +17,7 @@ from shoal.controller import Master
 from shoal.elastic.membership import lobby_keys
 from shoal.launch import agent_protocol as frames
 from shoal.launch.job import evictions, supervisor
-from shoal.launch.remote import fleet
+from shoal.launch.remote import agent_pool
 from shoal.net import HANDSHAKE_TIMEOUT
 from shoal.rpc import Agent
 from shoal.rpc.functional import shutdown
@@ -67,13 +67,13 @@ DEFAULTS: list[tuple[str, float]] = [
     ("`shoal.init_master_worker`", default_of(shoal.init_master_worker)),
     ("`master.wait_for`, `master.replace`", default_of(Master.wait_for)),
     ("`master.wait_for`, `master.replace`", default_of(Master.replace)),
-    ("`shoal run`: the other ranks after one failed", supervisor.FAILURE_GRACE),
-    ("`shoal run`: a rank that failed", supervisor.CULPRIT_GRACE),
-    ("`shoal run`: an evicted process may", evictions.PATIENCE_S),
-    ("`shoal run`: an evicted process after", evictions.GRACE_S),
-    ("`shoal run`: ranks after Ctrl-C", supervisor.STOP_GRACE),
-    ("`shoal run`: a rank ended with 0", supervisor.UNANNOUNCED),
-    ("`shoal run --hosts`: an agent starts", fleet._START),
+    ("`shoal run`: the other ranks after one failed", supervisor.FAILURE_GRACE_S),
+    ("`shoal run`: a rank that failed", supervisor.CULPRIT_GRACE_S),
+    ("`shoal run`: an evicted process may", evictions.EXIT_TIMEOUT_S),
+    ("`shoal run`: an evicted process after", evictions.KILL_DELAY_S),
+    ("`shoal run`: ranks after Ctrl-C", supervisor.STOP_GRACE_S),
+    ("`shoal run`: a rank ended with 0", supervisor.EARLY_EXIT_WARNING_S),
+    ("`shoal run --hosts`: an agent starts", agent_pool._START_TIMEOUT_S),
     ("`shoal run --hosts`: nothing is heard", frames.SILENCE),
     ("`shoal.testing.run_threads`", default_of(run_threads)),
 ]

@@ -24,7 +24,7 @@ PATIENCE = 60.0
 AT = 5
 
 
-def leaving(group: ProcessGroup, leavers: list[int], least: int, point: str = "before commit") -> Log:
+def leaving(group: ProcessGroup, leavers: list[int], min_ranks: int, point: str = "before commit") -> Log:
     """Train; ranks leave at a point of a step."""
     me = group.rank
 
@@ -33,11 +33,11 @@ def leaving(group: ProcessGroup, leavers: list[int], least: int, point: str = "b
         assert isinstance(session, Session)
         if me in leavers and (step.number, here) == (AT, point):
             session.leave()
-        if here == "after the last" and (me not in leavers or least > 1):
+        if here == "after the last" and (me not in leavers or min_ranks > 1):
             row = torch.empty(session.group.size)
             session.group.all_gather_single(row, torch.ones(1)).wait()  # the group is whole
 
-    return train(group, visit, min=least)
+    return train(group, visit, min=min_ranks)
 
 
 @pytest.mark.parametrize("point", ["before commit", "after commit", "between"])
@@ -249,7 +249,7 @@ with elastic.Session(state, min=2) as session:
 def test_the_launcher_counts_a_rank_that_left_as_no_failure(launcher: QuickLauncher, tmp_path: Any) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    code, out, err = launcher.run(3, str(script), least=2, UNANNOUNCED=0.0)
+    code, out, err = launcher.run(3, str(script), min_ranks=2, EARLY_EXIT_WARNING_S=0.0)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         "[0] rank 0 after 8 steps, left: False",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.failure_report import STACKS, Report
-from shoal.launch.job.evictions import GRACE_S, PATIENCE_S, STACKS_S, Evictions
+from shoal.launch.job.evictions import EXIT_TIMEOUT_S, KILL_DELAY_S, STACKS_S, Evictions
 from shoal.launch.ranks.meetings import Meetings
 from tests.support.quick_launcher import QuickLauncher
 
@@ -91,7 +91,7 @@ def test_the_healthy_ranks_finish_although_the_timeout_is_shorter_than_that_of_a
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANGS)
-    code, _, err = launcher.run(3, str(script), least=1)
+    code, _, err = launcher.run(3, str(script), min_ranks=1)
     assert code == 0, err
     assert re.search(r"^\[1\]   File .*script.py\", line 10 in <module>$", err, re.MULTILINE), err
     assert err.endswith("shoal: 2 of 3 ranks finished; rank 1 was killed by SIGTERM\n")
@@ -131,10 +131,10 @@ def signals(grace: float, process: Process, until: float = 100.0) -> Iterator[tu
 
 @pytest.mark.parametrize("grace", [2.0, math.inf])
 def test_sigterm_follows_the_stacks_and_sigkill_follows_after_the_grace(grace: float) -> None:
-    term = PATIENCE_S + STACKS_S
-    kill = term + min(grace, GRACE_S)
+    term = EXIT_TIMEOUT_S + STACKS_S
+    kill = term + min(grace, KILL_DELAY_S)
     sent = [STACKS, signal.SIGTERM, signal.SIGKILL]
-    expected = [(PATIENCE_S, sent[:1]), (term, sent[:2]), (kill, sent)]
+    expected = [(EXIT_TIMEOUT_S, sent[:1]), (term, sent[:2]), (kill, sent)]
     assert list(signals(grace, Process())) == [(pytest.approx(at), these) for at, these in expected]
 
 

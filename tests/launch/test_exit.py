@@ -134,7 +134,7 @@ def test_helpers_that_end_with_their_rank_are_not_mentioned(launcher: QuickLaunc
             os._exit(0)
         """)
     )
-    assert launcher.run(2, str(script), _LINGER=30.0) == (0, "", "")
+    assert launcher.run(2, str(script), _LINGER_S=30.0) == (0, "", "")
 
 
 def test_the_launcher_does_not_wait_for_a_daemon_that_left_its_group(workshop: Workshop) -> None:

@@ -93,7 +93,7 @@ def test_the_first_failure_is_named_and_its_exit_code_returned(
 def test_a_rank_that_tells_the_others_before_it_ends_is_the_cause(
     launcher: QuickLauncher, tmp_path: Path, end: str
 ) -> None:
-    code, err = launch(launcher, tmp_path, end, CULPRIT_GRACE=60.0)
+    code, err = launch(launcher, tmp_path, end, CULPRIT_GRACE_S=60.0)
     assert (code, "shoal: rank 1 failed first: exit code 3" in err) == (3, True), err
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_catches_the_error_and_exits_by_itself_is_a_consequence(
         except Exception:
             os._exit(9)
         """
-    code, err = launch(launcher, tmp_path, f"time.sleep(0.1); {end}", others=others, CULPRIT_GRACE=60.0)
+    code, err = launch(launcher, tmp_path, f"time.sleep(0.1); {end}", others=others, CULPRIT_GRACE_S=60.0)
     assert (code, "shoal: rank 1 failed first: exit code 3" in err) == (3, True), err
     assert re.search(r"rank 0 (ended because rank 1 did \(exit code [19]\)|was ended by)", err), err
 
@@ -119,7 +119,7 @@ def test_a_rank_that_hangs_after_it_raised_is_ended_and_keeps_its_code(
     end = f"atexit._clear()\nimport shoal.world\ndef hang(): {hang}\natexit.register(hang)\n"
     end += "atexit.register(shoal.world._close_at_exit)\nraise ValueError('no such fish')"
     others = "try: together()\nexcept Exception: os._exit(9)"
-    code, err = launch(launcher, tmp_path, end, others=others, CULPRIT_GRACE=0.5)
+    code, err = launch(launcher, tmp_path, end, others=others, CULPRIT_GRACE_S=0.5)
     assert code == 1
     assert "shoal: rank 1 failed first: ValueError: no such fish; it did not end by itself" in err
     assert re.search(r"rank 0 ended because rank 1 did \(exit code [19]\)", err), err
@@ -170,7 +170,7 @@ def test_the_user_is_told_of_a_rank_that_ended_before_torchs_init(
             except dist.DistError: pass
         """)
     )
-    code, _, err = launcher.run(3, str(script), UNANNOUNCED=0.1)
+    code, _, err = launcher.run(3, str(script), EARLY_EXIT_WARNING_S=0.1)
     told = "shoal: rank 1 ended with exit code 0 without leaving a group of shoal; ranks 0, 2 still run: "
     assert (code, err.count(told)) == (0, 1), err
 
@@ -179,7 +179,7 @@ def test_nothing_is_said_of_a_rank_that_leaves_its_group_before_it_ends(
     launcher: QuickLauncher, tmp_path: Path
 ) -> None:
     # Nobody needs it any more.
-    code, err = launch(launcher, tmp_path, "", others="if rank == 0: time.sleep(1)", UNANNOUNCED=0.1)
+    code, err = launch(launcher, tmp_path, "", others="if rank == 0: time.sleep(1)", EARLY_EXIT_WARNING_S=0.1)
     assert (code, err) == (0, "")
 
 
@@ -215,7 +215,7 @@ def test_it_is_named_every_time(
     try:
         for run, rank in itertools.product(range(_TIMES), (0, 1)):
             code, err = launch(
-                launcher, tmp_path, end, rank=rank, size=size, backend=backend, CULPRIT_GRACE=60.0
+                launcher, tmp_path, end, rank=rank, size=size, backend=backend, CULPRIT_GRACE_S=60.0
             )
             assert (code, f"shoal: rank {rank} failed first: " in err) == (ENDS[end], True), (run, err)
     finally:

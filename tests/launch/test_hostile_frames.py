@@ -47,10 +47,10 @@ from shoal.launch.agent_protocol import (  # fmt: skip
 from shoal.launch.commands.agent import AgentServer
 from shoal.launch.ranks.guardian import Guardian
 from shoal.launch.ranks.source import Pipe
-from shoal.launch.remote.agency import AgentClient, Watcher
+from shoal.launch.remote.agent_client import AgentCallbacks, AgentClient
 from shoal.launch.remote.hosts import Host
 from shoal.launch.remote.link import Descriptors
-from shoal.launch.remote.rank import RemoteRank, Turns
+from shoal.launch.remote.rank import RelayQueue, RemoteRank
 from shoal.launch.remote.ssh import Client
 from shoal.net import build_version, frame_header
 from tests.support.waiting import until
@@ -97,11 +97,11 @@ class Stranger(Client):
         self.agent = theirs
         self.agent.setblocking(False)
 
-    def hear(self) -> None:
+    def read(self) -> None:
         self.stderr.ignore()
 
     @property
-    def said(self) -> list[str]:
+    def stderr_tail(self) -> list[str]:
         return []
 
     def end(self, timeout: float) -> int | None:
@@ -115,33 +115,31 @@ class Listener:
 
     def __init__(self) -> None:
         self.client = Stranger()
-        self.agency = AgentClient(Host("h1", 2, 0), self.client)
+        self.agent = AgentClient(Host("h1", 2, 0), self.client)
         self.lost: list[str] = []
-        self.agency.watcher = Watcher(
-            lambda agency, ranks: self.lost.append(agency.trouble),
+        self.agent.watcher = AgentCallbacks(
+            lambda agent, ranks: self.lost.append(agent.trouble),
             lambda rank, text: None,
             lambda amount: None,
         )
         self.selector = selectors.DefaultSelector()
-        self.agency.watch(self.selector)
-        self.turns = Turns()
+        self.agent.watch(self.selector)
+        self.turns = RelayQueue()
         self.ranks = [
-            RemoteRank(
-                index, index, 0, host="h1", agency=self.agency, turns=self.turns, size=2, newcomer=False
-            )
+            RemoteRank(index, index, 0, host="h1", agent=self.agent, turns=self.turns, size=2, newcomer=False)
             for index in range(2)
         ]
         for rank in self.ranks:
-            self.agency.add(rank)
+            self.agent.add(rank)
             for relay in (rank.stdout, rank.stderr):
                 relay.listen(self.selector, lambda: None)
-        self.agency.is_held = False
+        self.agent.is_queueing = False
 
-    def hear(self, data: bytes) -> str:
+    def read(self, data: bytes) -> str:
         """Send ``data`` as the agent and then hang up; the trouble that the launcher has with it."""
         view = memoryview(data)
         end = time.monotonic() + SOON
-        while not self.agency.trouble:
+        while not self.agent.trouble:
             assert time.monotonic() < end
             if view:
                 try:
@@ -154,13 +152,13 @@ class Listener:
                 self.client.agent.close()
             for key, _ in self.selector.select(0.01):
                 key.data()
-            self.agency.tick(time.monotonic())
+            self.agent.tick(time.monotonic())
         assert all(rank.status is not None for rank in self.ranks)
-        return self.agency.trouble
+        return self.agent.trouble
 
     def close(self) -> None:
-        self.agency.hang_up()
-        self.agency.close(0)
+        self.agent.disconnect()
+        self.agent.close(0)
         self.client.agent.close()
         self.selector.close()
 
@@ -175,7 +173,7 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("stderr_tail", "words"),
     [
         (b"x" * 70_000, "the program that answers is not an agent of shoal"),
         (PREAMBLE + framed(b"\xff"), "it sent a malformed frame: "),
@@ -211,14 +209,14 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
     ],
 )  # fmt: skip
 def test_an_agent_that_breaks_the_rules_is_lost_with_the_reason(
-    listener: Listener, said: bytes, words: str
+    listener: Listener, stderr_tail: bytes, words: str
 ) -> None:
-    assert words in listener.hear(said)
+    assert words in listener.read(stderr_tail)
 
 
 def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: Listener) -> None:
     begin = time.monotonic()
-    listener.hear(
+    listener.read(
         PREAMBLE
         + framed(
             *STARTED,
@@ -237,7 +235,7 @@ def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: List
 def test_an_agents_clock_may_differ_by_any_time(listener: Listener) -> None:
     """Its moments are put on the launcher's clock by the answers to beats."""
     now = time.monotonic()
-    listener.hear(
+    listener.read(
         PREAMBLE
         + framed(
             *STARTED,
@@ -257,26 +255,26 @@ def test_of_many_hosts_that_are_lost_at_once_the_loop_waits_for_one() -> None:
     with closing(Listener()) as first, closing(Listener()) as second, closing(Listener()) as third:
         listeners = (first, second, third)
         for listener in listeners:
-            listener.agency.lose("the network is gone")
+            listener.agent.lose("the network is gone")
         assert [listener.client.waited for listener in listeners][1:] == [0.0, 0.0]
 
 
 def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Listener) -> None:
     late = time.monotonic() + 100.0
-    listener.agency.tick(late)
-    assert late < listener.agency.next_at()
-    assert not listener.agency.trouble
+    listener.agent.tick(late)
+    assert late < listener.agent.next_at()
+    assert not listener.agent.trouble
 
 
 def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
     """It knows none, and the slot gets another one."""
-    listener.hear(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))
+    listener.read(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))
     assert listener.ranks[0].status == 127
     assert listener.ranks[0].is_released
 
 
 def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
-    assert listener.hear(PREAMBLE + framed(HELLO, RequestRefused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
+    assert listener.read(PREAMBLE + framed(HELLO, RequestRefused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
 
 
 def test_mutated_frames_of_an_agent_end_in_words() -> None:
@@ -291,9 +289,11 @@ def test_mutated_frames_of_an_agent_end_in_words() -> None:
         lambda: Beat(0.0, 1.0),
     ]
     for _ in range(300):
-        said = framed(*STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8))))
+        stderr_tail = framed(
+            *STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8)))
+        )
         with closing(Listener()) as listener:
-            assert listener.hear(PREAMBLE + mutated(said, dice))
+            assert listener.read(PREAMBLE + mutated(stderr_tail, dice))
 
 
 # -- the agent ---------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Served:
         self.guardian = Guardian()
         self.agent = AgentServer(Descriptors(*[mine.detach()] * 2), self.guardian, 1)
 
-    def hear(self, data: bytes) -> str:
+    def read(self, data: bytes) -> str:
         """Send ``data`` as the launcher and then hang up; why the agent ends."""
         self.launcher.setblocking(False)
         self.launcher.send(data)
@@ -338,7 +338,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("stderr_tail", "words"),
     [
         (framed(b"\x00"), "it sent a malformed frame: "),
         (
@@ -365,16 +365,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     ],
 )
 def test_a_launcher_that_breaks_the_rules_is_left_with_the_reason(
-    served: Served, said: bytes, words: str
+    served: Served, stderr_tail: bytes, words: str
 ) -> None:
-    assert words in served.hear(said)
+    assert words in served.read(stderr_tail)
 
 
 def test_an_agent_stays_until_its_last_output_is_on_its_way(
     served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a slow line that takes longer than the launcher has to read the farewell."""
-    monkeypatch.setattr("shoal.launch.commands.agent._FAREWELL", 0.05)
+    monkeypatch.setattr("shoal.launch.commands.agent._BYE_TIMEOUT_S", 0.05)
     script = f"head -c 2000000 /dev/zero; touch {tmp_path}/written; sleep 600"
     served.launcher.send(framed(BEGIN, msgspec.structs.replace(start(), argv=("sh", "-c", script))))
     with ThreadPoolExecutor(1) as pool:
@@ -397,9 +397,9 @@ def test_an_agent_stays_until_its_last_output_is_on_its_way(
 def test_output_that_still_comes_keeps_an_ending_agent(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.remote.agency._PATIENCE", 0.0)
-    agency = listener.agency
-    said = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
+    monkeypatch.setattr("shoal.launch.remote.agent_client._REPLY_TIMEOUT_S", 0.0)
+    agent = listener.agent
+    stderr_tail = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
 
     def turn() -> None:
         for key, _ in listener.selector.select(0.01):
@@ -411,22 +411,22 @@ def test_output_that_still_comes_keeps_an_ending_agent(
             return listener.ranks[0].stdout.read()
         return b""
 
-    listener.client.agent.send(PREAMBLE + said)
+    listener.client.agent.send(PREAMBLE + stderr_tail)
     until(lambda: turn() or all(rank.status == 0 for rank in listener.ranks))
-    agency.expect_bye(0.0)
+    agent.expect_bye(0.0)
     for _ in range(3):
         listener.client.agent.send(framed(ProcessOutput(0, 1, b"x")))
         assert until(came) == b"x"
-        agency.tick(time.monotonic())
-        assert not agency.trouble
-    agency.tick(time.monotonic())
-    assert "its agent has not ended its processes as requested" in agency.trouble
+        agent.tick(time.monotonic())
+        assert not agent.trouble
+    agent.tick(time.monotonic())
+    assert "its agent has not ended its processes as requested" in agent.trouble
 
 
 @pytest.mark.parametrize("bad", [{"A=": "x"}, {"A": "\0"}, {"": ""}])
 def test_an_environment_that_cannot_be_is_an_answer_and_no_end(served: Served, bad: dict[str, str]) -> None:
     frame = msgspec.structs.replace(start(), variables=bad)
-    assert "the connection has ended" in served.hear(framed(BEGIN, frame))
+    assert "the connection has ended" in served.read(framed(BEGIN, frame))
     assert b"NotStarted" in served.launcher.recv(1 << 16) or bad == {"": ""}
 
 
@@ -442,10 +442,10 @@ def test_mutated_frames_of_a_launcher_end_in_words(monkeypatch: pytest.MonkeyPat
         lambda: Beat(1.0),
     ]
     for _ in range(60):
-        said = framed(BEGIN, *(dice.choice(good)() for _ in range(dice.randrange(8))))
+        stderr_tail = framed(BEGIN, *(dice.choice(good)() for _ in range(dice.randrange(8))))
         with closing(Served()) as served:
             # It may also be told to end in order.
-            served.hear(mutated(said, dice))
+            served.read(mutated(stderr_tail, dice))
 
 
 def test_every_frame_has_bounds() -> None:

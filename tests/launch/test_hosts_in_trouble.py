@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.errors import StoreError
-from shoal.launch.ranks.notes import Notes
+from shoal.launch.ranks.exit_notes import ExitNotifier
 from shoal.launch.remote.ssh import PROGRAM
 from tests.support.waiting import until
 
@@ -134,7 +134,7 @@ def test_a_store_that_does_not_answer_is_not_asked_for_every_rank_that_ends() ->
         asked.append(1)
         raise StoreError("it is gone")
 
-    notes = Notes(connect, "job")
+    notes = ExitNotifier(connect, "job")
     for rank in range(5):
         notes.ended(rank, "exit code 1")
     notes.close()

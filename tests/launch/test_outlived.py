@@ -50,7 +50,7 @@ FAILED = r"failed: killed by SIGKILL, after [0-9.]+ s \(process [0-9]+\); ranks 
 
 
 def test_survivors_go_on_and_the_job_ends_well(launcher: QuickLauncher, script: str) -> None:
-    code, out, err = launcher.run(4, script, "0,2", least=2)
+    code, out, err = launcher.run(4, script, "0,2", min_ranks=2)
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[1] 1 is 1 of 2: 2", "[3] 3 is 0 of 2: 2"]
     assert sorted(re.findall(rf"^shoal: rank ([0-9]) {FAILED}", err, re.MULTILINE)) == ["0", "2"], err
@@ -59,7 +59,7 @@ def test_survivors_go_on_and_the_job_ends_well(launcher: QuickLauncher, script: 
 
 
 def test_with_too_few_ranks_the_job_ends_as_others_do(launcher: QuickLauncher, script: str) -> None:
-    code, _, err = launcher.run(4, script, "1,3", least=3)
+    code, _, err = launcher.run(4, script, "1,3", min_ranks=3)
     assert code == 137, err
     outlived = re.findall(rf"^shoal: rank ([0-9]) {FAILED}", err, re.MULTILINE)
     fatal = re.findall(r"^shoal: rank ([0-9]) failed first: killed by SIGKILL", err, re.MULTILINE)
@@ -70,16 +70,16 @@ def test_with_too_few_ranks_the_job_ends_as_others_do(launcher: QuickLauncher, s
 def test_a_rank_that_finished_counts_and_one_that_fails_later_does_not(
     launcher: QuickLauncher, script: str
 ) -> None:
-    code, _, err = launcher.run(3, script, "1", "2", least=1)
+    code, _, err = launcher.run(3, script, "1", "2", min_ranks=1)
     assert code == 0, err
     assert "rank 2 failed: exit code 3" in err
-    code, _, err = launcher.run(3, script, "1", "2", least=2)
+    code, _, err = launcher.run(3, script, "1", "2", min_ranks=2)
     assert code in (3, 137), err
     assert "shoal: rank 2 failed first: exit code 3" in err or "shoal: rank 1 failed first" in err
 
 
 @pytest.mark.parametrize("least", ["3", "0", "two"])
-def test_the_number_is_checked(workshop: Workshop, least: str) -> None:
-    code, _, err = workshop.end(workshop.shoal("run", "-n", "2", "--min", least, "script.py"))
+def test_the_number_is_checked(workshop: Workshop, min_ranks: str) -> None:
+    code, _, err = workshop.end(workshop.shoal("run", "-n", "2", "--min", min_ranks, "script.py"))
     assert code == 2
     assert b"--min" in err

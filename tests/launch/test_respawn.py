@@ -47,12 +47,12 @@ cli.main()
 
 
 def start(
-    workshop: Workshop, script: str, *options: str, least: int = 1, wait: float = 0.05, most: int = 10
+    workshop: Workshop, script: str, *options: str, min_ranks: int = 1, wait: float = 0.05, max_ranks: int = 10
 ) -> subprocess.Popen[bytes]:
     """Start a job that respawns."""
     (workshop.path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-    constants = f"SHORTEST={wait} MOST={most}"
-    command = ["run", "--respawn", "--min", str(least), *options, "script.py"]
+    constants = f"SHORTEST={wait} MOST={max_ranks}"
+    command = ["run", "--respawn", "--min", str(min_ranks), *options, "script.py"]
     return workshop.start_process([sys.executable, "-c", LAUNCHER, constants, *command])
 
 
@@ -89,7 +89,7 @@ def test_a_process_takes_the_place_of_a_rank_that_failed(workshop: Workshop) -> 
         await_file("joined")
         """,
         *("-n", "3", "--bind", "--log-dir", "logs"),
-        least=2,
+        min_ranks=2,
     )
     code, out, err = workshop.end(job)
     assert code == 0, err
@@ -140,7 +140,7 @@ def test_a_process_that_takes_the_place_of_a_rank_joins_the_session(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
-    code, out, err = launcher.run(2, str(script), least=1, respawn=True)
+    code, out, err = launcher.run(2, str(script), min_ranks=1, respawn=True)
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] 0 of 2", "[1.1] 1 of 2"]
     last = "shoal: 2 of 2 ranks finished; rank 1 was killed by SIGKILL; rank 1.1 finished"
@@ -198,7 +198,7 @@ def test_a_newcomer_counts_once_it_has_joined(workshop: Workshop, joined: bool) 
 
 def test_a_newcomer_that_fails_is_replaced_but_not_for_ever(workshop: Workshop) -> None:
     script = "sys.exit(5) if joins or slot == '1' else await_file('go')"
-    job = start(workshop, script, *("-n", "2"), wait=0.001, most=2)
+    job = start(workshop, script, *("-n", "2"), wait=0.001, max_ranks=2)
     lines = said(job, "shoal: rank 1.2 failed").splitlines()
     (workshop.path / "go").touch()
     assert [line.rpartition("; ")[2] for line in lines] == [
@@ -323,7 +323,7 @@ def test_waits_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> No
         assert slots.next() is None
         now += 100.0
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert slots.failed(3, respawn.SETTLED, now) == 1
+    assert slots.failed(3, respawn.RESET_AFTER_S, now) == 1
     assert slots.failed(4, 0.0, now) == 1, "each slot for itself"
     slots.cancel(slots.waiting)
     assert slots.due(1e9) == []

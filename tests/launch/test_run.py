@@ -315,7 +315,7 @@ def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
 def test_lines_without_prefixes_are_as_wide_as_the_terminal() -> None:
     size = os.terminal_size((80, 24))
     assert defaults(2, {}, size)["COLUMNS"] == "76"
-    assert defaults(2, {}, size, prefixed=False)["COLUMNS"] == "80"
+    assert defaults(2, {}, size, prefix_lines=False)["COLUMNS"] == "80"
 
 
 def test_the_launcher_does_not_import_torch() -> None:

@@ -149,18 +149,18 @@ _processes = st.builds(Process, st.sampled_from([None, None, 0, -9]), st.boolean
 def test_a_plan_gives_as_many_processes_as_are_wanted(
     wanted: int, more: int, last: dict[int, Process], data: st.DataObject
 ) -> None:
-    most = max([wanted, *(slot + 1 for slot in last)]) + more
-    idle = [slot for slot in range(most) if slot not in last or last[slot].status is not None]
+    max_ranks = max([wanted, *(slot + 1 for slot in last)]) + more
+    idle = [slot for slot in range(max_ranks) if slot not in last or last[slot].status is not None]
     waiting = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
-    found = plan(wanted, range(most), last, waiting)
+    found = plan(wanted, range(max_ranks), last, waiting)
     running = {slot for slot, each in last.items() if each.status is None}
     leaving = {slot for slot in running if last[slot].leaving}
     used = (running - leaving) | waiting
     kept = used - set(found.stop)
     assert set(found.stop) <= used
-    assert set(found.start) <= set(range(most)) - running - waiting
+    assert set(found.start) <= set(range(max_ranks)) - running - waiting
     assert len(kept) + len(found.start) + found.later == wanted
-    assert not found.later or len(kept | set(found.start) | leaving) == most, "no slot is left free"
+    assert not found.later or len(kept | set(found.start) | leaving) == max_ranks, "no slot is left free"
     assert not (found.start and found.stop)
     members = {slot for slot in used & running if last[slot].is_member}
     assert len(kept & members) == min(wanted, len(members)), "members stay"

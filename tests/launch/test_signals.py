@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.launch.job.supervisor import STOP_GRACE
+from shoal.launch.job.supervisor import STOP_GRACE_S
 
 from .conftest import PRELUDE, Workshop, alive
 
@@ -130,7 +130,7 @@ def test_the_time_from_sigterm_to_sigkill_is_an_option(workshop: Workshop) -> No
     launcher.send_signal(signal.SIGTERM)
     code, _, err = workshop.end(launcher)
     assert (code, err) == (143, b"shoal: stopped by SIGTERM: rank 0 was killed by SIGKILL\n")
-    assert time.monotonic() - began < STOP_GRACE
+    assert time.monotonic() - began < STOP_GRACE_S
 
 
 @pytest.mark.parametrize("grace", ["-1", "soon", "nan"])

@@ -50,7 +50,7 @@ def test_a_session_holds_spares_back_until_a_rank_dies(launcher: QuickLauncher, 
     """One of two spares takes the place; the other one still waits when the session ends."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING.replace("MAX", "None").replace("SIZE", "2"))
-    code, out, err = launcher.run(2, str(script), least=1, spares=2)
+    code, out, err = launcher.run(2, str(script), min_ranks=1, spares=2)
     assert code == 0, err
     lines = sorted(out.splitlines())
     assert lines[0] == "[0] 0 of 2"
@@ -70,7 +70,7 @@ def test_a_session_with_a_maximum_of_its_own_takes_spares_in(launcher: QuickLaun
     script = tmp_path / "train.py"
     text = TRAINING.replace("MAX", "3").replace("SIZE", "3")
     script.write_text(text.replace("step.number == ", "step.number == -"))
-    code, out, err = launcher.run(2, str(script), least=1, spares=1)
+    code, out, err = launcher.run(2, str(script), min_ranks=1, spares=1)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] 0 of 3", "[1] 1 of 3", "[2] 2 of 3"]
 
@@ -93,7 +93,7 @@ def test_no_spare_takes_the_place_of_a_rank_that_leaves_as_fewer_are_wanted(
     text = TRAINING.replace("MAX", "None").replace("SIZE:", "1 and step.number > 20:").replace("SIZE", "2")
     text = text.replace("            step.commit()\n", LEAVING).replace("step.number == 6 and", "False and")
     script.write_text("from shoal.rendezvous import note_wanted\n" + text)
-    code, out, err = launcher.run(2, str(script), least=1, spares=1)
+    code, out, err = launcher.run(2, str(script), min_ranks=1, spares=1)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] 0 of 1", "[1] 1 of 2"]
 

@@ -18,10 +18,10 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch.cli import invoke
 from shoal.launch.job.signals import Signals
-from shoal.launch.remote.dial import PURPOSE, IgnoredStepSignal
+from shoal.launch.remote.callback import PURPOSE, StepSignalFilter
 from shoal.launch.remote.hosts import Host
-from shoal.launch.slurm import fleet as srun_fleet
-from shoal.launch.slurm.fleet import SrunFleet
+from shoal.launch.slurm import agent_pool as srun_agent_pool
+from shoal.launch.slurm.agent_pool import SrunAgentPool
 from shoal.launch.slurm.srun import Srun
 from shoal.net import Handshake
 from tests.support.fake_srun import fake_srun
@@ -229,7 +229,7 @@ def test_srun_and_the_last_connection_may_end_in_the_same_moment() -> None:
 
 
 def test_an_agent_tells_what_it_was_sent_just_now() -> None:
-    with IgnoredStepSignal() as told:
+    with StepSignalFilter() as told:
         assert not told(signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert told(signal.SIGUSR1)
@@ -261,35 +261,35 @@ def test_when_the_agents_do_not_start_nothing_runs_and_srun_is_heard(
     assert err.startswith(words)
 
 
-def _fleet(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
+def _pool(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
     """The error of a fleet that misses agents; its time begins when one has called."""
     monkeypatch.chdir(cluster.path)
     hosts = [Host(name, 1, number) for number, name in enumerate(names)]
     with Signals() as signals:
-        fleet = SrunFleet(hosts, sys.executable, signals, hidden=())
+        pool = SrunAgentPool(hosts, sys.executable, signals, hidden=())
         try:
-            listener = fleet._acceptor._listener
+            listener = pool._acceptor._listener
             until(lambda: select.select([listener], [], [], 0)[0])
             with pytest.raises(LaunchError) as caught:
-                fleet.connect()
+                pool.connect()
         finally:
             for pid, words in marked(cluster.path):
                 if words == ["sleep", "600"]:
                     os.kill(pid, signal.SIGKILL)
-            fleet.close()
+            pool.close()
     return str(caught.value)
 
 
 def test_an_agent_that_never_calls_is_named_in_time(
     cluster: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(srun_fleet, "_START", 5.0)
-    said = _fleet(cluster, monkeypatch, "h1", "deaf")
+    monkeypatch.setattr(srun_agent_pool, "_START_TIMEOUT_S", 5.0)
+    stderr_tail = _pool(cluster, monkeypatch, "h1", "deaf")
     assert re.match(
         r"host deaf: its agent has not connected in 5 s; agents connect to port [0-9]+ of this machine; set "
         "SHOAL_INTERFACE for another address",
-        said,
-    ), said
+        stderr_tail,
+    ), stderr_tail
 
 
 @pytest.mark.parametrize(
@@ -302,9 +302,9 @@ def test_an_agent_that_never_calls_is_named_in_time(
 def test_an_agent_that_claims_another_node_ends_the_start(
     cluster: Workshop, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], missing: str, why: str
 ) -> None:
-    said = _fleet(cluster, monkeypatch, *names)
+    stderr_tail = _pool(cluster, monkeypatch, *names)
     words = f"{missing}: no agent has connected from there; one reports node h1, but {why}"
-    assert re.fullmatch(words, said), said
+    assert re.fullmatch(words, stderr_tail), stderr_tail
 
 
 def test_a_stranger_without_the_secret_is_passed_over(cluster: Workshop) -> None:

@@ -206,7 +206,9 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -
 def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Agents, a: Agent) -> None:
     meeting.join("b")
     many = [torch.ones(1) for _ in range(70_000)]
-    with pytest.raises(UsageError, match=r"len at 'b': 70000 tensors .*; at most 65535 go along"):
+    with pytest.raises(
+        UsageError, match=r"len at 'b': 70000 tensors .*; one value may have at most 65535: stack them"
+    ):
         a.peer("b").call(len, many)
     handlers.noted["many"] = many
     with pytest.raises(UsageError, match=r"the result of .*recall at 'b': 70000 tensors"):

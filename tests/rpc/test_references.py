@@ -173,7 +173,9 @@ def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
     copy.x += 1
     assert ref.fetch().wait().x.tolist() == [2, 2]
     assert ref.confirmed_by_owner()
-    with pytest.raises(UsageError, match=r"worker 'a': <shoal.rpc.RRef .* at 'b'> is not here"):
+    with pytest.raises(
+        UsageError, match=r"worker 'a': <shoal.rpc.RRef .* at 'b'> is not owned by this worker"
+    ):
         ref.local_value()
     assert b.remote(table_async, 3.0).to_here().x.tolist() == [3, 3]
     assert b.remote(handlers.later, 4).to_here() == 4

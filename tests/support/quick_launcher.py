@@ -56,7 +56,7 @@ class QuickLauncher:
         self,
         size: int,
         *command: str,
-        least: int | None = None,
+        min_ranks: int | None = None,
         respawn: bool = False,
         spares: int = 0,
         **constants: float,
@@ -70,7 +70,7 @@ class QuickLauncher:
         Returns:
             Exit code, stdout, stderr.
         """
-        self._jobs.send((size, least, respawn, spares, command, self._out, self._err, constants))
+        self._jobs.send((size, min_ranks, respawn, spares, command, self._out, self._err, constants))
         code = self._jobs.recv()
         return code, self._out.read_text(), self._err.read_text()
 
@@ -103,7 +103,7 @@ def serve(jobs: Connection, preload: Sequence[str]) -> None:
 
 def _launch(
     size: int,
-    least: int | None,
+    min_ranks: int | None,
     respawn: bool,
     spares: int,
     command: Sequence[str],
@@ -127,7 +127,7 @@ def _launch(
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
     )
-    return run.launch(list(command), size, {}, least=least, respawn=respawn, spares=spares)
+    return run.launch(list(command), size, {}, min_ranks=min_ranks, respawn=respawn, spares=spares)
 
 
 class _Rank:

@@ -24,7 +24,7 @@ COMMANDS = {
     "dumps": "shoal.tools.dumps:dumps",
 }
 #: errors of writing to a full disk, or to a terminal that was closed
-_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 #: subcommands for internal use: ``shoal run --hosts`` starts an agent on each host
 HIDDEN = {"agent": "shoal.launch.commands.agent:agent"}
 
@@ -80,7 +80,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except click.Abort:
         return 130
     except OSError as error:
-        if error.filename is not None or error.errno not in _OF_OUTPUT:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRNOS:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # do not try to write the rest of a buffer again
         click.echo(f"shoal: stdout cannot be written: {error.strerror}", err=True)

@@ -52,19 +52,19 @@ from ..agent_protocol import (
 )
 from ..output.stdin import StdinPipe
 from ..ranks.cores import shares, usable
-from ..ranks.environment import OF_RANKS, ReservedPort
+from ..ranks.environment import INITIAL_RANK_VARIABLES, ReservedPort
 from ..ranks.guardian import Guardian
 from ..ranks.process import LocalRank, Sweep
 from ..ranks.source import OutputSource
-from ..remote.dial import IgnoredStepSignal, dial, ends_of, forget
-from ..remote.link import AgentConnection, Carrier, Descriptors, OfStream
-from ..slurm.allocation import OF_THE_AGENT
+from ..remote.callback import StepSignalFilter, addresses_of, connect_to_launcher, remove_variables
+from ..remote.link import AgentConnection, Carrier, Descriptors, StreamCarrier
+from ..slurm.allocation import AGENT_TASK_VARIABLES
 
-_POLL = 0.02
+_POLL_INTERVAL_S = 0.02
 #: seconds for the launcher to read the last frames
-_FAREWELL = 5.0
+_BYE_TIMEOUT_S = 5.0
 #: maximum length of a text in a frame
-_WORDS = 2000
+_MAX_ERROR_CHARACTERS = 2000
 
 
 def _never(number: int) -> bool:
@@ -119,7 +119,7 @@ class AgentServer:
     def run(self) -> str:
         """Serve; return why the connection was lost, or "" if the launcher ended the job."""
         while not self._why:
-            timeout = _POLL if self._sweep is not None else self._silent_at - time.monotonic()
+            timeout = _POLL_INTERVAL_S if self._sweep is not None else self._silent_at - time.monotonic()
             for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE)):
                 key.data()
             if time.monotonic() >= self._silent_at:
@@ -184,7 +184,9 @@ class AgentServer:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             self._link.send(
-                RequestRefused(f"the directory {begin.directory} cannot be entered: {reason}"[:_WORDS])
+                RequestRefused(
+                    f"the directory {begin.directory} cannot be entered: {reason}"[:_MAX_ERROR_CHARACTERS]
+                )
             )
             return
         self._begin = begin
@@ -211,7 +213,7 @@ class AgentServer:
                 prepare=prepare, newcomer=start.newcomer,
             )  # fmt: skip
         except (LaunchError, UsageError) as error:
-            self._link.send(NotStarted(start.index, str(error)[:_WORDS]))
+            self._link.send(NotStarted(start.index, str(error)[:_MAX_ERROR_CHARACTERS]))
             return
         self._ranks[start.index] = rank
         if start.stdin:
@@ -232,7 +234,7 @@ class AgentServer:
         self._listen()
 
     def _environment(self, begin: Begin, variables: Mapping[str, str]) -> dict[str, str]:
-        found = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
+        found = {k: v for k, v in os.environ.items() if k not in INITIAL_RANK_VARIABLES}
         if "OMP_NUM_THREADS" not in begin.environment:
             found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, begin.ranks)))
         return {**found, **begin.environment, **variables}
@@ -317,7 +319,7 @@ class AgentServer:
         while not self._why:  # the launcher closes the connection
             now = time.monotonic()
             if self._link.sent:
-                end = end or now + _FAREWELL
+                end = end or now + _BYE_TIMEOUT_S
                 if now >= end:
                     break
             elif now >= self._silent_at:
@@ -356,10 +358,10 @@ def _ends_of_ssh() -> tuple[str, str]:
 
 def _call(where: str) -> int:
     """Connect to the launcher that started this process by srun, and serve it."""
-    with IgnoredStepSignal() as told, dial(where, os.environ) as connection:
-        forget(OF_THE_AGENT)
-        ends = ends_of(connection)
-        return serve(OfStream(connection.release()), preamble=PREAMBLE, ends=ends, told=told)
+    with StepSignalFilter() as told, connect_to_launcher(where, os.environ) as connection:
+        remove_variables(AGENT_TASK_VARIABLES)
+        ends = addresses_of(connection)
+        return serve(StreamCarrier(connection.release()), preamble=PREAMBLE, ends=ends, told=told)
 
 
 @click.command(hidden=True)

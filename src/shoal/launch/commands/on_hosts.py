@@ -17,16 +17,16 @@ from ...errors import LaunchError, UsageError
 from ..job.job_store import job_store
 from ..job.restarts import JobOutcome, run_with_restarts
 from ..job.signals import Signals
-from ..job.supervisor import STOP_GRACE, Supervisor
+from ..job.supervisor import STOP_GRACE_S, Supervisor
 from ..output.logs import Logs
 from ..ranks.environment import Job
-from ..ranks.notes import Notes
-from ..remote.crew import RemoteCrew
-from ..remote.fleet import Fleet, Stopped
+from ..ranks.exit_notes import ExitNotifier
+from ..remote.agent_pool import AgentPool, Stopped
 from ..remote.hosts import Host
+from ..remote.rank_launcher import RemoteRankLauncher
 from ..remote.ssh import command
 from ..slurm import srun
-from ..slurm.fleet import SrunFleet
+from ..slurm.agent_pool import SrunAgentPool
 
 #: variables passed on to other hosts in addition to those of shoal
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
@@ -39,7 +39,7 @@ _OF_ONE_HOST = {
     )
 }  # fmt: skip
 #: seconds within which Slurm sends a signal to all processes of a job, on all nodes
-_SETTLE = 0.3
+_SETTLE_S = 0.3
 #: exit code if a host could not be used, or a rank could not be started there
 _NOT_STARTED = 1
 
@@ -112,7 +112,7 @@ def _undecodable(text: str) -> bool:
 
 
 def fitted(
-    hosts: Sequence[Host], size: int | None, most: int | None, spares: int, *, respawn: bool = False
+    hosts: Sequence[Host], size: int | None, max_ranks: int | None, spares: int, *, respawn: bool = False
 ) -> tuple[int, list[Host]]:
     """The number of ranks at the start, and the hosts that are used; ``size`` None: as many as fit.
 
@@ -121,9 +121,9 @@ def fitted(
     """
     slots = sum(host.slots for host in hosts)
     size = slots - spares if size is None else size
-    needed = max(size, most or 0) + spares
+    needed = max(size, max_ranks or 0) + spares
     if size < 1 or needed > slots:
-        kinds = [counted(max(size, most or 0), "rank"), *([counted(spares, "spare")] if spares else [])]
+        kinds = [counted(max(size, max_ranks or 0), "rank"), *([counted(spares, "spare")] if spares else [])]
         raise UsageError(
             f"{' and '.join(kinds)} do not fit into {counted(slots, 'slot')} of {counted(len(hosts), 'host')}"
         )
@@ -155,10 +155,10 @@ def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -
     return "\n".join(lines)
 
 
-def _fleet(plan: HostPlan, signals: Signals) -> Fleet:
+def _pool(plan: HostPlan, signals: Signals) -> AgentPool:
     if plan.by_srun:
-        return SrunFleet(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
-    return Fleet(plan.hosts, plan.python, signals)
+        return SrunAgentPool(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
+    return AgentPool(plan.hosts, plan.python, signals)
 
 
 def launch_on_hosts(
@@ -166,24 +166,24 @@ def launch_on_hosts(
     argv: Sequence[str],
     job: Job,
     *,
-    least: int | None = None,
+    min_ranks: int | None = None,
     respawn: bool = False,
-    most: int | None = None,
+    max_ranks: int | None = None,
     restarts: int = 0,
-    grace: float = STOP_GRACE,
-    prefixed: bool = True,
+    grace: float = STOP_GRACE_S,
+    prefix_lines: bool = True,
     log_dir: Path | None = None,
     store: str | None = None,
 ) -> int:
     """Run ``argv`` on the ranks of ``job``; return the exit code.  Must be called on the main thread.
 
     Args:
-        least, respawn, most, restarts, grace, prefixed, log_dir, store: see ``launch``.
+        min_ranks, respawn, max_ranks, restarts, grace, prefix_lines, log_dir, store: see ``launch``.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
     """
-    with Signals(_SETTLE if plan.by_srun else 0.0) as signals, ExitStack() as open_logs:
+    with Signals(_SETTLE_S if plan.by_srun else 0.0) as signals, ExitStack() as open_logs:
         try:
             logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, job.size)))
         except LaunchError as error:
@@ -195,34 +195,36 @@ def launch_on_hosts(
                 try:
                     # Before the agents start: opening a store may take long, without heartbeats to them.
                     named = None if store is None else steps.enter_context(job_store(store, job))
-                    fleet = steps.enter_context(closing(_fleet(plan, signals)))
-                    fleet.connect()
-                    addresses = fleet.towards_hosts()
+                    pool = steps.enter_context(closing(_pool(plan, signals)))
+                    pool.connect()
+                    addresses = pool.launcher_addresses()
                     counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
-                    fleet.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+                    pool.begin(plan.directory, plan.environment, counts, bind=plan.bind)
                     meeting_place = named or steps.enter_context(job_store(None, job, addresses))
-                    notes = steps.enter_context(closing(Notes(meeting_place.connect, job.ident, job.epoch)))
-                    hello = fleet.agencies[0].hello
+                    notes = steps.enter_context(
+                        closing(ExitNotifier(meeting_place.connect, job.ident, job.epoch))
+                    )
+                    hello = pool.agents[0].hello
                     assert hello is not None
-                    crew = RemoteCrew(
-                        fleet,
+                    rank_launcher = RemoteRankLauncher(
+                        pool,
                         argv,
                         job,
                         stores=[meeting_place.url_at(address) for address in addresses],
-                        master=fleet.master(),
+                        master=pool.master(),
                         master_port=str(hello.port),
-                        most=most or job.size,
+                        max_ranks=max_ranks or job.size,
                     )
                     supervisor = Supervisor(
                         signals,
-                        crew,
+                        rank_launcher,
                         notes,
-                        least=least,
+                        min_ranks=min_ranks,
                         respawn=respawn,
                         grace=grace,
                         restart=restart,
-                        scalable=most is not None,
-                        prefixed=prefixed,
+                        scalable=max_ranks is not None,
+                        prefix_lines=prefix_lines,
                         logs=logs,
                     )
                     steps.enter_context(closing(supervisor))

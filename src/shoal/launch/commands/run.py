@@ -15,17 +15,17 @@ from click.shell_completion import CompletionItem
 
 from ... import config
 from ...common.wording import counted, named
-from ..job.crew import LocalCrew
 from ..job.job_store import job_store
+from ..job.rank_launcher import LocalRankLauncher
 from ..job.restarts import JobOutcome, run_with_restarts
 from ..job.signals import Signals
-from ..job.supervisor import STOP_GRACE, Supervisor
+from ..job.supervisor import STOP_GRACE_S, Supervisor
 from ..output.logs import Logs
 from ..output.sink import is_terminal
 from ..ranks.cores import shares, usable
-from ..ranks.environment import OF_RANKS, Job, ReservedPort, defaults
+from ..ranks.environment import INITIAL_RANK_VARIABLES, Job, ReservedPort, defaults
+from ..ranks.exit_notes import ExitNotifier
 from ..ranks.guardian import Guardian
-from ..ranks.notes import Notes
 from ..ranks.program import resolve
 from ..remote.hosts import Host, parse_hosts, read_hostfile
 from ..slurm.allocation import allocation
@@ -140,7 +140,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 )
 @click.option(
     "--min",
-    "least",
+    "min_ranks",
     metavar="NUMBER",
     type=click.IntRange(min=1),
     help="When ranks fail, go on while at least this many are running or have finished. Without it, the "
@@ -154,7 +154,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 )
 @click.option(
     "--max",
-    "most",
+    "max_ranks",
     metavar="NUMBER",
     type=click.IntRange(min=1),
     help="With --min: maximum number of processes for shoal scale. Processes beyond -n have no rank, and "
@@ -182,7 +182,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     metavar="SECONDS",
     type=float,
     callback=_checked_grace,
-    default=STOP_GRACE,
+    default=STOP_GRACE_S,
     help="Seconds from SIGTERM or Ctrl-C, which are passed on to the ranks, to SIGKILL.  [default: 30]",
 )
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as by python -m.")
@@ -220,9 +220,9 @@ def run(
     python: str | None,
     chdir: str | None,
     names: tuple[str, ...],
-    least: int | None,
+    min_ranks: int | None,
     respawn: bool,
-    most: int | None,
+    max_ranks: int | None,
     spares: int,
     restarts: int,
     grace: float,
@@ -253,21 +253,21 @@ def run(
     if slots is None and (python or chdir or names):
         raise click.UsageError("--python, --chdir and --env need --hosts, --hostfile or --srun")
     if slots is not None:
-        size, slots = fitted(slots, size, most, spares, respawn=respawn)
+        size, slots = fitted(slots, size, max_ranks, spares, respawn=respawn)
     size = size or 1
-    if least is not None and least > size:
+    if min_ranks is not None and min_ranks > size:
         raise click.BadParameter(
-            f"{least} is more than the job's {counted(size, 'rank')}", param_hint="'--min'"
+            f"{min_ranks} is more than the job's {counted(size, 'rank')}", param_hint="'--min'"
         )
-    if respawn and least is None:
+    if respawn and min_ranks is None:
         raise click.UsageError("--respawn needs --min N: the job ends when fewer than N ranks are left")
-    if most is not None and least is None:
+    if max_ranks is not None and min_ranks is None:
         raise click.UsageError("--max needs --min N: the minimum number of ranks for shoal scale")
-    if most is not None and most < size:
-        raise click.BadParameter(f"expected at least -n ({size}), got {most}", param_hint="'--max'")
-    if spares and least is None:
+    if max_ranks is not None and max_ranks < size:
+        raise click.BadParameter(f"expected at least -n ({size}), got {max_ranks}", param_hint="'--max'")
+    if spares and min_ranks is None:
         raise click.UsageError("--spares needs --min N: the job ends when fewer than N ranks are left")
-    if restarts and least is not None:
+    if restarts and min_ranks is not None:
         raise click.UsageError(
             "--max-restarts restarts the whole job and cannot be combined with --min, which keeps the other "
             "ranks running; --respawn replaces failed ranks"
@@ -275,7 +275,7 @@ def run(
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     # Other hosts do not inherit this environment, so a variable that is set here must not suppress a default.
     inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
-    extra = defaults(size, inherited, _terminal(), prefixed=not no_prefix)
+    extra = defaults(size, inherited, _terminal(), prefix_lines=not no_prefix)
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"
@@ -302,12 +302,12 @@ def run(
             plan,
             argv,
             job,
-            least=least,
+            min_ranks=min_ranks,
             respawn=respawn,
-            most=most,
+            max_ranks=max_ranks,
             restarts=restarts,
             grace=grace,
-            prefixed=not no_prefix,
+            prefix_lines=not no_prefix,
             log_dir=log_dir,
             store=store,
         )
@@ -319,14 +319,14 @@ def run(
         argv,
         size,
         extra,
-        least=least,
+        min_ranks=min_ranks,
         respawn=respawn,
-        most=most,
+        max_ranks=max_ranks,
         spares=spares,
         restarts=restarts,
         grace=grace,
         bound=bound,
-        prefixed=not no_prefix,
+        prefix_lines=not no_prefix,
         log_dir=log_dir,
         store=store,
     )
@@ -345,14 +345,14 @@ def launch(
     size: int,
     extra: dict[str, str],
     *,
-    least: int | None = None,
+    min_ranks: int | None = None,
     respawn: bool = False,
-    most: int | None = None,
+    max_ranks: int | None = None,
     spares: int = 0,
     restarts: int = 0,
-    grace: float = STOP_GRACE,
+    grace: float = STOP_GRACE_S,
     bound: Sequence[Sequence[int]] | None = None,
-    prefixed: bool = True,
+    prefix_lines: bool = True,
     log_dir: Path | None = None,
     store: str | None = None,
 ) -> int:
@@ -360,14 +360,14 @@ def launch(
 
     Args:
         extra: variables to add to the environment.
-        least: minimum number of ranks that go on when others fail; None: the first failure ends the job.
+        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
         respawn: start a new process for a failed rank while others go on.
-        most: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
+        max_ranks: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
         spares: number of processes, in addition to ``size``, that replace lost ranks.
         restarts: maximum number of restarts of the whole job after a failure.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         bound: the cores of each rank; None: all ranks run on all cores.
-        prefixed: prefix lines of output with the rank.
+        prefix_lines: prefix lines of output with the rank.
         log_dir: directory for one log file per rank.
         store: URL of the job's store; None: the launcher hosts one.
 
@@ -389,29 +389,29 @@ def launch(
                 job_store(store, job) as meeting_place,
                 closing(ReservedPort()) as port,
                 Guardian() as guardian,
-                closing(Notes(meeting_place.connect, job.ident, job.epoch)) as notes,
+                closing(ExitNotifier(meeting_place.connect, job.ident, job.epoch)) as notes,
             ):
-                crew = LocalCrew(
+                rank_launcher = LocalRankLauncher(
                     argv,
                     job,
                     inherited | extra,
                     store=meeting_place.url,
                     master_port=str(port.number),
                     guardian=guardian,
-                    most=most or size,
+                    max_ranks=max_ranks or size,
                     bound=bound,
                     threaded=job.epoch > 0,
                 )
                 supervisor = Supervisor(
                     signals,
-                    crew,
+                    rank_launcher,
                     notes,
-                    least=least,
+                    min_ranks=min_ranks,
                     respawn=respawn,
                     grace=grace,
                     restart=restart,
-                    scalable=most is not None,
-                    prefixed=prefixed,
+                    scalable=max_ranks is not None,
+                    prefix_lines=prefix_lines,
                     logs=logs,
                 )
                 with closing(supervisor):
@@ -462,7 +462,7 @@ def _plan(
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
         cores = "" if bound is None else f"(on {named('core', bound[rank])}) "
         lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
-    without = f"the same without {', '.join(OF_RANKS)}, and with SHOAL_JOIN=1"
+    without = f"the same without {', '.join(INITIAL_RANK_VARIABLES)}, and with SHOAL_JOIN=1"
     if job.spares:
         lines.append(f"{counted(job.spares, 'spare')}: {without}")
     if respawn:

@@ -19,9 +19,9 @@ from ...errors import LaunchError, UsageError
 from ...rendezvous import private_directory
 
 _PREFIX = "launcher-"
-_LONGEST = 4096
+_MAX_REQUEST_BYTES = 4096
 #: timeout of a request in seconds; a launcher's loop never blocks for long
-_PATIENCE = 10.0
+_REQUEST_TIMEOUT_S = 10.0
 
 
 class Scale(msgspec.Struct, frozen=True):
@@ -75,7 +75,9 @@ class Control:
     def _answer(self, guest: socket.socket) -> None:
         with suppress(OSError):
             try:
-                answer = ControlReply(True, self._scale(from_json(guest.recv(_LONGEST), Scale).wanted))
+                answer = ControlReply(
+                    True, self._scale(from_json(guest.recv(_MAX_REQUEST_BYTES), Scale).wanted)
+                )
             except (UsageError, MalformedMessage) as error:
                 answer = ControlReply(False, str(error))
             guest.send(msgspec.json.encode(answer))
@@ -115,7 +117,7 @@ def ask(launcher: int, wanted: int) -> str:
     try:
         with _connected(launcher) as connection:
             connection.send(msgspec.json.encode(Scale(wanted)))
-            answer = from_json(connection.recv(_LONGEST), ControlReply)
+            answer = from_json(connection.recv(_MAX_REQUEST_BYTES), ControlReply)
     except (OSError, MalformedMessage) as error:
         raise LaunchError(f"process {launcher} does not answer as a `shoal run --max`: {error}") from error
     if not answer.done:
@@ -125,7 +127,7 @@ def ask(launcher: int, wanted: int) -> str:
 
 def _connected(launcher: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(_PATIENCE)
+    connection.settimeout(_REQUEST_TIMEOUT_S)
     try:
         with _address(private_directory(), f"{_PREFIX}{launcher}") as address:
             connection.connect(address)

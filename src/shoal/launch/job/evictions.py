@@ -18,13 +18,13 @@ from ..ranks.meetings import Meetings
 from ..ranks.rank import JobProcess
 
 #: seconds for an evicted process to exit by itself
-PATIENCE_S = 2.0
+EXIT_TIMEOUT_S = 2.0
 #: seconds for writing the stacks
 STACKS_S = 0.3
 #: maximum time from SIGTERM to SIGKILL: an evicted process has nothing to save
-GRACE_S = 5.0
+KILL_DELAY_S = 5.0
 #: a rank that left its group at most this many seconds before the report of its eviction was not evicted
-_LEFT_S = 2.0
+_RECENT_LEAVE_S = 2.0
 
 
 class _Stage(enum.Enum):
@@ -37,12 +37,12 @@ class Evictions:
     """The evicted processes that still run.
 
     Args:
-        grace: seconds from SIGTERM to SIGKILL, at most :data:`GRACE_S`.
+        grace: seconds from SIGTERM to SIGKILL, at most :data:`KILL_DELAY_S`.
         announce: called with a process before its first signal.
     """
 
     def __init__(self, grace: float, announce: Callable[[JobProcess], None]) -> None:
-        self._grace = min(grace, GRACE_S)
+        self._grace = min(grace, KILL_DELAY_S)
         self._announce = announce
         self._under_way: dict[JobProcess, tuple[_Stage, float]] = {}
         self.meetings = Meetings()
@@ -61,7 +61,7 @@ class Evictions:
     def add(self, rank: JobProcess, now: float) -> None:
         """Add ``rank``, which the others have evicted."""
         if rank.status is None and rank not in self._under_way and not (rank.evicted or _has_left(rank, now)):
-            self._under_way[rank] = _Stage.WAITS, now + PATIENCE_S
+            self._under_way[rank] = _Stage.WAITS, now + EXIT_TIMEOUT_S
 
     def next_at(self) -> float | None:
         """The time of the next :meth:`tick`, if any."""
@@ -91,4 +91,4 @@ class Evictions:
 
 def _has_left(rank: JobProcess, now: float) -> bool:
     """Whether ``rank`` has just left its group: some of the others may not have known that."""
-    return any(report.kind == "left" and report.at >= now - _LEFT_S for report in rank.reports)
+    return any(report.kind == "left" and report.at >= now - _RECENT_LEAVE_S for report in rank.reports)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 #: SIGINTs within this time count as one, which reached the launcher directly and through its process group
-_SAME_S = 0.2
+_DUPLICATE_SIGNAL_S = 0.2
 #: seconds after Ctrl-C until the launcher prints for which ranks it waits
 _REMIND_S = 1.0
 
 
-class Interrupts:
+class CtrlCFilter:
     """The SIGINTs to the launcher; ``remind_at`` is the time to print for which ranks the launcher waits."""
 
     def __init__(self) -> None:
@@ -26,4 +26,4 @@ class Interrupts:
 
     def is_another(self, now: float) -> bool:
         """Whether a SIGINT at this time is a second one, and not a copy of the first."""
-        return now - self._first_at > _SAME_S
+        return now - self._first_at > _DUPLICATE_SIGNAL_S

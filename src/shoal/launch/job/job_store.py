@@ -13,7 +13,7 @@ from ...store import Store, TCPStore, TCPStoreServer
 from ..ranks.environment import Job
 
 #: maximum time in seconds that the launcher's loop waits for the store
-_PATIENCE = 1.0
+_STORE_TIMEOUT_S = 1.0
 
 
 class JobStore:
@@ -52,7 +52,7 @@ class _ServedStore(JobStore):
 
     def connect(self) -> Store:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._server.host, self._server.host)
-        return TCPStore(host, self._server.port, self._secret, timeout=_PATIENCE)
+        return TCPStore(host, self._server.port, self._secret, timeout=_STORE_TIMEOUT_S)
 
 
 class _Named(JobStore):
@@ -61,7 +61,7 @@ class _Named(JobStore):
         self._store = store
 
     def connect(self) -> Store:
-        self._store.timeout = _PATIENCE
+        self._store.timeout = _STORE_TIMEOUT_S
         return self._store.clone()
 
 
@@ -103,7 +103,7 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     finally:
         # The job id is used only once: no other process will remove its keys.
         with suppress(StoreError, WireError):
-            store.timeout = _PATIENCE
+            store.timeout = _STORE_TIMEOUT_S
             root_of(store, job.ident, job.epoch).delete_prefix("")
         store.close()
         venue.close()

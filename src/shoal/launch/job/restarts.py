@@ -17,7 +17,7 @@ class JobOutcome:
     failed: bool = False
 
 
-def run_with_restarts(job: Job, most: int, run: Callable[[Job, str], JobOutcome]) -> int:
+def run_with_restarts(job: Job, max_restarts: int, run: Callable[[Job, str], JobOutcome]) -> int:
     """Run a job, and restart it while it fails; return the exit code of the last start.
 
     Args:
@@ -25,8 +25,8 @@ def run_with_restarts(job: Job, most: int, run: Callable[[Job, str], JobOutcome]
         most: maximum number of restarts.
         run: runs one start.  The text is a message to print if the start fails.
     """
-    for restart in range(1, most + 1):
-        ended = run(job, f"starting all ranks again: restart {restart} of {most}")
+    for restart in range(1, max_restarts + 1):
+        ended = run(job, f"starting all ranks again: restart {restart} of {max_restarts}")
         if not ended.failed:
             return ended.code
         job = dataclasses.replace(job, epoch=job.epoch + 1)

@@ -15,11 +15,11 @@ The phases of a job::
 
 With ``respawn``, if a rank fails while enough others go on, a new process starts in its slot after a delay
 (respawn.py).  Until it reports that it has joined the others, it is a *newcomer*: it does not count for
-``least``, and when all others have ended it is ended too, without a message.  Spares are newcomers from the
-start, which the ranks let join only to replace a lost rank.
+``min_ranks``, and when all others have ended it is ended too, without a message.  Spares are newcomers from
+the start, which the ranks let join only to replace a lost rank.
 
-A ``Crew`` starts the processes, on this machine or on other hosts.  If a host is lost, all its ranks end at
-the same time.
+A ``RankLauncher`` starts the processes, on this machine or on other hosts.  If a host is lost, all its ranks
+end at the same time.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from functools import partial
 
 from ...errors import LaunchError, UsageError
 from ..output import causes, summary
+from ..output.early_exits import EarlyExitWarning
 from ..output.logs import Logs
 from ..output.output import RankOutput
-from ..output.unannounced import UnannouncedEnds
-from ..ranks.notes import Notes
+from ..ranks.exit_notes import ExitNotifier
 from ..ranks.rank import LOST, JobProcess
 from ..ranks.respawn import Respawn
 from ..ranks.slots import last_of_slots, plan
 from .control import Control
-from .crew import Crew
 from .evictions import Evictions
-from .interrupts import Interrupts
+from .interrupts import CtrlCFilter
+from .rank_launcher import RankLauncher
 from .signals import STOP, SUSPEND, Signals
 from .suspension import suspend_job
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all end within a second
-FAILURE_GRACE = 0.6
+FAILURE_GRACE_S = 0.6
 #: seconds for the rank that failed first to exit by itself, to get its traceback and exit code
-CULPRIT_GRACE = 5.0
+CULPRIT_GRACE_S = 5.0
 #: default seconds for ranks to save their work after SIGINT or SIGTERM
-STOP_GRACE = 30.0
+STOP_GRACE_S = 30.0
 #: seconds for child processes of a finished rank to exit by themselves
-_LINGER = 0.5
-_POLL = 0.02
+_LINGER_S = 0.5
+_POLL_INTERVAL_S = 0.02
 #: maximum time in seconds to write the last output after a second stop signal
-_SILENCE = 1.0
+_QUIET_S = 1.0
 #: seconds until a message about a rank that ended without leaving a group, while others run
-UNANNOUNCED = 10.0
+EARLY_EXIT_WARNING_S = 10.0
 
 
 class _Phase(enum.Enum):
@@ -76,14 +76,14 @@ class Supervisor:
 
     Args:
         signals: signals of the launcher, which are passed on.
-        `crew`: starts the ranks.
+        `rank_launcher`: starts the ranks.
         notes: publishes the ranks that end while others run, and the wanted number of ranks.
         least: minimum number of ranks that go on when others fail; None: the first failure ends the job.
         respawn: replace failed ranks by new processes.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         restart: a message to print if the job fails and is restarted; "": it is not restarted.
-        scalable: accept requests of ``shoal scale``, for ``least`` to ``crew.most`` ranks.
-        prefixed, logs: see :class:`RankOutput`.
+        scalable: accept requests of ``shoal scale``, for ``min_ranks`` to ``rank_launcher.max_ranks`` ranks.
+        prefix_lines, logs: see :class:`RankOutput`.
 
     Call :meth:`start` before this process has threads, :meth:`run` once, and :meth:`close` in any case.
     """
@@ -91,24 +91,24 @@ class Supervisor:
     def __init__(
         self,
         signals: Signals,
-        crew: Crew,
-        notes: Notes,
+        rank_launcher: RankLauncher,
+        notes: ExitNotifier,
         *,
-        least: int | None = None,
+        min_ranks: int | None = None,
         respawn: bool = False,
-        grace: float = STOP_GRACE,
+        grace: float = STOP_GRACE_S,
         restart: str = "",
         scalable: bool = False,
-        prefixed: bool = True,
+        prefix_lines: bool = True,
         logs: Logs | None = None,
     ) -> None:
         self._signals = signals
-        self._crew = crew
-        self._least = least
+        self._rank_launcher = rank_launcher
+        self._least = min_ranks
         self._respawn = Respawn() if respawn else None
         self._grace, self._restart = grace, restart
         self._notes = notes
-        self._prefixed, self._logs = prefixed, logs
+        self._prefix_lines, self._logs = prefix_lines, logs
         self._ranks: list[JobProcess] = []
         self._phase = _Phase.RUNNING
         self._culprit: JobProcess | None = None
@@ -116,13 +116,13 @@ class Supervisor:
         self._outlived: list[JobProcess] = []
         self._fatal: JobProcess | None = None
         self._stop_signal = 0
-        self._interrupts = Interrupts()
+        self._interrupts = CtrlCFilter()
         self._kill_at: float | None = None
-        self._unannounced = UnannouncedEnds(UNANNOUNCED)
+        self._unannounced = EarlyExitWarning(EARLY_EXIT_WARNING_S)
         #: the time until which the culprit may exit by itself
         self._spare_until: float | None = None
         #: wanted number of ranks, without spares
-        self._wanted = crew.size
+        self._wanted = rank_launcher.size
         #: number of processes to start as soon as others have left
         self._later = 0
         self._selector = selectors.DefaultSelector()
@@ -132,16 +132,16 @@ class Supervisor:
         #: a host was lost before it had sent all output of its ranks
         self._cut = False
         self._evictions = Evictions(grace, lambda rank: self._told(summary.evicted(rank)))
-        crew.watch(self._selector, self._told, self._host_lost)
+        rank_launcher.watch(self._selector, self._told, self._host_lost)
 
     def start(self) -> None:
         """Start the initial ranks and the spares; raises LaunchError."""
-        size = self._crew.size
+        size = self._rank_launcher.size
         for slot in range(size):
-            self._add(self._crew.first(slot))
-        for slot in range(size, size + self._crew.spares):
-            self._add(self._crew.later(slot, slot, 0))
-        self._crew.settle()
+            self._add(self._rank_launcher.first(slot))
+        for slot in range(size, size + self._rank_launcher.spares):
+            self._add(self._rank_launcher.later(slot, slot, 0))
+        self._rank_launcher.settle()
 
     def _add(self, rank: JobProcess) -> None:
         self._ranks.append(rank)
@@ -158,8 +158,8 @@ class Supervisor:
         output = self._output = RankOutput(
             self._selector,
             self._signals.wake,
-            self._crew.most + self._crew.spares,
-            prefixed=self._prefixed,
+            self._rank_launcher.max_ranks + self._rank_launcher.spares,
+            prefix_lines=self._prefix_lines,
             logs=self._logs,
         )
         for rank in self._ranks:
@@ -171,10 +171,10 @@ class Supervisor:
         output.drain()
         code = self._conclude(output)
         output.close()
-        end = time.monotonic() + (_SILENCE if self._impatient else math.inf)
+        end = time.monotonic() + (_QUIET_S if self._impatient else math.inf)
         self._closing, self._impatient = True, False
         while not output.ended and not self._impatient and time.monotonic() < end:
-            self._turn(_POLL)
+            self._turn(_POLL_INTERVAL_S)
         for text in output.new_troubles():  # errors of writing the last lines
             with suppress(OSError):
                 os.write(2, text + b"\n")
@@ -190,7 +190,7 @@ class Supervisor:
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
-        self._crew.close()
+        self._rank_launcher.close()
         if self._control is not None:
             self._control.close()
         self._selector.close()
@@ -203,7 +203,7 @@ class Supervisor:
         now = time.monotonic()
         moments = (
             self._kill_at, self._spare_until, self._interrupts.remind_at,
-            self._unannounced.next_at(), self._evictions.next_at(), self._crew.next_at(),
+            self._unannounced.next_at(), self._evictions.next_at(), self._rank_launcher.next_at(),
         )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
         restart_at = None if restarts is None else restarts.next()
@@ -214,7 +214,7 @@ class Supervisor:
             key.data()
         self._output.show()
         now = time.monotonic()
-        self._crew.tick(now)
+        self._rank_launcher.tick(now)
         self._evictions.tick(now)
         if (at := self._interrupts.remind_at) is not None and now >= at:
             self._remind(now)
@@ -264,14 +264,14 @@ class Supervisor:
         left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._least is not None and len(left) >= self._least):
             self._outlived.append(rank)
-            then = summary.spares(self._ranks) if rank.is_member and self._crew.spares else ""
+            then = summary.spares(self._ranks) if rank.is_member and self._rank_launcher.spares else ""
             then += self._plan_restart(rank.slot, rank.seconds)
             self._output.say(summary.outlived(rank, left, then))
         else:
             self._phase, self._fatal = _Phase.FAILED, rank
             first = self._ranks[self._cause()]
             if first.status is None:
-                self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE
+                self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE_S
             self._end_all()
 
     def _plan_restart(self, slot: int, lived: float) -> str:
@@ -282,24 +282,26 @@ class Supervisor:
         if place is None:
             return summary.NO_PLACE
         wait = self._respawn.failed(place, lived, time.monotonic())
-        return summary.next_process(wait, spares=self._crew.spares > 0)
+        return summary.next_process(wait, spares=self._rank_launcher.spares > 0)
 
     def _place_of_next(self, slot: int) -> int | None:
         """The slot for the next process after that of ``slot``: another one if ``slot`` cannot be used."""
         waiting = set() if self._respawn is None else self._respawn.waiting
         taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
-        slots = (slot, *range(self._crew.slots))
-        return next((each for each in slots if each not in taken and self._crew.can_start(each)), None)
+        slots = (slot, *range(self._rank_launcher.slots))
+        return next(
+            (each for each in slots if each not in taken and self._rank_launcher.can_start(each)), None
+        )
 
     def _start_in(self, slot: int) -> bool:
         """Start a newcomer in ``slot``; return whether it was started."""
         assert self._output is not None
         before = last_of_slots(self._ranks).get(slot)
         if before is not None and not before.is_released:
-            self._crew.release(before)
+            self._rank_launcher.release(before)
         restart = 0 if before is None else before.restart + 1
         try:
-            rank = self._crew.later(len(self._ranks), slot, restart)
+            rank = self._rank_launcher.later(len(self._ranks), slot, restart)
         except LaunchError as error:
             self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
             return False
@@ -311,15 +313,15 @@ class Supervisor:
         """Change the number of ranks, without spares; return a description; raises UsageError."""
         assert self._output is not None
         self._read_reports()
-        least, most = self._least or 1, self._crew.most
+        min_ranks, max_ranks = self._least or 1, self._rank_launcher.max_ranks
         if self._phase is not _Phase.RUNNING or not self._runs_a_member():
             raise UsageError("the job is ending")
-        if not least <= wanted <= most:
-            raise UsageError(f"{wanted}: the job runs with --min {least} --max {most}")
+        if not min_ranks <= wanted <= max_ranks:
+            raise UsageError(f"{wanted}: the job runs with --min {min_ranks} --max {max_ranks}")
         waiting = set() if self._respawn is None else self._respawn.waiting
         last = last_of_slots(self._ranks)
-        usable = [slot for slot in range(self._crew.slots) if self._crew.can_start(slot)]
-        found = plan(wanted, usable, last, waiting, spares=self._crew.spares)
+        usable = [slot for slot in range(self._rank_launcher.slots) if self._rank_launcher.can_start(slot)]
+        found = plan(wanted, usable, last, waiting, spares=self._rank_launcher.spares)
         self._wanted, self._later = wanted, found.later
         self._notes.wanted(wanted)  # otherwise a spare would replace a rank that leaves
         if self._respawn is not None:
@@ -355,7 +357,7 @@ class Supervisor:
             self._respawn.cancel(self._respawn.waiting)
         newcomers = [rank for rank in self._ranks if rank.status is None and not rank.evicted]
         if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
-            self._kill_at = time.monotonic() + FAILURE_GRACE
+            self._kill_at = time.monotonic() + FAILURE_GRACE_S
             for rank in newcomers:
                 rank.dismissed = True
                 rank.send(signal.SIGTERM)
@@ -383,7 +385,7 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """End every rank except a culprit that may still exit by itself, because one has failed."""
-        self._kill_at = time.monotonic() + FAILURE_GRACE
+        self._kill_at = time.monotonic() + FAILURE_GRACE_S
         for rank in self._ranks:
             if rank.status is None and not self._is_spared(rank):
                 rank.stopping = True
@@ -397,7 +399,7 @@ class Supervisor:
         for number in self._signals.read():
             if number in STOP and self._phase is _Phase.FAILED:
                 self._stop_signal = number  # the exit code stays that of the failure
-            if number in STOP and (self._closing or self._is_insisted_on(number)):
+            if number in STOP and (self._closing or self._is_repeated_stop(number)):
                 # The user does not want to wait until the last output is read.
                 self._impatient = True
             elif number in SUSPEND:
@@ -418,11 +420,11 @@ class Supervisor:
         self._output.resume()
 
     def _suspend(self, number: int) -> None:
-        stopped = suspend_job(number, self._ranks, self._crew)
+        stopped = suspend_job(number, self._ranks, self._rank_launcher)
         self._kill_at = None if self._kill_at is None else self._kill_at + stopped
         self._spare_until = None if self._spare_until is None else self._spare_until + stopped
 
-    def _is_insisted_on(self, number: int) -> bool:
+    def _is_repeated_stop(self, number: int) -> bool:
         """Whether a signal is a repeated request to stop, after a signal or a failure has ended all ranks."""
         again = number != signal.SIGINT or self._interrupts.is_another(time.monotonic())
         return self._sweeping and self._phase is not _Phase.RUNNING and again
@@ -466,9 +468,9 @@ class Supervisor:
         self._kill_at = None
         self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
-        sweep = self._crew.sweep(self._ranks, _LINGER if orderly else 0.0)
+        sweep = self._rank_launcher.sweep(self._ranks, _LINGER_S if orderly else 0.0)
         while not sweep.is_done() and not self._impatient:
-            self._turn(_POLL)
+            self._turn(_POLL_INTERVAL_S)
         if orderly and sweep.killed:
             output.say(summary.leftovers(sweep.killed))
 
@@ -480,7 +482,7 @@ class Supervisor:
             if self._restart and self.failed:
                 output.say(f"shoal: {self._restart}".encode())
                 if self._logs is not None:
-                    for slot in range(self._crew.size):
+                    for slot in range(self._rank_launcher.size):
                         self._logs.write(slot, f"--- {self._restart} ---\n".encode())
             return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):

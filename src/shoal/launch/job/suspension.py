@@ -7,20 +7,20 @@ import time
 from collections.abc import Sequence
 
 from ..ranks.rank import JobProcess
-from .crew import Crew
+from .rank_launcher import RankLauncher
 from .signals import stop_this_process
 
 
-def suspend_job(number: int, ranks: Sequence[JobProcess], crew: Crew) -> float:
+def suspend_job(number: int, ranks: Sequence[JobProcess], rank_launcher: RankLauncher) -> float:
     """Stop the ranks, and this process by signal ``number``, until it is continued; return the seconds."""
     began = time.monotonic()
     running = [rank for rank in ranks if rank.status is None]
     for rank in running:
         # Not SIGTSTP: it does not stop a process whose parent is in another session.
         rank.send_group(signal.SIGSTOP)
-    crew.suspend()
+    rank_launcher.suspend()
     stop_this_process(number)
-    crew.resume()
+    rank_launcher.resume()
     for rank in running:
         rank.send_group(signal.SIGCONT)
     return time.monotonic() - began

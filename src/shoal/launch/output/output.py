@@ -16,7 +16,7 @@ from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 
 #: seconds until an unfinished line (a prompt) is shown on a terminal
-_QUIET = 0.1
+_IDLE_FLUSH_S = 0.1
 #: ANSI colours of the prefixes of successive ranks, all readable on black and on white
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
@@ -39,7 +39,7 @@ class _RankPipe:
         elif self.lines.drawing:
             self.show_at = 0.0
         elif self.show_at is None:
-            self.show_at = time.monotonic() + _QUIET
+            self.show_at = time.monotonic() + _IDLE_FLUSH_S
 
     def show(self) -> None:
         self.show_at = None
@@ -71,11 +71,11 @@ class RankOutput:
         wake: Callable[[], None],
         size: int,
         *,
-        prefixed: bool = True,
+        prefix_lines: bool = True,
         logs: Logs | None = None,
     ) -> None:
         self._selector = selector
-        self._prefixed = prefixed
+        self._prefix_lines = prefix_lines
         self._logs = logs
         self._size = size
         self._out, self._err = open_sinks(wake)
@@ -92,7 +92,7 @@ class RankOutput:
             process = f" (process {rank.pid})" if rank.pid else ""  # not known yet on another host
             self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
         for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
-            label = _label(rank, self._size, sink) if self._prefixed else b""
+            label = _label(rank, self._size, sink) if self._prefix_lines else b""
             stream = _RankPipe(source, label, sink, partial(self._log, rank.slot))
             self._streams.append(stream)
             self._listen(stream)

@@ -26,7 +26,7 @@ _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _ERASING = re.compile(rb"\x1b\[[012]?K")
 
 #: number of queued bytes above which the pipes of ranks are not read
-_ENOUGH = 4 << 20
+_MAX_BACKLOG_BYTES = 4 << 20
 
 
 class DescriptorWriter:
@@ -60,7 +60,7 @@ class DescriptorWriter:
     @property
     def full(self) -> bool:
         """Whether too many bytes are queued to write more now."""
-        return self._waiting > _ENOUGH
+        return self._waiting > _MAX_BACKLOG_BYTES
 
     def join(self, timeout: float) -> bool:
         """Wait until everything is written (or dropped) and the thread has ended; return whether it has."""

@@ -16,7 +16,7 @@ from ...errors import WireError
 from ..agent_protocol import MOST_BYTES, STDIN_WINDOW
 
 #: seconds between two checks whether a background job has come to the foreground
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 class StdinReader:
@@ -63,7 +63,7 @@ class StdinReader:
             return
         self._look_at = None
         if not self._is_over and in_background():
-            self._look_at = time.monotonic() + LOOK_S
+            self._look_at = time.monotonic() + POLL_INTERVAL_S
             if self._listens:
                 self._selector.unregister(0)
                 self._listens = False

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 #: variables that only the initial ranks have
-OF_RANKS = ("SHOAL_RANK", "SHOAL_SIZE", "RANK", "WORLD_SIZE")
+INITIAL_RANK_VARIABLES = ("SHOAL_RANK", "SHOAL_SIZE", "RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Job:
     ) -> dict[str, str]:
         """The variables of a process that joins the ranks later, and has no rank yet.
 
-        The variables in :data:`OF_RANKS` must not be in its environment.  ``local`` is the number of its slot
-        on its host, and the number of slots there.
+        The variables in :data:`INITIAL_RANK_VARIABLES` must not be in its environment.  ``local`` is the
+        number of its slot on its host, and the number of slots there.
         """
         variables = self.variables(slot, store, master_port, master=master, local=local)
-        return {k: v for k, v in variables.items() if k not in OF_RANKS} | {"SHOAL_JOIN": "1"}
+        return {k: v for k, v in variables.items() if k not in INITIAL_RANK_VARIABLES} | {"SHOAL_JOIN": "1"}
 
 
 class ReservedPort:
@@ -101,14 +101,14 @@ class ReservedPort:
 
 
 def defaults(
-    size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefixed: bool = True
+    size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefix_lines: bool = True
 ) -> dict[str, str]:
     """Variables that the launcher sets unless the user has set them.
 
     Args:
         inherited: the launcher's environment.
         terminal: size of the terminal that shows the output; None: there is no terminal.
-        prefixed: lines are prefixed with the rank.
+        prefix_lines: lines are prefixed with the rank.
 
     ``OMP_NUM_THREADS`` divides the cores by the ranks; otherwise each rank would start a thread per core.
     ``PYTHONUNBUFFERED`` makes lines appear when they are written.  Ranks write to pipes, so variables tell
@@ -117,7 +117,7 @@ def defaults(
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
     if terminal is not None:
-        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix("0", size)) if prefixed else 0)))
+        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix("0", size)) if prefix_lines else 0)))
         values["LINES"] = str(terminal.lines)
         if "NO_COLOR" not in inherited:
             values["FORCE_COLOR"] = "1"

@@ -12,7 +12,7 @@ import msgspec
 from ...failure_report import Report
 
 #: maximum number of later meetings to keep; reports are about the latest ones
-_MOST = 64
+_MAX_MEETINGS = 64
 
 
 class Meetings:
@@ -25,7 +25,7 @@ class Meetings:
         """Add a report of a meeting from the process ``index``."""
         for rank in report.ranks:
             self._processes.setdefault(report.meeting, {})[rank] = index
-        while len(self._processes) > _MOST:
+        while len(self._processes) > _MAX_MEETINGS:
             del self._processes[next(iter(self._processes))]
 
     def resolved(self, report: Report) -> Report:

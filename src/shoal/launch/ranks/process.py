@@ -22,7 +22,7 @@ from .reports import Reports
 from .source import Pipe
 
 #: seconds to wait for the end of a process after SIGKILL; it may be blocked in the kernel
-_LAST = 2.0
+_KILL_TIMEOUT_S = 2.0
 
 
 class LocalRank(JobProcess):
@@ -220,7 +220,7 @@ class Sweep:
         """Kill the processes when it is time; return whether all have ended, or are blocked in the kernel."""
         left = members([rank.pid for rank in self._ranks])
         now = time.monotonic()
-        if not left or now >= self._kill_at + _LAST:
+        if not left or now >= self._kill_at + _KILL_TIMEOUT_S:
             return True
         if now >= self._kill_at and not self._was_killed:
             self._was_killed = True

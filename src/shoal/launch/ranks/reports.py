@@ -1,7 +1,7 @@
 """Receives reports of failures from ranks.
 
 A rank runs the program of the user and may send anything, so reports are checked here.  Reports that are too
-long, malformed or name unknown ranks are dropped, as are all reports after the first ``_MOST``.
+long, malformed or name unknown ranks are dropped, as are all reports after the first ``_MAX_REPORTS``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...common.decoding import MalformedMessage, from_msgpack
 from ...failure_report import LONGEST, Report, descriptor_name
 
 #: maximum number of reports to read from one rank until it reports that it has rebuilt a group
-_MOST = 24
+_MAX_REPORTS = 24
 
 
 class Reports:
@@ -29,7 +29,7 @@ class Reports:
     def __init__(self, size: int) -> None:
         self._size = size
         self._begin = time.monotonic()
-        self._left, self._is_rebuilt = _MOST, False
+        self._left, self._is_rebuilt = _MAX_REPORTS, False
         self._mine, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mine.setblocking(False)
         self._theirs.setblocking(False)  # a rank does not wait for the launcher to read
@@ -65,7 +65,7 @@ class Reports:
                 self._take(data)
         self.received.sort(key=lambda report: report.at)
         if self._is_rebuilt:
-            self._left, self._is_rebuilt = _MOST, False
+            self._left, self._is_rebuilt = _MAX_REPORTS, False
 
     def take_notices(self) -> tuple[Report, ...]:
         """The reports of meetings and evictions that were read since the last call."""
@@ -103,7 +103,7 @@ class Reports:
         elif report.kind == "joined":
             self.joined = True
         elif report.kind in ("met", "evicted"):
-            if len(self._notices) < _MOST:
+            if len(self._notices) < _MAX_REPORTS:
                 self._notices.append(report)
         else:
             self.received.append(report)

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: seconds before the first restart of a slot, doubled by each restart, and their maximum
-SHORTEST, LONGEST = 1.0, 30.0
+MIN_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 #: run time in seconds after which the delay of a slot is reset
-SETTLED = 300.0
+RESET_AFTER_S = 300.0
 #: maximum number of restarts of a slot in a window, and the window in seconds
 MOST, WINDOW = 10, 600.0
 
@@ -36,7 +36,9 @@ class Respawn:
         found = self._slots.setdefault(slot, _Slot())
         if len(found.started) == MOST and now - found.started[0] < WINDOW:
             return None
-        found.delay = SHORTEST if lived >= SETTLED or not found.delay else min(2 * found.delay, LONGEST)
+        found.delay = (
+            MIN_DELAY_S if lived >= RESET_AFTER_S or not found.delay else min(2 * found.delay, MAX_DELAY_S)
+        )
         found.due = now + found.delay
         return found.delay
 

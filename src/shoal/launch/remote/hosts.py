@@ -12,7 +12,7 @@ from ...errors import UsageError
 #: names of this machine, which needs no ssh
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 #: maximum number of slots of a host
-_MOST = 1 << 20
+_MAX_SLOTS = 1 << 20
 
 _NAME = r"(?:[A-Za-z0-9_][\w.+-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
 _COLON = re.compile(rf"({_NAME})(?::([0-9]+))?", re.ASCII)
@@ -79,9 +79,9 @@ def _entry(text: str, where: str) -> tuple[str, int]:
     found = _COLON.fullmatch(text) or _LINE.fullmatch(text)
     if found is None or len(text) > 300:
         raise UsageError(f"{where}: {text[:80]!r} is not a host: expected name:4, or name slots=4 in a file")
-    slots = 1 if found[2] is None else int(found[2]) if len(found[2]) < 9 else _MOST + 1
-    if not 1 <= slots <= _MOST:
-        raise UsageError(f"{where}: {text[:80]!r}: expected 1 to {_MOST} slots")
+    slots = 1 if found[2] is None else int(found[2]) if len(found[2]) < 9 else _MAX_SLOTS + 1
+    if not 1 <= slots <= _MAX_SLOTS:
+        raise UsageError(f"{where}: {text[:80]!r}: expected 1 to {_MAX_SLOTS} slots")
     return found[1], slots
 
 

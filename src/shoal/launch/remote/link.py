@@ -22,9 +22,9 @@ F = TypeVar("F")
 
 _ENDED = "the connection has ended"
 #: maximum number of frames to handle before the loop handles other events
-_FAIR = 256
+_MAX_FRAMES_PER_TURN = 256
 #: maximum number of bytes before the preamble, as written by a login shell before its command starts
-_MOST_NOISE = 1 << 16
+_MAX_NOISE_BYTES = 1 << 16
 
 
 class Carrier(Protocol):
@@ -72,7 +72,7 @@ class Descriptors:
             os.close(each)
 
 
-class OfStream:
+class StreamCarrier:
     """A carrier that is an authenticated stream of :mod:`shoal.net`."""
 
     def __init__(self, stream: ByteStream) -> None:
@@ -210,7 +210,7 @@ class AgentConnection(Generic[F]):
         self._listen()
 
     def _read(self) -> None:
-        for _ in range(_FAIR):
+        for _ in range(_MAX_FRAMES_PER_TURN):
             if self._preamble:
                 self._look_for_preamble()
             elif not self._read_frame():
@@ -228,7 +228,7 @@ class AgentConnection(Generic[F]):
         if self.noise.endswith(self._preamble):
             del self.noise[-len(self._preamble) :]
             self._preamble = b""
-        elif len(self.noise) > _MOST_NOISE:
+        elif len(self.noise) > _MAX_NOISE_BYTES:
             raise WireError("the program that answers is not an agent of shoal")
 
     def _read_frame(self) -> bool:

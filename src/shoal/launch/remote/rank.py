@@ -33,7 +33,7 @@ class AgentInterface(Protocol):
         """Start the timeout for the end of a process, after SIGKILL was sent."""
 
 
-class Turns:
+class RelayQueue:
     """A queue of relays that have output to write.
 
     Writing short lines takes longer than receiving them, and must not delay exits and heartbeats.
@@ -67,7 +67,7 @@ class Relay:
         closed: called when the reader closes the relay before the end of the output.
     """
 
-    def __init__(self, turns: Turns, taken: Callable[[int], None], closed: Callable[[], None]) -> None:
+    def __init__(self, turns: RelayQueue, taken: Callable[[int], None], closed: Callable[[], None]) -> None:
         self._turns, self._taken, self._closed = turns, taken, closed
         self._chunks: deque[bytes] = deque()
         self._ready: Callable[[], object] | None = None
@@ -127,7 +127,7 @@ class RemoteRank(JobProcess):
     """A process that an agent has started, or is about to start.
 
     Args:
-        `agency`: the client of the agent of its host.
+        `agent`: the client of the agent of its host.
         turns: the queue for its output.
         size: number of ranks of the job.
     """
@@ -139,13 +139,13 @@ class RemoteRank(JobProcess):
         restart: int,
         *,
         host: str,
-        agency: AgentInterface,
-        turns: Turns,
+        agent: AgentInterface,
+        turns: RelayQueue,
         size: int,
         newcomer: bool,
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer, host=host)
-        self._agency = agency
+        self._agent = agent
         self._size = size
         self._began = time.monotonic()
         self._seconds: float | None = None
@@ -155,8 +155,8 @@ class RemoteRank(JobProcess):
         self._reported: Callable[[], None] | None = None
         self._notices: tuple[Report, ...] = ()
         self.was_killed = False
-        self.stdout = self._relays_stdout = Relay(turns, agency.taken, lambda: self._tell(Close(index, 1)))
-        self.stderr = self._relays_stderr = Relay(turns, agency.taken, lambda: self._tell(Close(index, 2)))
+        self.stdout = self._relays_stdout = Relay(turns, agent.taken, lambda: self._tell(Close(index, 1)))
+        self.stderr = self._relays_stderr = Relay(turns, agent.taken, lambda: self._tell(Close(index, 2)))
 
     # -- frames of the agent -------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class RemoteRank(JobProcess):
 
     def _moment(self, at: float) -> float:
         """Convert a time to this clock, clamped to the run time of the process; NaN becomes now."""
-        here = self._agency.here(at)
+        here = self._agent.here(at)
         return min(max(here, self._began), time.monotonic()) if here == here else time.monotonic()
 
     # -- JobProcess ----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class RemoteRank(JobProcess):
             self._tell(Signal(self.index, int(number), True))
             if number == signal.SIGKILL and self.status is None:
                 self.was_killed = True
-                self._agency.must_end()
+                self._agent.must_end()
 
     def release(self) -> None:
         if not self._released:
@@ -261,7 +261,7 @@ class RemoteRank(JobProcess):
 
     def _tell(self, frame: msgspec.Struct) -> None:
         if not self.lost:
-            self._agency.tell(frame)
+            self._agent.tell(frame)
 
 
 def replace_at(report: Report, at: float) -> Report:

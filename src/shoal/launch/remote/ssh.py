@@ -11,7 +11,7 @@ from ... import config
 from ...errors import ConfigurationError, LaunchError
 from .hosts import Host
 from .link import Descriptors, socket_pair_end
-from .said import Said
+from .stderr_tail import StderrTail
 
 #: no terminal, no prompts, and a timeout of seconds for a host that does not answer
 OPTIONS = (
@@ -39,7 +39,7 @@ def command(host: Host, python: str) -> list[str]:
 
 
 class Client:
-    """The process that connects to a host: ssh, or the agent itself on this machine.  See ``Way``."""
+    """The process that connects to a host: ssh, or the agent itself on this machine."""
 
     def __init__(self, argv: Sequence[str], name: str = "ssh") -> None:
         self.name = name
@@ -58,17 +58,17 @@ class Client:
         finally:
             theirs.close()
         assert self._process.stderr is not None
-        self._said = Said(self._process.stderr)
+        self._said = StderrTail(self._process.stderr)
         self.stderr = self._said.pipe
         self.carrier: Descriptors = socket_pair_end(mine)
         self.pid = self._process.pid
 
-    def hear(self) -> None:
+    def read(self) -> None:
         """Read the available bytes of stderr."""
-        self._said.hear()
+        self._said.read()
 
     @property
-    def said(self) -> list[str]:
+    def stderr_tail(self) -> list[str]:
         """The last lines of stderr."""
         return self._said.lines
 

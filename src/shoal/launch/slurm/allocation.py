@@ -13,17 +13,17 @@ from ..remote.hosts import Host
 T = TypeVar("T", int, str)
 
 #: variables that configure the tasks of a step; they do not apply to a step with one agent per node
-_OF_TASKS = (
+_TASK_VARIABLES = (
     "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXACT", "SLURM_EXCLUSIVE",
     "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_HINT", "SLURM_LABELIO", "SLURM_MEM_BIND",
     "SLURM_MULTI_PROG", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU",
     "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_TRES", "SLURM_STDERRMODE",
     "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_THREADS", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK",
 )  # fmt: skip
-#: the variables in ``_OF_TASKS`` that scripts read to divide the cores and GPUs of a node
+#: the variables in ``_TASK_VARIABLES`` that scripts read to divide the cores and GPUs of a node
 _FOR_RANKS = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK")
 #: variables that describe an agent as a task of its step; ranks must not inherit them
-OF_THE_AGENT = (
+AGENT_TASK_VARIABLES = (
     "SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID",
 )  # fmt: skip
@@ -88,7 +88,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without variables that change the meaning of the srun command line."""
-    return {k: v for k, v in environ.items() if k not in _OF_TASKS and not k.startswith("SRUN_")}
+    return {k: v for k, v in environ.items() if k not in _TASK_VARIABLES and not k.startswith("SRUN_")}
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:

@@ -13,12 +13,12 @@ from ... import config
 from ...errors import LaunchError, UsageError
 from ...net import Connection
 from ..remote.hosts import Host
-from ..remote.link import OfStream
-from ..remote.said import Said
+from ..remote.link import StreamCarrier
+from ..remote.stderr_tail import StderrTail
 from .allocation import for_srun
 
 #: seconds for srun to exit after its agents, and then after SIGTERM
-_END = (3.0, 2.0)
+_EXIT_TIMEOUTS_S = (3.0, 2.0)
 
 #: one agent per node, with all resources of the job there, shared with other steps and without binding; an
 #: agent is not ended when another one ends
@@ -63,7 +63,7 @@ class Srun:
             raise LaunchError(f"srun could not be started: {error.strerror or error}") from error
         self._pidfd = os.pidfd_open(self._process.pid)
         assert self._process.stderr is not None
-        self.said = Said(self._process.stderr)
+        self.stderr_tail = StderrTail(self._process.stderr)
         self._selector: selectors.BaseSelector | None = None
         self._calls: set[AgentCall] = set()
         self.pid = self._process.pid
@@ -79,12 +79,12 @@ class Srun:
         if selector is self._selector:
             return
         if self._selector is not None:
-            self.said.pipe.ignore()
+            self.stderr_tail.pipe.ignore()
             if self._pidfd in self._selector.get_map():
                 self._selector.unregister(self._pidfd)
         self._selector = selector
         if selector is not None:
-            self.said.pipe.listen(selector, self.said.hear)
+            self.stderr_tail.pipe.listen(selector, self.stderr_tail.read)
             selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
     def join(self, call: AgentCall, selector: selectors.BaseSelector) -> None:
@@ -101,35 +101,37 @@ class Srun:
     def end(self) -> None:
         """Wait for srun to exit, after all connections are closed; then send SIGTERM, then SIGKILL."""
         self.watch(None)
-        for seconds, then in zip(_END, (self._process.terminate, self._process.kill), strict=True):
+        for seconds, then in zip(
+            _EXIT_TIMEOUTS_S, (self._process.terminate, self._process.kill), strict=True
+        ):
             try:
                 self._process.wait(seconds)
                 break
             except subprocess.TimeoutExpired:
                 then()
         self._process.wait()
-        self.said.close()
+        self.stderr_tail.close()
         os.close(self._pidfd)
 
     def _ended(self) -> None:
         if self._selector is None:
             return  # the last connection ended in the same turn of the loop
         self._selector.unregister(self._pidfd)
-        self.said.hear()
+        self.stderr_tail.read()
         # Without srun, Slurm would not end the agents any more.
         for call in list(self._calls):
             call.cut()
 
 
 class AgentCall:
-    """The connection of an agent that srun has started; a ``Way`` of an ``AgentClient``."""
+    """The connection of an agent that srun has started; a ``AgentTransport`` of an ``AgentClient``."""
 
     name = "srun"
 
     def __init__(self, connection: Connection, srun: Srun) -> None:
         self._stream = connection.release()
         self._srun = srun
-        self.carrier = OfStream(self._stream)
+        self.carrier = StreamCarrier(self._stream)
         self.stderr = self
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None:
@@ -140,7 +142,7 @@ class AgentCall:
         """Stop that."""
         self._srun.part(self)
 
-    def hear(self) -> None:
+    def read(self) -> None:
         """Do nothing: stderr of srun is read once for all connections."""
 
     def cut(self) -> None:
@@ -149,10 +151,10 @@ class AgentCall:
             self._stream.shutdown()
 
     @property
-    def said(self) -> list[str]:
+    def stderr_tail(self) -> list[str]:
         """The last lines of srun's stderr."""
-        self._srun.said.hear()
-        return self._srun.said.lines
+        self._srun.stderr_tail.read()
+        return self._srun.stderr_tail.lines
 
     def end(self, timeout: float) -> int | None:
         """Stop to use srun, which serves the other agents; return its exit code if it has ended."""

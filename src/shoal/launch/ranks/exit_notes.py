@@ -10,10 +10,10 @@ from ...rendezvous import note_exit, note_wanted
 from ...store import Store
 
 #: seconds without notes after an error of the store, so as not to block the launcher's loop again
-_PAUSE = 10.0
+_RETRY_DELAY_S = 10.0
 
 
-class Notes:
+class ExitNotifier:
     """Notes in the store of an epoch of ``job``; ``connect`` opens the store for the first note."""
 
     def __init__(self, connect: Callable[[], Store], job: str, epoch: int = 0) -> None:
@@ -43,4 +43,4 @@ class Notes:
                 self._store = self._connect()
             note(self._store)
         except (StoreError, WireError):
-            self._paused_until = time.monotonic() + _PAUSE
+            self._paused_until = time.monotonic() + _RETRY_DELAY_S

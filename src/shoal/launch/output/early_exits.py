@@ -11,7 +11,7 @@ from ..ranks.rank import JobProcess
 from . import summary
 
 
-class UnannouncedEnds:
+class EarlyExitWarning:
     """Decides when to print the message: once, ``delay`` seconds after the first exit with 0."""
 
     def __init__(self, delay: float) -> None:

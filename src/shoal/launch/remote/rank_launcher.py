@@ -1,4 +1,4 @@
-"""Starts the processes of a job on several hosts, through agents: a ``Crew`` of ``job/crew.py``."""
+"""Starts the processes of a job on several hosts, through agents."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError, ShoalError
 from ..agent_protocol import End, Start, StdinData
-from ..job.crew import HostLost, Sweeping
+from ..job.rank_launcher import HostLost, Sweeping
 from ..output import summary
 from ..output.stdin import StdinReader
 from ..ranks.environment import Job
 from ..ranks.rank import JobProcess
-from .agency import AgentClient, Watcher
-from .fleet import Fleet, failure
-from .rank import RemoteRank, Turns
+from .agent_client import AgentCallbacks, AgentClient
+from .agent_pool import AgentPool, failure
+from .rank import RelayQueue, RemoteRank
 
 #: timeout in seconds for agents to start the processes of a job
-_START = 60.0
+_START_TIMEOUT_S = 60.0
 #: maximum time in seconds to write output before the loop handles other events
-_TURN = 0.05
+_POLL_INTERVAL_S = 0.05
 #: maximum time in seconds to send Suspend to all agents
 _SUSPEND_S = 1.0
 
 
-class RemoteCrew:
+class RemoteRankLauncher:
     """Starts one program on the slots of several hosts.
 
     Args:
-        `fleet`: the agents of the hosts, which are ready.
+        `pool`: the agents of the hosts, which are ready.
         argv: the command of each process.
         stores: URL of the job's store, for each host.
         master, master_port: address for rank 0 to listen on.
@@ -39,63 +39,63 @@ class RemoteCrew:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: AgentPool,
         argv: Sequence[str],
         job: Job,
         *,
         stores: Sequence[str],
         master: str,
         master_port: str,
-        most: int,
+        max_ranks: int,
     ) -> None:
-        self.size, self.spares, self.most = job.size, job.spares, most
-        self._agencies = fleet.agencies
-        self.slots = sum(agency.host.slots for agency in self._agencies)
+        self.size, self.spares, self.max_ranks = job.size, job.spares, max_ranks
+        self._agencies = pool.agents
+        self.slots = sum(agent.host.slots for agent in self._agencies)
         self._argv, self._job = tuple(argv), job
         self._stores, self._master, self._master_port = stores, master, master_port
-        self._turns = Turns()
+        self._turns = RelayQueue()
         self._stdin = StdinReader(lambda data: self._agencies[0].tell(StdinData(data)))
         self._selector: selectors.BaseSelector | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         self._selector = selector
 
-        def gone(agency: AgentClient, ranks: Sequence[RemoteRank]) -> None:
-            if not agency.is_held:
-                lost(agency.host.name, agency.trouble, ranks)
+        def gone(agent: AgentClient, ranks: Sequence[RemoteRank]) -> None:
+            if not agent.is_queueing:
+                lost(agent.host.name, agent.trouble, ranks)
 
         def not_started(rank: RemoteRank, text: str) -> None:
-            if agency_of[rank.index].is_held:
+            if agent_of[rank.index].is_queueing:
                 raise LaunchError(f"host {rank.host}: {text}")
             say(summary.not_started(LaunchError(f"host {rank.host}: {text}"), ""))
 
-        agency_of = self._agency_of = dict[int, AgentClient]()
-        for agency in self._agencies:
-            agency.watcher = Watcher(gone, not_started, self._stdin.taken)
-            agency.watch(selector)
+        agent_of = self._agent_of = dict[int, AgentClient]()
+        for agent in self._agencies:
+            agent.watcher = AgentCallbacks(gone, not_started, self._stdin.taken)
+            agent.watch(selector)
 
     def first(self, slot: int) -> JobProcess:
-        agency, store = self._place(slot)
-        host = agency.host
+        agent, store = self._place(slot)
+        host = agent.host
         count = max(0, min(self.size - host.first, host.slots))
         variables = self._job.variables(
             slot, store, self._master_port, master=self._master, local=(slot - host.first, count)
         )
-        return self._start(agency, slot, slot, 0, variables, newcomer=False)
+        return self._start(agent, slot, slot, 0, variables, newcomer=False)
 
     def later(self, index: int, slot: int, restart: int) -> JobProcess:
-        agency, store = self._place(slot)
-        host = agency.host
-        if not agency.is_well:
+        agent, store = self._place(slot)
+        host = agent.host
+        if not agent.is_usable:
             raise LaunchError(f"rank {slot} could not be started: host {host.name} is lost")
         variables = self._job.newcomer(
             slot, store, self._master_port, master=self._master, local=(slot - host.first, host.slots)
         )
-        return self._start(agency, index, slot, restart, variables, newcomer=True)
+        return self._start(agent, index, slot, restart, variables, newcomer=True)
 
     def _start(
         self,
-        agency: AgentClient,
+        agent: AgentClient,
         index: int,
         slot: int,
         restart: int,
@@ -103,16 +103,16 @@ class RemoteCrew:
         *,
         newcomer: bool,
     ) -> JobProcess:
-        host = agency.host
+        host = agent.host
         rank = RemoteRank(
-            index, slot, restart, host=host.name, agency=agency, turns=self._turns, size=self.size,
+            index, slot, restart, host=host.name, agent=agent, turns=self._turns, size=self.size,
             newcomer=newcomer,
         )  # fmt: skip
-        agency.add(rank)
-        self._agency_of[index] = agency
+        agent.add(rank)
+        self._agent_of[index] = agent
         stdin = slot == 0 and not newcomer
         try:
-            agency.tell(
+            agent.tell(
                 Start(
                     index, slot, restart, slot - host.first, self.size, self._argv, variables, newcomer, stdin
                 )
@@ -123,86 +123,86 @@ class RemoteCrew:
 
     def settle(self) -> None:
         assert self._selector is not None
-        end = time.monotonic() + _START
-        while not all(agency.is_settled for agency in self._agencies):
+        end = time.monotonic() + _START_TIMEOUT_S
+        while not all(agent.has_replied for agent in self._agencies):
             now = time.monotonic()
-            moments = [end, *(agency.next_at() for agency in self._agencies)]
+            moments = [end, *(agent.next_at() for agent in self._agencies)]
             for key, _ in self._selector.select(max(0.0, min(moments) - now)):
                 key.data()
             now = time.monotonic()
-            for agency in self._agencies:
-                agency.tick(now)
-                if now >= end and not agency.is_settled:
-                    agency.lose(f"its agent has not started all processes in {_START:.0f} s")
-                if agency.trouble:
-                    raise LaunchError(failure(agency))
-        for agency in self._agencies:
-            agency.is_held = False
+            for agent in self._agencies:
+                agent.tick(now)
+                if now >= end and not agent.has_replied:
+                    agent.lose(f"its agent has not started all processes in {_START_TIMEOUT_S:.0f} s")
+                if agent.trouble:
+                    raise LaunchError(failure(agent))
+        for agent in self._agencies:
+            agent.is_queueing = False
         self._stdin.watch(self._selector)
 
     def can_start(self, slot: int) -> bool:
-        return self._place(slot)[0].is_well
+        return self._place(slot)[0].is_usable
 
     def release(self, rank: JobProcess) -> None:
         rank.release()
 
     def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
         self._stdin.close()
-        for agency in self._agencies:
-            agency.tell(End(linger))
-            agency.expect_bye(linger)
-        return _Farewell(self._agencies)
+        for agent in self._agencies:
+            agent.tell(End(linger))
+            agent.expect_bye(linger)
+        return _ByeWaiter(self._agencies)
 
     def next_at(self) -> float | None:
         if self._turns:
             return 0.0
         look_at = self._stdin.next_at()
-        found = min(agency.next_at() for agency in self._agencies)
+        found = min(agent.next_at() for agent in self._agencies)
         return look_at if found == math.inf else found if look_at is None else min(found, look_at)
 
     def tick(self, now: float) -> None:
-        for agency in self._agencies:
-            agency.tick(now)
-        self._turns.take(now + _TURN)
+        for agent in self._agencies:
+            agent.tick(now)
+        self._turns.take(now + _POLL_INTERVAL_S)
         self._stdin.tick(now)
 
     def suspend(self) -> None:
         end = time.monotonic() + _SUSPEND_S
-        for agency in self._agencies:
-            agency.suspend()
-        while not all(agency.is_told for agency in self._agencies) and time.monotonic() < end:
-            time.sleep(_TURN)
-            for agency in self._agencies:
-                agency.flush()
+        for agent in self._agencies:
+            agent.suspend()
+        while not all(agent.is_flushed for agent in self._agencies) and time.monotonic() < end:
+            time.sleep(_POLL_INTERVAL_S)
+            for agent in self._agencies:
+                agent.flush()
 
     def resume(self) -> None:
-        for agency in self._agencies:
-            agency.resume()
+        for agent in self._agencies:
+            agent.resume()
 
     def close(self) -> None:
         self._stdin.close()
-        for agency in self._agencies:
-            agency.leave()
+        for agent in self._agencies:
+            agent.leave()
 
     def _place(self, slot: int) -> tuple[AgentClient, str]:
         """The client of the agent of a slot, and the URL of the store there."""
-        for agency, store in zip(self._agencies, self._stores, strict=True):
-            if slot in agency.host:
-                return agency, store
+        for agent, store in zip(self._agencies, self._stores, strict=True):
+            if slot in agent.host:
+                return agent, store
         raise AssertionError(f"no host has slot {slot}")
 
 
-class _Farewell:
+class _ByeWaiter:
     """Waits until every agent has killed the process groups of its ranks, and sent all output."""
 
-    def __init__(self, agencies: Sequence[AgentClient]) -> None:
-        self._agencies = agencies
+    def __init__(self, agents: Sequence[AgentClient]) -> None:
+        self._agencies = agents
         self.killed: list[str] = []
 
     def is_done(self) -> bool:
-        if any(agency.killed is None and not agency.trouble for agency in self._agencies):
+        if any(agent.killed is None and not agent.trouble for agent in self._agencies):
             return False
         self.killed = [
-            f"{name} on {agency.host.name}" for agency in self._agencies for name in agency.killed or ()
+            f"{name} on {agent.host.name}" for agent in self._agencies for name in agent.killed or ()
         ]
         return True

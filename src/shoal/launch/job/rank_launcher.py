@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ..output.stdin import StdinPipe, StdinReader, in_background
-from ..ranks.environment import OF_RANKS, Job
+from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
 from ..ranks.guardian import Guardian
 from ..ranks.process import LocalRank, Sweep
 from ..ranks.rank import JobProcess
@@ -27,7 +27,7 @@ class Sweeping(Protocol):
     def is_done(self) -> bool: ...
 
 
-class Crew(Protocol):
+class RankLauncher(Protocol):
     """Starts the processes of a job.
 
     A *slot* is a number from 0, with cores on a host.  The first process in a slot has its number as rank.  A
@@ -43,7 +43,7 @@ class Crew(Protocol):
     @property
     def spares(self) -> int: ...
     @property
-    def most(self) -> int: ...
+    def max_ranks(self) -> int: ...
     @property
     def slots(self) -> int: ...
 
@@ -84,7 +84,7 @@ class Crew(Protocol):
         """End all remaining processes."""
 
 
-class LocalCrew:
+class LocalRankLauncher:
     """Starts one program on the slots of a job, all on this machine.
 
     Args:
@@ -107,12 +107,12 @@ class LocalCrew:
         store: str,
         master_port: str,
         guardian: Guardian,
-        most: int,
+        max_ranks: int,
         bound: Sequence[Sequence[int]] | None = None,
         threaded: bool = False,
     ) -> None:
-        self.size, self.spares, self.most = job.size, job.spares, most
-        self.slots = most + job.spares
+        self.size, self.spares, self.max_ranks = job.size, job.spares, max_ranks
+        self.slots = max_ranks + job.spares
         self._argv, self._job, self._environment = argv, job, environment
         self._meeting = store, master_port
         self._guardian = guardian
@@ -156,7 +156,7 @@ class LocalCrew:
         self._stdin, self._pipe = stdin, pipe
 
     def later(self, index: int, slot: int, restart: int) -> JobProcess:
-        environment = {k: v for k, v in self._environment.items() if k not in OF_RANKS}
+        environment = {k: v for k, v in self._environment.items() if k not in INITIAL_RANK_VARIABLES}
         environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
         inherits = [self._guardian.pipe]

@@ -15,14 +15,14 @@ from ...errors import LaunchError
 from ...rendezvous.host import address_towards, is_mine
 from ..agent_protocol import Begin
 from ..job.signals import STOP, Signals
-from .agency import AgentClient
+from .agent_client import AgentClient
 from .hosts import Host
 from .ssh import Client, command
 
 #: timeout in seconds for agents to connect, long enough to start Python from a network disk
-_START = 60.0
+_START_TIMEOUT_S = 60.0
 #: seconds for the programs that connect to agents to exit before they are killed
-_END = 3.0
+_EXIT_TIMEOUT_S = 3.0
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,7 +35,7 @@ class Stopped(Exception):
         self.number = number
 
 
-class Fleet:
+class AgentPool:
     """Starts an agent on each host.
 
     Args:
@@ -44,11 +44,11 @@ class Fleet:
         signals: signals of the launcher; a stop signal cancels the start.
 
     Attributes:
-        `agencies`: the client of the agent of each host.
+        `agents`: the client of the agent of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
-        self.agencies: list[AgentClient] = []
+        self.agents: list[AgentClient] = []
         self._hosts = hosts
         self._signals = signals
         try:
@@ -60,7 +60,7 @@ class Fleet:
     def _start(self, python: str) -> None:
         for host in self._hosts:
             name = "the agent" if host.is_local else "ssh"
-            self.agencies.append(AgentClient(host, Client(command(host, python), name)))
+            self.agents.append(AgentClient(host, Client(command(host, python), name)))
 
     def connect(self) -> None:
         """Wait until all agents have sent Hello.
@@ -69,55 +69,55 @@ class Fleet:
             LaunchError: an agent is lost; the message names its host, with the output of ssh.
             Stopped: a stop signal came.
         """
-        self._wait(lambda agency: agency.hello is not None, "has not answered")
+        self._wait(lambda agent: agent.hello is not None, "has not answered")
 
     def begin(
         self, directory: str, environment: Mapping[str, str], ranks: Sequence[int], *, bind: bool
     ) -> None:
         """Send :class:`Begin` to all agents, and wait until they are ready; raises as :meth:`connect`."""
-        for agency, count in zip(self.agencies, ranks, strict=True):
-            agency.tell(Begin(directory, dict(environment), count, bind))
-        self._wait(lambda agency: agency.is_ready, "was not ready")
+        for agent, count in zip(self.agents, ranks, strict=True):
+            agent.tell(Begin(directory, dict(environment), count, bind))
+        self._wait(lambda agent: agent.is_ready, "was not ready")
 
     def _wait(self, done: Callable[[AgentClient], bool], what: str) -> None:
-        end = time.monotonic() + _START
+        end = time.monotonic() + _START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
             try:
-                for agency in self.agencies:
-                    agency.watch(selector)
-                while not all(map(done, self.agencies)):
-                    moments = [end, *(agency.next_at() for agency in self.agencies)]
+                for agent in self.agents:
+                    agent.watch(selector)
+                while not all(map(done, self.agents)):
+                    moments = [end, *(agent.next_at() for agent in self.agents)]
                     for key, _ in selector.select(max(0.0, min(moments) - time.monotonic())):
                         key.data()
                     self._look(done, end, what)
             finally:
-                for agency in self.agencies:
-                    agency.leave()
+                for agent in self.agents:
+                    agent.leave()
 
     def _look(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
         for number in self._signals.read():
             if number in STOP:
                 raise Stopped(number)
         now = time.monotonic()
-        for agency in self.agencies:
-            agency.tick(now)
-            if now >= end and not done(agency):
-                agency.lose(f"its agent {what} in {_START:.0f} s")
-            if agency.trouble:
-                raise LaunchError(failure(agency))
+        for agent in self.agents:
+            agent.tick(now)
+            if now >= end and not done(agent):
+                agent.lose(f"its agent {what} in {_START_TIMEOUT_S:.0f} s")
+            if agent.trouble:
+                raise LaunchError(failure(agent))
 
     def close(self) -> None:
         """End all agents."""
-        end = time.monotonic() + _END
-        for agency in self.agencies:
-            agency.hang_up()
-        for agency in self.agencies:
-            agency.close(max(0.0, end - time.monotonic()))
+        end = time.monotonic() + _EXIT_TIMEOUT_S
+        for agent in self.agents:
+            agent.disconnect()
+        for agent in self.agents:
+            agent.close(max(0.0, end - time.monotonic()))
 
     # -- addresses -----------------------------------------------------------------------------
 
-    def towards_hosts(self) -> list[str]:
+    def launcher_addresses(self) -> list[str]:
         """The address of this machine for each host.
 
         It is ``SHOAL_INTERFACE``, or the source of the host's ssh connection, or the address on the route to
@@ -126,43 +126,42 @@ class Fleet:
         Raises:
             LaunchError: no address was found.
         """
-        found = [None if agency.host.is_local else self._towards(agency) for agency in self.agencies]
+        found = [None if agent.host.is_local else self._launcher_address(agent) for agent in self.agents]
         default = next((each for each in found if each is not None), LOOPBACK)
         return [each or default for each in found]
 
     def master(self) -> str:
         """The address of the first host for the other hosts."""
-        first = self.agencies[0]
+        first = self.agents[0]
         assert first.hello is not None
         if first.host.is_local:
-            return self.towards_hosts()[0]
+            return self.launcher_addresses()[0]
         return first.hello.address or _bare(first.host)
 
-    def _towards(self, agency: AgentClient) -> str:
-        assert agency.hello is not None
+    def _launcher_address(self, agent: AgentClient) -> str:
+        assert agent.hello is not None
         configured = config.INTERFACE.get()
-        told = agency.hello.launcher
+        told = agent.hello.launcher
         with suppress(OSError, UnicodeError):
             if configured is not None:
                 return str(socket.getaddrinfo(configured, 0, type=socket.SOCK_STREAM)[0][4][0])
             if told and is_mine(told):
                 return told
-            name = agency.hello.address or _bare(agency.host)
+            name = agent.hello.address or _bare(agent.host)
             return address_towards(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]))
         if configured is not None:
             raise LaunchError(f"SHOAL_INTERFACE={configured!r} is not an address of this machine")
         raise LaunchError(
-            f"host {agency.host.name}: found no address of this machine that it can reach; set "
-            "SHOAL_INTERFACE"
+            f"host {agent.host.name}: found no address of this machine that it can reach; set SHOAL_INTERFACE"
         )
 
 
-def failure(agency: AgentClient) -> str:
+def failure(agent: AgentClient) -> str:
     """Why a host could not be used, with the last lines of its output."""
-    noise = bytes(agency.noise).decode(errors="replace").splitlines()[-5:]
-    said = [*map(printable, noise), *agency.client.said]
-    lines = "".join(f"\n  | {line}" for line in said)
-    return f"host {agency.host.name}: {agency.trouble}" + (f"\nits output:{lines}" if lines else "")
+    noise = bytes(agent.noise).decode(errors="replace").splitlines()[-5:]
+    stderr_tail = [*map(printable, noise), *agent.client.stderr_tail]
+    lines = "".join(f"\n  | {line}" for line in stderr_tail)
+    return f"host {agent.host.name}: {agent.trouble}" + (f"\nits output:{lines}" if lines else "")
 
 
 def _bare(host: Host) -> str:

@@ -12,7 +12,7 @@ from ..ranks.source import Pipe
 _LINES, _WIDTH = 10, 300
 
 
-class Said:
+class StderrTail:
     """The last lines of a pipe."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -21,7 +21,7 @@ class Said:
         self._part = b""
         self._is_closed = False
 
-    def hear(self) -> None:
+    def read(self) -> None:
         """Read the available bytes."""
         if self._is_closed:
             return  # closed in the same turn of the loop
@@ -42,6 +42,6 @@ class Said:
 
     def close(self) -> None:
         """Read the rest, and close the pipe."""
-        self.hear()
+        self.read()
         self.pipe.close()
         self._is_closed = True

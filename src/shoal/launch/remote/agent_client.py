@@ -41,23 +41,23 @@ from .link import AgentConnection, Carrier
 from .rank import RemoteRank
 
 #: timeout in seconds for an agent to report the end of a killed process, or to send Bye
-_PATIENCE = 10.0
+_REPLY_TIMEOUT_S = 10.0
 #: bytes of output to consume before an acknowledgement is sent
-_WORTH_TELLING = 1 << 16
+_ACK_BYTES = 1 << 16
 #: number of heartbeats used to estimate the agent's clock, and of those sent without a pause at first
-_KEPT, _QUICK = 16, 5
+_CLOCK_SAMPLES, _FIRST_SAMPLES = 16, 5
 #: seconds to wait for ssh to exit after its connection has ended, at most once per heartbeat
-_SOON = 0.2
+_SSH_EXIT_TIMEOUT_S = 0.2
 
 
-class Listening(Protocol):
+class EventSource(Protocol):
     """A source of events for a loop, such as :class:`~shoal.launch.ranks.source.OutputSource`."""
 
     def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
     def ignore(self) -> None: ...
 
 
-class Way(Protocol):
+class AgentTransport(Protocol):
     """The program that connects to a host.
 
     Attributes:
@@ -72,11 +72,11 @@ class Way(Protocol):
     @property
     def carrier(self) -> Carrier: ...
     @property
-    def stderr(self) -> Listening: ...
+    def stderr(self) -> EventSource: ...
     @property
-    def said(self) -> list[str]: ...
+    def stderr_tail(self) -> list[str]: ...
 
-    def hear(self) -> None:
+    def read(self) -> None:
         """Read the available bytes of stderr."""
 
     def end(self, timeout: float) -> int | None:
@@ -84,7 +84,7 @@ class Way(Protocol):
 
 
 @dataclass
-class Watcher:
+class AgentCallbacks:
     """Callbacks for events of an agent.
 
     Attributes:
@@ -116,15 +116,15 @@ class AgentClient:
     #: time after which the loop may wait again for the exit of a program that connects to an agent
     _waits_at: ClassVar[float] = 0.0
 
-    def __init__(self, host: Host, client: Way) -> None:
+    def __init__(self, host: Host, client: AgentTransport) -> None:
         self.host = host
         self.client = client
-        self.watcher: Watcher | None = None
+        self.watcher: AgentCallbacks | None = None
         self.hello: Hello | None = None
         self.is_ready = False
         self.trouble = ""
         self.killed: tuple[str, ...] | None = None
-        self.is_held = True
+        self.is_queueing = True
         self.ranks: dict[int, RemoteRank] = {}
         self._pending: set[int] = set()
         self._held: deque[FromAgent] = deque()
@@ -134,7 +134,7 @@ class AgentClient:
         #: the agent was asked to end; output has come since Bye was last due
         self._is_ending = self._moves = False
         self._unread = self._untold = 0
-        self._clock: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._clock: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         self._link: AgentConnection[FromAgent] = AgentConnection(
             client.carrier, decode_from_agent, self._received, self._link_lost, preamble=PREAMBLE
         )
@@ -144,7 +144,7 @@ class AgentClient:
         if not self.trouble:
             self._link.watch(selector)
             self.client.stderr.ignore()
-            self.client.stderr.listen(selector, self.client.hear)
+            self.client.stderr.listen(selector, self.client.read)
 
     def tell(self, frame: Any) -> None:
         """Send a frame to the agent, unless it is lost."""
@@ -157,12 +157,12 @@ class AgentClient:
         self._pending.add(rank.index)
 
     @property
-    def is_settled(self) -> bool:
+    def has_replied(self) -> bool:
         """Whether the agent has replied to all requests to start a process."""
         return self.is_ready and not self._pending
 
     @property
-    def is_well(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the agent can start processes."""
         return self.is_ready and not self.trouble and self.killed is None
 
@@ -171,7 +171,7 @@ class AgentClient:
         self.tell(Suspend())
 
     @property
-    def is_told(self) -> bool:
+    def is_flushed(self) -> bool:
         """Whether all frames were sent, or the agent is lost."""
         return bool(self.trouble) or self._link.closed or self._link.sent
 
@@ -184,19 +184,19 @@ class AgentClient:
         """Restart all timeouts, after this process was continued."""
         now = time.monotonic()
         if self._due < math.inf:
-            self._due = now + _PATIENCE
+            self._due = now + _REPLY_TIMEOUT_S
         self._heard = self._beat_at = now
 
     def expect_bye(self, linger: float) -> None:
         """Start the timeout for Bye, after :class:`End` was sent."""
         self._is_ending = True
-        self._due = time.monotonic() + linger + _PATIENCE
+        self._due = time.monotonic() + linger + _REPLY_TIMEOUT_S
 
     def next_at(self) -> float:
         """The time of the next :meth:`tick`."""
         if self.trouble or self.killed is not None:
             return math.inf
-        if self._held and not self.is_held:
+        if self._held and not self.is_queueing:
             return 0.0
         # Before Hello, the caller has a timeout of its own.
         silent_at = math.inf if self.hello is None else self._heard + SILENCE
@@ -204,7 +204,7 @@ class AgentClient:
 
     def tick(self, now: float) -> None:
         """Send a heartbeat if one is due, and check timeouts of the agent."""
-        while self._held and not self.is_held and not self.trouble:
+        while self._held and not self.is_queueing and not self.trouble:
             self._guarded(self._held.popleft())
         if self.trouble or self.killed is not None:
             return
@@ -222,9 +222,9 @@ class AgentClient:
         elif now >= self._due:
             # The agent waits while its output is not consumed, and Bye is late on a slow connection.
             if self._unread or (self._is_ending and self._moves):
-                self._due, self._moves = now + _PATIENCE, False
+                self._due, self._moves = now + _REPLY_TIMEOUT_S, False
             else:
-                self.lose(f"its agent has not ended its processes as requested for {_PATIENCE:.0f} s")
+                self.lose(f"its agent has not ended its processes as requested for {_REPLY_TIMEOUT_S:.0f} s")
 
     def lose(self, why: str) -> None:
         """Treat the agent as lost, and close its connection; the agent then kills its processes."""
@@ -234,7 +234,7 @@ class AgentClient:
         self._link.close()
         # If many agents are lost at once, the loop waits for one only: the others need heartbeats.
         now = time.monotonic()
-        code = self.client.end(_SOON if now >= AgentClient._waits_at else 0.0)
+        code = self.client.end(_SSH_EXIT_TIMEOUT_S if now >= AgentClient._waits_at else 0.0)
         AgentClient._waits_at = now + BEAT
         parts = [why]
         if code is not None:
@@ -251,14 +251,14 @@ class AgentClient:
             self._link.watch(None)
             self.client.stderr.ignore()
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection; the agent then exits."""
         if not self.trouble:
             self.leave()
             self._link.close()
 
     def close(self, timeout: float) -> None:
-        """End the program that connects to the agent, after :meth:`hang_up`."""
+        """End the program that connects to the agent, after :meth:`disconnect`."""
         if not self.trouble:
             self.trouble = "it was closed"
             self.client.end(timeout)
@@ -274,7 +274,7 @@ class AgentClient:
         """Record that ``amount`` bytes of output were consumed; acknowledge them if they are enough."""
         self._unread -= amount
         self._untold += amount
-        if self._untold >= _WORTH_TELLING or not self._unread:
+        if self._untold >= _ACK_BYTES or not self._unread:
             amount, self._untold = self._untold, 0
             if amount and not self.trouble:
                 self._link.send(Taken(amount))
@@ -290,7 +290,7 @@ class AgentClient:
     def must_end(self) -> None:
         """Start the timeout for the end of a process, after SIGKILL was sent."""
         if self._due == math.inf:
-            self._due = time.monotonic() + _PATIENCE
+            self._due = time.monotonic() + _REPLY_TIMEOUT_S
 
     # -- frames --------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class AgentClient:
                     self.watcher.not_started(rank, printable(frame.text))
                     rank.not_started()
             case ProcessOutput() | Reported() | Exited() | StdinTaken() | Bye() if self.is_ready:
-                if self.is_held or self._held:
+                if self.is_queueing or self._held:
                     self._held.append(frame)
                     self._count(frame)
                 else:
@@ -377,5 +377,5 @@ class AgentClient:
         if not self._began <= beat.launcher <= now or not math.isfinite(beat.agent):
             raise WireError("it replied to a heartbeat that was not sent")
         self._clock.append((now - beat.launcher, beat.agent - (beat.launcher + now) / 2))
-        if len(self._clock) < _QUICK:
+        if len(self._clock) < _FIRST_SAMPLES:
             self._link.send(Beat(now))

@@ -26,7 +26,7 @@ PURPOSE = "agent"
 #: maximum length of the first message in bytes
 FIRST_MESSAGE = 1024
 #: timeout in seconds of a connection to the launcher
-_PATIENCE = 30.0
+_CONNECT_TIMEOUT_S = 30.0
 #: seconds within which a signal of Slurm to a step and the same signal from the launcher count as one
 _SAME = 5.0
 #: signals that Slurm sends to all processes of a step when a job ends or is about to end
@@ -41,7 +41,7 @@ class NodeHello(msgspec.Struct, frozen=True):
     host: Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
 
 
-def dial(where: str, environ: Mapping[str, str]) -> Connection:
+def connect_to_launcher(where: str, environ: Mapping[str, str]) -> Connection:
     """Connect to the launcher at ``where``, and send the name of this node.
 
     Args:
@@ -61,9 +61,14 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
         raise UsageError("shoal agent --connect is started by shoal run --srun, by srun and with a secret")
     try:
         connection = connect(
-            host, int(found[3]), secret=secret, purpose=PURPOSE, timeout=_PATIENCE, limit=FIRST_MESSAGE
+            host,
+            int(found[3]),
+            secret=secret,
+            purpose=PURPOSE,
+            timeout=_CONNECT_TIMEOUT_S,
+            limit=FIRST_MESSAGE,
         )
-        connection.send(msgspec.msgpack.encode(NodeHello(node)), _PATIENCE)
+        connection.send(msgspec.msgpack.encode(NodeHello(node)), _CONNECT_TIMEOUT_S)
     except WireError as error:
         raise LaunchError(
             f"the agent of {node} cannot reach its launcher: {error}; set SHOAL_INTERFACE, where the "
@@ -72,7 +77,7 @@ def dial(where: str, environ: Mapping[str, str]) -> Connection:
     return connection
 
 
-def ends_of(connection: Connection) -> tuple[str, str]:
+def addresses_of(connection: Connection) -> tuple[str, str]:
     """The addresses of the launcher's host and of this host, from the connection; LaunchError: it ended."""
     sock = connection.socket
     try:
@@ -81,7 +86,7 @@ def ends_of(connection: Connection) -> tuple[str, str]:
         raise LaunchError(f"the launcher has closed the connection to its agent: {error.strerror}") from error
 
 
-class IgnoredStepSignal:
+class StepSignalFilter:
     """A context in which the agent ignores signals that Slurm sends to all processes of a step.
 
     The agent's ranks get these signals too, so the agent must not pass on the same signal from the launcher.
@@ -91,7 +96,7 @@ class IgnoredStepSignal:
         self._at: dict[int, float] = {}
         self._former: dict[int, Any] = {}
 
-    def __enter__(self) -> IgnoredStepSignal:
+    def __enter__(self) -> StepSignalFilter:
         # Not SIG_IGN, which the ranks would inherit.
         self._former = {number: signal.signal(number, self._heard) for number in _TO_ALL}
         return self
@@ -110,7 +115,7 @@ class IgnoredStepSignal:
         self._at[number] = time.monotonic()
 
 
-def forget(names: tuple[str, ...]) -> None:
+def remove_variables(names: tuple[str, ...]) -> None:
     """Remove the secret and ``names`` from the environment of this process, and thus of its ranks."""
     for name in (config.SECRET.name, *names):
         with suppress(KeyError):

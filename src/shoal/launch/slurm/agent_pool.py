@@ -18,26 +18,26 @@ from ...net import Acceptor, Connection, listen
 from ...rendezvous.environment import tcp_url
 from ...rendezvous.slurm import hosts_of
 from ..job.signals import Signals
-from ..remote.agency import AgentClient
-from ..remote.dial import PURPOSE, NodeHello
-from ..remote.fleet import Fleet
+from ..remote.agent_client import AgentClient
+from ..remote.agent_pool import AgentPool
+from ..remote.callback import PURPOSE, NodeHello
 from ..remote.hosts import Host
 from .srun import AgentCall, Srun, command, environment
 
 #: timeout in seconds for agents to connect, long enough to start Python from a network disk
-_START = 60.0
+_START_TIMEOUT_S = 60.0
 #: seconds between two polls for new connections
-_LOOK = 0.02
+_POLL_INTERVAL_S = 0.02
 #: timeout in seconds for an authenticated agent to send its node name
-_FIRST_WORD = 10.0
+_NODE_NAME_TIMEOUT_S = 10.0
 #: maximum number of hosts in a message
-_SHOWN = 8
+_MAX_NAMES_SHOWN = 8
 #: srun's message on a task that has ended
 _ENDED = re.compile(r"srun: error: ([^ :]+): tasks? [0-9,\[\]-]+: (.+)")
 _FROM_ANYWHERE = "0.0.0.0"
 
 
-class SrunFleet(Fleet):
+class SrunAgentPool(AgentPool):
     """The agents of the nodes of an allocation.
 
     Args:
@@ -70,23 +70,23 @@ class SrunFleet(Fleet):
         self._steps.callback(self._srun.end)
 
     def connect(self) -> None:
-        """Wait until all agents have connected and sent Hello; raises as :meth:`Fleet.connect`."""
-        end = time.monotonic() + _START
+        """Wait until all agents have connected and sent Hello; raises as :meth:`AgentPool.connect`."""
+        end = time.monotonic() + _START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
             self._srun.watch(selector)
             try:
-                while len(self.agencies) < len(self._hosts):
-                    for key, _ in selector.select(_LOOK):
+                while len(self.agents) < len(self._hosts):
+                    for key, _ in selector.select(_POLL_INTERVAL_S):
                         key.data()
                     self._take(selector)
-                    self._look(lambda agency: True, end, "")
+                    self._look(lambda agent: True, end, "")
                     self._judge(time.monotonic() >= end)
             finally:
-                for agency in self.agencies:
-                    agency.leave()
+                for agent in self.agents:
+                    agent.leave()
                 self._srun.watch(None)
-        self.agencies.sort(key=lambda agency: agency.host.first)
+        self.agents.sort(key=lambda agent: agent.host.first)
         super().connect()
 
     def close(self) -> None:
@@ -104,8 +104,8 @@ class SrunFleet(Fleet):
                 raise LaunchError(f"cannot accept connections of agents: {error}") from error
             try:
                 host = self._host_of(connection)
-                self.agencies.append(AgentClient(host, AgentCall(connection, self._srun)))
-                self.agencies[-1].watch(selector)
+                self.agents.append(AgentClient(host, AgentCall(connection, self._srun)))
+                self.agents[-1].watch(selector)
             except WireError as error:
                 connection.close()
                 self._refused = str(error)
@@ -122,7 +122,7 @@ class SrunFleet(Fleet):
                 its agents, and a missing agent will never connect.
         """
         try:
-            name = from_msgpack(connection.recv(_FIRST_WORD), NodeHello).host
+            name = from_msgpack(connection.recv(_NODE_NAME_TIMEOUT_S), NodeHello).host
         except MalformedMessage as error:
             raise WireError(f"it did not send its node name: {error}") from error
         missing = self._missing()
@@ -138,7 +138,7 @@ class SrunFleet(Fleet):
         )
 
     def _missing(self) -> list[Host]:
-        there = {agency.host.name for agency in self.agencies}
+        there = {agent.host.name for agent in self.agents}
         return [host for host in self._hosts if host.name not in there]
 
     def _judge(self, is_late: bool) -> None:
@@ -152,7 +152,7 @@ class SrunFleet(Fleet):
         elif is_late:
             interface, port = self._where.rsplit(":", 1)
             where = self._where if interface else f"port {port} of this machine"
-            why = f"its agent has not connected in {_START:.0f} s"
+            why = f"its agent has not connected in {_START_TIMEOUT_S:.0f} s"
             why += f"; agents connect to {where}; set SHOAL_INTERFACE for another address"
         else:
             return
@@ -161,14 +161,14 @@ class SrunFleet(Fleet):
         raise self._failed(missing, why)
 
     def _failed(self, missing: Sequence[Host], why: str) -> LaunchError:
-        self._srun.said.hear()
-        said = "".join(f"\n  | {line}" for line in self._srun.said.lines)
-        return LaunchError(f"{_named(missing)}: {why}" + (f"\noutput of srun:{said}" if said else ""))
+        self._srun.stderr_tail.read()
+        lines = "".join(f"\n  | {line}" for line in self._srun.stderr_tail.lines)
+        return LaunchError(f"{_named(missing)}: {why}" + (f"\noutput of srun:{lines}" if lines else ""))
 
     def _ended_there(self, missing: Sequence[Host]) -> list[tuple[Host, str]]:
         """Hosts with agents that have ended, according to the output of srun, and how; avoids the timeout."""
         found = []
-        for line in self._srun.said.lines:
+        for line in self._srun.stderr_tail.lines:
             if match := _ENDED.fullmatch(line):
                 try:
                     names = hosts_of(match[1])
@@ -179,6 +179,6 @@ class SrunFleet(Fleet):
 
 
 def _named(hosts: Sequence[Host]) -> str:
-    names = ", ".join(host.name for host in hosts[:_SHOWN])
-    more = f" and {len(hosts) - _SHOWN} more" if len(hosts) > _SHOWN else ""
+    names = ", ".join(host.name for host in hosts[:_MAX_NAMES_SHOWN])
+    more = f" and {len(hosts) - _MAX_NAMES_SHOWN} more" if len(hosts) > _MAX_NAMES_SHOWN else ""
     return ("host " if len(hosts) == 1 else "hosts ") + names + more
