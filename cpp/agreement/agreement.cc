@@ -102,8 +102,8 @@ void Agreement::on_decide(int from, const Message& message) {
   decide(*message.decision, asked_);
 }
 
-// Tells the leader of this member's vote and losses, and of a promise to another leader, when they change.
-// Others that lead without links to that leader hear of vote and losses too.
+// Sends this member's vote and losses, and a promise to another leader, to the leader when they change.
+// Sends vote and losses to other members that lead because they have lost that leader.
 void Agreement::follow() {
   const Follower& self = followers_[static_cast<std::size_t>(settings_.rank)];
   const int leader = this->leader();
@@ -126,7 +126,7 @@ void Agreement::follow() {
   }
 }
 
-// Takes over whom others know to be dead.
+// Adopts the deaths that others know of.
 void Agreement::bury(const RankSet& dead) {
   if (dead.within(dead_)) return;
   if (!dead.within(lost_)) losses_changed_ = now_;

@@ -59,7 +59,7 @@ const char* flaw_of_value(Op op, const std::string& value, std::size_t limit) {
   if (value.size() > limit) return "a value is longer than votes may be";
   if (gathers(op)) return nullptr;
   if (op != Op::kCommon) return value.size() == kInteger ? nullptr : "a value is not one integer";
-  if (value.size() % kInteger != 0) return "a value is no list of integers";
+  if (value.size() % kInteger != 0) return "a value is not a list of integers";
   const auto list = integers(value);
   const bool ascending = std::adjacent_find(list.begin(), list.end(), std::greater_equal<>()) == list.end();
   return ascending ? nullptr : "a list of integers is not ascending";
@@ -85,7 +85,7 @@ const char* flaw_of_ops(const std::string& value, int ranks) {
   if (value.size() != static_cast<std::size_t>(ranks))
     return "a decision has another number of ops than ranks";
   const bool known = std::ranges::all_of(value, [](char op) { return is_op(static_cast<Op>(op)); });
-  return known ? nullptr : "a decision tells of an unknown op";
+  return known ? nullptr : "a decision lists an unknown op";
 }
 
 }  // namespace

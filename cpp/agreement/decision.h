@@ -1,4 +1,4 @@
-// What members vote, and what is decided.
+// Votes and decisions.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@
 
 namespace shoal::agreement {
 
-// The call that a vote belongs to.  It also says how votes become one value:
+// The call that a vote belongs to, which also determines how votes are combined:
 //   kAnd to kSum: a vote is a signed integer of 8 bytes; sums wrap.
-//   kCommon: a vote is ascending integers of 8 bytes; the value has those that are in all votes.
+//   kCommon: a vote is a list of ascending integers of 8 bytes; the value is their intersection.
 //   kGather: a vote is any bytes; the value is the list of votes.
 enum class Op : std::uint8_t {
-  kDiffers = 0,  // only of a decision: the members did not call with the same op
+  kDiffers = 0,  // decisions only: the members called with different ops
   kAnd = 1,
   kOr = 2,
   kMin = 3,
@@ -25,13 +25,13 @@ enum class Op : std::uint8_t {
   kSum = 5,
   kCommon = 6,
   kGather = 7,
-  kRebuild = 8,  // as kGather
-  kGrow = 9,     // as kAnd; nobody who lives is left out for being late
+  kRebuild = 8,  // like kGather
+  kGrow = 9,     // like kAnd; no surviving member is left out for being late
 };
 
 inline bool gathers(Op op) { return op == Op::kGather || op == Op::kRebuild; }
 
-// Bytes of one vote.  All votes of a group together stay below 4 MiB.
+// Maximum bytes of one vote.  All votes of a group together stay below 4 MiB.
 constexpr std::size_t vote_limit(int size) {
   constexpr std::size_t each = 4096, together = std::size_t{4} << 20;
   const std::size_t share = together / static_cast<std::size_t>(size) / 8 * 8;
@@ -49,22 +49,22 @@ struct Decision {
   // kGather, kRebuild: for each rank, ascending, 4 bytes of length and its vote.  kDiffers: for each rank,
   // ascending, its op in one byte.
   std::string value;
-  // Whose votes these are.  They go on, and all others are lost; after kDiffers all go on.
+  // The ranks of the votes.  They continue and all others are lost; after kDiffers all continue.
   RankSet ranks;
   bool operator==(const Decision&) const = default;
   bool keeps(int rank) const { return op == Op::kDiffers || ranks.has(rank); }
 };
 
-// A decision that a member has accepted, but that need not be decided.
+// A decision that a member has accepted, but that is not necessarily decided.
 struct Accepted {
   std::uint64_t ballot = 0;
   Decision decision;
 };
 
-// At least one vote, each of a different rank, in ascending order.
+// Combines at least one vote; the ranks are distinct and ascending.
 Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes);
 
-// What is wrong with a vote or a decision in a group of so many, in words; null if nothing is.
+// Returns a description of the flaw of a vote or decision in a group of `size`; null if valid.
 const char* flaw_of(const Vote& vote, int size);
 const char* flaw_of(const Decision& decision, int size);
 

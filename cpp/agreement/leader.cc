@@ -1,4 +1,4 @@
-// The part of an agreement that its leader plays.
+// The leader's part of an agreement.
 
 #include <algorithm>
 
@@ -88,7 +88,7 @@ Standing Agreement::standing() const {
   return result;
 }
 
-// Whether a quorum has answered this phase.
+// Whether a quorum has answered in this phase.
 bool Agreement::answered() {
   const Quorum quorum = settings_.quorum(standing());
   if (quorum == Quorum::kYes || (quorum == Quorum::kWithWitness && witness_granted_)) return true;
@@ -112,7 +112,7 @@ void Agreement::answer(const WitnessAnswer& answer, std::int64_t now) {
     if (!answer.accepts && answer.accepted && (!highest_ || highest_->ballot < answer.accepted->ballot))
       highest_ = answer.accepted;
   } else if (expected && !retry_) {
-    // The higher rank waits longer, so that two leaders do not outbid one another for ever.
+    // A higher rank waits longer, so that two leaders do not outbid each other forever.
     retry_ = {now + settings_.retry * ++tries_ * (settings_.rank + 1), answer.promised};
   }
   advance();
@@ -135,8 +135,8 @@ RankSet Agreement::voters() const {
   return result;
 }
 
-// Makes the decision from the votes, or nothing while votes are missing that may still come.  Votes with
-// different ops are decided at once: further votes cannot make them equal.
+// Makes the decision from the votes; nothing while missing votes may still arrive.  Votes with different ops
+// are decided immediately, because further votes cannot make them equal.
 std::optional<Decision> Agreement::count_votes() {
   const RankSet voters = this->voters();
   if (!voters.any()) return std::nullopt;
@@ -165,8 +165,8 @@ Decision Agreement::combine(const RankSet& voters) const {
   return agreement::combine(settings_.size, votes);
 }
 
-// Whom to leave out, because others have lost it and this member has not: who lacks the most of the others,
-// the higher rank of equals, until no two are left of whom one has lost the other.
+// Ranks to leave out because voters have lost each other, although this member has lost neither: repeatedly
+// the rank with the most such losses (the higher rank if equal), until no such losses remain.
 RankSet Agreement::complaints(const RankSet& voters) const {
   const auto size = static_cast<std::size_t>(settings_.size);
   std::vector<RankSet> apart(size, RankSet(settings_.size));

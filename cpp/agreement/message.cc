@@ -1,5 +1,5 @@
-// A message is a header of 24 bytes, two sets of ranks as bits, the vote (op, length, bytes), and the
-// decision (op, length, ranks as bits, bytes).
+// Encoding: a header of 24 bytes, two sets of ranks as bits, the vote (op, length, bytes), and the decision
+// (op, length, ranks as bits, bytes).
 
 #include "agreement/message.h"
 
@@ -113,19 +113,19 @@ const char* read(Reader& reader, int size, Message& message) {
   return reader.ended() ? nullptr : "a message of an agreement is too long";
 }
 
-// What each type of message has, and whose ballot it names.
+// Checks the fields that each message type must have, and the owner of its ballot.
 const char* flaw_of_fields(const Message& message, const Receiver& receiver) {
   using enum MessageType;
   const MessageType type = message.type;
   if (type < kVote || type > kDecide) return "a message of an agreement has an unknown type";
   const bool tells_losses = type == kVote || type == kState;
-  if (!tells_losses && message.lost.any()) return "a message of an agreement tells losses out of place";
+  if (!tells_losses && message.lost.any()) return "a message of an agreement has losses out of place";
   if (message.vote && type != kVote && type != kState) return "a message of an agreement has a vote too many";
   const bool must_decide = type == kPropose || type == kDecide;
   if (must_decide ? !message.decision : message.decision && type != kState)
     return "a message of an agreement has a decision too few or too many";
   if (message.accepted > message.ballot || (message.accepted != 0 && (type != kState || !message.decision)))
-    return "a message of an agreement accepted what was not proposed";
+    return "a message of an agreement has accepted a ballot that was not proposed";
   if (message.ballot >= kBallotLimit) return "a ballot is too high";
   const auto owner = static_cast<int>(message.ballot % static_cast<std::uint64_t>(receiver.size));
   const bool wrong = type == kPrepare || type == kPropose ? owner != receiver.sender

@@ -1,8 +1,9 @@
-// Which members must have answered before a ballot goes on.
+// The members that must answer before a ballot proceeds.
 //
-// Two members that live never decide differently if any two quorums share a member, or one of them has died
-// as a whole.  A majority of all members gives that, and so do all members but those that are certainly dead;
-// a majority of those *not known dead* does not: each side of a cut can have one.
+// Two surviving members never decide differently if any two quorums share a member, or all members of one of
+// them have died.  This holds for a majority of all members, and for all members except the certainly dead.
+// It does not hold for a majority of the members *not known to be dead*: each side of a partition can have
+// one.
 #pragma once
 
 namespace shoal::agreement {
@@ -10,12 +11,12 @@ namespace shoal::agreement {
 // The answers to one phase of a ballot.
 struct Standing {
   int size = 0;      // of the group
-  int answered = 0;  // members that did
-  int living = 0;    // of these, those that the leader does not know to be dead
-  // Of all but the living: those that the leader and all the living know to be dead, and drop all frames of.
-  // Counted once the leader has lost all that have not answered.
+  int answered = 0;  // members that answered
+  int living = 0;    // of these, members that the leader does not know to be dead
+  // Of all others, members that the leader and all living members know to be dead, and whose frames they
+  // drop.  Counted when the leader has lost all members that have not answered.
   int dead = 0;
-  int lost = 0;  // of those that have not answered: those that the leader has lost, dead or not
+  int lost = 0;  // of the members that have not answered, those that the leader has lost, dead or not
 };
 
 enum class Quorum { kNo, kYes, kWithWitness };

@@ -1,5 +1,4 @@
-// What is kept of the witness: what it has promised, the ballot of what it has accepted (8 bytes each), and
-// that proposal, as its leader sends it.
+// Encoding: the promised and the accepted ballot (8 bytes each), and the accepted proposal as a kPropose.
 
 #include "agreement/witness.h"
 
@@ -31,18 +30,18 @@ const char* Witness::read(std::string_view bytes, int size) {
   accepted_.reset();
   if (bytes.empty()) return nullptr;
   Head head;
-  if (bytes.size() < sizeof head) return "what is kept of a witness ends early";
+  if (bytes.size() < sizeof head) return "the stored state of a witness ends early";
   std::memcpy(&head, bytes.data(), sizeof head);
   bytes.remove_prefix(sizeof head);
   if (head.promised >= kBallotLimit || head.accepted > head.promised)
-    return "what is kept of a witness has wrong ballots";
+    return "the stored state of a witness has wrong ballots";
   promised_ = head.promised;
   if (bytes.empty()) return nullptr;
   const auto leader = static_cast<int>(head.accepted % static_cast<std::uint64_t>(size));
   Message proposal;
   if (const char* flaw = decode(bytes, {size, leader, leader}, proposal)) return flaw;
   if (proposal.type != MessageType::kPropose || proposal.ballot != head.accepted)
-    return "what is kept of a witness is no proposal of its ballot";
+    return "the stored state of a witness does not contain a proposal of its ballot";
   accepted_ = Accepted{head.accepted, *proposal.decision};
   return nullptr;
 }

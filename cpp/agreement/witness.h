@@ -1,6 +1,6 @@
-// One more acceptor, for groups of which exactly half goes on: a key of the job's store.
+// An additional acceptor, for groups of which exactly half survives: a key of the job's store.
 //
-// This is what is kept under the key and how a request changes it; who moves it there does so with a
+// This is the state stored under the key, and its transition on a request.  The caller stores it with a
 // compare-and-set.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace shoal::agreement {
 
 struct WitnessRequest {
   std::uint64_t ballot = 0;
-  std::optional<Decision> decision;  // to be accepted; none: a promise is asked for
+  std::optional<Decision> decision;  // to accept; none: a promise is requested
   bool operator==(const WitnessRequest&) const = default;
 };
 
@@ -38,8 +38,8 @@ class Witness {
     return answer;
   }
 
-  // What is kept, and back again in a group of so many; none: nothing is kept yet.  `read` returns what is
-  // wrong with the bytes, in words; null if nothing is.
+  // Encodes and decodes the state for a group of `size`; empty: no state yet.  `read` returns a description
+  // of the flaw of the bytes; null if valid.
   std::string bytes(int size) const;
   const char* read(std::string_view bytes, int size);
 

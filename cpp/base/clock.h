@@ -5,7 +5,7 @@
 
 namespace shoal {
 
-// In nanoseconds, as all times of the core are.
+// All times in the core are in nanoseconds.
 constexpr std::int64_t kMillisecond = 1'000'000, kSecond = 1'000'000'000;
 
 inline std::int64_t now_ns() {

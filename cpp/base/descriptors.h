@@ -1,4 +1,4 @@
-// File descriptors: opening, watching and closing them.
+// Functions on file descriptors.
 #pragma once
 
 #include <sys/epoll.h>
@@ -12,21 +12,20 @@
 
 namespace shoal {
 
-// The result of a system call that fails only where the system has no more to give.
+// Throws std::system_error if a system call failed for lack of resources.
 inline int checked(int result, const char* call) {
   if (result < 0) throw std::system_error(errno, std::generic_category(), call);
   return result;
 }
 
-// Becomes readable when the process has ended; -1 where the kernel has nothing that does, or it has ended
-// already.
+// Returns a descriptor that becomes readable when the process ends; -1 if it has ended, or if not supported.
 inline int open_pidfd(int pid) {
   const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) checked(fd, "pidfd_open");
   return fd;
 }
 
-// Lets `epoll` tell, as `what`, that there is something to read.
+// Makes `epoll` report input on `fd` with the data `what`.
 inline void watch_fd(int epoll, int fd, std::uint64_t what) {
   epoll_event event{};
   event.events = EPOLLIN;

@@ -1,4 +1,4 @@
-// A duration in words, for errors.
+// Formatting of a duration for error messages.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace shoal {
 
-// Three digits and milliseconds matter, but no time is shown as 1.8e+03 s or 2e-06 s.
+// Three significant digits, at most milliseconds; never in the form 1.8e+03 s or 2e-06 s.
 inline std::string seconds(std::int64_t nanoseconds) {
   const double time = static_cast<double>(nanoseconds / kMillisecond) / 1000;
   char text[32];

@@ -1,7 +1,7 @@
-// When a thread that listens to others sends its heartbeats, and for how long it has heard nothing of them.
+// Heartbeat timing of a monitor thread: when to send heartbeats, and when a silent peer is lost.
 //
-// A thread that did not run itself cannot tell how long the others were silent: what they sent meanwhile may
-// lie unread, and they may have been stopped together with it.  They get the whole time to speak anew.
+// After a pause of its own, the thread cannot know how long its peers were silent: their frames may be
+// unread, and the peers may have been stopped together with it.  Each peer then gets the whole limit again.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@ namespace shoal {
 
 class Heartbeat {
  public:
-  // limit: nanoseconds without a word from another until it is lost.
+  // limit: nanoseconds of silence after which a peer is lost.
   explicit Heartbeat(std::int64_t limit) : limit_(limit) {}
 
   std::int64_t limit() const { return limit_; }
   std::int64_t period() const { return std::clamp(limit_ / 4, 10 * kMillisecond, kSecond); }
   void start(std::int64_t now) { last_round_ = listening_since_ = now; }
 
-  // Each time that the thread has read what there was: whether heartbeats are due.
+  // Called after each round of reading: returns whether heartbeats are due.
   bool due(std::int64_t now) {
     if (const std::int64_t gap = now - last_round_.exchange(now); gap >= limit_ / 2) {
       gap_.store(gap);
@@ -34,7 +34,7 @@ class Heartbeat {
   }
   std::int64_t next() const { return last_beat_ + period(); }
 
-  // Why another, of which something was last heard at a time, counts as lost; empty: it does not.
+  // Returns why a peer last received from at `last_heard` is lost; empty if it is not lost.
   std::string silence(std::int64_t last_heard, std::int64_t now) const {
     const std::int64_t quiet = now - std::max(last_heard, listening_since_.load());
     if (quiet <= limit_) return {};
@@ -42,7 +42,7 @@ class Heartbeat {
            "; it is stopped or starved, or the network is cut";
   }
 
-  // Any thread: for how long the one that listens did not run, if it was lately; otherwise 0.
+  // Any thread: returns how long the monitor thread did not run, if that was recent; otherwise 0.
   std::int64_t absence(std::int64_t now) const {
     const std::int64_t gap = now - last_round_.load();  // it may not have run again yet
     if (gap >= limit_ / 2) return gap;
@@ -51,10 +51,10 @@ class Heartbeat {
 
  private:
   const std::int64_t limit_;
-  std::int64_t last_beat_ = 0;                    // the thread's own
-  std::atomic<std::int64_t> last_round_{0};       // when it last ran
-  std::atomic<std::int64_t> listening_since_{0};  // without a gap in its own rounds
-  std::atomic<std::int64_t> gap_{0};              // how long the last one was
+  std::int64_t last_beat_ = 0;                    // used by the monitor thread only
+  std::atomic<std::int64_t> last_round_{0};       // when the thread last ran
+  std::atomic<std::int64_t> listening_since_{0};  // start of the rounds without a gap
+  std::atomic<std::int64_t> gap_{0};              // length of the last gap
 };
 
 }  // namespace shoal

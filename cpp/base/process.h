@@ -1,5 +1,4 @@
-// What the system tells of other processes, which are named by their pidfds: a number may be another
-// process's by now, or in the /proc that is mounted here.
+// Queries about a process, identified by a pidfd: a pid may have been reused, or differ in the mounted /proc.
 #pragma once
 
 #include <poll.h>
@@ -18,7 +17,7 @@ inline bool has_ended(int pidfd) {
   return pidfd >= 0 && ::poll(&look, 1, 0) == 1;
 }
 
-// The beginning of a file of the system; empty if it cannot be read.
+// Returns the first 256 bytes of a system file; empty if it cannot be read.
 inline std::string beginning(const std::string& path) {
   std::FILE* file = std::fopen(path.c_str(), "re");
   if (file == nullptr) return {};
@@ -28,21 +27,20 @@ inline std::string beginning(const std::string& path) {
   return {text, length};
 }
 
-// Whether a signal has stopped the process, as Ctrl-Z and SIGSTOP do; false if a debugger holds it, and if
-// unknown.
+// Whether a signal (SIGSTOP, Ctrl-Z) has stopped the process; false if a debugger did, or if unknown.
 inline bool stopped_by_signal(int pidfd) {
   const std::string handle = beginning("/proc/self/fdinfo/" + std::to_string(pidfd));
   const std::size_t number = handle.find("\nPid:");
-  int pid = 0;  // as this /proc knows it
+  int pid = 0;  // in the mounted /proc
   if (number == std::string::npos || std::sscanf(handle.c_str() + number, "\nPid: %d", &pid) != 1 || pid <= 0)
     return false;
-  // The number, the program's name (at most 64 bytes, which may be brackets) in brackets, the state.
+  // Format: pid, program name in parentheses (at most 64 bytes, may contain parentheses), state.
   const std::string stat = beginning("/proc/" + std::to_string(pid) + "/stat").substr(0, 128);
   const std::size_t name_end = stat.rfind(')');
   return name_end != std::string::npos && stat.compare(name_end, 3, ") T") == 0 && !has_ended(pidfd);
 }
 
-// Sends the process a signal; false if that is not possible.
+// Sends a signal to the process; false if that fails.
 inline bool send_signal(int pidfd, int number) {
   return syscall(SYS_pidfd_send_signal, pidfd, number, nullptr, 0) == 0;
 }

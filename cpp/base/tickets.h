@@ -1,4 +1,4 @@
-// The tickets that have become due, for the one thread that asks for them.
+// A queue of the tickets that are due, for one waiting thread.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ class Tickets {
     if (asleep_) ready_.notify_one();
   }
 
-  // Lets `wait` return though nothing is due.
+  // Makes `wait` return even if nothing is due.
   void nudge() {
     std::lock_guard lock(mutex_);
     nudged_ = true;
@@ -32,7 +32,7 @@ class Tickets {
     ready_.notify_all();
   }
 
-  // The tickets that are due, at the latest at `until` (ns); false once closed and all were given.
+  // Waits until tickets are due, at most until `until` (ns); false if closed and all tickets were returned.
   bool wait(std::int64_t until, std::vector<std::int64_t>& due) {
     std::unique_lock lock(mutex_);
     while (due_.empty() && !closed_ && !nudged_) {

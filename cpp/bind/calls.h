@@ -1,4 +1,4 @@
-// Calls as Python makes them: their requests and times, for all files of the binding.
+// Requests and times from Python's arguments, for all files of the binding.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ inline std::int64_t nanoseconds(double seconds) {
 
 inline std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
 
-// Whether so little is to be moved that the request is submitted under the GIL.
+// Whether the request is so small that it is submitted with the GIL held.
 inline bool is_quick(const Request& request) { return request.bytes() < 32 * 1024; }
 
 inline Request new_request(Kind kind, double timeout) {

@@ -1,7 +1,7 @@
-// The exit code of a program that turns out to have failed when its last line has been run.
+// The exit code of a program whose failure is found after its last line.
 //
-// What Python's atexit calls cannot change the exit code.  The C library's exit() comes later, when Python
-// has called all of them and has flushed its files.
+// Python's atexit callbacks cannot change the exit code.  The C library's exit() runs later, when Python has
+// called all of them and has flushed its files.
 #include <unistd.h>
 
 #include <cstdio>
@@ -14,7 +14,7 @@ namespace nb = nanobind;
 namespace {
 
 int exit_code = 0;
-pid_t owner = 0;  // whose it is: a forked child's end says nothing of it
+pid_t owner = 0;  // the process that set it; it does not apply to a forked child
 
 void end() {
   if (exit_code == 0 || owner != getpid()) return;
@@ -30,7 +30,7 @@ void exit_with(int code) {
 }  // namespace
 
 void bind_ending(nb::module_& m) {
-  std::atexit(end);  // now, so that it comes after what is registered later
+  std::atexit(end);  // now, so that it runs after callbacks registered later
   m.def("exit_with", &exit_with, nb::arg("code"),
         "The process ends with this code, from 1 to 255, should it end in good order.");
 }

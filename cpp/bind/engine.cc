@@ -1,6 +1,6 @@
-// The engine for backend/native/channel.py: numbers, addresses and lists in, handles out.
+// The engine for backend/native/channel.py: takes numbers, addresses and lists, and returns handles.
 //
-// Whatever may block or move many bytes runs without the GIL.
+// Calls that may block or move many bytes run without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -39,7 +39,7 @@ std::vector<Span> spans(const Parts& parts) {
   return result;
 }
 
-// Texts come from peers: whatever their bytes are, this is a str that can be printed and sent on.
+// Texts come from peers: decode any bytes to a str that can be printed and sent on.
 nb::object str(const std::string& bytes) {
   PyObject* text =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
@@ -77,7 +77,7 @@ OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& ou
   return submit(group, std::move(request));
 }
 
-// part: the buffer, or an empty list to take what comes.
+// part: the buffer, or an empty list to accept any message.
 OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::uint64_t tag, int dtype,
                      const std::vector<std::uint64_t>& dims, double timeout) {
   Request request = new_request(static_cast<Kind>(kind), timeout);
@@ -124,7 +124,7 @@ std::optional<Message> received(Operation& op) {
 
 Bytes allocate(Group& group, std::size_t bytes) {
   auto* block = [&] {
-    nb::gil_scoped_release release;  // the system clears every page of it
+    nb::gil_scoped_release release;  // the system clears every page
     return new std::shared_ptr<Block>(group.allocate(bytes));
   }();
   nb::capsule capsule(block, [](void* p) noexcept { delete static_cast<std::shared_ptr<Block>*>(p); });
@@ -134,13 +134,13 @@ Bytes allocate(Group& group, std::size_t bytes) {
 
 // -- agreements ----------------------------------------------------------------------------------
 
-// What a wait for an agreement returns.
+// The result of a wait for an agreement.
 struct AgreementNews {
   agreement::Outcome outcome;
   std::optional<agreement::Op> op;      // of the decision
   nb::bytes value;                      // of the decision
-  std::vector<agreement::Op> called;    // the ops that `ranks` called, if they differ
-  std::vector<int> ranks;               // that go on
+  std::vector<agreement::Op> called;    // by rank of `ranks`, if the ops differ
+  std::vector<int> ranks;               // that continue
   std::optional<std::uint64_t> ballot;  // of a request to the witness, see ask_witness
   nb::object proposal = nb::none();     // of that request: bytes, or None
 };
@@ -169,7 +169,7 @@ AgreementNews agreed(Group& group, std::uint64_t number, double timeout) {
   return result;
 }
 
-// Asks the witness of which `kept` is kept; afterwards it is what is to be kept.
+// Asks the witness with the stored state `kept`; afterwards `witness` is the state to store.
 agreement::WitnessAnswer asked(const Group& group, std::uint64_t ballot,
                                const std::optional<nb::bytes>& proposal, const nb::bytes& kept,
                                agreement::Witness& witness) {

@@ -1,9 +1,9 @@
-// Ctrl-C beside torch's C++.
+// Handling of Ctrl-C in combination with torch's C++.
 //
-// Python calls a handler of SIGINT in the main thread: between two bytecodes, and in functions of its C-API
-// that look for signals.  Torch calls such functions where C++ may throw nothing, to look up what a device
-// written in Python overrides, and an exception there ends the process.  This handler lets the signal come
-// again a moment later instead.  It is a C function, so that no loop of the interpreter runs for it.
+// Python calls a handler of SIGINT in the main thread, between two bytecodes and in functions of its C API
+// that check signals.  Torch calls such functions where C++ must not throw (to look up overrides of a device
+// written in Python), and an exception there ends the process.  This handler then schedules the signal again
+// a moment later.  It is a C function, so that no interpreter loop runs for it.
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -16,7 +16,7 @@
 
 #include "bind/bindings.h"
 
-#ifndef sigev_notify_thread_id  // glibc does not name it
+#ifndef sigev_notify_thread_id  // glibc does not define it
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
@@ -24,18 +24,18 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr long kPause = 1'000'000;  // nanoseconds until a signal comes again
+constexpr long kPause = 1'000'000;  // nanoseconds until the signal is sent again
 
 timer_t timer;
-pid_t owner = 0;  // whose timer that is: a forked child has none
+pid_t owner = 0;  // the process with the timer: a forked child has none
 
-// Send SIGINT to this thread, the main one, after so many nanoseconds; 0: do not.  Unlike a flag that Python
-// would look at, a signal ends a system call that waits.
+// Sends SIGINT to this thread, the main one, after `nanoseconds`; 0: does not send it.  Unlike a flag for
+// Python, a signal interrupts a blocking system call.
 void send_after(long nanoseconds) {
   if (owner != getpid()) {
     if (nanoseconds == 0) return;
     sigevent event{};
-    event.sigev_notify = SIGEV_THREAD_ID;  // another thread would take it, and the main one wait on
+    event.sigev_notify = SIGEV_THREAD_ID;  // another thread could take it while the main thread waits
     event.sigev_notify_thread_id = static_cast<pid_t>(syscall(SYS_gettid));
     event.sigev_signo = SIGINT;
     if (timer_create(CLOCK_MONOTONIC, &event, &timer) != 0) {
@@ -48,13 +48,13 @@ void send_after(long nanoseconds) {
   timer_settime(timer, 0, &when, nullptr);
 }
 
-// A place in the frame on the stack of the loop of the interpreter that runs the innermost bytecode.
+// An address in the stack frame of the interpreter loop that runs the innermost bytecode.
 std::uintptr_t innermost_loop() {
   PyThreadState* state = PyThreadState_Get();
 #if PY_VERSION_HEX < 0x030D0000
   return reinterpret_cast<std::uintptr_t>(state->cframe);
 #else
-  // The loop begins with a frame of Python's that is on the stack; all others are in memory below it.
+  // The loop begins with a Python frame on the stack; all others are in memory below it.
   struct Frame {
     void* executable;
     Frame* previous;
@@ -86,15 +86,14 @@ _Unwind_Reason_Code look(_Unwind_Context* context, void* given) {
   return search.found ? _URC_END_OF_STACK : _URC_NO_REASON;
 }
 
-// Whether torch has called what looks for signals, and not a bytecode.
+// Whether torch, rather than a bytecode, has called the function that checks signals.
 bool called_by_torch() {
   Search search{innermost_loop(), false};
   _Unwind_Backtrace(look, &search);
   return search.found;
 }
 
-// Whether a function runs that must not be cut off: of all that run, the innermost one that `marks` has says
-// it.
+// Whether an uninterruptible function is running, according to the innermost function in `marks`.
 bool in_uncut(PyObject* marks) {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   PyObject* mark = nullptr;
@@ -110,9 +109,9 @@ bool in_uncut(PyObject* marks) {
   return mark == Py_True;
 }
 
-// The handler: `self` is the program's one and the marks.
+// The handler; `self` is (the program's handler, marks).
 PyObject* guarded(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  PyObject *type, *value, *traceback;  // of an error with which torch asks
+  PyObject *type, *value, *traceback;  // of an error that is set when torch calls
   PyErr_Fetch(&type, &value, &traceback);
   PyObject* result = Py_None;
   if (called_by_torch() || in_uncut(PyTuple_GET_ITEM(self, 1))) {

@@ -1,4 +1,4 @@
-// The kernels for Python's tests: addresses and counts in, nothing else.  The engine calls them directly.
+// The kernels for Python's tests: takes addresses and counts.  The engine calls the kernels directly.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -17,7 +17,7 @@ namespace {
 
 using Addresses = std::vector<uintptr_t>;
 
-// Addresses as the pointer arrays that the kernels take.
+// Converts addresses to the pointer arrays that the kernels take.
 class Pointers {
  public:
   explicit Pointers(const Addresses& addresses) {

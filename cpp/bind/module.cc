@@ -1,7 +1,7 @@
 #include "bind/bindings.h"
 
 NB_MODULE(_core, m) {
-  // A model that lives until the interpreter ends keeps its parameters' hooks: no leak to tell users of.
+  // A model that exists until the interpreter exits keeps its parameters' hooks: not a leak worth a warning.
   nanobind::set_leak_warnings(false);
   m.doc() = "The native core of shoal; see cpp/.";
   bind_engine(m);

@@ -1,8 +1,7 @@
-// The packed form of small plain values, which most calls and replies consist of: no pickle, and one call of
-// C.
+// Packed encoding of small plain values, which most calls and replies consist of: no pickle, and one C call.
 //
-// What a pickle would keep is kept: what may change is packed only if nothing else in the value is the same
-// object, or has the same memory.  Everything else is left to pickle.
+// Identity is preserved as in a pickle: a mutable object is packed only if no other part of the value is the
+// same object or has the same memory.  Everything else is left to pickle.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -30,14 +29,13 @@ enum class Tag : std::uint8_t {
   kBytes = 6,   // length, bytes
   kTuple = 7,   // count, items
   kList = 8,    // count, items
-  kDict = 9,    // count, then of each item the key, which is a kStr, and the value
+  kDict = 9,    // count, then for each item the key (a kStr) and the value
   kTensor = 10  // dtype, number of dimensions, 8 bytes for each, elements
 };
 
-constexpr int kDepth = 8;  // of values in values
-constexpr std::size_t kPackedLimit =
-    32768;                         // bytes; a pickle of more is no slower, and keeps equal parts once
-constexpr std::size_t kMost = 16;  // lists, dictionaries and tensors
+constexpr int kDepth = 8;                    // maximum nesting
+constexpr std::size_t kPackedLimit = 32768;  // bytes; a larger pickle is as fast, and stores equal parts once
+constexpr std::size_t kMost = 16;            // maximum number of lists, dictionaries and tensors
 
 class Packer {
  public:
@@ -58,7 +56,7 @@ class Packer {
     if (PyUnicode_CheckExact(value)) {
       Py_ssize_t size = 0;
       const char* text = PyUnicode_AsUTF8AndSize(value, &size);
-      if (text == nullptr) PyErr_Clear();  // half a surrogate pair
+      if (text == nullptr) PyErr_Clear();  // an unpaired surrogate
       return text != nullptr && put(Tag::kStr) && put(text, static_cast<std::size_t>(size));
     }
     if (PyBytes_CheckExact(value))
@@ -103,7 +101,7 @@ class Packer {
     return true;
   }
 
-  // Looking at a tensor may run code that changes the list.
+  // Examining a tensor may run code that changes the list.
   bool pack_list(PyObject* list, int depth) {
     const Py_ssize_t count = PyList_GET_SIZE(list);
     put(Tag::kList);
@@ -146,7 +144,7 @@ class Packer {
     return true;
   }
 
-  // Whether the tensor has nothing but its elements: no gradient is asked for, and nobody gave it attributes.
+  // Whether the tensor has only its elements: no required gradient, and no additional attributes.
   static bool is_bare(PyObject* tensor) {
     static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
     static PyObject* const attributes = PyUnicode_InternFromString("__dict__");
@@ -162,7 +160,7 @@ class Packer {
   std::size_t span_count_ = 0;
 };
 
-// Reads what a peer sent: every length is checked against what is there.
+// Decodes a peer's data: every length is checked against the remaining bytes.
 class Unpacker {
  public:
   Unpacker(const std::byte* begin, std::size_t size) : at_(begin), left_(size) {}
@@ -257,7 +255,7 @@ class Unpacker {
     std::size_t bytes = itemsize(dtype);
     for (std::uint8_t i = 0; i < dims; ++i) {
       shape[i] = number<std::int64_t>();
-      // Never zero, so that the product stays below what is there.
+      // Sizes are never zero, so the product stays below the number of remaining bytes.
       if (shape[i] <= 0 || static_cast<std::uint64_t>(shape[i]) > left_ / bytes)
         flawed("has a tensor that cannot be");
       bytes *= static_cast<std::size_t>(shape[i]);
@@ -269,7 +267,7 @@ class Unpacker {
   std::size_t left_;
 };
 
-// `prefix` and the packed value; None: the value is not plain.
+// Returns `prefix` and the packed value; None: the value is not plain.
 nb::object pack(nb::handle value, nb::bytes prefix) {
   Packer packer;
   packer.out.assign(prefix.c_str(), prefix.size());

@@ -1,6 +1,6 @@
-// The native endpoint of RPC for rpc/connection/post.py: heads and addresses in, letters out.
+// The native endpoint of RPC for rpc/connection/post.py: takes heads and addresses, returns letters.
 //
-// The GIL is released around everything that may block or wakes another thread.
+// The GIL is released for calls that may block or wake another thread.
 #include "post/post.h"
 
 #include <nanobind/nanobind.h>
@@ -20,9 +20,9 @@ using namespace shoal;
 
 namespace {
 
-// -- what a post holds of Python's ------------------------------------------------------------------
+// -- Python objects held by a post -------------------------------------------------------------------
 
-// Objects that are to be let go of by a thread that holds the GIL.
+// Objects to be released by a thread that holds the GIL.
 class Graveyard {
  public:
   explicit Graveyard(std::function<void()> nudge) : nudge_(std::move(nudge)) {}
@@ -51,7 +51,7 @@ class Graveyard {
   std::function<void()> nudge_;
 };
 
-// A post as Python holds it.  A forked child leaves it as it is: its locks may be held for ever.
+// A post owned by Python.  A forked child leaks it, because its locks may be held forever.
 struct Endpoint {
   std::shared_ptr<Post> post;
   std::shared_ptr<Graveyard> graveyard;
@@ -107,7 +107,7 @@ struct Received {
 
   Received(LetterPtr letter, std::shared_ptr<Post> post) : letter(std::move(letter)), post(std::move(post)) {}
   Received(Received&&) = default;
-  // A call that nobody will answer any more is not being handled.
+  // A call that will not be answered is no longer being handled.
   ~Received() {
     if (letter && letter->handling && !post->foreign()) post->abandon(*letter);
   }
@@ -119,13 +119,13 @@ struct Pending {
   std::weak_ptr<void> memory = {};  // of the parts, while it may be read
 };
 
-// Room among what is on its way to a peer, given back when Python lets go of this.
-// Why a call has no reply.
+// The reason why a call has no reply.
 struct CallFailure {
   CallEnd end;
   std::string text;
 };
 
+// Reserved room in a peer's queue, released by the destructor.
 struct Room {
   std::shared_ptr<Post> post;
   int peer;
@@ -154,7 +154,7 @@ PyType_Slot part_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(part_buffe
 
 using Parts = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
 
-// A letter to send, with what its parts need kept.
+// The contents of a letter to send.
 struct Contents {
   LetterFields fields;
   std::span<const std::byte> head;
@@ -293,7 +293,7 @@ nb::list handled(Endpoint& endpoint) {
   return result;
 }
 
-// A wait for a call in a child that was forked since would never end.
+// Waiting for a call in a child that was forked later would never end.
 Call& used(const Pending& self) {
   if (self.post->foreign()) throw std::runtime_error("this call belongs to the parent process");
   return *self.call;

@@ -1,4 +1,4 @@
-// The gradient reducer for Python: its decisions (lists of integers in and out), and the hook of a gradient.
+// The gradient reducer for Python: its decisions (lists of integers), and the gradient hook.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -45,10 +45,10 @@ nb::handle grad() {
   return name;
 }
 
-// Where the gradients of a model belong.  The tensors are Python's, and its lists may change.
+// The places of a model's gradients.  The tensors and lists are owned by Python, and the lists may change.
 struct Places {
-  nb::list views;      // by parameter: what its `grad` is when the gradient is in its bucket
-  nb::list addresses;  // where these lie, because what a view refers to can be changed
+  nb::list views;      // by parameter: the `grad` of a gradient that is in its bucket
+  nb::list addresses;  // their addresses, because a view's memory can be replaced
 
   nb::handle view(std::size_t index) const { return views[index]; }
   bool whole(std::size_t index, nb::handle gradient) const {
@@ -59,10 +59,10 @@ struct Places {
   }
 };
 
-constexpr std::uint64_t kLong = 1 << 17;  // bytes that take so long to copy that others should run meanwhile
+constexpr std::uint64_t kLong = 1 << 17;  // bytes from which a copy releases the GIL
 
-// Copies a gradient that autograd put elsewhere to its place, and makes it the view of that; false where it
-// takes more than copying bytes.
+// Copies a gradient that autograd stored elsewhere to its place, and sets the view as gradient; false if a
+// copy of bytes is not sufficient.
 bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t index, nb::handle parameter,
            nb::handle gradient) {
   const auto from = shoal::plain_tensor(gradient.ptr());
@@ -81,9 +81,9 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
   return true;
 }
 
-// Autograd calls it with a parameter whose gradient has arrived.  It asks Python only if the gradient is not
-// in its bucket, or if there is something to do.  A gradient that opens a pass is left to Python, which looks
-// for references to earlier gradients before the buckets are written to.
+// The hook that autograd calls with a parameter whose gradient has arrived.  It calls Python only if the
+// gradient is not in its bucket, or if there is something to do.  A gradient that opens a pass is left to
+// Python, which checks for references to earlier gradients before the buckets are overwritten.
 nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, bool as_view,
                          nb::callable arrived) {
   auto* pass = nb::cast<Pass*>(owner);
@@ -100,7 +100,7 @@ nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, b
   });
 }
 
-// Actions whose four functions are methods of an object of Python.
+// Actions implemented by the methods of a Python object.
 class Methods final : public Actions {
  public:
   explicit Methods(nb::handle object) : object_(object) {}
@@ -113,7 +113,7 @@ class Methods final : public Actions {
   nb::handle object_;
 };
 
-// Whether the values of all dictionaries, one after another, are these very objects.
+// Whether the values of all dictionaries, in order, are identical to these objects.
 bool values_are(const nb::list& dictionaries, const nb::list& values) {
   std::size_t next = 0;
   for (nb::handle dictionary : dictionaries) {

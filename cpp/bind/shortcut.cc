@@ -1,7 +1,7 @@
-// The short way of a group's collectives: from the user's tensors to a future in one call.
+// The fast path of a group's collectives: from the user's tensors to a future in one call.
 //
-// What Python does for a call (a lock, a number, a key, a record, a source and a future) takes several times
-// as long as a small all-reduce.  Here it is one step under the GIL, as far as other threads can see.
+// Python's work for a call (a lock, a number, a key, a record, a source and a future) takes several times as
+// long as a small all-reduce.  Here it is one step under the GIL, as seen by other threads.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <structmember.h>
@@ -23,21 +23,21 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-// Odd, so that the multiples of it are all different modulo 2**64; as in shoal/group/submission.py.
+// Odd, so that its multiples are distinct modulo 2**64; as in shoal/group/submission.py.
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
 
-PyObject* scope = nullptr;   // the context variable with the callback that the caller runs in, or None
-PyObject* dtypes = nullptr;  // torch's dtypes by code, a tuple
+PyObject* scope = nullptr;   // the context variable with the running callback, or None
+PyObject* dtypes = nullptr;  // a tuple of torch's dtypes by code
 PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
 
 struct Shortcut {
   PyObject_HEAD std::shared_ptr<Group> group;
   PyObject* channel;  // the NativeChannel
-  PyObject* lock;     // the group's threading.Lock: whoever holds it is giving out a number
+  PyObject* lock;     // the group's threading.Lock; its holder is assigning a number
   PyObject* append;   // of the flight recorder's records, or None
   std::uint64_t ident;
   unsigned long long number;  // of the next call
-  char open;                  // calls are taken
+  char open;                  // whether calls are accepted
 };
 
 Shortcut* as_shortcut(PyObject* object) { return reinterpret_cast<Shortcut*>(object); }
@@ -46,8 +46,7 @@ bool overlap(const Span& a, const Span& b) {
   return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
 }
 
-// The count that all ranks must give alike, as in backend/native/channel.py; nullopt if the tensors do not
-// fit.
+// The count that must be equal on all ranks (see backend/native/channel.py); nullopt if the tensors mismatch.
 std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
   const auto ranks = static_cast<std::uint64_t>(size);
   switch (kind) {
@@ -69,17 +68,15 @@ std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const Pl
 
 // The dtype and element count of the first tensor, for the record.
 struct Noted {
-  DType dtype = DType::kUInt8;  // what stands for no tensor
+  DType dtype = DType::kUInt8;  // also without a tensor
   std::uint64_t count = 0;
 };
 
-// The request of a collective on at most one plain tensor each way; nullopt if anything about it is not as
-// usual, wrong even.
+// The request of a collective with at most one plain tensor each way; nullopt in unusual or invalid cases.
 std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
                                   int root, double seconds, Noted& noted) {
   if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
-  // Only a barrier writes nothing, and only a broadcast's receiver gives nothing: None is a mistake
-  // elsewhere.
+  // Only a barrier has no output, and only a broadcast's receiver has no input: otherwise None is an error.
   const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
   if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
   if (barrier) return collective_request(group, kind, {}, op, 0, root, seconds);
@@ -105,13 +102,13 @@ bool truth(PyObject* object) {  // takes the reference
   return result;
 }
 
-// Whether the call may have the next number now.  Nothing until the number is used runs Python.
+// Whether the call may take the next number now.  No Python code may run until the number is used.
 bool may_go(const Shortcut& self) {
   return self.open && self.group && !self.group->broken() &&
          !truth(PyObject_CallMethodNoArgs(self.lock, name_locked));
 }
 
-// Hands the request over and gives its number; null if the call must go the long way after all.
+// Submits the request and assigns its number; null if the call must take the slow path.
 OperationPtr go(Shortcut& self, Request request) {
   if (!may_go(self)) return nullptr;
   request.channel = self.number;
@@ -120,13 +117,13 @@ OperationPtr go(Shortcut& self, Request request) {
     ++self.number;
     return group->submit(std::move(request));
   }
-  // Others run meanwhile, and must not be given a number before this one was submitted.
+  // Other threads run meanwhile, and must not get a number before this request is submitted.
   if (!truth(PyObject_CallMethodOneArg(self.lock, name_acquire, Py_False))) return nullptr;
   OperationPtr op;
   PyThreadState* state = PyEval_SaveThread();
   try {
     op = group->submit(std::move(request));
-  } catch (const std::bad_alloc&) {  // the long way says so, if it meets it too
+  } catch (const std::bad_alloc&) {  // the slow path raises it, if it still occurs
   }
   PyEval_RestoreThread(state);
   if (op) ++self.number;
@@ -134,7 +131,7 @@ OperationPtr go(Shortcut& self, Request request) {
   return op;
 }
 
-// A call as it comes from Python.
+// A call from Python.
 struct Given {
   PyObject *kind, *in, *out;
   RedOp op;
@@ -142,13 +139,13 @@ struct Given {
   double seconds;
 };
 
-// The future of a call; None where it must go the long way; null with an exception set.
+// The future of a call; None if it must take the slow path; null with an exception set.
 PyObject* future_of(Shortcut& self, const Given& call) {
   Noted noted;
   auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
                             call.op, call.root, call.seconds, noted);
   if (!request) Py_RETURN_NONE;
-  // All that Python has to make comes first, because making it may run the garbage collector.
+  // Create all Python objects first, because this may run the garbage collector.
   const bool one = call.in == call.out || call.in == Py_None;
   nb::object keep = one ? nb::borrow(call.out) : nb::steal(PyTuple_Pack(2, call.in, call.out));
   nb::object source, future, record;
@@ -174,11 +171,11 @@ PyObject* future_of(Shortcut& self, const Given& call) {
     set_record(future.ptr(), as_record(record.ptr()));
     Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
   }
-  if (PyErr_Occurred()) PyErr_Clear();  // a lack of memory for a key or a record does not stop the call
+  if (PyErr_Occurred()) PyErr_Clear();  // without memory for a key or a record, the call proceeds
   return future.release().ptr();
 }
 
-// submit(kind, x, out, op, root, timeout): a future, or None where the call must go the long way.
+// submit(kind, x, out, op, root, timeout): a future, or None if the call must take the slow path.
 PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   Shortcut& self = *as_shortcut(object);
   if (count != 6) {
@@ -194,7 +191,7 @@ PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count)
                          : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
                                                       : 0.0;
   if (PyErr_Occurred()) PyErr_Clear();
-  // The first call of a group may be watched, and a timeout that is no positive number is refused in words.
+  // A group's first call may be monitored; Python raises a detailed error for a timeout that is not positive.
   if (!plain || !(seconds > 0) || self.number == 0 || !may_go(self)) Py_RETURN_NONE;
   try {
     return future_of(self, {arguments[0], arguments[1], arguments[2], static_cast<RedOp>(op),

@@ -1,4 +1,4 @@
-// Waiting without the GIL, with looks for signals in the main thread.
+// Waiting without the GIL; the main thread checks for signals in between.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,10 +12,10 @@
 
 namespace shoal {
 
-constexpr std::int64_t kSlice = 100 * kMillisecond;  // between two looks for signals, in the main thread
+constexpr std::int64_t kSlice = 100 * kMillisecond;  // between two checks for signals in the main thread
 
-// Calls `step(until)` without the GIL until it is true or time is over; in the main thread with signals'
-// handlers in between.  `between` runs with the GIL after each.
+// Calls `step(until)` without the GIL until it returns true or the deadline has passed.  After each call,
+// runs `between` with the GIL and, in the main thread, signal handlers.
 template <class Step, class Between>
 bool in_slices(std::int64_t deadline, Step step, Between between) {
   const bool main = getpid() == gettid();

@@ -20,14 +20,14 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-// Seconds that a wait blocks at a time: signal handlers run in between, in Python.
+// Maximum seconds of one blocking wait: Python runs signal handlers in between.
 constexpr double kSlice = 0.1;
 
 PyTypeObject* source_type = nullptr;
-PyObject* name_blocking = nullptr;  // interned, as the names of keywords are
+PyObject* name_blocking = nullptr;  // interned, like the names of keywords
 
-// The fields of a future (shoal.future.state.FutureState); none is null.  Python reads members that are
-// objects (T_OBJECT_EX) as fast as slots, and others not.
+// The fields of a future (shoal.future.state.FutureState); none is null.  Python reads members of
+// type T_OBJECT_EX as fast as slots, others more slowly.
 struct FutureFields {
   PyObject_HEAD PyObject* done;  // True or False
   PyObject* claims;
@@ -43,7 +43,7 @@ struct FutureFields {
   PyObject* callbacks;  // an int
 };
 
-PyTypeObject* future_type = nullptr;  // of the futures of the core, a subclass
+PyTypeObject* future_type = nullptr;  // the subclass for futures of the core
 PyObject* python_wait = nullptr;      // Future.wait
 
 void set(PyObject*& field, PyObject* value) {
@@ -62,8 +62,8 @@ void release_tensors(Source* self) {
   Py_XDECREF(keep);
 }
 
-// Blocks without the GIL, and lets go of the tensors when the operation is complete.  1 if it is, 0 if time
-// has run out, -1 with an exception set.
+// Blocks without the GIL, and releases the tensors if the operation is complete.  Returns 1 if it is, 0 on
+// timeout, -1 with an exception set.
 int wait(Source* self, double seconds) {
   if (!complete(self)) {
     const OperationPtr op = self->op;
@@ -111,7 +111,7 @@ PyObject* source_done(PyObject* self, PyObject*) {
   return PyBool_FromLong(done);
 }
 
-// Ends the operation before its time, and lets go of the tensors.
+// Cancels the operation, and releases the tensors.
 PyObject* source_cancel(PyObject* object, PyObject*) {
   Source* self = as_source(object);
   if (complete(self)) Py_RETURN_FALSE;
@@ -138,8 +138,8 @@ PyObject* source_notify(PyObject* object, PyObject* fn) {
   return PyObject_CallMethod(self->channel, "notify", "OOO", core.ptr(), object, fn);
 }
 
-// The core reads and writes the user's memory until the operation is complete, also when nobody is interested
-// in it any more: what is garbage before that hands the tensors over.
+// The core uses the user's memory until the operation is complete, also if nobody refers to its future.  So a
+// source that becomes garbage before that passes the tensors to the channel.
 void source_finalize(PyObject* object) {
   Source* self = as_source(object);
   if (self->keep == nullptr || complete(self)) return;
@@ -147,7 +147,7 @@ void source_finalize(PyObject* object) {
   nb::object core = nb::steal(core_of(self));
   PyObject* kept = PyObject_CallMethod(self->channel, "keep", "OO", core.ptr(), self->keep);
   if (kept == nullptr) {
-    Py_INCREF(self->keep);  // rather lost than overwritten while it belongs to somebody else
+    Py_INCREF(self->keep);  // better leaked than overwritten after being reused
     PyErr_WriteUnraisable(object);
   }
   Py_XDECREF(kept);
@@ -197,7 +197,6 @@ PyType_Spec source_spec{"shoal._core.Source", sizeof(Source), 0, Py_TPFLAGS_DEFA
 
 FutureFields* as_future(PyObject* object) { return reinterpret_cast<FutureFields*>(object); }
 
-// All fields.
 auto references(FutureFields* self) {
   return std::array{&self->done,  &self->claims,      &self->source, &self->finish,
                     &self->value, &self->key,         &self->keep,   &self->device,
@@ -263,12 +262,12 @@ PyType_Slot future_slots[] = {
 PyType_Spec future_spec{"shoal._core.FutureFields", sizeof(FutureFields), 0,
                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, future_slots};
 
-// Whether the outcome is a value that is known.
+// Whether the outcome is a known value.
 bool has_value(const FutureFields& self) {
   return self.done == Py_True && self.error == Py_None && self.device == Py_None;
 }
 
-// Does what FutureState._settle and _publish do, where nothing went wrong, no other thread has begun to and
+// Does the work of FutureState._settle and _publish, if there is no error, no other thread has begun it, and
 // no callback waits; otherwise does nothing and returns false.
 bool publish(FutureFields& self, Source* source) {
   if (self.done == Py_True) return has_value(self);
@@ -286,27 +285,27 @@ bool publish(FutureFields& self, Source* source) {
   return true;
 }
 
-// Waits for a slice of time and publishes the outcome, as long as all is as usual.
+// Waits for at most kSlice, and publishes the outcome in the usual case.
 bool settled(FutureFields& self) {
   if (self.done == Py_True) return has_value(self);
   PyObject* object = self.source;
   if (object == nullptr || !Py_IS_TYPE(object, source_type)) return false;
   Py_INCREF(object);  // another thread may publish meanwhile
   const int waited = wait(as_source(object), kSlice);
-  if (waited < 0) PyErr_Clear();  // what lacks is said in Python
+  if (waited < 0) PyErr_Clear();  // Python raises the error
   const bool done = waited == 1 && publish(self, as_source(object));
   Py_DECREF(object);
   return done;
 }
 
-// Whether a call says nothing but `blocking=`, which makes no difference to results on the CPU.
+// Whether a call has no argument but `blocking=`, which does not affect results on the CPU.
 bool plain_wait(Py_ssize_t count, PyObject* names) {
   if (count != 0) return false;
   if (names == nullptr) return true;
   return PyTuple_GET_SIZE(names) == 1 && PyTuple_GET_ITEM(names, 0) == name_blocking;
 }
 
-// Future.wait; whatever is unusual goes on in Python.
+// Future.wait; unusual cases continue in Python.
 PyObject* future_wait(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   if (plain_wait(count, names) && settled(*as_future(self))) return Py_NewRef(as_future(self)->value);
   std::vector<PyObject*> all{self};

@@ -1,7 +1,6 @@
-// The source of a future of the core (one operation, and the tensors that it uses), and the future's fields.
+// The source of a future of the core (one operation and its tensors), and the future's fields.
 //
-// All of this runs under the GIL, which the module asks for: where nothing here calls Python, several steps
-// are one to other threads.
+// All of this runs under the GIL, which the module requires: steps between calls of Python are atomic.
 #pragma once
 
 #include <Python.h>
@@ -11,17 +10,17 @@
 
 namespace shoal {
 
-// An operation as its future sees it (shoal.future.Source).
+// An operation, for its future (shoal.future.Source).
 struct Source {
   PyObject_HEAD OperationPtr op;
-  PyObject* channel;  // the NativeChannel: what only Python can do
+  PyObject* channel;  // the NativeChannel, for work that only Python can do
   PyObject* keep;     // the tensors, until the operation is complete
 };
 
-// A source without an operation; null with an exception set.  Refers to both.
+// Creates a source without an operation; null with an exception set.  Takes references to both.
 Source* new_source(PyObject* channel, PyObject* keep);
 
-// A pending future of `source` and `value`; null with an exception set.  Takes the reference to `key`.
+// Creates a pending future of `source` and `value`; null with an exception set.
 PyObject* new_future(Source* source, PyObject* value);
 void set_key(PyObject* future, std::uint64_t key);
 void set_record(PyObject* future, Record* record);

@@ -10,7 +10,7 @@
 namespace shoal {
 namespace {
 
-// The parts of dlpack.h that are needed, as DLPack 1.2 fixes them.
+// The required parts of dlpack.h, as defined by DLPack 1.2.
 enum DLTypeCode : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kBool = 6 };
 
 struct DLTensor {
@@ -25,7 +25,7 @@ struct DLTensor {
 };
 constexpr std::int32_t kCpu = 1;
 
-// A tensor that somebody owns, who is told when nobody uses it any more.
+// A tensor with an owner, whose deleter is called after the last use.
 struct Managed {
   std::uint32_t major, minor;
   void* context;
@@ -34,12 +34,12 @@ struct Managed {
   DLTensor tensor;
 };
 
-// A tensor in one piece of memory, with its elements behind it.
+// A contiguous tensor, followed by its elements.
 struct Whole : Managed {
   std::int64_t shape[kMaxDims], strides[kMaxDims];
 };
 constexpr std::align_val_t kAlignment{64};
-constexpr std::size_t kElements = (sizeof(Whole) + 63) / 64 * 64;  // where they begin
+constexpr std::size_t kElements = (sizeof(Whole) + 63) / 64 * 64;  // offset of the elements
 
 struct ExchangeApi {
   std::uint32_t major, minor;
@@ -60,7 +60,7 @@ struct Dtype {
   DLTypeCode code;
   std::uint8_t bits;
 };
-// Without complex dtypes, whose tensors may be lazily conjugated, and those that cannot be reduced.
+// Without complex dtypes, whose tensors may be lazily conjugated, and dtypes without reductions.
 constexpr Dtype kDtypes[] = {
     {DType::kFloat64, kFloat, 64},   {DType::kFloat32, kFloat, 32}, {DType::kFloat16, kFloat, 16},
     {DType::kBFloat16, kBfloat, 16}, {DType::kInt8, kInt, 8},       {DType::kInt16, kInt, 16},
@@ -94,8 +94,8 @@ std::optional<PlainTensor> plain_tensor(PyObject* object) {
   }
   const auto dtype = dtype_of(x);
   if (!dtype || !(contiguous || count == 0)) return std::nullopt;
-  if (x.data == nullptr && count != 0) return std::nullopt;  // freed, or standing for zeros or another tensor
-  PyObject* negative = PyObject_CallMethodNoArgs(object, is_neg);  // the table says nothing of lazy negation
+  if (x.data == nullptr && count != 0) return std::nullopt;  // freed, or a tensor of zeros without memory
+  PyObject* negative = PyObject_CallMethodNoArgs(object, is_neg);  // not contained in the DLTensor
   Py_XDECREF(negative);
   if (negative == nullptr) PyErr_Clear();
   if (negative != Py_False) return std::nullopt;

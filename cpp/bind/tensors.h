@@ -1,4 +1,4 @@
-// Reads a tensor's attributes without the microsecond that asking Python for each of them costs.
+// Access to a tensor's attributes, without the microsecond that each of them costs in Python.
 #pragma once
 
 #include <Python.h>
@@ -15,24 +15,23 @@ struct PlainTensor {
   Span span;
   std::uint64_t count = 0;
   DType dtype{};
-  std::span<const std::int64_t> shape;  // the tensor's own
+  std::span<const std::int64_t> shape;  // owned by the tensor
 };
 
-// A dense, contiguous CPU tensor whose memory holds its elements as they are, of exactly the class that
-// `learn_tensors` was told; nullopt for everything else, and where torch has no such table (before 2.10).
+// Describes a dense, contiguous CPU tensor with materialized elements, of exactly the class passed to
+// `learn_tensors`; nullopt for everything else, and if torch has no function table (before 2.10).
 std::optional<PlainTensor> plain_tensor(PyObject* object);
 
-// A new tensor on the CPU with a copy of `bytes` of elements, which must be as many as shape and dtype say;
-// null with an exception set where there is none.
+// Creates a CPU tensor with a copy of `bytes` of elements, which must match shape and dtype; null with an
+// exception set on failure.
 PyObject* new_tensor(DType dtype, std::span<const std::int64_t> shape, const std::byte* data,
                      std::size_t bytes);
 
-// Where the memory of a tensor begins, as `data_ptr()` says.  Raises nb::python_error where there is none.
+// The address of a tensor's memory, as `data_ptr()` returns it.  Throws nb::python_error if it has none.
 std::uint64_t address_of(PyObject* object);
 
-// The class torch.Tensor: takes the function table that torch publishes on it (DLPack 1.2,
-// `__dlpack_c_exchange_api__`).  The table is torch's and lives as long as the process, and so is what is
-// kept here.
+// Takes the class torch.Tensor and the function table that torch publishes on it (DLPack 1.2,
+// `__dlpack_c_exchange_api__`).  The table exists as long as the process, and so does the state kept here.
 void learn_tensors(PyObject* tensor_class);
 
 }  // namespace shoal

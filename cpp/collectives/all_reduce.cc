@@ -1,10 +1,10 @@
 // All-reduce and reduce within a host.
 //
-// Small: every member reduces what all have in their slots.  In shared memory: member r reads slice r of
-// every buffer, reduces in registers and writes the result to all: one pass.  Otherwise the pass goes chunk
-// by chunk: a member whose buffer is not shared stages what the others reduce, they write the results into
-// the same lines, and it takes them from there.  So each line moves to another core once and back once, and
-// no member stages what it reduces itself.
+// Small data: every member reduces the data in all slots.  Shared memory: member r reads slice r of every
+// buffer, reduces in registers and writes the result to all buffers, in one pass.  Otherwise the pass is
+// split into chunks: a member with an unshared buffer stages the data that the others reduce, they write the
+// results to the same lines, and it copies them from there.  So each line moves to another core once and back
+// once, and no member stages the slice that it reduces itself.
 
 #include <algorithm>
 
@@ -14,12 +14,12 @@
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kStride = 4 << 20;  // bytes between looks at whether the group is still whole
-constexpr std::uint64_t kStream = 8 << 20;  // results larger than this bypass the caches
-constexpr std::uint64_t kChunk = 64 << 10;  // bytes of the data that are reduced between two announcements
-constexpr std::uint64_t kSlots = 4;         // chunks in the staging buffer: what is on its way stays in L2
-constexpr std::uint64_t kLag = kSlots / 2;  // chunks that are reduced before the results of one are taken
-constexpr std::uint64_t kBlock = 4 << 10;   // bytes that stay in L1 between a result and what replaces it
+constexpr std::uint64_t kStride = 4 << 20;  // bytes between two checks of whether the group is broken
+constexpr std::uint64_t kStream = 8 << 20;  // larger results bypass the caches
+constexpr std::uint64_t kChunk = 64 << 10;  // bytes of data reduced between two announcements
+constexpr std::uint64_t kSlots = 4;         // chunks in the staging buffer: data in flight stays in L2
+constexpr std::uint64_t kLag = kSlots / 2;  // chunks that are reduced before the results of one are copied
+constexpr std::uint64_t kBlock = 4 << 10;   // bytes copied per step of replace(): they stay in L1
 static_assert(kSlots * kChunk <= kStaging);
 
 struct Work {
@@ -43,7 +43,7 @@ void reduce_small(Work& work) {
                   work.data.bytes / work.item, false);
 }
 
-// False if the group broke meanwhile: the slice is not whole, and nobody may be told that it is.
+// False if the group broke meanwhile: the slice is incomplete, and must not be announced.
 bool reduce_fused(Work& work) {
   Group& group = work.phase.op().group();
   auto [first, last] = share(work.data.bytes / work.item, work.item, work.phase.size(), work.phase.self());
@@ -65,8 +65,8 @@ bool reduce_fused(Work& work) {
   return true;
 }
 
-// The pass in chunks, for members of which some stage.  Chunk c of a member lies in slot c % kSlots of its
-// staging buffer, at the places that it has in the data.
+// The pass in chunks, if some members stage.  Chunk c of a member is in slot c % kSlots of its staging
+// buffer, at the same offsets as in the data.
 class Relay {
  public:
   explicit Relay(Work& work)
@@ -111,7 +111,7 @@ class Relay {
   std::uint64_t bytes(std::uint64_t chunk) const {
     return std::min(kChunk, work_.data.bytes - chunk * kChunk);
   }
-  // The bytes of a chunk that this member reduces.
+  // The byte range of a chunk that this member reduces.
   std::pair<std::uint64_t, std::uint64_t> slice(std::uint64_t chunk) const {
     auto [first, last] = share(bytes(chunk) / work_.item, work_.item, phase_.size(), phase_.self());
     return {first * work_.item, last * work_.item};
@@ -142,13 +142,13 @@ class Relay {
                     work_.sources.data(), work_.sources.size(), (last - first) / work_.item, false);
   }
 
-  // Takes the results of a chunk, and stages the one that is next in its slot in the same loop: the lines
-  // have just come from the core that wrote them.
+  // Copies the results of a chunk, and stages the next chunk of this slot in the same loop, while the lines
+  // are in this core's cache.
   void replace(std::uint64_t chunk) {
     const bool taking = work_.wanted(phase_.self());
     const std::uint64_t next = chunk + kSlots;
     auto [first, last] = slice(chunk);
-    // Another slice is missing from a chunk of another length.
+    // A chunk of another length lacks another slice.
     const bool together = next < chunks_ && bytes(next) == bytes(chunk);
     auto turn = [&](std::uint64_t from, std::uint64_t to) {
       for (std::uint64_t at = from; at < to; at += kBlock) {
@@ -199,7 +199,7 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
     Task relayed = relay.run();
     co_await relayed;
   }
-  // All have reduced, so nobody reads or writes here any more.
+  // All have reduced, so no member accesses this data any more.
   phase.leave();
 }
 

@@ -1,4 +1,4 @@
-// The algorithms.  docs/algorithms.md gives the steps and the bytes of each.
+// The algorithms.  docs/algorithms.md lists the steps and bytes of each.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace shoal::collectives {
 
-// The coroutine of an operation, with the algorithm chosen by topology and size.
+// The coroutine of an operation; selects the algorithm by topology and size.
 Task start(Operation& op);
 
 // Within one host (start.cc, exchange.cc, all_reduce.cc).
 Task shared(Operation& op);
-// Over links, any topology (over_links.cc): also operations issued in callbacks, which have no lane.
+// Over links, for any topology (over_links.cc); also for operations issued in callbacks, which have no lane.
 Task over_links(Operation& op);
-// Several hosts, some with several members (hierarchical.cc).
+// For several hosts, some with several members (hierarchical.cc).
 Task hierarchical(Operation& op);
 Task send(Operation& op);
 Task receive(Operation& op);
@@ -26,13 +26,12 @@ inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) 
   return {whole.data + offset, bytes};
 }
 
-// Within this process; the two may overlap or be the same.
+// Copies within this process; the spans may overlap or be equal.
 inline void copy(const Span& to, const Span& from) {
   if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);
 }
 
-// The elements [first, last) of `count` that part `index` of `parts` covers, in whole cache lines where
-// possible.
+// The elements [first, last) of part `index` of `parts`, in whole cache lines if possible.
 inline std::pair<std::uint64_t, std::uint64_t> share(std::uint64_t count, std::size_t item, int parts,
                                                      int index) {
   std::uint64_t line = item < 64 ? 64 / item : 1;
@@ -44,7 +43,7 @@ inline std::pair<std::uint64_t, std::uint64_t> share(std::uint64_t count, std::s
   return {edge(index), edge(index + 1)};
 }
 
-// The spans of an operation that may be given as one buffer of equal parts.
+// Splits spans that may be given as one buffer into equal parts.
 std::vector<Span> parts_of(const std::vector<Span>& spans, int parts);
 
 }  // namespace shoal::collectives

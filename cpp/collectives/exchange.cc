@@ -1,4 +1,4 @@
-// Within a host: members expose parts, and others read them in place or out of the staging buffers, window by
+// Exchange within a host: members expose parts; others read them in place, or from staging buffers window by
 // window.
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kStream = 16 << 20;  // operations that write more than this bypass the caches
-constexpr std::uint64_t kShared = 1 << 20;   // broadcasts from this size on are copied by both sides
+constexpr std::uint64_t kStream = 16 << 20;  // larger results bypass the caches
+constexpr std::uint64_t kShared = 1 << 20;   // larger broadcasts are copied by both sides
 
 void copy(const Span& to, const std::byte* from, bool stream) {
   if (to.bytes > 0 && to.data != from) kernels::copy(to.data, from, to.bytes, stream);
@@ -24,7 +24,7 @@ Task prime(Phase& phase) {
   }
 }
 
-// After window `window` of the others was read: says so, and refills the buffer it was in.
+// After window `window` of the others was read: announces it, and stages the next window in its buffer.
 Task turn(Phase& phase, std::uint64_t window) {
   phase.advance(&Counters::taken, window + 1);
   if (window + 2 >= phase.windows()) co_return;
@@ -34,7 +34,7 @@ Task turn(Phase& phase, std::uint64_t window) {
   co_await stage;
 }
 
-// Fetches `pulls` from an open phase whose first windows are staged; `own` are this member's parts.
+// Copies `pulls` from an open phase with staged first windows; `own` are this member's parts.
 Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
   std::uint64_t windows = phase.windows(), written = 0;
   for (const Pull& pull : pulls) written += pull.to.bytes;
@@ -88,8 +88,7 @@ Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, i
   co_await close;
 }
 
-// The others fetch from the root.  Where both buffers lie in shared memory, the root would be idle meanwhile:
-// it brings them the last n-th itself.
+// The others copy from the root.  If both buffers are in shared memory, the idle root copies the last n-th.
 Task shared_broadcast(Operation& op, Span data, int root) {
   Phase phase(op);
   const bool at_root = phase.self() == root, large = data.bytes >= kShared;

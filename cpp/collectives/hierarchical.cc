@@ -1,8 +1,8 @@
-// Several hosts, some with several members: what can be done in shared memory is done there first.
+// Collectives on several hosts, some with several members: shared memory is used first.
 //
-// m is the size of the smallest host.  Data is cut into m slices; on every host the member at place j < m
-// owns slice j and is the only one that exchanges it with the other hosts.  Reductions cross hosts as partial
-// results in the accumulator's type and are finished once, by one owner of each element.
+// m is the size of the smallest host.  Data is split into m slices.  On every host, the member at place j < m
+// owns slice j, and only it exchanges this slice with other hosts.  Reductions cross hosts as partial results
+// in the accumulator's type and are finished once, by one owner of each element.
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ namespace shoal::collectives {
 namespace {
 
 constexpr std::uint64_t kBlock = 16 << 20;      // bytes reduced at a time
-constexpr std::uint64_t kOneStream = 64 << 10;  // smaller broadcasts leave the host in one piece
+constexpr std::uint64_t kOneStream = 64 << 10;  // smaller broadcasts are sent to other hosts in one piece
 
 struct Map {
   const std::vector<std::vector<int>>& hosts;
@@ -37,7 +37,7 @@ struct Map {
   }
 };
 
-// Within a team of one there is nothing to share.
+// A team of one member has nothing to share.
 Task local_exchange(Operation& op, const Map& map, std::vector<Span> parts, std::vector<Pull> pulls) {
   if (map.locals() > 1) {
     Task work = exchange(op, std::move(parts), std::move(pulls));
@@ -61,7 +61,7 @@ Task local_partials(Operation& op, const Map& map, std::vector<Span> parts, std:
   }
 }
 
-// One block of an all-reduce (root < 0) or reduce.  Only the root's `data` is written in the latter.
+// One block of an all-reduce (root < 0) or reduce, which writes only the root's `data`.
 Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint32_t step) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
@@ -82,7 +82,7 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
   Task reduced = local_partials(op, map, slices, std::move(jobs));
   co_await reduced;
 
-  // The owners of this slice: host h finishes part h of it (all-reduce), or the root's host all of it
+  // Among the owners of this slice, host h finishes part h (all-reduce), or the root's host the whole
   // (reduce).
   std::vector<std::byte> result(root < 0 ? 0 : mine.bytes);
   std::byte* finished = root < 0 ? mine.data : result.data();
@@ -138,7 +138,7 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
 
 Task reduce(Operation& op, Span data, int root) {
   Map map(op.group());
-  auto begun = op.begun();  // the room for partial results is much to clear already
+  auto begun = op.begun();  // clearing the buffers for partial results takes time already
   co_await begun;
   std::uint32_t step = 0;
   std::uint64_t offset = 0;
@@ -161,7 +161,7 @@ Task broadcast(Operation& op, Span data, int root) {
   };
   Messages messages(op);
   if (map.host == root_host) {
-    // A single stream leaves from the root itself, several after the host has the data.
+    // A single stream is sent by the root itself, several after the host has the data.
     if (map.locals() > 1) {
       std::vector<Span> parts;
       std::vector<Pull> pulls;
@@ -216,8 +216,8 @@ Task barrier(Operation& op) {
   }
 }
 
-// Every block crosses to each other host once: there the member at the sender's place (modulo the host's
-// size) takes it, and the host shares what its members hold.
+// Every block is sent to each other host once, to the member at the sender's place (modulo the host's size);
+// then the host shares the blocks of its members.
 Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   Map map(op.group());
   const int rank = op.group().rank();
@@ -253,7 +253,7 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
 }
 
 // On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and
-// sends the partial result to it; rank i finishes one partial result per host.
+// sends it the partial result; rank i combines one partial result per host.
 Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   Map map(op.group());
   const kernels::Reduction& reduction = op.request().reduction;

@@ -1,7 +1,6 @@
-// Collectives as messages between pairs: across hosts, and for operations issued in callbacks.
+// Collectives as point-to-point messages: across hosts, and for operations issued in callbacks.
 //
-// Reductions are always made by one owner of each element, in rank order, so that results are equal on all
-// ranks.
+// One owner reduces each element, in rank order, so that results are equal on all ranks.
 
 #include <algorithm>
 #include <deque>
@@ -13,13 +12,13 @@
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kSmall = 32 * 1024;       // up to here an all-reduce is one exchange of everything
-constexpr std::uint64_t kSmallPair = 256 * 1024;  // two ranks send as many bytes either way
+constexpr std::uint64_t kSmall = 32 * 1024;       // up to this size, all-reduce exchanges everything at once
+constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two ranks, which send equally much either way
 constexpr std::uint64_t kPiece = kEager;          // longer slices are reduced piece by piece
-constexpr std::uint32_t kSets = 4;                // pieces on their way at a time
+constexpr std::uint32_t kSets = 4;                // number of pieces in flight
 
 Task barrier(Operation& op) {
-  // Dissemination (Hensgen, Finkel, Manber 1988): in round k tell the rank 2^k further on.
+  // Dissemination (Hensgen, Finkel, Manber 1988): in round k, signal the rank at distance 2^k.
   const int size = op.group().size(), rank = op.group().rank();
   Messages messages(op);
   std::uint32_t step = 0;
@@ -54,8 +53,8 @@ Task broadcast(Operation& op, Span data, int root) {
 
 enum class Flow { kAll, kToRoot, kFromRoot };
 
-// Every rank sends `mine[i]` to rank i and receives `theirs[i]` from it, or the root alone does one of the
-// two.  A list of one span stands for the same span to (or from) everybody.
+// Every rank sends `mine[i]` to rank i and receives `theirs[i]` from it, or only the root does one of the
+// two.  A list of one span is used for all ranks.
 Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flow flow, int root) {
   const int size = op.group().size(), rank = op.group().rank();
   auto pick = [](const std::vector<Span>& spans, int i) {
@@ -79,7 +78,7 @@ Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flo
   co_await done;
 }
 
-// Small all-reduce and reduce: everything to everyone (or to the root), who reduces it in rank order.
+// Small all-reduce and reduce: sends everything to everyone (or the root), which reduces in rank order.
 Task reduce_at_once(Operation& op, Span data, int root) {
   const Request& request = op.request();
   const int size = op.group().size(), rank = op.group().rank();
@@ -100,9 +99,9 @@ Task reduce_at_once(Operation& op, Span data, int root) {
                   data.bytes / itemsize(request.reduction.dtype), false);
 }
 
-// Direct-exchange reduce-scatter: part i goes to rank i, which reduces what it gets piece by piece into
-// `out`. With `spread`, each finished piece is sent on at once to where the same slice lies on the others
-// (all-reduce), or to the root (reduce).
+// Direct-exchange reduce-scatter: part i is sent to rank i, which reduces its inputs piece by piece into
+// `out`.  With `spread`, each finished piece is sent immediately to the same slice of all other ranks
+// (all-reduce) or of the root (reduce).
 enum class Spread { kNone, kAll, kRoot };
 
 Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spread, int root) {
@@ -119,7 +118,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   };
   constexpr std::uint32_t kResults = 1u << 30;  // steps of finished pieces
   const std::uint32_t own = pieces(mine.bytes);
-  // Some sets of buffers: others are filled while one is reduced.
+  // Several sets of buffers: some are filled while one is reduced.
   const std::uint64_t stride = std::min(kPiece, mine.bytes);
   auto room = std::make_unique_for_overwrite<std::byte[]>(std::min(kSets, own) * stride *
                                                           static_cast<std::uint64_t>(size));
@@ -139,24 +138,24 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   Messages inputs(op);
   for (int from = 0; mine.bytes == 0 && from < size; ++from)
     if (from != rank) inputs.receive(from, 0, nullptr, 0);
-  std::deque<Messages> arrivals;  // of one piece each
+  std::deque<Messages> arrivals;  // one element per piece
   auto expect = [&](std::uint32_t index) {
     arrivals.emplace_back(op);
     for (int from = 0; from < size; ++from)
       if (from != rank) arrivals.back().receive(from, index, buffer(index, from), piece(mine, index).bytes);
   };
-  // Parts may differ in size: what goes beyond the number of our own pieces goes with the last.
+  // Parts may differ in size: pieces beyond the number of this rank's pieces are sent with the last.
   auto offer = [&](std::uint32_t index, std::uint32_t end) {
     for (int i = 1; i < size; ++i) {
       int to = (rank + i) % size;
       const Span& part = parts[static_cast<std::size_t>(to)];
       for (std::uint32_t p = index; p < std::min(end, pieces(part.bytes)); ++p)
         inputs.send(to, p, piece(part, p).data, piece(part, p).bytes);
-      if (part.bytes == 0 && index == 0) inputs.send(to, 0, nullptr, 0);  // still says what we call
+      if (part.bytes == 0 && index == 0) inputs.send(to, 0, nullptr, 0);  // still carries the fingerprint
     }
   };
   constexpr std::uint32_t kAll = ~0u;
-  // A piece is sent when its receiver, which is about as far as we are, is likely to have room for it.
+  // A piece is sent when its receiver, which proceeds at about the same pace, probably has room for it.
   for (std::uint32_t index = 0; index < std::min(kSets, own); ++index) expect(index);
   offer(0, own > kSets ? kSets : kAll);
   std::vector<const void*> sources(static_cast<std::size_t>(size));
@@ -193,7 +192,7 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
   }
   Span out = parts[static_cast<std::size_t>(rank)];
   std::unique_ptr<std::byte[]> room;
-  if (root >= 0 && rank != root) {  // the input stays as it is
+  if (root >= 0 && rank != root) {  // the input must not change
     room = std::make_unique_for_overwrite<std::byte[]>(out.bytes);
     out.data = room.get();
   }

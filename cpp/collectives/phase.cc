@@ -22,7 +22,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   co_await found;
   if (auto stray = team_.stray())
     throw PeerFlaw(*stray, "says that its part of the group lies outside of its shared memory");
-  // The slot was last used two phases ago; whoever has begun the phase between has done with it.
+  // The slot was last used two phases ago; a member that has begun the previous phase no longer reads it.
   int place = 0;
   auto free = op_.until([this, place]() mutable {
     for (; place < size(); ++place)
@@ -119,8 +119,7 @@ void Phase::refuse(int place) const {
                  "exposes what lies outside of its shared memory");
 }
 
-// Every member maps the others' memory to write to it, so nothing that is read there is sure to be what its
-// owner wrote, nor to be the same when it is read again.
+// Other members can write to a member's memory: a value read there may not be its owner's, and may change.
 std::byte* Phase::reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const {
   const Mapping& memory = *seat(place).memory;
   if (!memory.holds(offset, skip) || !memory.holds(offset + skip, bytes)) refuse(place);
@@ -130,7 +129,7 @@ std::byte* Phase::reach(int place, std::uint64_t offset, std::uint64_t skip, std
 std::byte* Phase::part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip) const {
   const std::uint64_t offset = __atomic_load_n(&entry(place, part).offset, __ATOMIC_RELAXED);
   const std::uint64_t end = skip + bytes;
-  // Elements are read where they lie; torch aligns them by their size, complex ones by half of it.
+  // Elements are read in place; torch aligns them to their size, complex ones to half of it.
   if (end > 0 && offset % std::min<std::size_t>(itemsize(op_.request().reduction.dtype), 8) != 0)
     refuse(place);
   if (slot(place).exposure != Exposure::kInline) return reach(place, end == 0 ? 0 : offset, skip, bytes);
@@ -151,7 +150,7 @@ std::uint64_t Phase::step_bytes(int place) const {
 
 std::uint64_t Phase::windows(int place) const {
   const std::uint64_t windows = slot(place).windows;
-  if (windows >> kPhaseShift) refuse(place);  // the counters could not count them
+  if (windows >> kPhaseShift) refuse(place);  // more than the counters can count
   return windows;
 }
 

@@ -1,4 +1,4 @@
-// One phase of a team: what this member exposes to the others on its host, and what it may read of theirs.
+// One phase of a team: the data that this member exposes to the others on its host, and access to theirs.
 #pragma once
 
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace shoal::collectives {
 
-constexpr std::uint64_t kWindow = kStaging / 2;  // an exchange uses the staging buffer as two of this size
+constexpr std::uint64_t kWindow = kStaging / 2;  // an exchange uses the staging buffer as two windows
 
 class Phase {
  public:
@@ -19,10 +19,10 @@ class Phase {
   int self() const { return team_.self(); }
   int size() const { return team_.size(); }
 
-  // Publishes what this member exposes: inline if it is small, in place if it lies in shared memory, else to
-  // be staged in windows of `window` bytes.
+  // Publishes this member's parts: inline if they are small, in place if they are in shared memory, otherwise
+  // staged in windows of `window` bytes.
   Task open(std::vector<Span> parts, std::uint64_t window);
-  // Waits until a member (or all) has published, and compares what it calls.
+  // Waits until a member (or all) has published, and compares its call.
   Task meet(int place);
   Task meet_all();
   // Waits until a counter of every other member has reached `window` windows of this phase.
@@ -33,11 +33,11 @@ class Phase {
       return true;
     });
   }
-  // Waits until all have read what earlier phases left in the staging buffer.
+  // Waits until all have read the staging buffer's data of earlier phases.
   auto vacated() { return all(&Counters::taken, 0); }
-  // Tells the others.
+  // Advances a counter and wakes the others.
   void advance(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows);
-  // Ends the phase: this member needs nothing more of the others; and, with close(), they nothing of it.
+  // Ends the phase for this member; close() also waits until the others need nothing more from it.
   void leave();
   Task close();
 
@@ -47,18 +47,18 @@ class Phase {
   bool all_direct() const;
   Exposure exposure() const { return exposure_; }
   const PartEntry& entry(int place, std::uint32_t part) const { return seat(place).table(number_)[part]; }
-  // Where `bytes` of a part lie, `skip` bytes into it, if it need not be staged; and of the staging buffers.
-  // Throws PeerFlaw where the member's memory does not reach.
+  // Address of `bytes` of a part that is not staged, from byte `skip` on; address in a member's staging
+  // buffer.  Throw PeerFlaw if it is outside of the member's memory.
   std::byte* part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip = 0) const;
   std::byte* staging(int place, std::uint64_t at, std::uint64_t bytes) const;
   std::byte* my_staging() { return team_.staging(lane_); }
-  // This member alone reads its part `part`, which therefore is not staged.
+  // Only this member reads its part `part`, so it is not staged.
   void keep(std::uint32_t part) { kept_[part] = true; }
-  // Puts window `window` of my parts into its staging buffer.
+  // Copies window `window` of this member's parts to its staging buffer.
   Task stage(std::uint64_t window);
   Task staged(int place, std::uint64_t windows);
   std::uint64_t step_bytes(int place) const;  // bytes of each part in a window
-  std::uint64_t windows(int place) const;     // of a member that stages its parts
+  std::uint64_t windows(int place) const;     // number of windows of a member that stages
   std::uint64_t windows() const { return windows_; }
   std::uint64_t reached(int place, std::atomic<std::uint64_t> Counters::* counter) const {
     return (seat(place).counters->*counter).load(std::memory_order_acquire);
@@ -82,18 +82,17 @@ class Phase {
   Exposure exposure_{};
 };
 
-// exchange.cc: members read parts of one another.
+// exchange.cc: members read each other's parts.
 struct Pull {
   int place;
   std::uint32_t part;
   Span to;
 };
-// kept: the part, if any, that nobody but this member pulls.
+// kept: index of a part that only this member pulls, or -1.
 Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, int kept = -1);
 Task shared_broadcast(Operation& op, Span data, int root);
 
-// Each member reduces some parts over all members, no two the same; `partial`: results stay in the
-// accumulator's type.
+// Each member reduces some parts, no two members the same; `partial`: results stay in the accumulator's type.
 struct Reduce {
   std::uint32_t part;
   std::byte* to;
@@ -101,7 +100,7 @@ struct Reduce {
 Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> reduces, bool partial);
 Task meet(Operation& op);  // a barrier
 
-// all_reduce.cc: root < 0 for an all-reduce, else the place that gets the result.
+// all_reduce.cc: root < 0 for an all-reduce, otherwise the place of the root.
 Task shared_all_reduce(Operation& op, Span data, int root);
 
 }  // namespace shoal::collectives

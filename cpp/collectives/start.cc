@@ -6,7 +6,7 @@
 namespace shoal::collectives {
 namespace {
 
-// A group of one: what a reduction does to a single input still happens (bools).
+// A group of size 1: applies the effect of a reduction on a single input (bools).
 Task alone(Operation& op) {
   const Request& request = op.request();
   auto begun = op.begun();

@@ -11,7 +11,7 @@ namespace {
 
 using namespace agreement;
 
-constexpr std::int64_t kSettle = kSecond;  // beyond which losses are rarely told apart
+constexpr std::int64_t kSettle = kSecond;  // time after which the members' views of losses rarely differ
 constexpr std::int64_t kRetry = kSecond / 10;
 
 }  // namespace
@@ -27,7 +27,7 @@ Agreements::Entry& Agreements::at(std::uint64_t number) {
   return found->second;
 }
 
-// A process that was given up sends nothing: the others may know already that it was, or not yet.
+// An evicted process sends nothing: some peers may know of its eviction already, others not yet.
 void Agreements::send(std::uint64_t number, Agreement& agreement) {
   if (group_.context().given_up()) {
     agreement.take_messages();
@@ -56,7 +56,7 @@ std::optional<std::uint64_t> Agreements::begin(Vote vote, std::int64_t timeout) 
     agreement.vote(std::move(vote), now + std::min(timeout, INT64_MAX - now), now);
     send(number, agreement);
   }
-  group_.context().bell().wake();  // whoever looks at the time has another time to look
+  group_.context().bell().wake();  // threads that sleep until the next deadline must compute it again
   return number;
 }
 
@@ -111,13 +111,13 @@ std::pair<RankSet, RankSet> Agreements::losses() {
 const char* Agreements::on_frame(int rank, const FrameHeader& header, const std::string& text) {
   Message message;
   if (const char* flaw = decode(text, {group_.size(), group_.rank(), rank}, message)) return flaw;
-  if (group_.context().peers().given_up(group_.global(rank))) {  // the watch thread will find out too
+  if (group_.context().peers().given_up(group_.global(rank))) {  // the watch thread will detect it too
     lose(rank, false);
     return nullptr;
   }
   {
     std::lock_guard lock(mutex_);
-    // Those who went on without this member may be far ahead of it; and what it has forgotten is over.
+    // Members that went on without this one may be far ahead of it; forgotten agreements have ended.
     if (closed_ || header.channel >= next_number_ + kKept || header.channel + kKept < next_number_)
       return nullptr;
     Agreement& agreement = at(header.channel).agreement;
@@ -143,7 +143,7 @@ void Agreements::lose(int rank, bool dead) {
   group_.context().bell().wake();
 }
 
-// Of one that was lost before, what it said last has not been heard.
+// If the member was lost before, its last messages may be missing: then its death is not certain.
 void Agreements::leave(int rank) {
   {
     std::lock_guard lock(mutex_);

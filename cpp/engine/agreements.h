@@ -1,9 +1,9 @@
-// The agreements of one group: gives them the time, losses and frames, and sends what they say.
+// The agreements of one group: passes time, losses and frames to them, and sends their messages.
 //
-// Whichever thread has read a frame, or runs Group::check, answers it: none of them needs Python's lock.  The
-// k-th call of a member belongs to the k-th of every other.  They work on groups that are open or broken, and
-// end when this member closes the group: to the others it is then as good as dead, so before it says so it
-// tells them what it knows to be decided.
+// Frames are answered by the thread that read them or runs Group::check, without Python's lock.  A member's
+// k-th call belongs to the k-th call of every other member.  Agreements work on open and broken groups.  They
+// end when this member closes the group: then it is like dead for the others, so it first sends the decisions
+// it knows.
 #pragma once
 
 #include <atomic>
@@ -25,38 +25,38 @@ class Agreements {
  public:
   struct Rules {
     std::int64_t vote_timeout = 0;  // nanoseconds; see agreement::Settings
-    bool believing = false;         // whether every loss is taken for a death
+    bool believing = false;         // whether every loss counts as a death
   };
-  // What comes of an agreement.
+  // The state of an agreement.
   struct News {
-    // kLeftOut also without a decision: this process was given up while it was stopped.
+    // kLeftOut also without a decision: this process was evicted while it was stopped.
     agreement::Outcome outcome = agreement::Outcome::kOpen;
     std::optional<agreement::Decision> decision;
-    std::optional<agreement::WitnessRequest> request;  // of the leader, each once; answer() brings the answer
+    std::optional<agreement::WitnessRequest> request;  // on the leader, each once; reply with answer()
   };
 
   Agreements(Group& group, const Rules& rules);
 
   // Begins this member's next agreement, to be decided within `timeout` nanoseconds; returns its number, or
-  // nothing while the outcome of the one kKept before has not been told.
+  // nothing while the outcome of the agreement kKept numbers before has not been fetched.
   std::optional<std::uint64_t> begin(agreement::Vote vote, std::int64_t timeout);
-  // Waits until `until` for anything of this.  An outcome is told once.
+  // Waits until `until` for an outcome, a request, or the end of the group.
   News wait(std::uint64_t number, std::int64_t until);
-  // Whether a thread waits.
+  // Whether a thread is waiting.
   bool awaited() const { return waiting_.load(std::memory_order_seq_cst) > 0; }
   void answer(std::uint64_t number, const agreement::WitnessAnswer& answer);
-  // Who is lost, and who of these is certainly dead.
+  // The lost members, and those of them that are certainly dead.
   std::pair<agreement::RankSet, agreement::RankSet> losses();
 
-  // Returns the flaw of the frame of a member, in words; null if it has none.
+  // Handles a member's frame; returns a description of its flaw, or null.
   const char* on_frame(int rank, const FrameHeader& header, const std::string& text);
-  // A member is lost; dead: certainly.
+  // A member is lost; dead: its process has certainly ended.
   void lose(int rank, bool dead);
   // A member has closed the group.
   void leave(int rank);
-  // The next time to look is written to `next` if earlier.
+  // Lowers `next` to the time of the next check.
   void check(std::int64_t now, std::int64_t& next);
-  // Before the others hear that this member has closed the group.
+  // Must be called before the other members are notified that this member has closed the group.
   void close();
 
  private:
@@ -64,10 +64,10 @@ class Agreements {
 
   struct Entry {
     agreement::Agreement agreement;
-    bool told = false;  // its outcome, to whoever waits
+    bool told = false;  // its outcome was fetched by wait()
   };
 
-  // All under the mutex, sending too: so what one agreement says stays in order.
+  // All require the mutex, sending too, so that an agreement's messages stay in order.
   Entry& at(std::uint64_t number);
   void send(std::uint64_t number, agreement::Agreement& agreement);
 

@@ -1,14 +1,14 @@
-// How a group is closed in good order: what can still be completed is waited for, and nothing else.
+// Orderly closing of a group: waits only for operations that can still be completed.
 //
-// A member that closes tells the others that it submits nothing more (kLeaves).  A link keeps the order, so
-// whoever hears that has all messages before it: a receive that has found none by then finds none.  A message
-// that waits for its receiver is given up when the receiver, closing too, says that it has read it (kHasRead)
-// and has granted nothing: it will not receive any more.  Numbered operations that one member never submits
-// are known by their numbers.  Operations matched by key are waited for until the others have left.
+// A closing member announces that it submits nothing more (kLeaves).  A link preserves order, so the receiver
+// of the announcement has all earlier messages: a receive without a match can no longer find one.  A message
+// that waits for its receiver is cancelled when the receiver is closing too and reports that it has read
+// everything (kHasRead) without granting it.  Numbered operations that a member never submits are known by
+// their numbers.  Operations matched by key are waited for until the others have left.
 //
-// A member that has finished may be the one that called something else than the others: a root that only
-// sends, a leaf.  So it stays until each of the others has finished the same numbered operations (kFinished),
-// submits fewer, or is gone; until then it can be asked what it called, and hears that the group broke.
+// A member that has completed everything may be the one with a different call, such as a root that only
+// sends.  So it stays until each other member has completed the same numbered operations (kFinished), submits
+// fewer, or has left.  Until then it answers queries about its calls, and can receive kBroken.
 
 #include <algorithm>
 
@@ -19,7 +19,7 @@ namespace shoal {
 
 void Group::begin_close() {
   if (broken()) return;
-  std::vector<int> before;  // closing already: all that they had sent has been read
+  std::vector<int> before;  // members already closing: everything that they sent has been read
   {
     std::lock_guard lock(state_mutex_);
     if (leaving_.exchange(true)) return;
@@ -61,7 +61,7 @@ void Group::on_peer_closing(int rank, const FrameHeader& closing) {
   context_->bell().wake();
 }
 
-// Tells members that close when this one has finished all that they had submitted, or asks what they called.
+// Notifies closing members when this one has completed all their operations, or asks for their calls.
 void Group::answer_leaving() {
   if (!owes_answers() || broken()) return;
   const auto finished = static_cast<std::uint64_t>(lanes_.last_completed() + 1);
@@ -87,7 +87,7 @@ void Group::answer_leaving() {
   }
 }
 
-// Whether nobody needs anything of this member any more.
+// Whether no other member needs anything from this one.
 bool Group::settled() {
   if (broken() || pairwise() || given_up_.load() != ~0ULL) return true;
   const std::uint64_t submitted = inquiry_.next_number();
@@ -144,7 +144,7 @@ void Group::close(std::int64_t deadline) {
     bool waiting = false;
     while (lanes_.pending()) lanes_.progress(waiting);
   }
-  // A peer that has not heard yet why the group broke must not take our leaving for the reason.
+  // A peer that does not know yet why the group broke must not take this member's leaving for the reason.
   if (auto error = failure(); error && error->code != ErrorCode::kClosed) {
     tell_failure();
     all_told_.store(true);
@@ -152,7 +152,7 @@ void Group::close(std::int64_t deadline) {
   agreements_.close();
   FrameHeader header = frame(FrameType::kGroupClosed);
   header.code = context_->departure();
-  header.channel = std::min(inquiry_.next_number(), abandoned);  // from here on we take no part
+  header.channel = std::min(inquiry_.next_number(), abandoned);  // this member takes no part from here on
   tell_all(header);
   context_->messenger().forget(ident());
   context_->drop_groups();

@@ -12,14 +12,14 @@
 namespace shoal {
 namespace {
 
-// Bytes kept of one peer's frames that end groups which do not exist here yet.
+// Maximum bytes kept of one peer's frames for groups that do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
-// How long, at most, is waited for threads that are about to tell of deaths.
+// Maximum wait for threads that are reporting losses.
 constexpr std::int64_t kTelling = kSecond;
 
 int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
-// Nanoseconds between two looks at the local peers: while operations are pending, and while none are.
+// Nanoseconds between two checks of the local peers, while operations are pending and while none are.
 std::int64_t look_out(int ranks) { return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores()); }
 std::int64_t look_out_idle(int ranks) { return std::max(look_out(ranks), 250 * kMillisecond); }
 
@@ -34,13 +34,13 @@ Context::Context(Options options)
       peers_(*this, options.rank, options.size, options.heartbeat, look_out_idle_) {
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
-  // Spin only where every rank of the host has a core; else give the core away a few times, then sleep.
+  // Spin only if every rank of the host has a core; otherwise yield the core a few times, then sleep.
   bool roomy = options_.local_size <= cores();
-  // Giving up too early costs a wake-up each way, and once both sides sleep they never catch each other awake
+  // Sleeping too early costs a wake-up on each side, and two sleeping sides never find each other awake
   // again.
   spins_ = roomy ? 1000 : 0;
   patience_ = roomy ? kMillisecond : kMillisecond / 5;
-  // Progress threads look in once a millisecond a core, not a rank: 64 ranks on 2 cores would do little else.
+  // The progress threads check once per millisecond and core, not per rank: 64 ranks would saturate 2 cores.
   look_in_ = kMillisecond * std::max(1, options_.local_size / cores());
 }
 
@@ -52,14 +52,14 @@ Context::~Context() {
 void Context::start() {
   started_ = true;
   peers_.start(now_ns());
-  // Signals are for the threads of the program: they interrupt its system calls and run its handlers.
+  // Signals must reach the program's threads: they interrupt its system calls and run its handlers.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
     progress_thread_ = std::thread([this] { progress_loop(); });
     watch_thread_ = std::thread([this] { watch_loop(); });
-  } catch (...) {  // the system has no more threads; the one that runs ends when the context is closed
+  } catch (...) {  // no more threads; one that was started ends when the context is closed
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
@@ -134,8 +134,8 @@ std::shared_ptr<Group> Context::make_group(Group::Options options) {
   return group;
 }
 
-// A closed group stays until all members have closed it, or were told why it broke: until then they may look
-// for its block, and read what this member published in operations that it has finished.
+// A closed group is kept until all members have closed it or know why it broke: until then they may look up
+// its block, and read the data that this member published in completed operations.
 void Context::drop_groups() {
   std::vector<std::shared_ptr<Group>> dropped;
   std::lock_guard lock(groups_mutex_);
@@ -157,7 +157,7 @@ std::shared_ptr<Group> Context::find(std::uint64_t ident) {
   return nullptr;
 }
 
-// -- peers that leave or die ----------------------------------------------------------------------
+// -- peers that leave or are lost -----------------------------------------------------------------
 
 void Context::lost(Loss loss) {
   struct Telling {
@@ -167,9 +167,9 @@ void Context::lost(Loss loss) {
   } telling(telling_);
   if (peers_.mark_lost(loss)) {
     std::vector<Loss> losses{std::move(loss)};
-    for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often die together
+    for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often end together
     tell_groups(losses);
-  } else if (loss.dead) {  // the loss was known, but not that it is a death
+  } else if (loss.dead) {  // a known loss turns out to be a death
     for (auto& group : groups())
       if (const int rank = group->rank_of(loss.peer); rank >= 0) group->agreements().lose(rank, true);
   }
@@ -177,7 +177,7 @@ void Context::lost(Loss loss) {
 }
 
 void Context::tell_groups(const std::vector<Loss>& losses) {
-  bool silent = false;  // a group does not tell those that are lost, in case they live
+  bool silent = false;  // a group does not notify lost members, which may still run
   for (auto& group : groups()) silent |= group->on_peers_lost(losses);
   for (const Loss& loss : losses) {
     messenger_.gone(loss.peer);
@@ -204,7 +204,7 @@ std::vector<int> Context::all_lost() {
 void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
   if (end == LinkEnd::kGone) return lost({link.peer(), why});
   lost({link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire});
-  peers_.sever(link.peer());  // it hears at once, though nobody reads what it goes on sending
+  peers_.sever(link.peer());  // notifies it immediately, although its data is no longer read
 }
 
 // A peer has closed a group.
@@ -225,11 +225,11 @@ void Context::departed(int rank, Departure why) {
 
 Destination Context::on_header(Link& link, const FrameHeader& header) {
   if (header.type == FrameType::kMessage) {
-    // A peer that was given up stays lost, even if its process was only stopped and runs again.
+    // An evicted peer stays lost, even if its process was only stopped and runs again.
     if (peers_.state(link.peer()) == Peers::kLost) return {};
     std::unique_lock lock(groups_mutex_);
     auto group = find(header.group);
-    // Under the lock: who makes the group looks through its early messages after the group is to be found.
+    // Requires the lock: make_group() reads early messages after it has made the group findable.
     if (!group) return messenger_.on_message(link, header);
     lock.unlock();
     if (const char* flaw = flaw_in_group(header, link.peer(), group->ranks())) {
@@ -271,8 +271,8 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   auto& bytes = peers_.text(link.peer());
   std::string text(reinterpret_cast<const char*>(bytes.data()), header.payload);
   if (header.type == FrameType::kGroupClosed) link.forget(header.group);
-  // Under the lock, as it is made and dropped: a group that is not found is yet to be made, unless it is
-  // known.
+  // groups_mutex_ is held when a group is made or dropped: a group that is not found has yet to be made,
+  // unless the messenger knows it.
   std::unique_lock lock(groups_mutex_);
   auto group = find(header.group);
   if (!group) {
@@ -284,8 +284,8 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
   deliver(*group, link.peer(), header, text);
 }
 
-// Keeps what the group will have to know when it is made: that a peer ended it, or asks for a reply.  A
-// comparison of calls can wait for nothing, since none was made here.
+// Keeps frames that a group needs when it is made: why a peer ended it, or queries that need a reply.
+// Comparisons of calls are dropped, since no call was made here.
 void Context::keep_early(int peer, const FrameHeader& header, std::string text) {
   if (header.type == FrameType::kCallReply) return;
   if (header.type == FrameType::kCallQuery && header.code == kKnown) return;
@@ -295,10 +295,10 @@ void Context::keep_early(int peer, const FrameHeader& header, std::string text) 
     if (p.peer != peer) continue;
     sum += cost(p);
     if (p.header.group != header.group || p.header.type != header.type) continue;
-    if (header.type == FrameType::kAgree) continue;  // each of them counts
+    if (header.type == FrameType::kAgree) continue;  // keep all of them
     if (header.type == FrameType::kGroupClosing && p.header.code != header.code) continue;
-    if (header.type == FrameType::kCallQuery) p.header = header;  // the last question
-    return;                                                       // the first cause
+    if (header.type == FrameType::kCallQuery) p.header = header;  // keep the last query
+    return;                                                       // keep the first cause
   }
   early_.push_back({peer, header, std::move(text)});
   sum += cost(early_.back());
@@ -310,14 +310,14 @@ void Context::keep_early(int peer, const FrameHeader& header, std::string text) 
   }
 }
 
-// Ends the connection to a peer whose frame cannot be what its group would be sent.  The peer may have left
-// by the time that the group is made: then there is no connection to end, and nobody else to tell the group.
+// Ends the connection to a peer that sent a frame which its group does not allow.  If the peer has left
+// before the group is made, there is no connection to end, so the group is notified here.
 void Context::refuse(Group& group, int peer, const char* flaw) {
   link(peer)->refuse(flaw);
   group.on_peers_lost({{peer, std::string("it sent ") + flaw, ErrorCode::kWire}});
 }
 
-// Hands a control frame to its group, at once or when the group is made.
+// Passes a control frame to its group, immediately or when the group is made.
 void Context::deliver(Group& group, int peer, const FrameHeader& header, const std::string& text) {
   const char* flaw = flaw_in_group(header, peer, group.ranks());
   Error error;

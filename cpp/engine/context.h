@@ -1,6 +1,6 @@
-// One rank's engine: its memory, its links, its two threads.  Nothing global: several live in one process.
+// One rank's engine: its memory, links and two threads.  No global state: a process may have several.
 //
-// The progress thread runs what nobody waits for; the watch thread reads sockets and notices deaths.
+// The progress thread runs operations without a waiter; the watch thread reads sockets and detects losses.
 #pragma once
 
 #include <atomic>
@@ -22,13 +22,13 @@
 
 namespace shoal {
 
-// Where a rank can be told to die, for tests: the moments that a signal from outside would hit only by luck.
+// Points at which a rank kills itself, for tests: a signal from outside would rarely hit them.
 enum class Fault : int {
   kNone,
-  kWriting,   // while it reduces, after the first part of its slices was written to all members
-  kReduced,   // after it told the members that its slice is reduced
-  kFinished,  // an operation is done here, and nobody was told so
-  kGaveUp,    // a peer that stands still is marked as given up, and nobody was told so
+  kWriting,   // in a reduction, after the first part of its slices was written to all members
+  kReduced,   // after it announced that its slice is reduced
+  kFinished,  // after an operation has completed, before any peer is notified
+  kGaveUp,    // after a stopped peer was marked as evicted, before any peer is notified
 };
 
 class Context : public FrameSink, public std::enable_shared_from_this<Context> {
@@ -36,21 +36,21 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   struct Options {
     int rank = 0;
     int size = 1;
-    int local_size = 1;          // ranks on this host, for deciding whether to spin
+    int local_size = 1;          // ranks on this host, to decide whether to spin
     std::size_t capacity = 0;    // bytes of address space for shared memory
-    std::size_t limit = 0;       // bytes of shared memory that may be in use
-    std::int64_t heartbeat = 0;  // nanoseconds without a word from a remote peer until it is lost
-    bool patient = false;        // local peers that are stopped are waited for
+    std::size_t limit = 0;       // maximum bytes of shared memory in use
+    std::int64_t heartbeat = 0;  // nanoseconds of silence after which a remote peer is lost
+    bool patient = false;        // wait for local peers that are stopped
   };
   explicit Context(Options options);
   ~Context() override;
 
-  // Bootstrap: the descriptor and ring offset to hand to a local peer, then what came back.
+  // Bootstrap: the descriptor and ring offset to send to a local peer; add_local takes the peer's.
   int memory_fd() const { return arena_->fd(); }
   std::size_t memory_capacity() const { return arena_->capacity(); }
   std::uint64_t make_ring() { return Peers::make_ring(*arena_); }
-  // out: our ring in our arena; in: the peer's in its arena.  Takes the socket, unless it throws: BadMemory
-  // if the peer's memory or ring is not what it should be, std::invalid_argument if `peer` cannot be.
+  // out: this rank's ring in its arena; in: the peer's ring in the peer's arena.  Takes the socket, unless it
+  // throws BadMemory (invalid memory or ring of the peer) or std::invalid_argument (invalid `peer`).
   void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid) {
     peers_.add_local(*arena_, peer, socket, memory_fd, capacity, out, in, pid);
@@ -62,15 +62,15 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void drop_groups();
   // Drives `op` until it is done or `until` (ns); true if done.
   bool wait(Operation& op, std::int64_t until);
-  // Before a thread sleeps that waits for peers (so what ends without a sleep costs nothing): lets the watch
-  // thread look at them often.
+  // Makes the watch thread check peers often.  Called before a thread sleeps to wait for peers, so that waits
+  // without a sleep do not pay for it.
   void rouse();
   void close(std::int64_t deadline);
-  // The program ends: the peers are told so of what is closed from now on.
+  // The program ends: closing is reported to the peers with this reason from now on.
   void program_ends() { program_ends_.store(true); }
   Departure departure() const { return program_ends_.load() ? kProgramEnded : kByChoice; }
   void disown();  // in a forked child
-  // For tests: groups remembered, unread messages, frames for groups not made yet, bytes lent by the peers.
+  // For tests: known groups, unread messages, frames for groups not made yet, bytes lent by the peers.
   std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> held();
   void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
   void reached(Fault point) const {
@@ -80,27 +80,27 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   int rank() const { return options_.rank; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  bool forked() const { return forked_; }  // this is a forked child: no threads, sockets or shared memory
+  bool forked() const { return forked_; }  // a forked child has no threads, sockets or shared memory
   const std::shared_ptr<Arena>& arena() const { return arena_; }
   ArenaHeader& header() const { return *header_; }
   Doorbell& bell() const { return header_->doorbell; }
   Messenger& messenger() { return messenger_; }
   Peers& peers() { return peers_; }
   Quarantine& quarantine() { return quarantine_; }
-  Tickets& tickets() { return tickets_; }  // of announced operations that are done; closed with the context
+  Tickets& tickets() { return tickets_; }  // of announced operations that completed; closed with the context
   Link* link(int peer) const { return peers_.link(peer); }
   const Mapping& memory(int rank) const {
     return rank == options_.rank ? arena_->mapping() : peers_.memory(rank);
   }
   void submitted(bool large);
-  // Takes note of peers that have died by now, before somebody is told who has.
+  // Records peers that have died, before losses are reported.
   void look_for_deaths();
-  // All ranks that are lost by now, to this rank or to one that said so.
+  // All ranks that this rank, or one that reported it, has lost.
   std::vector<int> all_lost();
-  // Whether this process was stopped, and a peer on this host has given it up: it decides nothing any more,
-  // and ends nobody.
+  // Whether this process was stopped and then evicted by a peer on its host.  It must then neither decide
+  // anything nor end other processes.
   bool given_up() const { return header_->life.given_up.load(std::memory_order_seq_cst) != 0; }
-  // Ends those of `ranks` that are lost and may live; see Peers.
+  // Kills those of `ranks` that are lost and may still run; see Peers.
   std::vector<int> fence(const std::vector<int>& ranks, std::int64_t until) {
     return given_up() ? std::vector<int>() : peers_.fence(ranks, until);
   }
@@ -114,7 +114,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void progress_loop();
   void watch_loop();
   bool poll_sockets();
-  // A thread in wait() while it polls the sockets; paused while it sleeps.
+  // A thread in wait() that polls the sockets; paused while it sleeps.
   struct Driving {
     Context& context;
     bool paused = false;
@@ -134,7 +134,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void left(std::uint64_t group, int peer);
   void departed(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
-  std::shared_ptr<Group> find(std::uint64_t ident);  // under groups_mutex_
+  std::shared_ptr<Group> find(std::uint64_t ident);  // requires groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
   void refuse(Group& group, int peer, const char* flaw);
   void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
@@ -143,10 +143,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::shared_ptr<Arena> arena_;
   Quarantine quarantine_;
   ArenaHeader* header_;
-  int spins_;              // looks at what a wait is for, before giving the core away
-  std::int64_t patience_;  // how long (ns) to give it away before sleeping
-  std::int64_t look_in_;   // how often (ns) the progress thread looks for small operations
-  // How often (ns) the watch thread looks at local peers while operations are pending, and while none are.
+  int spins_;              // checks of a wait's condition before yielding the core
+  std::int64_t patience_;  // nanoseconds of yielding before sleeping
+  std::int64_t look_in_;   // nanoseconds between the progress thread's checks for small operations
+  // Nanoseconds between the watch thread's checks of local peers, while operations are pending and otherwise.
   const std::int64_t look_out_, look_out_idle_;
   Peers peers_;
   Messenger messenger_;
@@ -161,19 +161,19 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::deque<Pending> early_;
 
   std::thread progress_thread_, watch_thread_;
-  // How threads in wait() and the watch thread share the TCP sockets (waiting.cc).
+  // State with which threads in wait() and the watch thread share the TCP sockets (waiting.cc).
   std::atomic<int> drivers_{0};           // threads in wait() that poll them
-  std::atomic<std::uint64_t> drives_{0};  // how often one began to
+  std::atomic<std::uint64_t> drives_{0};  // number of times a thread began to
   std::atomic<int> asleep_{0};            // threads in wait() that sleep
   std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
-  std::atomic<int> telling_{0};           // threads that tell of a loss just now
-  std::atomic<bool> drowsy_{false};       // the watch thread looks at local peers rarely: nothing is pending
+  std::atomic<int> telling_{0};           // threads that are reporting a loss
+  std::atomic<bool> drowsy_{false};       // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};
   std::atomic<Fault> fault_{Fault::kNone};
   bool started_ = false, forked_ = false;
-  bool retired_ = false;  // the watch thread's: it has seen that this process was given up
+  bool retired_ = false;  // the watch thread has seen that this process was evicted
   std::atomic<bool> closed_{false};
   std::atomic<bool> program_ends_{false};
 

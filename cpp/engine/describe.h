@@ -1,4 +1,4 @@
-// Calls in words, for errors.
+// Text of calls, for errors.
 #pragma once
 
 #include <string>

@@ -9,14 +9,14 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kRoomForText = kTextLimit / 2;  // bytes that ranks and losses leave for the text
+constexpr std::size_t kRoomForText = kTextLimit / 2;  // minimum room for the text beside ranks and losses
 
 template <class Number>
 void put(std::string& bytes, Number number) {
   bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
 }
 
-// Reads numbers and texts one after another; after the first one that is not there, nothing is.
+// Reads consecutive numbers and texts; after the first missing one, all reads fail.
 class Reader {
  public:
   explicit Reader(const std::string& bytes) : bytes_(bytes) {}

@@ -1,7 +1,6 @@
-// Why a group or an operation failed.
+// The error of a group or an operation.
 //
-// The core collects facts; the text of the exception is composed in Python
-// (src/shoal/backend/native/errors.py).
+// The core collects facts; Python composes the exception's text (src/shoal/backend/native/errors.py).
 #pragma once
 
 #include <cstdint>
@@ -21,20 +20,20 @@ struct LostRank {
 
 struct Error {
   ErrorCode code = ErrorCode::kNone;
-  std::string text = {};        // the cause; empty where losses are the cause
-  std::vector<int> ranks = {};  // of the group, those that caused the failure
-  std::string subject = {};     // the operation of which `text` is the predicate; may be empty
+  std::string text = {};        // the cause; empty if losses are the cause
+  std::vector<int> ranks = {};  // group ranks that caused the failure
+  std::string subject = {};     // the operation that `text` describes; may be empty
   std::vector<LostRank> lost = {};
   int reporter = -1;            // the rank that reported `text`; -1: this one
-  std::string operation = {};   // the operation of this rank that failed; empty in the failure of a group
-  std::string absence = {};     // if this rank is among the lost: why it did not answer the others
+  std::string operation = {};   // this rank's failed operation; empty for a group's failure
+  std::string absence = {};     // why this rank did not answer its peers, if it was evicted
   std::int64_t completed = -1;  // Lanes::last_completed() when the operation failed
 
   void add(LostRank loss);
   bool blames(int rank) const;
 };
 
-// The payload of a kBroken frame, of at most kTextLimit bytes.  Code, operation and absence are not in it.
+// The payload of a kBroken frame, of at most kTextLimit bytes.  It lacks code, operation and absence.
 //
 //   u32 count, {i32 rank}...                                  the ranks
 //   u32 count, {i32 rank, i32 reporter, u32 bytes, cause}...  the losses

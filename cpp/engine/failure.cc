@@ -1,4 +1,4 @@
-// How a group ends before its time: deaths, aborts, and what the peers report.
+// Failures of a group: losses, aborts, and reports of peers.
 
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace shoal {
 
-// The error of a rank that was given up, from the mark alone.
+// The error of an evicted rank, from its mark alone.
 Error Group::error_of_given_up() const {
   Error error;
   error.code = ErrorCode::kPeerLost;
@@ -18,8 +18,8 @@ Error Group::error_of_given_up() const {
 }
 
 void Group::fail(Error error, bool announce) {
-  // The others have cut their connections and gone on, and who gave this rank up may have died before it said
-  // so: whatever is seen first, that is the cause.
+  // If this rank was evicted, that is the cause, whatever is seen first: its peers have cut their
+  // connections, and the rank that evicted it may have died before reporting it.
   if (error.code == ErrorCode::kPeerLost && !error.blames(rank()) && context_->given_up()) {
     error = error_of_given_up();
     announce = false;
@@ -38,7 +38,7 @@ void Group::fail(Error error, bool announce) {
   context_->bell().wake();
 }
 
-// Once the group is broken its error does not change.
+// The error of a broken group does not change.
 void Group::tell_failure() {
   FrameHeader header = frame(FrameType::kBroken);
   header.code = static_cast<std::uint16_t>(error_.code);
@@ -94,7 +94,7 @@ bool Group::lost(int rank) {
   return member(rank).loss.has_value();
 }
 
-// Why nobody will complete a message any more, in a group of pairs that has lost members.
+// The reason why a message can no longer be completed, in a pairwise group that has lost members.
 std::optional<Error> Group::lost_for(Operation& op) {
   const Request& request = op.request();
   if (request.peer < 0) {
@@ -102,7 +102,7 @@ std::optional<Error> Group::lost_for(Operation& op) {
     if (from >= 0 && lost(from)) {
       op.step();
       if (op.done()) return std::nullopt;
-      context_->messenger().repost(op.received);  // others may send what it waits for
+      context_->messenger().repost(op.received);  // another member may send a match
     }
   }
   std::lock_guard lock(state_mutex_);
@@ -122,10 +122,10 @@ std::optional<Error> Group::lost_for(Operation& op) {
   return context_->given_up() ? error_of_given_up() : std::move(error);
 }
 
-// The cause of the group's end stays the first; who else has died since belongs to what the user is told.
+// Keeps the first cause of the group's failure, and adds members lost since then.
 Error Group::with_all_lost(Error error) {
   if (error.code != ErrorCode::kPeerLost) return error;
-  if (error.blames(rank())) return error;  // it is this rank that was given up
+  if (error.blames(rank())) return error;  // this rank was evicted
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
     if (member(r).loss && !error.blames(r)) error.add({r, member(r).loss->why});

@@ -105,7 +105,7 @@ void Group::tell(int rank, const FrameHeader& header, const std::string& text) {
   if (to != nullptr && !to->broken()) to->send_control(header, text.data(), text.size());
 }
 
-// The goodbye is a group's last word to its peers, because they forget the group by it.
+// kGroupClosed must be a group's last frame, because the peers then forget the group.
 void Group::tell_all(const FrameHeader& header, const std::string& text) {
   std::lock_guard lock(goodbye_mutex_);
   if (said_goodbye_) return;

@@ -1,4 +1,4 @@
-// A group in the core: its members, lanes and operations, and what ended it.
+// A group in the core: its members, lanes and operations, and its failure.
 #pragma once
 
 #include <atomic>
@@ -19,9 +19,8 @@ namespace shoal {
 
 class Context;
 
-// The scope of a failure between two members: it ends the whole group, or only what these two exchange.
-// A group of pairs carries messages only: ranks that went on after a collective which failed on one of them
-// would be at different operations, so there is no failure of a collective that ends nothing else.
+// The effect of a failure between two members: it ends the whole group, or only the messages between them.  A
+// pairwise group has no collectives: after a failure on one rank, the ranks would be at different operations.
 enum class Scope { kAll, kPair };
 
 class Group : public std::enable_shared_from_this<Group> {
@@ -48,7 +47,7 @@ class Group : public std::enable_shared_from_this<Group> {
   int rank_of(int global) const;
   const std::vector<int>& ranks() const { return options_.ranks; }       // global, of the members
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
-  int host() const { return host_; }                                     // index of this one
+  int host() const { return host_; }                                     // index of this member's host
   int lane_count() const { return options_.lanes; }
   bool pairwise() const { return options_.scope == Scope::kPair; }
   Team* team() const { return team_.get(); }  // null if alone on this host
@@ -58,62 +57,61 @@ class Group : public std::enable_shared_from_this<Group> {
   Agreements& agreements() { return agreements_; }
 
   OperationPtr submit(Request request);
-  // Deadlines and inquiries; the next time to look is written to `next` if earlier.
+  // Checks deadlines and inquiries; lowers `next` to the time of the next check.
   void check(std::int64_t now, std::int64_t& next);
   std::shared_ptr<Block> allocate(std::size_t bytes);
 
-  // A frame of this member, and its way to all others.
+  // Creates a frame of this member; sends a frame to one or all members.
   FrameHeader frame(FrameType type) const;
   void tell(int rank, const FrameHeader& header, const std::string& text = {});
   void tell_all(const FrameHeader& header, const std::string& text = {});
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::optional<Error> failure();
-  // The error with all members that are lost by now, if it is about such.
+  // If the error is about lost members, adds all members that are lost by now.
   Error with_all_lost(Error error);
-  // Ends the group with `error`, once; tells the peers if `announce`.
+  // Ends the group with `error`, once; notifies the peers if `announce`.
   void fail(Error error, bool announce);
-  // Ends an operation that can no longer come to its end, after one more look at what came before the bad
-  // news.  Under the token of its lane.
+  // Fails an operation that can no longer complete, after a last try.  Requires the token of its lane.
   void fail_if_in_vain(Operation& op);
-  // An earlier operation was ended by itself, and this one must not begin.
+  // Whether an earlier operation failed by itself, so that this one must not begin.
   bool gave_up(const Request& request) const {
     return request.numbered() && request.channel >= given_up_.load(std::memory_order_relaxed);
   }
 
-  // From the links.
-  // True if the group goes on without them, and they have to hear from their connections that they are lost.
+  // Called by the links.
+  // True if the group continues, and the lost members must learn it from their connections.
   bool on_peers_lost(const std::vector<Loss>& losses);
-  // A group of pairs has lost this member.
+  // Whether this pairwise group has lost the member.
   bool lost(int rank);
   void on_peer_closed(int rank, std::uint64_t next_number, Departure why);
   void on_peer_closing(int rank, const FrameHeader& closing);
   void on_broken(int rank, Error error);
 
-  // Nothing more is submitted here: says so to the peers.  close() does it too, but groups that are closed
-  // one after another say so all at once, since members may close them in different orders.
+  // Announces that this member submits nothing more.  close() does it too, but groups that are closed one
+  // after another must announce it together, since members may close them in different orders.
   void begin_close();
-  // Waits until `deadline` for pending operations that can still be completed, and for the members that have
-  // not finished what this one has submitted; tells the peers, and fails the rest.
+  // Waits until `deadline` for operations that can still complete, and for members that have not completed
+  // this member's operations; then notifies the peers and fails the rest.
   void close(std::int64_t deadline);
-  // Whether members that close wait for this one.
+  // Whether closing members wait for this one.
   bool owes_answers() const { return owes_answers_.load(std::memory_order_seq_cst); }
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
-  // Closed after it had broken, for a reason that the peers have been told: none goes on with an operation.
+  // Closed after it broke, and all peers know the reason: none continues an operation.
   bool all_told() const { return all_told_.load(); }
 
  private:
-  // A member, as far as this one knows.
+  // This member's knowledge of a member.
   struct Member {
-    std::uint64_t departed = ~0ULL;  // the first number that it will not submit; ~0 while it is there
-    bool program_ended = false;      // that is why it departed
+    std::uint64_t departed = ~0ULL;  // the first number that it will not submit; ~0: it has not left
+    bool program_ended = false;      // it left because its program ended
     std::optional<Loss> loss;
-    std::uint64_t leaving = ~0ULL;  // the same as `departed`, once it submits nothing more
-    bool has_read = false;          // all that this rank had sent when it began to close
-    bool finished = false;          // all that this rank has submitted
-    std::uint64_t history = 0;      // of its calls, when it leaves
-    bool answered = false;          // it knows that this rank has finished all that it had submitted
+    std::uint64_t leaving = ~0ULL;  // like `departed`, from when it submits nothing more
+    bool has_read = false;          // it has read everything that this rank sent before closing
+    bool finished = false;          // it has completed all operations of this rank
+    std::uint64_t history = 0;      // hash of its calls when it leaves
+    bool answered = false;          // it was notified that this rank has completed its operations
   };
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
   Error error_of_given_up() const;
@@ -143,10 +141,10 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closed_{false};
   std::atomic<bool> all_told_{false};
   std::atomic<bool> any_departed_{false};
-  std::atomic<bool> any_lost_{false};  // of a group of pairs
-  std::atomic<bool> leaving_{false};   // this member closes
+  std::atomic<bool> any_lost_{false};  // pairwise groups only
+  std::atomic<bool> leaving_{false};   // this member is closing
   std::atomic<bool> owes_answers_{false};
-  std::atomic<std::uint64_t> given_up_{~0ULL};  // the first numbered operation that was ended by itself
+  std::atomic<std::uint64_t> given_up_{~0ULL};  // the first numbered operation that failed by itself
   std::mutex state_mutex_;
   Error error_;
   std::vector<Member> members_;

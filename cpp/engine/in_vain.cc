@@ -1,4 +1,4 @@
-// Why an operation can no longer come to its end: what it waits for is ended, lost, gone or leaving.
+// Detection of operations that can no longer complete, because a peer that they wait for failed or leaves.
 
 #include "engine/context.h"
 #include "engine/group.h"
@@ -7,8 +7,8 @@
 namespace shoal {
 namespace {
 
-// Whether it has all that it needs.  Whoever wrote the last bytes of a send may not have said so yet, and the
-// receiver may have left since.
+// Whether the operation completes with what is there.  The thread that wrote the last bytes of a send may not
+// have recorded it yet, and the receiver may have left since.
 bool ends_now(Operation& op) {
   op.step();
   if (!op.done() && op.request().kind == Kind::kSend && Messages::written(op)) op.step();
@@ -21,7 +21,7 @@ void Group::fail_if_in_vain(Operation& op) {
   if (op.ending()) {
     op.step();
     if (op.done()) return;
-    // A message that needs only our own buffers to get through does so.
+    // A message that needs only this rank's buffers still gets through.
     if (op.request().kind == Kind::kSend && Messages::hand_over(op)) op.step();
     if (!op.done()) op.fail(op.cause_);
     return;
@@ -37,7 +37,7 @@ void Group::fail_if_in_vain(Operation& op) {
     }
   }
   if (leaving_.load(std::memory_order_acquire)) {
-    // Others of this group may still be completed, so this one alone ends.
+    // Other operations of the group may still complete, so only this one fails.
     if (auto error = closing_for(op)) {
       if (ends_now(op)) return;
       if (op.request().numbered()) give_up_from(op.request().channel);
@@ -63,7 +63,7 @@ std::optional<int> Group::departed_for(Operation& op) {
   if (request.kind == Kind::kRecv && request.peer < 0) {
     if (op.received)
       if (const int source = op.received->from.load(std::memory_order_acquire); source >= 0)
-        return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest of it will not come
+        return is_gone(source) ? std::optional(source) : std::nullopt;  // the rest will not arrive
     int last = -1;
     for (int r = 0; r < size(); ++r) {
       if (r == rank()) continue;
@@ -82,8 +82,7 @@ std::optional<int> Group::departed_for(Operation& op) {
   return std::nullopt;
 }
 
-// A collective lacks a rank that closed the group most often because that ran out of batches before the
-// others.
+// A rank that closed the group before a collective has most often run out of batches before the others.
 Error Group::departure(int rank, const Request& request) {
   bool ended;
   {
@@ -104,7 +103,7 @@ Error Group::departure(int rank, const Request& request) {
   return {ErrorCode::kClosed, text, {rank}};
 }
 
-// Why nobody will complete the operation any more, now that this member closes the group, if so.
+// The reason why an operation can no longer complete while this member closes the group, if any.
 std::optional<Error> Group::closing_for(Operation& op) {
   if (auto gone = departed_for(op)) return departure(*gone, op.request());
   const Request& request = op.request();
@@ -132,7 +131,7 @@ std::optional<Error> Group::closing_for(Operation& op) {
   return std::nullopt;
 }
 
-// Peers would take what a later operation published for the rest of this one.
+// Peers would mistake data published by a later operation for the rest of this one.
 void Group::give_up_from(std::uint64_t channel) {
   std::uint64_t first = given_up_.load();
   while (channel < first && !given_up_.compare_exchange_weak(first, channel)) {

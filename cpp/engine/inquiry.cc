@@ -11,8 +11,8 @@
 namespace shoal {
 namespace {
 
-// How long peers may take to say what they called, and to call it.  A mismatch ends the program: its table
-// is worth some patience with a busy host.
+// Maximum times for peers to report their calls, and to make them.  A mismatch ends the program, and its
+// table is worth a longer wait for a busy host.
 constexpr std::int64_t kInquiryTime = 400 * kMillisecond;
 constexpr std::int64_t kMismatchTime = 3 * kSecond;
 constexpr std::int64_t kAskAgain = 100 * kMillisecond;
@@ -104,7 +104,7 @@ void Inquiry::begin(Question question) {
     question_ = std::move(question);
   }
   group_.tell_all(query);
-  group_.context().submitted(true);  // the progress thread watches the clock
+  group_.context().submitted(true);  // so that the progress thread checks the deadlines
 }
 
 void Inquiry::on_reply(int rank, const FrameHeader& reply) {
@@ -133,12 +133,12 @@ void Inquiry::check(std::int64_t now, std::int64_t& next) {
     }
   }
   if (asked.empty()) return finish();
-  // A member that had not called the operation may have called it since, and sends no answer unasked.
+  // A member that had not called the operation may have called it since; it replies only to queries.
   for (int rank : asked) group_.tell(rank, query);
 }
 
-// One that has closed its connections, or is lost, never answers.  A mismatch is told when all have arrived;
-// of an operation that is late some never do.
+// A member that has left or is lost never answers.  A mismatch is reported when all members have arrived; for
+// a late operation, some never arrive.
 std::vector<int> Inquiry::awaited() const {
   std::vector<int> ranks;
   for (int r = 0; r < group_.size(); ++r) {
@@ -161,7 +161,7 @@ void Inquiry::finish() {
     std::lock_guard lock(mutex_);
     if (!question_) return;
     question = *question_;
-    // All called the same here, and something else before it.
+    // All calls are the same here, but an earlier one differs.
     earlier = question.mismatch && question.channel > 0 && !calls_differ(question) &&
               histories_differ(question) && recent(question.channel - 1) != nullptr;
     if (earlier) question_.reset();
@@ -170,7 +170,7 @@ void Inquiry::finish() {
   group_.fail(question.mismatch ? mismatch_error(question) : timeout_error(question), true);
 }
 
-// Whether the calls themselves differ, not only what came before them.
+// Whether the calls themselves differ, not only their histories.
 bool Inquiry::calls_differ(const Question& question) const {
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
   return std::ranges::any_of(question.replies, [&](const auto& reply) {
@@ -185,7 +185,7 @@ bool Inquiry::histories_differ(const Question& question) const {
   });
 }
 
-// Says if the members made the group with different numbers of lanes: then no call fits.
+// Returns an error text if the members made the group with different numbers of lanes: then no calls match.
 std::string Inquiry::different_lanes(const Question& question) const {
   std::string list;
   bool differ = false;
@@ -211,7 +211,7 @@ std::string Inquiry::table(const Question& question) const {
     text += "\n  rank " + std::to_string(r) + ": " +
             (!reply                   ? "did not answer"
              : reply->code == kKnown  ? describe(reply->call)
-             : reply->code == kPassed ? "has long finished it"
+             : reply->code == kPassed ? "has already completed it"
                                       : "has not called it yet");
   }
   return text;

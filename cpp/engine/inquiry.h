@@ -1,8 +1,7 @@
-// Members ask one another for their last calls when calls do not fit or an operation is late.
+// Comparison of the members' calls, when calls do not match or an operation is late.
 //
-// Each member remembers its last calls.  A member that finds that a peer claims another call for the same
-// operation, or that an operation's time has run out, asks all members what they called, and ends the group
-// with a table of their answers.
+// Each member remembers its last calls.  A member that sees a different call for the same operation, or whose
+// operation timed out, asks all members for their calls, and fails the group with a table of the answers.
 #pragma once
 
 #include <cstdint>
@@ -19,27 +18,26 @@ class Inquiry {
  public:
   explicit Inquiry(Group& group) : group_(group), recent_(kRecent) {}
 
-  // Remembers a call, for peers that ask.  A numbered one gets the history of those before it.
+  // Remembers a call, for queries of peers, and sets the history of a numbered one.
   void note(const Request& request, Fingerprint& call);
-  std::uint64_t next_number();  // of numbered operations: the first that was not submitted
-  // A hash of all numbered calls before that one, if it is remembered.
+  std::uint64_t next_number();  // the first numbered operation that was not submitted
+  // A hash of all numbered calls before `number`, if remembered.
   std::optional<std::uint64_t> history(std::uint64_t number);
 
-  // A peer shows what it called.
+  // A peer has sent its call.
   void seen(std::uint64_t channel, const Fingerprint& call);
-  // A peer claims something else for the operation.
+  // A peer has made a different call as this operation.
   void suspect(std::uint64_t channel) { begin({.channel = channel, .mismatch = true}); }
-  // An operation's time has run out.
+  // An operation has timed out.
   void late(const Request& request);
-  // Some calls that differ wait for one another without a message between them: two ranks that both think
-  // themselves the root of a reduce.  So an operation that stalls shows its call to the next rank; going
-  // round, that finds any difference.
+  // Some mismatched calls wait for each other without a message, such as two roots of a reduce.  So a stalled
+  // operation sends its call to the next rank; around the ring, this finds any difference.
   void compare_with_neighbour(const Operation& op);
   void on_query(int rank, const FrameHeader& query);
   void on_reply(int rank, const FrameHeader& reply);
-  // Ends what has been asked for too long; the next time to look is written to `next` if earlier.
+  // Finishes inquiries that took too long; lowers `next` to the time of the next check.
   void check(std::int64_t now, std::int64_t& next);
-  // The group has ended: nothing is asked any more.
+  // The group has ended: cancels the inquiry.
   void stop();
 
  private:
@@ -49,8 +47,8 @@ class Inquiry {
     bool mismatch = false;
     std::string operation = {};
     std::int64_t timeout = 0;
-    std::int64_t until = 0;   // it waits no longer for answers
-    std::int64_t ask_at = 0;  // it asks again
+    std::int64_t until = 0;   // end of the wait for answers
+    std::int64_t ask_at = 0;  // time of the next query
     std::vector<std::optional<FrameHeader>> replies = {};
   };
   struct Recent {
@@ -58,10 +56,10 @@ class Inquiry {
     Fingerprint call;
   };
   void begin(Question question);
-  // Under the mutex: the members whose answers may still complete the table.
+  // The members whose answers may still complete the table.  Requires the mutex.
   std::vector<int> awaited() const;
   void finish();
-  // Under the mutex: the call that this member made, if it remembers it.
+  // This member's call, if remembered.  Requires the mutex.
   const Fingerprint* recent(std::uint64_t channel) const;
   bool calls_differ(const Question& question) const;
   bool histories_differ(const Question& question) const;

@@ -29,8 +29,8 @@ void Lanes::submit(const OperationPtr& op) {
   loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
 }
 
-// A thread that finds the token taken may go to sleep, so the holder looks again before it leaves: when it
-// looked last, that which brought the other thread may not have been there yet.
+// A thread that finds the token taken may go to sleep.  So the holder checks again before it leaves: the
+// reason for which the other thread came may not have been there at the last check.
 bool Lanes::run(Lane& lane, Effort effort) {
   bool moved = false;
   do {
@@ -42,14 +42,14 @@ bool Lanes::run(Lane& lane, Effort effort) {
     moved |= run_held(lane, effort);
     lane.token.clear(std::memory_order_seq_cst);
     if (effort == Effort::kBegin && lane.missed.load(std::memory_order_seq_cst)) {
-      group_.context().bell().wake();  // what the other came for may be what a submitter leaves alone
+      group_.context().bell().wake();  // the other thread may have come for work that a submitter skips
       return moved;
     }
   } while (lane.missed.load(std::memory_order_seq_cst));
   return moved;
 }
 
-// Under the token: runs the lane's operations in order until one must wait.
+// Runs the lane's operations in order until one must wait.  Requires the token.
 bool Lanes::run_held(Lane& lane, Effort effort) {
   bool moved = false;
   while (true) {
@@ -104,7 +104,7 @@ void Lanes::remove_waiter(const Operation& op) {
   Lane& lane = lane_of(op);
   lane.waiters.fetch_sub(1, std::memory_order_relaxed);
   std::lock_guard lock(lane.mutex);
-  if (!lane.queue.empty()) group_.context().submitted(false);  // the progress thread takes over what is left
+  if (!lane.queue.empty()) group_.context().submitted(false);  // the progress thread takes over the rest
 }
 
 bool Lanes::progress(bool& waiting) {
@@ -162,7 +162,7 @@ Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
 
 void Lanes::completed(const Operation& op) {
   lane_of(op).next.store(op.request().channel + lanes_.size(), std::memory_order_seq_cst);
-  if (group_.owes_answers()) group_.context().bell().wake();  // the progress thread may be able to answer
+  if (group_.owes_answers()) group_.context().bell().wake();  // the progress thread may now be able to answer
 }
 
 std::int64_t Lanes::last_completed() const {

@@ -1,4 +1,4 @@
-// The messages of one operation.  Going out of scope takes back what is not done.
+// The messages of one operation.  The destructor cancels those that are not done.
 #pragma once
 
 #include <memory>
@@ -21,19 +21,18 @@ class Messages {
   void post(std::shared_ptr<Incoming> incoming);
   void send(int to, FrameHeader header, const void* data);
 
-  // Everything so far has been sent and received (or refused).
+  // Whether everything so far has been sent and received (or refused).
   bool settled();
   bool received();  // all receives so far
   // Waits for everything; a refused message is a mismatch.
   Task finish();
   Task finish_receives();
 
-  // Whether a message of the operation still waits for its receiver to have room for it.
+  // Whether a message of the operation still waits for a grant of its receiver.
   static bool ungranted(const Operation& op);
-  // Whether all that the operation sends is written, also if the thread that wrote it is just about to say
-  // so.
+  // Whether all messages of the operation are written, also if the writing thread has not recorded it yet.
   static bool written(const Operation& op);
-  // Lets go of the memory that the operation sends; whether its receivers get everything all the same.
+  // Releases the memory that the operation sends; true if its receivers get everything anyway.
   static bool hand_over(const Operation& op);
   // Ranks whose messages the operation still waits for.
   static std::vector<int> sources_of(const Operation& op);

@@ -8,7 +8,7 @@
 namespace shoal {
 namespace {
 
-// Whether the sender has sent the message's first frame only.
+// Whether the sender has sent only the first frame of the message.
 bool partial(const FrameHeader& header) { return header.code == kWithheld || header.payload < header.total; }
 
 }  // namespace
@@ -20,7 +20,7 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   if (incoming.allocate) {
     incoming.owned.reset(new (std::nothrow) std::byte[header.total > 0 ? header.total : 1]);
     incoming.data = incoming.owned.get();
-    if (incoming.data == nullptr) {  // this may be a thread of our own, where nobody could catch an exception
+    if (incoming.data == nullptr) {  // no exception: nobody could catch it in a thread of the engine
       incoming.state.store(Incoming::kRefused, std::memory_order_release);
       return false;
     }
@@ -66,7 +66,7 @@ bool Messenger::match_early(const std::shared_ptr<Incoming>& incoming) {
     if (incoming->source >= 0 && static_cast<std::int32_t>(message.header.source) != incoming->source)
       continue;
     if (!message.complete) {
-      message.claimed = incoming;  // its bytes are being read right now
+      message.claimed = incoming;  // its bytes are just being read
       return true;
     }
     deliver(message, incoming);
@@ -148,7 +148,7 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   auto held = holders_.find(destination.incoming.get());
   if (held == holders_.end()) {
     Incoming& incoming = *destination.incoming;
-    if (incoming.cancelled) {  // the sender must not wait for a grant
+    if (incoming.cancelled) {  // otherwise the sender would wait for a grant
       if (header.type == FrameType::kMessage && partial(header)) link.decline(header);
       return;
     }
@@ -222,7 +222,7 @@ void Messenger::gone(int peer) {
     std::erase_if(channel.early, [&](const auto& early) {
       if (early->link->peer() != peer || (early->complete && !partial(early->header))) return false;
       if (early->claimed) claims.push_back(early->claimed);
-      early->holder->cancelled = true;  // its first bytes may still be on their way
+      early->holder->cancelled = true;  // its first bytes may still be arriving
       holders_.erase(early->holder.get());
       return true;
     });

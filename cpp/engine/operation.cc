@@ -48,7 +48,7 @@ Operation::~Operation() = default;
 bool Operation::announce(std::int64_t ticket) {
   ticket_ = ticket;
   if (state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit) return true;
-  group_->context().submitted(true);  // nobody drives it by waiting, and somebody is waiting for it
+  group_->context().submitted(true);  // no thread drives it by waiting, but one needs its completion
   return false;
 }
 
@@ -56,8 +56,8 @@ bool Operation::step() {
   if (done()) return false;
   bool moved = false;
   if (!task_.handle()) {
-    // One before it may have been given up between two phases: what this one published would be taken for the
-    // rest of that, and for a mismatch, by members that have not heard yet why the group is broken.
+    // An earlier operation may have been cancelled between two phases.  Members that do not know yet why the
+    // group broke would mistake this operation's data for the rest of it, and for a mismatch.
     if (request_.collective() && group_->broken()) return false;
     if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
     if (group_->gave_up(request_)) return false;
@@ -77,7 +77,7 @@ bool Operation::step() {
     group_->fail({ErrorCode::kWire, "rank " + std::to_string(flaw.rank) + " " + flaw.what(), {flaw.rank}},
                  true);
     return true;
-  } catch (const std::exception& error) {  // out of memory: the peers wait for us in vain
+  } catch (const std::exception& error) {  // out of memory: the peers wait in vain
     Error lack{ErrorCode::kOutOfMemory, error.what(), {group_->rank()}};
     if (group_->pairwise())
       end(std::move(lack));
@@ -125,7 +125,7 @@ void Operation::fail(Error error) {
   error.completed = group_->lanes().last_completed();
   error.operation = describe(request_);
   error_ = std::move(error);
-  // A member that resumes late may still write its slice here, whichever group's memory it is.
+  // A member that resumes late may still write its slice to this memory.
   const Arena& arena = *group_->context().arena();
   for (const auto* spans : {&request_.in, &request_.out})
     for (const Span& span : *spans)
@@ -156,8 +156,7 @@ bool Operation::orphaned() {
             describe(request_) + " of group '" + group_->name() +
                 "' belongs to the process that this one was forked from; wait for it there",
             {}};
-  state_.fetch_or(kDoneBit,
-                  std::memory_order_acq_rel);  // the coroutine stays as it was: it owns what is not ours
+  state_.fetch_or(kDoneBit, std::memory_order_acq_rel);  // keep the coroutine: it owns the parent's resources
   return true;
 }
 

@@ -23,8 +23,7 @@ class Operation;
 
 constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
-// Says that a peer wrote into shared memory what cannot be; it ends the group of the operation that throws
-// it.
+// A peer wrote invalid data into shared memory.  Ends the group of the operation that throws it.
 class PeerFlaw : public std::runtime_error {
  public:
   PeerFlaw(int rank, const std::string& what) : std::runtime_error(what), rank(rank) {}
@@ -42,9 +41,9 @@ inline std::uint64_t total(const std::vector<Span>& spans) {
   return bytes;
 }
 
-// A validated call, as the binding hands it over.  Spans follow the table in src/shoal/spec.py.
+// A validated call from the binding.  Spans follow the table in src/shoal/spec.py.
 struct Request {
-  // The coroutine of an operation, which the engine drives and of which it knows nothing else.
+  // The coroutine of an operation, which the engine drives without further knowledge of it.
   using Algorithm = Task (*)(Operation&);
   Request(Kind kind, Algorithm algorithm) : kind(kind), algorithm(algorithm) {}
 
@@ -54,9 +53,9 @@ struct Request {
   std::vector<Span> in;
   std::vector<Span> out;
   kernels::Reduction reduction{};
-  std::uint64_t count = 0;  // elements, where equal on all ranks
+  std::uint64_t count = 0;  // elements, if equal on all ranks
   std::int32_t root = -1;
-  std::vector<std::uint64_t> sizes;  // bytes of each part, where known on all ranks
+  std::vector<std::uint64_t> sizes;  // bytes of each part, if known on all ranks
   std::int64_t timeout = 0;          // nanoseconds
   std::int32_t peer = -1;
   std::uint64_t tag = 0;
@@ -65,7 +64,7 @@ struct Request {
   std::uint64_t bytes() const { return total(in) + total(out); }
   bool collective() const { return kind < Kind::kSend; }
   bool keyed() const { return (channel & kKeyed) != 0; }
-  // It has a number and a lane: it is neither matched by key nor a message.
+  // Whether it has a number and a lane: it is neither matched by key nor a message.
   bool numbered() const { return collective() && !keyed(); }
 };
 
@@ -78,31 +77,31 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const Fingerprint& call() const { return call_; }
   Group& group() const { return *group_; }
   std::int64_t deadline() const { return deadline_; }
-  // There is so much to do that the thread which submits the operation leaves it to others.
+  // Large operations are left to other threads by the submitting thread.
   bool large() const { return large_; }
 
   bool done() const { return state_.load(std::memory_order_acquire) & kDoneBit; }
   const Error& error() const { return error_; }  // once done
-  // Whether its time has run out; and whether it has not come to its end for so long that calls should be
-  // compared with a neighbour, once.  The next time to look is written to `next` if earlier.
+  // Whether it has timed out; whether it has run so long that its call must be compared with a neighbour's
+  // (reported once).  Lowers `next` to the time of the next check.
   bool overdue(std::int64_t now, std::int64_t& next) const;
   bool stalls(std::int64_t now, std::int64_t& next);
-  // True if the operation is already done; otherwise the context's tickets get this one when it is.
+  // True if the operation is already done; otherwise the context's tickets receive `ticket` when it is.
   bool announce(std::int64_t ticket);
 
-  // Runs as far as possible; only under the token of its lane.  True if anything moved.
+  // Runs as far as possible; true if anything moved.  Requires the token of its lane.
   bool step();
   // Runs a large operation up to `begun`, in the thread that submits it.
   bool begin();
   void fail(Error error);
-  // Ends the operation alone, with `error`, unless it completes first; safe from any thread.  It is ended by
-  // who next holds the token of its lane.
+  // Fails only this operation, unless it completes first; safe from any thread.  The next holder of its
+  // lane's token executes it.
   void end(Error error);
   bool ending() const { return ending_.load(std::memory_order_acquire) == kEnding; }
-  // Takes the operation back; nothing touches the user's memory after this returns.  True if that ended it:
-  // false for a collective, or if it has ended otherwise.
+  // Cancels the operation; nothing touches the user's memory after this returns.  False for a collective, or
+  // if it has ended otherwise.
   bool cancel();
-  // In a forked child an operation that was not done never will be: it fails.  True if so.
+  // In a forked child, an unfinished operation never completes: fails it and returns true.
   bool orphaned();
 
   // Waits inside the operation's coroutine: co_await op.until([&] { return ...; }).
@@ -129,8 +128,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   auto never() {
     return until([] { return false; });
   }
-  // Awaited where an algorithm has told the peers that it is here, and before it moves many bytes: the thread
-  // that submits a large operation goes no further.
+  // Awaited when an algorithm has notified the peers, before it moves many bytes: the submitting thread of a
+  // large operation stops here.
   class Begun final : public Condition {
    public:
     explicit Begun(Operation& op) : op_(op) {}
@@ -146,11 +145,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
     Operation& op_;
   };
   Begun begun() { return Begun(*this); }
-  // A peer claims something else for this operation: look into it; never returns.
+  // A peer has a different call for this operation: starts an inquiry; never returns.
   Task mismatch();
 
-  std::shared_ptr<Incoming> received;  // RECV: what arrived
-  std::vector<Messages*> messages;     // what it exchanges, while it does
+  std::shared_ptr<Incoming> received;  // RECV: the message
+  std::vector<Messages*> messages;     // its current messages
 
  private:
   void complete();
@@ -161,9 +160,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Request request_;
   Fingerprint call_;
   bool large_;
-  bool beginning_ = false;  // under the token: begin() is running
+  bool beginning_ = false;  // begin() is running; guarded by the token
   std::int64_t deadline_;
-  std::int64_t ask_at_;  // when to compare calls with a neighbour, if it has not come to its end by then
+  std::int64_t ask_at_;  // time of the comparison of calls with a neighbour
   Task task_;
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;
@@ -172,7 +171,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Error error_;
   static constexpr int kClaimed = 1, kEnding = 2;
   std::atomic<int> ending_{0};
-  Error cause_;  // once it is ending
+  Error cause_;  // set before ending_ becomes kEnding
   friend class Group;
 };
 

@@ -21,23 +21,23 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kRingCapacity = 128 * 1024;  // the same for all: both sides of a ring must know it
+constexpr std::size_t kRingCapacity = 128 * 1024;  // a constant, because both sides of a ring must know it
 
 Loss process_ended(int rank) { return {rank, "its process has ended", ErrorCode::kPeerLost, true}; }
 
-// A local peer's process is looked at after so many looks without a beat, and lost when it was found stopped
-// at each of so many more: after 1.25 s in most jobs.
+// After kQuiet checks without a beat, a local peer's process is examined.  It is lost when kStopped more
+// checks have found it stopped: after 1.25 s in most jobs.
 constexpr int kQuiet = 2, kStopped = 3;
-// How long a peer that stands still is waited for if this process was stopped too: the whole job may have
-// been suspended, and whoever continues it may take a while from one process to the next.
+// Maximum wait for a stopped peer if this process was stopped too: the whole job may have been suspended, and
+// its processes may be resumed one after another.
 constexpr std::int64_t kExcused = 60 * kSecond;
 
-// The same for a thread that may have been stopped, or have had no processor.
+// The same for a thread that may have been stopped, or had no CPU.
 std::int64_t excused(std::int64_t late) {
   return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kExcused);
 }
 
-// The subject of an epoll event, beside the rank of a local peer.
+// The subject of an epoll event, besides the rank of a local peer.
 constexpr std::uint64_t kWakeup = 1ULL << 32, kPidfd = 1ULL << 33, kSockets = 1ULL << 34;
 
 }  // namespace
@@ -81,7 +81,7 @@ Peers::Peer& Peers::new_peer(int rank) {
   return at(rank);
 }
 
-// The socket belongs to the peer from the moment that this returns, and not if it throws.
+// Takes the socket, unless it throws.
 void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::size_t capacity,
                       std::uint64_t out, std::uint64_t in, int pid) {
   Peer& peer = new_peer(rank);
@@ -96,7 +96,7 @@ void Peers::add_local(Arena& arena, int rank, int socket, int memory_fd, std::si
     throw BadMemory("the ring of rank " + std::to_string(rank) + " lies outside its shared memory");
   auto link = std::make_unique<RingLink>(rank, sink_, arena.mapping().at<Ring>(out), memory->at<Ring>(in),
                                          kRingCapacity, &memory->at<ArenaHeader>(0)->doorbell);
-  // A forked child of the peer may hold its socket open; the process itself is what counts.
+  // A forked child of the peer may keep the socket open, so the process itself is watched.
   int pidfd = pid > 0 && pid != getpid() ? open_pidfd(pid) : -1;
   const bool ended = pidfd < 0 && pid > 0 && pid != getpid() && errno == ESRCH;
   try {
@@ -123,7 +123,7 @@ void Peers::add_remote(int rank, int socket) {
   remote_ = true;
 }
 
-// Of the time before, nobody knows whether this process was stopped.
+// It is not known whether this process was stopped before.
 void Peers::start(std::int64_t now) {
   heartbeat_.start(now);
   beats_.start(now);
@@ -168,7 +168,7 @@ Peers::News Peers::wait_for_news(int milliseconds) {
   epoll_event events[64];
   int count = epoll_wait(epoll_, events, 64, milliseconds);
   News news;
-  news.held = count < 0 && errno == EINTR;  // this thread takes no signals
+  news.held = count < 0 && errno == EINTR;  // this thread handles no signals
   for (int i = 0; i < count; ++i) {
     const std::uint64_t what = events[i].data.u64;
     news.readable |= what == kSockets;
@@ -221,12 +221,12 @@ std::vector<Loss> Peers::heartbeats(std::int64_t now) {
 
 std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late) {
   std::vector<Loss> losses;
-  beats_.due(now);  // there are no beats to send, but it learns when this thread did not run
+  beats_.due(now);  // no beats are sent, but this records when the thread did not run
   const std::int64_t excuse = held ? kExcused : excused(late);
   for (int rank : ring_peers_) {
     Peer& peer = at(rank);
     if (state(rank) != kAlive) continue;
-    if (given_up(rank)) {  // by who has watched it all the time, whatever this thread has missed
+    if (given_up(rank)) {  // by a process that has watched it continuously
       losses.push_back({rank, kStoppedText});
       continue;
     }
@@ -258,9 +258,9 @@ std::string Peers::absence() const {
 
 bool Peers::mark_lost(Loss& loss) {
   Peer& peer = at(loss.peer);
-  if (loss.dead) peer.dead.store(true);  // before anybody looks who is to be told
+  if (loss.dead) peer.dead.store(true);  // before any thread selects the peers to notify
   loss.dead = peer.dead.load();
-  // What it had sent before still counts, its goodbye too.
+  // Frames that it sent before still count, including its goodbye.
   if (peer.ring != nullptr && !peer.ring->broken()) peer.ring->receive_all();
   int alive = kAlive;
   if (!peer.state.compare_exchange_strong(alive, kLost)) return false;
@@ -321,7 +321,7 @@ std::vector<int> Peers::fence(const std::vector<int>& ranks, std::int64_t until)
       send_signal(living.back().second, SIGKILL);
     }
   }
-  // Once the kernel has marked its life, none of its threads runs; freeing its memory may take a second.
+  // When the kernel has marked its life, none of its threads runs; freeing its memory may take a second.
   auto ended = [&](const std::pair<int, int>& it) {
     return life(at(it.first)).marked() || has_ended(it.second);
   };
@@ -381,7 +381,7 @@ void Peers::say_goodbye(Departure why, std::int64_t deadline) {
       if (peer.link) peer.link->flush();
     if (!flushed()) usleep(500);
   }
-  for (Peer& peer : peers_)  // a lost one may never take the bytes
+  for (Peer& peer : peers_)  // a lost peer may never accept the bytes
     if (peer.tcp != nullptr && peer.state.load() != kLost) peer.tcp->drain(deadline, heartbeat_.limit());
 }
 
@@ -398,7 +398,7 @@ void Peers::close() {
   close_all({&epoll_});
 }
 
-// Locks may be held by threads that exist only in the parent.
+// Takes no locks: they may be held by threads that exist only in the parent.
 void Peers::disown() {
   for (Peer& peer : peers_) {
     if (peer.tcp != nullptr) peer.tcp->disown();

@@ -1,4 +1,4 @@
-// The other ranks of the job: the connections to them, and which of them are alive.
+// The other ranks of the job: the connections to them, and their states.
 #pragma once
 
 #include <atomic>
@@ -17,10 +17,10 @@
 
 namespace shoal {
 
-// Why a peer is lost that stands still.
+// The reason of the loss of a stopped peer.
 inline constexpr const char* kStoppedText = "its process is stopped";
 
-// A peer that died, or to which nothing leads any more.
+// A peer that died, or that can no longer be reached.
 struct Loss {
   int peer;  // global rank
   std::string why;
@@ -30,10 +30,10 @@ struct Loss {
 
 class Peers {
  public:
-  enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: departed with its program
+  enum State : int { kAlive, kDeparted, kEnded, kLost };  // kEnded: left because its program ended
 
-  // heartbeat: nanoseconds without a word from a remote peer until it is lost; look: nanoseconds between two
-  // calls of stopped(), at most.
+  // heartbeat: silence (ns) after which a remote peer is lost; look: maximum time (ns) between calls of
+  // stopped().
   Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::int64_t look);
   ~Peers();
 
@@ -45,69 +45,68 @@ class Peers {
   void start(std::int64_t now);
 
   Link* link(int rank) const { return at(rank).link.get(); }
-  const Mapping& memory(int rank) const { return *at(rank).memory; }  // of a local one
+  const Mapping& memory(int rank) const { return *at(rank).memory; }  // local peers only
   State state(int rank) const { return static_cast<State>(at(rank).state.load()); }
   bool dead(int rank) const { return at(rank).dead.load(); }
-  bool remote() const { return remote_; }              // some are on other hosts
-  bool local() const { return !ring_peers_.empty(); }  // some are on this one
+  bool remote() const { return remote_; }              // whether there are peers on other hosts
+  bool local() const { return !ring_peers_.empty(); }  // whether there are peers on this host
   bool remote(int rank) const { return at(rank).tcp != nullptr; }
-  // Room for the payload of a control frame on its way in.
+  // Buffer for the payload of an arriving control frame.
   std::vector<std::byte>& text(int rank) { return at(rank).text; }
 
-  // Reads and writes what is there, and what there is room for; true if anything moved.
+  // Reads and writes as much as possible; true if anything moved.
   bool poll_rings();
-  // Reads all that local peers have written by now, also what another thread is reading.
+  // Reads everything that local peers have written so far, also what another thread is reading.
   void read_rings();
   bool poll_sockets();
 
-  // For the thread that watches: waits until something is told of a peer, or so many milliseconds.
+  // For the watch thread: waits for an event of a peer, at most `milliseconds`.
   struct News {
-    bool readable = false;  // sockets, if they are listened to
+    bool readable = false;  // the sockets are readable, if they are listened to
     bool woken = false;     // by wake()
     bool held = false;      // this process was stopped meanwhile
     std::vector<Loss> losses;
-    std::vector<int> ended;  // local peers whose processes have ended, and whose memory is unmapped
+    std::vector<int> ended;  // local peers with ended processes and unmapped memory
   };
   News wait_for_news(int milliseconds);
   void wake();
   void listen(bool sockets);
-  std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, nanoseconds
-  // Sends what is due, and tells whom nothing was heard of for too long.
+  std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, in nanoseconds
+  // Sends due heartbeats; returns the remote peers that were silent for too long.
   std::vector<Loss> heartbeats(std::int64_t now);
-  // The local peers whose processes a signal has stopped for long, and those that others have given up. held:
-  // this one was stopped since the last call; late: how late this call is, in nanoseconds.
+  // The local peers whose processes a signal has stopped for long, and those that others have evicted.  held:
+  // this process was stopped since the last call; late: delay of this call, in nanoseconds.
   std::vector<Loss> stopped(std::int64_t now, bool held, std::int64_t late);
-  // Marks a local peer as given up, for all on the host and for itself; whether one is marked.
+  // Marks a local peer as evicted, for all processes of the host and for itself; whether it is marked.
   void give_up(int rank) { life(at(rank)).given_up.store(1, std::memory_order_seq_cst); }
   bool given_up(int rank) const {
     return at(rank).memory && life(at(rank)).given_up.load(std::memory_order_seq_cst) != 0;
   }
-  // Says in words that this process did not run for a while just now: it was stopped, or starved.
+  // Text that this process recently did not run, because it was stopped or starved; empty if it ran.
   std::string absence() const;
 
   // Marks a peer as lost; false if it had left before.
   bool mark_lost(Loss& loss);
   bool mark_departed(int rank, Departure why);
   void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
-  // Whether connections to remote peers have ended, and another thread is about to tell so.
+  // Whether connections to remote peers have ended, and another thread is about to report it.
   bool breaking();
-  // The local peers of which nobody knew that their processes have died.  Costs a load a peer.
+  // The local peers whose death was not known.  Costs one load per peer.
   std::vector<Loss> died() const;
-  // Marks the local peers whose processes have died or ended, of which nobody knew.
+  // Marks the local peers whose processes have died or ended, if not known before; returns them.
   std::vector<Loss> ended();
-  // Ends those of the local peers `ranks` that this rank has lost, or a signal has stopped, and that may
-  // live: what they still write would hit memory that others use again.  Returns those that have not ended at
-  // `until`, or cannot be ended.
+  // Kills those of the local peers `ranks` that may still run and that this rank has lost or a signal has
+  // stopped: they could write to memory that others reuse.  Returns those that are still running at `until`.
   std::vector<int> fence(const std::vector<int>& ranks, std::int64_t until);
-  // All that are lost by now, to this rank or to one that said so.
+  // All ranks that this rank, or one that reported it, has lost.
   std::vector<int> all_lost() const;
 
-  void sever(int rank);                         // cuts the connection
-  void sever_remote();                          // those to other hosts
+  void sever(int rank);                         // cuts the connection to a peer
+  void sever_remote();                          // cuts the connections to other hosts
   void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
-  std::uint64_t lent() const;                   // bytes lent by all
+  std::uint64_t lent() const;                   // bytes lent by all peers
 
-  // Tells all that this rank leaves, and sees to it that they hear all that was sent.
+  // Notifies all peers that this rank leaves, after everything that was sent.
   void say_goodbye(Departure why, std::int64_t deadline);
   void close();
   void disown();  // in a forked child
@@ -118,14 +117,14 @@ class Peers {
     RingLink* ring = nullptr;
     SocketLink* tcp = nullptr;
     std::unique_ptr<Mapping> memory;
-    int socket = -1;                     // local: its end means the peer's
-    int pidfd = -1;                      // its end means that the peer's memory is unmapped
-    std::int64_t beat = 0, beat_at = 0;  // the last one that was seen, and when
-    std::int64_t excused_until = 0;      // if no beat comes before
-    std::int64_t stopped_since = 0;      // each look since then found it stopped; 0: the last one did not
+    int socket = -1;                     // local peers: closes when the peer ends
+    int pidfd = -1;                      // readable when the peer has ended and its memory is unmapped
+    std::int64_t beat = 0, beat_at = 0;  // the last beat seen, and the time
+    std::int64_t excused_until = 0;      // unless a beat comes before
+    std::int64_t stopped_since = 0;      // all checks since then found it stopped; 0: the last one did not
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
-    std::atomic<bool> dead{false};  // certainly
+    std::atomic<bool> dead{false};  // its process has certainly ended
     std::vector<std::byte> text;
   };
   static Life& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
@@ -139,13 +138,12 @@ class Peers {
   const int rank_;
   const std::int64_t look_;
   Heartbeat heartbeat_;  // of remote peers
-  Heartbeat beats_;      // of local ones
+  Heartbeat beats_;      // of local peers
   std::vector<Peer> peers_;
   std::vector<int> ring_peers_;
-  std::mutex descriptors_mutex_;  // those of the peers, and `wakeup_`, are not closed under it
+  std::mutex descriptors_mutex_;  // while held, the peers' descriptors and `wakeup_` are not closed
   int epoll_ = -1;
-  // The TCP sockets, watched through an epoll of their own: a thread that waits for an operation polls it,
-  // and one call hands it back to the thread that watches.
+  // A separate epoll for the TCP sockets, polled by threads in wait() or by the watch thread (see listen).
   int sockets_ = -1;
   int wakeup_ = -1;
   bool remote_ = false;

@@ -1,8 +1,8 @@
-// Operations are written as coroutines: straight code that stops where it must wait.
+// Coroutines for operations: sequential code that suspends where it must wait.
 //
-// A Task starts when it is awaited or resumed, runs until it awaits a Condition that does not hold, and is
-// resumed by whichever thread later finds that it does (Operation::step).  Destroying a suspended Task runs
-// the destructors of everything it holds, which is how a failed operation takes its messages back.
+// A Task starts when it is awaited or resumed, and runs until it awaits a Condition that is not ready.  A
+// thread that later finds it ready resumes it (Operation::step).  Destroying a suspended Task runs the
+// destructors of its objects, which cancels the messages of a failed operation.
 #pragma once
 
 #include <coroutine>
@@ -11,7 +11,7 @@
 
 namespace shoal {
 
-// Something an operation waits for.  Lives in the coroutine's frame.
+// The condition that an operation waits for.  It is in the coroutine's frame.
 class Condition {
  public:
   virtual bool ready() = 0;
@@ -63,7 +63,7 @@ class Task {
     if (handle_ && handle_.promise().error) std::rethrow_exception(handle_.promise().error);
   }
 
-  // co_await another task: run it to its end, then go on.
+  // co_await of another task: runs it to completion, then continues.
   bool await_ready() const noexcept { return false; }
   std::coroutine_handle<> await_suspend(std::coroutine_handle<> caller) noexcept {
     handle_.promise().continuation = caller;

@@ -60,8 +60,7 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
 }
 
 Team::~Team() {
-  // After an orderly end the others may still look for what this member published last: nothing is reused
-  // then.
+  // After an orderly end, the others may still look up this member's last data: nothing is reused then.
   if (!context_.forked() && !context_.closed()) entry_->group.store(kGone, std::memory_order_release);
 }
 

@@ -1,11 +1,11 @@
 // The members of a group on this host, and the memory they share for its collectives.
 //
-// Every member publishes what it does in a block of its own arena and reads the blocks of the others: each
-// word has one writer.  A block has, for each lane, a few counters that only grow, and two slots used in
-// turn.  A slot holds the call's fingerprint, what its owner exposes, and small data itself.
+// Every member publishes its state in a block of its own arena and reads the blocks of the others: each word
+// has one writer.  For each lane, a block has a few counters that only grow, and two slots that are used
+// alternately.  A slot contains the call's fingerprint, a description of the exposed data, and small data.
 //
-// A phase is one use of a slot: operation of a lane that stays on the host takes one phase, a hierarchical
-// one several. A member may overwrite the slot of phase s-2 once all others have published phase s-1.
+// A phase is one use of a slot.  An operation on one host takes one phase, a hierarchical one several.  A
+// member may overwrite the slot of phase s-2 when all others have published phase s-1.
 #pragma once
 
 #include <atomic>
@@ -40,15 +40,15 @@ struct Slot {
   Exposure exposure{};
   std::uint32_t parts = 0;
   std::uint64_t windows = 0;
-  // then PartEntry[size of the whole group], then kInline bytes
+  // followed by PartEntry[size of the whole group] and kInline bytes
 };
 
 struct alignas(64) Counters {
-  std::atomic<std::uint64_t> staged{0};   // windows of my data that have been in my staging buffer
-  std::atomic<std::uint64_t> reduced{0};  // windows whose slice I have reduced
-  // windows of the others that I no longer need; a phase ends by saying so of the next
+  std::atomic<std::uint64_t> staged{0};   // windows of this member's data that have been in its buffer
+  std::atomic<std::uint64_t> reduced{0};  // windows whose slice this member has reduced
+  // Windows of the others that this member no longer needs; at the end of a phase, set for the next phase.
   std::atomic<std::uint64_t> taken{1ULL << kPhaseShift};
-  std::atomic<std::uint64_t> staging{0};  // offset of my staging buffer, 0 while there is none
+  std::atomic<std::uint64_t> staging{0};  // offset of the staging buffer; 0: none
 };
 
 // One member's side of one lane.
@@ -66,13 +66,13 @@ struct Seat {
 
 struct TeamLane {
   std::vector<Seat> seats;  // in team order
-  std::uint64_t phase = 0;  // the last one begun
+  std::uint64_t phase = 0;  // the last phase begun
   std::unique_ptr<Block> staging;
 };
 
 class Team {
  public:
-  // members: group ranks on this host in ascending order; `self` is the place of this process among them.
+  // members: group ranks on this host, ascending; self: index of this process among them.
   Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
        int self, int lanes);
   ~Team();
@@ -81,17 +81,16 @@ class Team {
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
   TeamLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
-  // Finds the blocks of members that have made theirs by now; true when all are found, or one is where none
-  // can be (then `stray` says whose).
+  // Looks up the members' blocks.  True when all are found, or if one has an invalid address (see `stray`).
   bool resolve();
-  std::optional<int> stray() const;  // a rank of the group
+  std::optional<int> stray() const;  // group rank of the member with an invalid block
   std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
     return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);
   }
-  // The staging buffer of this member's lane, made at first use.
+  // The staging buffer of this member's lane, allocated at first use.
   std::byte* staging(TeamLane& lane);
   void ring_all(const TeamLane& lane) const;
-  // Stray writers and readers may still be about: this memory is reused when they are gone.
+  // Delays the reuse of this memory until members that may still access it have left.
   void quarantine();
 
  private:

@@ -1,5 +1,5 @@
-// Threads in wait() run what they wait for, the progress thread runs what no thread waits for, and the watch
-// thread reads the news of the peers.
+// Division of work: threads in wait() run the operations that they wait for, the progress thread runs the
+// others, and the watch thread handles events of the peers.
 
 #include <sched.h>
 
@@ -13,11 +13,11 @@
 namespace shoal {
 namespace {
 
-// How long after a submission the progress thread looks in.
+// Time after a submission during which the progress thread checks often.
 constexpr std::int64_t kActive = 20 * kMillisecond;
-// How long released memory keeps its pages: a training loop takes the same sizes again in its next step.
+// Time for which released memory keeps its pages: a training loop allocates the same sizes in its next step.
 constexpr std::int64_t kWarm = 2000 * kMillisecond;
-constexpr int kParked = 1;  // milliseconds after which the watch thread takes back sockets that nobody polls
+constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -84,7 +84,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
     rouse();
     if (!moved) sleeper.sleep(next - now);
     driving.resume();
-    idle = moved ? 0 : spins_;  // woken: what was rung for is there, or is not for us
+    idle = moved ? 0 : spins_;  // woken: the event is there, or it is for another thread
   }
 }
 
@@ -120,7 +120,7 @@ void Context::progress_loop() {
   }
 }
 
-// -- news of the peers ----------------------------------------------------------------------------
+// -- events of the peers --------------------------------------------------------------------------
 
 void Context::watch_loop() {
   const Holding holding(header_->life);
@@ -142,7 +142,7 @@ void Context::watch_loop() {
       patience = patience < 0 ? period : std::min(patience, period);
     }
     Peers::News news = peers_.wait_for_news(patience);
-    // If others gave this rank up, one of them has said so, and all have cut their connections.
+    // If others evicted this rank, one of them has reported it, and all have cut their connections.
     if (!news.losses.empty()) peers_.read_rings();
     for (Loss& loss : news.losses) lost(std::move(loss));
     for (int peer : news.ended) quarantine_.ended(peer);
@@ -154,24 +154,24 @@ void Context::watch_loop() {
   }
 }
 
-// Looks for local peers that have died, or that a signal has stopped; the time (ns) until the next look.
+// Checks for local peers that died or were stopped by a signal; returns the time (ns) until the next check.
 std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
   header_->life.beat.store(now, std::memory_order_relaxed);
   for (Loss& loss : peers_.died()) lost(std::move(loss));
   for (Loss& loss : peers_.stopped(now, held, late)) {
     if (options_.patient) break;
     const int peer = loss.peer;
-    peers_.give_up(peer);  // before anybody acts on it
+    peers_.give_up(peer);  // before any process acts on it
     reached(Fault::kGaveUp);
     lost(std::move(loss));
-    peers_.sever(peer);  // it hears of it when it goes on, whatever groups there are
+    peers_.sever(peer);  // notifies it when it continues, whichever groups exist
   }
-  // Those on other hosts need not wait until they have heard nothing for long enough.
+  // Peers on other hosts need not wait for the heartbeat limit.
   if (given_up() && !std::exchange(retired_, true)) peers_.sever_remote();
   return busy() ? look_out_ : look_out_idle_;
 }
 
-// Whether operations or agreements are pending.  If not, who waits for one later rouses the watch thread.
+// Whether operations or agreements are pending.  If not, a later waiter wakes the watch thread.
 bool Context::busy() {
   drowsy_.store(true, std::memory_order_seq_cst);
   for (auto& group : groups()) {
@@ -186,10 +186,10 @@ void Context::rouse() {
   if (drowsy_.load(std::memory_order_seq_cst) && drowsy_.exchange(false)) peers_.wake();
 }
 
-// While a thread in wait() polls the sockets, the watch thread would only take its core away at every
-// segment: told that there is something to read, it stops listening ("parks") until the last driver goes to
-// sleep, or nobody has driven for a moment.  A driver that only leaves wait() does not rearm: most often the
-// next operation follows at once.
+// While a thread in wait() polls the sockets, the watch thread would only take its core at every segment.  So
+// when the sockets become readable, it stops listening ("parks") until the last driver goes to sleep, or no
+// thread has driven for a moment.  A driver that leaves wait() does not rearm, because the next operation
+// usually follows immediately.
 void Context::park_or_rearm(bool readable, std::uint64_t& seen) {
   if (!readable) {
     const std::uint64_t drives = drives_.load(std::memory_order_relaxed);
@@ -203,15 +203,14 @@ void Context::park_or_rearm(bool readable, std::uint64_t& seen) {
   }
   peers_.listen(false);
   parked_.store(true);
-  if (drivers_.load() == 0) rearm();  // it went to sleep before it could see that we are parked
+  if (drivers_.load() == 0) rearm();  // the last driver slept before it could see parked_
 }
 
 void Context::rearm() {
   if (parked_.exchange(false)) peers_.listen(true);
 }
 
-// Runs what came over the sockets: the operations that nobody waits for here, the others in the threads that
-// wait for them.
+// Reads the sockets, and runs operations that no thread waits for; waiting threads run the others.
 bool Context::poll_sockets() {
   if (!peers_.remote() || !peers_.poll_sockets()) return false;
   bool waiting = false;
@@ -229,7 +228,7 @@ void Context::Driving::resume() {
   context.drives_.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Announces the sleep before it looks whether it is the last to drive: so the last one rearms, or wakes us.
+// Announces the sleep before checking whether this is the last driver: so the last one rearms or wakes it.
 void Context::Driving::pause() {
   if (!context.peers_.remote()) return;
   paused = true;

@@ -1,15 +1,15 @@
-// Element types: how each dtype is read, computed with, and written.
+// Element types: loading, arithmetic and storing of each dtype.
 //
-// Compiled once per level.  Everything here has internal linkage and calls nothing from the standard library
-// that could be emitted out of line: the linker would merge such a function over the levels and could keep
-// the AVX-512 version for a CPU that lacks it.
+// Compiled once per level.  Everything here has internal linkage and calls no function of the standard
+// library that could be emitted out of line: the linker would merge such functions of several levels and
+// might keep the AVX-512 version for a CPU without AVX-512.
 //
 // An element type E has
-//   Storage, Scalar   the type in memory and the type of arithmetic (and of the accumulator)
-//   kLanes, One       elements per step, and the element type for what is left over (kLanes == 1)
-//   load, store       memory <-> value; a value is a Scalar, or a vector of kLanes of them
+//   Storage, Scalar   the type in memory, and the type of arithmetic and of the accumulator
+//   kLanes, One       elements per step, and the element type for the remainder (kLanes == 1)
+//   load, store       memory <-> value; a value is a Scalar, or a vector of kLanes Scalars
 //   peek, poke        accumulator memory <-> value
-// Types with one lane rely on the compiler to vectorise the loop around them.
+// For types with one lane, the compiler vectorises the loop.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,7 @@ struct Plain {
   static void poke(T* p, T value) { *p = value; }
 };
 
-// An integer whose accumulator is wider: AVG.
+// An integer with a wider accumulator, for AVG.
 template <class T, class Wide>
 struct Widened : Plain<Wide> {
   using Storage = T;
@@ -48,8 +48,8 @@ struct Bool : Plain<uint8_t> {
   static uint8_t load(const uint8_t* p) { return *p != 0; }
 };
 
-// A product that is rounded before it is used.  GCC 12 and later make one fused instruction of the
-// alternating sums of products below, -ffp-contract=off or not.
+// A product that is rounded before it is used.  Even with -ffp-contract=off, GCC 12 and later would otherwise
+// fuse the alternating sums of products below.
 template <class T>
 T rounded_product(T a, T b) {
 #if __has_builtin(__builtin_assoc_barrier)
@@ -68,7 +68,7 @@ struct Pair {
   }
 };
 
-// Complex numbers where the parts cannot be treated as so many reals: PRODUCT.
+// Complex numbers for PRODUCT, which cannot treat the parts as separate reals.
 template <class T>
 using Complex = Plain<Pair<T>>;
 
@@ -76,14 +76,14 @@ struct BFloat16 : Plain<float> {
   using Storage = uint16_t;
   using One = BFloat16;
   static float load(const uint16_t* p) { return __builtin_bit_cast(float, static_cast<uint32_t>(*p) << 16); }
-  // Rounds to nearest even.  NaN is canonical by now: the addition cannot carry into its sign.
+  // Rounds to nearest even.  NaN is already canonical, so the addition cannot carry into the sign.
   static void store(uint16_t* p, float value) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
     *p = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
 
-// binary16 in integer and float32 arithmetic, free of branches so that the loop vectorises.
+// binary16 in integer and float32 arithmetic, without branches so that the loop is vectorised.
 // Method: the FP16 library by M. Dukhan (fp16_ieee_from_fp32_value and its inverse).
 struct SoftHalf : Plain<float> {
   using Storage = uint16_t;
@@ -125,7 +125,7 @@ struct HalfOne : Plain<float> {
   }
 };
 
-// The compiler has no vector type for binary16 that would let it vectorise the conversion by itself.
+// Compilers have no vector type for binary16 with which they could vectorise the conversion.
 struct Half {
   using Storage = uint16_t;
   using Scalar = float;
@@ -133,7 +133,7 @@ struct Half {
 #if defined(__AVX512F__)
   static constexpr size_t kLanes = 16;
   using Vector = float __attribute__((vector_size(64)));
-  // The masked forms, because GCC 12 warns of an uninitialised value inside the plain ones.
+  // The masked intrinsics, because GCC 12 warns about an uninitialised value in the plain ones.
   static Vector load(const uint16_t* p) {
     return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i_u*)p));
   }

@@ -1,8 +1,8 @@
 // A level: the kernels compiled for one instruction set.
 //
-// The same source (table.h) is compiled once per level with other flags; reduce.cc picks the best level
-// that the CPU runs.  Most kernels work on one block that fits in L1 and know nothing of blocks, streaming or
-// destinations: that is the driver's part (reduce.cc), which exists once.
+// The same source (table.h) is compiled once per level with different flags; reduce.cc selects the best level
+// that the CPU supports.  Most kernels process one block that fits in L1; the driver (reduce.cc), which
+// exists once, handles blocks, streaming and destinations.
 #pragma once
 
 #include <cstddef>
@@ -16,29 +16,29 @@ inline constexpr size_t kMaxFused = 4;
 using FusedKernel = void (*)(void* const* outs, const void* const* srcs, size_t n,
                              const Reduction& reduction);
 
-// The loops for one dtype and op.  `out`, `acc` and the sources may be identical, element for element.
+// The loops for one dtype and op.  `out`, `acc` and the sources may be identical arrays.
 struct Kernels {
-  // outs[k] = finish(srcs[0] op ... op srcs[N-1]) for N = index + 1 sources and one out, or as many outs as
-  // sources; null where it has no loop of its own.  The only kernels that also take more than a block.
+  // outs[k] = finish(srcs[0] op ... op srcs[N-1]) for N = index + 1 sources, and one out or N outs; null if
+  // there is no such loop.  Only these kernels accept more than a block.
   FusedKernel to_one[kMaxFused];
   FusedKernel to_all[kMaxFused];
-  // acc = src, converted.
+  // acc = src, converted to the accumulator's type.
   void (*load)(void* acc, const void* src, size_t n);
-  // acc = acc op src, likewise.
+  // acc = acc op src, with the same conversion.
   void (*fold)(void* acc, const void* src, size_t n);
   // acc = a op b, all three accumulators.
   void (*combine)(void* acc, const void* a, const void* b, size_t n);
   // out = acc, divided and rounded.
   void (*finish)(void* out, const void* acc, size_t n, const Reduction& reduction);
-  size_t element_size;      // bytes of what a kernel counts: an element, or one part of a complex element
-  size_t accumulator_size;  // likewise
-  size_t parts;             // how many of them an element has
+  size_t element_size;      // bytes of the kernel's unit: an element, or one part of a complex element
+  size_t accumulator_size;  // bytes of this unit in the accumulator
+  size_t parts;             // units per element
 };
 
 struct Level {
   // The kernels of a legal combination.
   Kernels (*find)(DType dtype, RedOp op);
-  // memcpy with stores that bypass the cache; not ordered before later stores until a store fence.
+  // memcpy with stores that bypass the cache; they are not ordered before later stores until a store fence.
   void (*stream)(void* dst, const void* src, size_t bytes);
 };
 

@@ -1,3 +1,3 @@
-// Runs on every CPU of the architecture.
+// Supported by every CPU of the architecture.
 #define SHOAL_LEVEL kBaseline
 #include "kernels/table.h"

@@ -5,7 +5,7 @@
 #include "kernels/level.h"
 #include "kernels/ops.h"
 
-// Sources and destinations may be identical, which a run-time check for aliasing would take for overlap.
+// Sources and destinations may be identical; a run-time check for aliasing would treat that as overlap.
 #if defined(__clang__)
 #define SHOAL_ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -24,7 +24,7 @@ Pair<T> canonical(Pair<T> value) {
   return {canonical(value.re), canonical(value.im)};
 }
 
-// The reduction's parameters in the type of arithmetic.
+// The reduction's parameters, in the type of arithmetic.
 template <class E, class Op>
 struct Steps {
   using Scalar = typename E::Scalar;
@@ -41,7 +41,7 @@ struct Steps {
     L::store(p, value);
   }
 
-  // Sources 0 to K in index order.
+  // Combines sources 0 to K in index order.
   template <class L, size_t K>
   auto chain(const Storage* const* srcs, size_t i) const {
     if constexpr (K == 0) {
@@ -54,7 +54,7 @@ struct Steps {
   Scalar scale{};
 };
 
-// Calls step.operator()<L>(i) for every i, L being E for whole vectors and E::One for the rest.
+// Calls step.operator()<L>(i) for every i; L is E for whole vectors and E::One for the remainder.
 template <class E, class Step>
 inline void sweep(size_t n, Step step) {
   size_t i = 0;
@@ -71,7 +71,7 @@ void fused(void* const* outs, const void* const* srcs, size_t n, const Reduction
   struct {
     const Storage* in[N];
     Storage* out[D];
-  } at;  // in a struct, so that the closure holds the addresses themselves
+  } at;  // a struct, so that the closure contains the addresses themselves
   for (size_t k = 0; k < N; ++k) at.in[k] = static_cast<const Storage*>(srcs[k]);
   for (size_t k = 0; k < D; ++k) at.out[k] = static_cast<Storage*>(outs[k]);
   const Steps<E, Op> steps(reduction);

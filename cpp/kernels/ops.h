@@ -1,6 +1,6 @@
-// The reductions: a value and a value to a value, written so that scalars and vectors both fit.
+// The reductions, as binary functions that accept both scalars and vectors.
 //
-// Compiled once per level, like elements.h, and under the same rule.
+// Compiled once per level, under the same rule as elements.h.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 namespace shoal::kernels {
 namespace {
 
-// How an op treats values after `apply`: divided or not.
+// Whether the result is divided after `apply`.
 struct Plan {
   static constexpr bool kDivide = false;
 };
@@ -31,13 +31,13 @@ struct Product : Plan {
   template <class V>
   static V apply(V a, V b) {
     if constexpr (std::is_integral_v<V>) {
-      return static_cast<V>(1u * a * b);  // uint16_t would be promoted to a signed int, and overflow it
+      return static_cast<V>(1u * a * b);  // otherwise uint16_t is promoted to int, which could overflow
     } else {
       return a * b;
     }
   }
 };
-// A NaN on the left stays because no comparison with it holds; one on the right is taken.
+// A NaN in `a` remains because no comparison with it is true; a NaN in `b` is taken.
 struct Min : Plan {
   template <class V>
   static V apply(V a, V b) {

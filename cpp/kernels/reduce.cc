@@ -1,7 +1,7 @@
-// The driver: cuts a range into blocks that stay in L1 and runs a level's kernels on each.
+// The driver: splits a range into blocks that fit in L1 and runs a level's kernels on each block.
 //
-// A block's result is computed once and then copied from L1 to the other destinations, so the number of
-// destinations needs no kernels of its own and each source is read from memory once.
+// A block's result is computed once and then copied from L1 to the other destinations.  So each source is
+// read from memory once, and no kernels for several destinations are needed.
 #include "kernels/reduce.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace shoal::kernels {
 namespace {
 
-constexpr size_t kBlock = 4096;  // bytes of the widest type of a block: scratch and all streams fit in L1
+constexpr size_t kBlock = 4096;  // bytes of a block in its widest type; scratch and all streams fit in L1
 constexpr size_t kLine = 64;
 
 const Level* const kLevels[] = {
@@ -61,13 +61,13 @@ const char* shift(const void* p, size_t bytes) { return static_cast<const char*>
 
 void fence() {
 #if defined(__x86_64__)
-  _mm_sfence();  // streamed stores must be seen before whatever announces them
+  _mm_sfence();  // streamed stores must be visible before the stores that announce them
 #endif
 }
 
-// The default floating-point environment, for as long as it lives: to nearest even, subnormals kept.  A
-// thread of the user's may have torch.set_flush_denormal(True), our own threads have not, and which of them
-// runs an operation must not show in its result.
+// Sets the default floating-point environment during its lifetime: round to nearest even, keep subnormals.  A
+// user thread may have called torch.set_flush_denormal(True), shoal's threads have not, and the result must
+// not depend on which of them runs an operation.
 class DefaultArithmetic {
  public:
   DefaultArithmetic() {
@@ -85,14 +85,14 @@ class DefaultArithmetic {
 
  private:
 #if defined(__x86_64__)
-  static constexpr unsigned kControl = 0xffc0;  // all but the sticky exception flags
+  static constexpr unsigned kControl = 0xffc0;  // everything except the sticky exception flags
   static constexpr unsigned kDefault = 0x1f80;
   const unsigned saved_ = _mm_getcsr();
 #endif
 };
 
-// Where the results of blocks go: the first destination is computed into, the others copied to; or all are
-// streamed to, from scratch memory.
+// Destinations of the results of blocks.  Results are computed in the first destination and copied to the
+// others, or computed in scratch memory and streamed to all.
 class Sink {
  public:
   Sink(void* const* dsts, size_t ndst, bool stream) : dsts_(dsts), ndst_(ndst), stream_(stream) {}
@@ -102,7 +102,7 @@ class Sink {
     if (stream_) fence();
   }
 
-  // Bytes until streamed lines are whole: the length of a first block that aligns the others.
+  // Number of bytes before the first cache-line boundary: the length of a first block that aligns the others.
   size_t head() const { return stream_ ? -reinterpret_cast<uintptr_t>(dsts_[0]) % kLine : 0; }
 
   void* target(size_t offset) { return stream_ ? scratch_ : shift(dsts_[0], offset); }
@@ -122,14 +122,13 @@ class Sink {
   alignas(kLine) char scratch_[kBlock];
 };
 
-// A destination that is also a source is in the cache by the time it is written: streaming into it would
-// cost traffic, not save it.
+// A destination that is also a source is in the cache when it is written: streaming would increase traffic.
 bool in_place(void* const* dsts, size_t ndst, const void* const* srcs, size_t nsrc) {
   return std::any_of(dsts, dsts + ndst,
                      [&](void* dst) { return std::find(srcs, srcs + nsrc, dst) != srcs + nsrc; });
 }
 
-// Calls body(at, n) for consecutive ranges of at most a block; the first ends where `head` bytes end.
+// Calls body(at, n) for consecutive ranges of at most one block; the first has `head` bytes, if not zero.
 template <class Body>
 void each_block(size_t count, size_t element_size, size_t widest, size_t head, Body body) {
   const size_t most = kBlock / widest;
@@ -141,7 +140,7 @@ void each_block(size_t count, size_t element_size, size_t widest, size_t head, B
   }
 }
 
-// Combines a block of accumulators and returns where the result lies: in `block`, or in the only source.
+// Combines a block of accumulators; returns the address of the result (`block`, or the only source).
 const void* combine_block(const Kernels& kernels, void* block, const void* const* accs, size_t nacc,
                           size_t offset, size_t n) {
   if (nacc == 1) return shift(accs[0], offset);
@@ -196,7 +195,7 @@ void reduce_partial(const Reduction& reduction, void* acc, const void* const* sr
   const DefaultArithmetic arithmetic;
   alignas(kLine) char block[kBlock];
   each_block(count * kernels.parts, size, std::max(size, wide), 0, [&](size_t at, size_t n) {
-    // `acc` may be any of the sources: it is written when all have been read.
+    // `acc` may be one of the sources, so it is written after all have been read.
     void* const to = nsrc == 1 ? static_cast<void*>(shift(acc, at * wide)) : block;
     kernels.load(to, shift(srcs[0], at * size), n);
     for (size_t k = 1; k < nsrc; ++k) kernels.fold(to, shift(srcs[k], at * size), n);

@@ -30,7 +30,7 @@ void stream(void* dst, const void* src, size_t bytes) {
   auto* to = static_cast<char*>(dst);
   auto* from = static_cast<const char*>(src);
 #if defined(__x86_64__)
-  constexpr size_t kLine = 64;  // only whole lines go out without being read first
+  constexpr size_t kLine = 64;  // only whole lines are written without being read first
   size_t head = -reinterpret_cast<uintptr_t>(to) % kLine;
   if (head > bytes) head = bytes;
   memcpy(to, from, head);

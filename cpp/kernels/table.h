@@ -1,7 +1,7 @@
-// The table that finds the loops for a dtype and op: the whole of a level.
+// The table of the loops of a level, by dtype and op.
 //
-// The including file is one level: it defines SHOAL_LEVEL as the name of its table (see level.h) and is
-// compiled with that level's flags.  All else has internal linkage (elements.h says why).
+// The including file defines SHOAL_LEVEL as the name of its table (see level.h) and is compiled with that
+// level's flags.  Everything else has internal linkage (see elements.h for the reason).
 #pragma once
 
 #include "kernels/loops.h"
@@ -10,8 +10,7 @@
 namespace shoal::kernels {
 namespace {
 
-// `kHot`: worth loops of its own for 3 and 4 sources and for several outs; elsewhere they cost more code
-// than they save time.
+// `kHot`: has loops for 3 and 4 sources and for several outs, which are not worth their code elsewhere.
 template <class E, class Op, bool kHot = false>
 Kernels kernels(size_t parts = 1) {
   Kernels found = {
@@ -39,7 +38,7 @@ template <class E, bool kHot>
 Kernels find_float(RedOp op, size_t parts = 1) {
   switch (op) {
     case RedOp::kSum:
-    case RedOp::kPremulSum:  // of products, which the ranks made before
+    case RedOp::kPremulSum:  // the ranks have already multiplied
       return kernels<E, Sum, kHot>(parts);
     case RedOp::kAvg:
       return kernels<E, Average, kHot>(parts);
@@ -54,13 +53,13 @@ Kernels find_float(RedOp op, size_t parts = 1) {
   }
 }
 
-// Complex numbers are pairs of reals for all but PRODUCT.
+// Except for PRODUCT, complex numbers are pairs of reals.
 template <class T>
 Kernels find_complex(RedOp op) {
   return op == RedOp::kProduct ? kernels<Complex<T>, Product>() : find_float<Plain<T>, true>(op, 2);
 }
 
-// Where the sign does not matter the unsigned type serves both, and wraps by definition.
+// Where the sign does not matter, the unsigned type is used for both; it wraps by definition.
 template <class T>
 Kernels find_integer(RedOp op) {
   using U = std::make_unsigned_t<T>;

@@ -1,7 +1,7 @@
-// Dtypes and reductions, and which reduction has a meaning for which dtype.
+// Dtypes, reductions, and the legal combinations of them.
 //
-// The codes are those of src/shoal/spec.py (DTYPE_CODES, LEGAL_REDUCTIONS): they travel from Python into
-// the core and in the fingerprints on the wire.  tests/core/test_kernels.py compares the two tables.
+// The codes are those of src/shoal/spec.py (DTYPE_CODES, LEGAL_REDUCTIONS): Python passes them to the core,
+// and fingerprints contain them.  tests/core/test_kernels.py compares the two tables.
 #pragma once
 
 #include <cstddef>
@@ -46,14 +46,13 @@ enum class RedOp : uint8_t {
 };
 inline constexpr int kRedOpCount = 9;
 
-// Bytes of one element; 0 for a code that is no dtype.
+// Bytes of one element; 0 for a code that is not a dtype.
 size_t itemsize(DType dtype);
 
-// Whether `op` has a meaning for `dtype`; false for codes that do not exist (a header from the wire may
-// hold anything).
+// Whether `op` is defined for `dtype`; false for unknown codes, which a received header may contain.
 bool legal(DType dtype, RedOp op);
 
-// For error messages: "float32", "SUM"; "dtype?" and "op?" for codes that do not exist.
+// Names for error messages, such as "float32" and "SUM"; "dtype?" and "op?" for unknown codes.
 const char* name(DType dtype);
 const char* name(RedOp op);
 

@@ -17,9 +17,9 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPunch = 64 << 20;  // bytes given back to the system at a time
+constexpr std::size_t kPunch = 64 << 20;  // maximum number of bytes returned to the system at a time
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW, kSeals = kSizeSeals | F_SEAL_SEAL;
-// Consecutive blocks whose distance is a power of two collide in the caches; one page more avoids it.
+// Consecutive blocks at a power-of-two distance conflict in the caches; one more page avoids that.
 constexpr std::size_t kColourFrom = 16 * kPage;
 
 std::size_t rounded(std::size_t bytes) {
@@ -100,7 +100,7 @@ std::uint64_t Arena::allocate(std::size_t bytes, bool commit) {
   throw OutOfMemory(why + " (" + std::to_string(bytes) + " bytes)");
 }
 
-// Marks a range as taken; pages of it may be missing, unless it is `whole`.
+// Marks a range as taken; unless it is `whole`, some of its pages may be missing.
 std::uint64_t Arena::take(std::size_t bytes, bool commit, bool& whole) {
   const std::size_t size = rounded(bytes);
   std::lock_guard lock(mutex_);
@@ -125,7 +125,7 @@ std::uint64_t Arena::take(std::size_t bytes, bool commit, bool& whole) {
 
 void Arena::release(std::uint64_t offset) { put_back(offset, true); }
 
-// The pages of a committed range are all there, unless they could not be `populated`.
+// All pages of a committed range are present, unless populating it failed.
 void Arena::put_back(std::uint64_t offset, bool populated) {
   if (fd_ < 0) return;  // in a forked child, where the lock may never be released
   std::lock_guard lock(mutex_);
@@ -156,7 +156,7 @@ void Arena::let_go(std::uint64_t offset) {
   if (--found->second.holds == 0 && found->second.released) return_range(found, true);
 }
 
-// Under the lock.
+// Requires the lock.
 void Arena::return_range(std::map<std::uint64_t, Taken>::iterator range, bool populated) {
   const auto [offset, taken] = *range;
   taken_.erase(range);
@@ -165,7 +165,7 @@ void Arena::return_range(std::map<std::uint64_t, Taken>::iterator range, bool po
   warm_[offset] = {taken.bytes, now_ns(), taken.committed && populated};
 }
 
-// Under the lock: a range is free again.
+// Requires the lock: adds a range to the free ranges.
 void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
   auto it = free_.emplace(offset, bytes).first;
   if (auto next = std::next(it); next != free_.end() && it->first + it->second == next->first) {
@@ -181,7 +181,7 @@ void Arena::give_back(std::uint64_t offset, std::size_t bytes) {
   }
 }
 
-// Under the lock: the range is no longer one whose pages are free.  Whether it has all of them.
+// Requires the lock: removes the range from warm_; returns whether all its pages are present.
 bool Arena::cool(std::uint64_t offset, std::size_t bytes) {
   const std::uint64_t end = offset + bytes;
   std::size_t there = 0;
@@ -198,7 +198,7 @@ bool Arena::cool(std::uint64_t offset, std::size_t bytes) {
   return there == bytes;
 }
 
-// Nobody can take the range while its pages go.
+// The range is not in the free list while its pages are released, so nobody can take it.
 bool Arena::trim(std::int64_t until) {
   std::uint64_t offset = 0;
   std::size_t bytes = 0;
@@ -216,7 +216,7 @@ bool Arena::trim(std::int64_t until) {
     if (first < offset) free_[first] = offset - first;
     if (last > offset + bytes) free_[offset + bytes] = last - offset - bytes;
   }
-  // The size stays, so that a peer which still looks there reads zeros.
+  // The size does not change, so a peer that still reads there gets zeros.
   fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
             static_cast<off_t>(bytes));
   std::lock_guard lock(mutex_);

@@ -1,11 +1,11 @@
-// A process's shared memory: one sparse memfd, reserved once and faulted in as it is used.
+// A process's shared memory: one sparse memfd, reserved once; pages are allocated on first use.
 //
-// Nothing of it has a name in a file system, so nothing is left behind however the process ends.  Peers map
-// the same memfd through a descriptor handed over an authenticated socket.  Every range handed out has been
-// committed with fallocate, so that exhausted memory is an error here and never a SIGBUS later.
+// It has no name in a file system, so nothing is left behind however the process ends.  Peers map the same
+// memfd through a descriptor received over an authenticated socket.  Every range is committed with fallocate,
+// so exhausted memory raises an error at allocation and never causes a SIGBUS later.
 //
-// A range that is released keeps its pages for a while: a training loop takes the same sizes again in its
-// next step.  What nobody has taken for some seconds goes back to the system (trim).
+// A released range keeps its pages for some seconds, because a training loop allocates the same sizes again
+// in its next step; trim() then returns them to the system.
 #pragma once
 
 #include <cstddef>
@@ -23,17 +23,17 @@ class OutOfMemory : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A peer's memfd is not what it was said to be.
+// A peer's memfd does not have the announced properties.
 class BadMemory : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// One mapping of a memfd, ours or a peer's.
+// One mapping of a memfd of this process or of a peer.
 class Mapping {
  public:
-  enum Forks { kLeftOut, kInherited };  // by forked children
-  // Throws BadMemory if the memfd has another size or could still be cut, which would end us with a SIGBUS.
+  enum Forks { kLeftOut, kInherited };  // whether forked children have the mapping
+  // Throws BadMemory if the memfd has another size or could be truncated, which would cause a SIGBUS here.
   Mapping(int fd, std::size_t length, Forks forks = kLeftOut);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -45,12 +45,12 @@ class Mapping {
   T* at(std::uint64_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
   }
-  // Whether such a range lies in the mapping.  Offsets that a peer can write are to be read once, asked about
+  // Whether the range is within the mapping.  An offset that a peer can write must be read once, checked
   // here, and only then used.
   bool holds(std::uint64_t offset, std::uint64_t bytes) const {
     return offset <= length_ && bytes <= length_ - offset;
   }
-  // Forget the mapping without unmapping: in a forked child it is not there.
+  // Forgets the mapping without unmapping it: a forked child does not have it.
   void disown() { base_ = nullptr; }
 
  private:
@@ -60,25 +60,23 @@ class Mapping {
 
 class Arena {
  public:
-  // capacity: bytes of address space to reserve; limit: bytes that may be in use at a time.
+  // capacity: address space to reserve, in bytes; limit: maximum number of bytes in use.
   Arena(std::size_t capacity, std::size_t limit);
   ~Arena();
 
   int fd() const { return fd_; }
   std::size_t capacity() const { return mapping_->length(); }
   std::size_t in_use() const;
-  std::size_t warm() const;  // bytes of free ranges that have not gone back to the system
+  std::size_t warm() const;  // bytes of free ranges that still have pages
   const Mapping& mapping() const { return *mapping_; }
 
-  // A zero-filled or recycled range of at least `bytes`, page aligned.  commit=false leaves it sparse
-  // (rings).
+  // Allocates a zero-filled or recycled, page-aligned range.  commit=false leaves it sparse (for rings).
   std::uint64_t allocate(std::size_t bytes, bool commit = true);
   void release(std::uint64_t offset);
-  // Gives pages back to the system that have been free since `until` (ns) or longer, some at a time; true if
-  // it found any.
+  // Returns some of the pages that have been free since `until` (ns) to the system; false if there are none.
   bool trim(std::int64_t until);
-  // Keeps the range around this address from being handed out again, though it is released, until let_go()
-  // was called as often as this.  Returns its offset; nothing if there is none.
+  // Holds the range that contains `address`: even if released, it is not reused until let_go() was called as
+  // often as hold().  Returns its offset, or nothing if there is no such range.
   std::optional<std::uint64_t> hold(const void* address);
   void let_go(std::uint64_t offset);
 
@@ -89,7 +87,7 @@ class Arena {
   std::uint64_t offset_of(const void* address) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - mapping_->base());
   }
-  // In a forked child: drop the descriptor; the memory is not mapped there.
+  // In a forked child: closes the descriptor; the memory is not mapped there.
   void disown();
 
  private:
@@ -97,12 +95,12 @@ class Arena {
     std::size_t bytes = 0;
     bool committed = false;
     int holds = 0;
-    bool released = false;  // while it is held
+    bool released = false;  // released while held
   };
   struct Warm {
     std::size_t bytes = 0;
     std::int64_t since = 0;
-    bool whole = false;  // no page is missing
+    bool whole = false;  // all pages are present
   };
   std::uint64_t take(std::size_t bytes, bool commit, bool& whole);
   void put_back(std::uint64_t offset, bool populated);
@@ -113,15 +111,15 @@ class Arena {
   int fd_ = -1;
   std::size_t limit_;
   std::unique_ptr<Mapping> mapping_;
-  // Never held during a system call: whoever releases memory may hold the lock of an interpreter.
+  // Never held during a system call, because a releasing thread may hold the lock of an interpreter.
   mutable std::mutex mutex_;
   std::map<std::uint64_t, std::size_t> free_;  // offset -> bytes, coalesced
   std::map<std::uint64_t, Taken> taken_;       // by offset
-  std::map<std::uint64_t, Warm> warm_;         // parts of free_ that still have pages
+  std::map<std::uint64_t, Warm> warm_;         // the parts of free_ that still have pages
   std::size_t in_use_ = 0;
 };
 
-// A range that returns to its arena when the last owner lets go; the arena outlives it.
+// A range that is released with its last owner.  The arena outlives it.
 class Block {
  public:
   Block(std::shared_ptr<Arena> arena, std::size_t bytes)

@@ -1,7 +1,7 @@
-// The one futex word by which a process is woken, and what else its peers may see of it at fixed places.
+// The futex word that wakes a process, and other data that peers read at fixed offsets of its arena.
 //
-// A publisher stores its data, then rings; ringing costs a system call only when somebody sleeps.  A sleeper
-// reads the word, registers, looks at the data again, and only then waits for the word to change.
+// A publisher stores its data, then rings; this costs a system call only if a thread sleeps.  A sleeper reads
+// the word, registers, checks the data again, and only then waits for the word to change.
 #pragma once
 
 #include <linux/futex.h>
@@ -18,7 +18,7 @@
 namespace shoal {
 
 enum class Wake : int {
-  Any,   // woken by everything: slots, links, completions
+  Any,   // woken by slots, links and completions
   Link,  // woken only by frames on a link
 };
 
@@ -45,7 +45,7 @@ struct alignas(64) Doorbell {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Registers a sleeper for as long as it lives; look at the data after making one.
+  // Registers a sleeper during its lifetime.  Check the data again after constructing it.
   class Sleeper {
    public:
     Sleeper(Doorbell& bell, Wake kind)
@@ -58,7 +58,7 @@ struct alignas(64) Doorbell {
     ~Sleeper() { count_.fetch_sub(1, std::memory_order_relaxed); }
     Sleeper(const Sleeper&) = delete;
     Sleeper& operator=(const Sleeper&) = delete;
-    // Sleeps until rung since construction, at most so many nanoseconds.
+    // Sleeps until the bell has rung since construction, at most for this time.
     void sleep(std::int64_t nanoseconds) {
       if (nanoseconds <= 0) return;
       timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000),
@@ -74,7 +74,7 @@ struct alignas(64) Doorbell {
   };
 };
 
-// Where a peer finds a group's block in this process's arena.
+// The location of a group's block in this process's arena, for peers.
 struct DirectoryEntry {
   std::atomic<std::uint64_t> group{0};
   std::atomic<std::uint64_t> offset{0};

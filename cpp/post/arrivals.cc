@@ -11,7 +11,7 @@
 namespace shoal {
 namespace {
 
-// Whether the sender has sent the message's first frame only.
+// Whether the sender has sent only the first frame of the message.
 bool partial(const FrameHeader& header) {
   return header.code == kWithheld || (header.code != kLent && header.payload < header.total);
 }
@@ -28,7 +28,7 @@ const LetterState& Arrivals::state() {
   return state_;
 }
 
-// The letter of which this is the header.
+// Begins a letter with this header.
 std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
   const LetterFields& fields = header.letter;
   auto whole = std::make_shared<Arriving>();
@@ -63,7 +63,7 @@ std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
   return whole;
 }
 
-// Finds memory for all of a message, if the budget has room for it and it is there at all.
+// Allocates memory for a message, or refuses the letter if there is none.  False: the budget has no room now.
 bool Arrivals::make_room(Piece& piece) {
   Arriving& whole = *piece.whole;
   const std::uint64_t bytes = piece.header.total;
@@ -94,7 +94,7 @@ Destination Arrivals::on_header(const FrameHeader& header) {
     current_ = begin(header);
   }
   piece->whole = current_;
-  if (header.code == kLent) {  // taken even if nobody wants it, so that it returns
+  if (header.code == kLent) {  // taken even if the letter is dropped, so that the block is returned
     const char* flaw = "lent memory, and shares none";
     if (peer_.borrowed)
       piece->memory = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
@@ -102,7 +102,7 @@ Destination Arrivals::on_header(const FrameHeader& header) {
     return {nullptr, piece};
   }
   if (current_->dropped) return {nullptr, piece};
-  // Parts are granted in the order in which they come.
+  // Parts are granted in order of arrival.
   const bool queue = header.total > kEager && !waiting_.empty();
   if (queue || !make_room(*piece)) {
     piece->early.reset(new (std::nothrow) std::byte[header.payload > 0 ? header.payload : 1]);
@@ -132,7 +132,7 @@ void Arrivals::on_frame(const FrameHeader& header, const Destination& destinatio
   if (!partial(header)) return finish(*piece);
   if (piece->memory) return ask(piece);
   waiting_.push_back(piece);
-  grant_waiting();  // the budget may have told of room while the frame was on its way
+  grant_waiting();  // the budget may have signalled room while the frame was arriving
 }
 
 void Arrivals::grant_waiting() {
@@ -151,12 +151,12 @@ void Arrivals::grant_waiting() {
   }
 }
 
-// A message has come as a whole.
+// A message is complete.
 void Arrivals::finish(Piece& piece) {
   Arriving& whole = *piece.whole;
   if (whole.dropped) return;
   const Verb verb = whole.letter->verb();
-  // What the budget counts takes no window any more, and a reply is bounded by its call.
+  // Bytes counted by the budget need no window, and a reply is bounded by its call.
   if (piece.header.total > kEager || verb == Verb::kReply || verb == Verb::kFailure)
     piece.charge = Charge();
   else
@@ -172,12 +172,12 @@ void Arrivals::complete(Arriving& whole) {
   Letter& letter = *whole.letter;
   if (const char* flaw = unfold(letter, whole.apart)) return peer_.link.refuse(flaw);
   whole.complete = true;
-  whole.apart.clear();  // `current_` may be this letter for long
+  whole.apart.clear();  // `current_` may refer to this letter for long
   letter.owner = peer_.shared_from_this();
   calls_.erase(letter.call);
   if (letter.verb() == Verb::kReply || letter.verb() == Verb::kFailure) {
     letter.taken();
-    const LetterPtr reply = std::move(whole.letter);  // nobody keeps it if the call has ended meanwhile
+    const LetterPtr reply = std::move(whole.letter);  // dropped if the call has ended meanwhile
     if (CallPtr call = peer_.pending(reply->call); call && call->claim())
       post_.ended(peer_, call, CallEnd::kNone, "", reply);
     return;
@@ -202,7 +202,7 @@ void Arrivals::advance_mailbox(std::uint32_t mailbox) {
   if (letters.empty()) ordered_.erase(found);
 }
 
-// The rest of a letter is not wanted; pieces that come all the same go nowhere.
+// Drops an incomplete letter; pieces that still arrive are discarded.
 void Arrivals::give_up(Arriving& whole) {
   if (whole.dropped || whole.complete) return;
   whole.dropped = true;

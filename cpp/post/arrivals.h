@@ -1,4 +1,4 @@
-// Puts together the letters that a peer sends, in the post's thread.
+// Assembles the letters of one peer, in the post's thread.
 #pragma once
 
 #include <cstdint>
@@ -19,20 +19,20 @@ class Arrivals {
  public:
   Arrivals(Peer& peer, Correspondence& post) : peer_(peer), post_(post) {}
 
-  // The next message is checked against it.
+  // The state against which the next message is checked.
   const LetterState& state();
   Destination on_header(const FrameHeader& header);
   void on_frame(const FrameHeader& header, const Destination& destination);
   void on_withdrawn(const FrameHeader& header);
-  // Asks for the rest of parts that the budget has room for by now.
+  // Asks for the rest of parts for which the budget now has room.
   void grant_waiting();
-  // The caller does not want the letter any more, which may still be on its way.
+  // The caller no longer wants the letter, which may still be arriving.
   void drop(std::uint64_t call);
-  // Nothing more comes.
+  // Drops everything: no more messages will arrive.
   void clear();
 
  private:
-  // A letter of which something is missing.
+  // An incomplete letter.
   struct Arriving {
     LetterPtr letter;
     std::vector<Part> apart;
@@ -40,12 +40,12 @@ class Arrivals {
     bool dropped = false;
     bool complete = false;
   };
-  // One message of a letter: itself, or a part.
+  // One message of a letter: the letter itself, or a part.
   struct Piece : Incoming {
     std::shared_ptr<Arriving> whole;
-    std::size_t index = 0;  // of the part; kItself
+    std::size_t index = 0;  // of the part, or kItself
     std::shared_ptr<std::byte> memory;
-    std::unique_ptr<std::byte[]> early;  // its beginning, until the budget has room for it
+    std::unique_ptr<std::byte[]> early;  // its first bytes, until the budget has room for it
     Charge charge;
   };
   static constexpr std::size_t kItself = ~std::size_t{0};
@@ -63,9 +63,9 @@ class Arrivals {
   Peer& peer_;
   Correspondence& post_;
   LetterState state_;
-  std::shared_ptr<Arriving> current_;  // the letter that came last, whose parts follow
+  std::shared_ptr<Arriving> current_;  // the last letter; its parts follow
   std::deque<std::shared_ptr<Piece>> waiting_;
-  // Letters to mailboxes that keep an order, from the first that is not complete.
+  // Letters to ordered mailboxes, from the first incomplete one on.
   std::unordered_map<std::uint32_t, std::deque<std::shared_ptr<Arriving>>> ordered_;
   std::unordered_map<std::uint64_t, std::weak_ptr<Arriving>> calls_;
   std::shared_ptr<int> grants_ = std::make_shared<int>(0);

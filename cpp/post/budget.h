@@ -1,4 +1,4 @@
-// Bounds the bytes of large parts that a post has received and nobody has taken.
+// Limits the bytes of large parts that a post has received and that no handler has taken.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace shoal {
 
 class Budget {
  public:
-  // `room` is called when bytes return while somebody was refused; it must not block.
+  // `room` is called when bytes are returned after a refusal; it must not block.
   Budget(std::uint64_t limit, std::function<void()> room) : limit_(limit), room_(std::move(room)) {}
 
-  // Bytes taken from the budget, which return with the destructor.
+  // Bytes taken from the budget; the destructor returns them.
   class Grant {
    public:
     Grant() = default;
@@ -35,11 +35,11 @@ class Budget {
    private:
     std::shared_ptr<Budget> budget_;
     std::uint64_t bytes_ = 0;
-    std::shared_ptr<int> of_peer_;  // grants that the peer holds, under the budget's lock
+    std::shared_ptr<int> of_peer_;  // number of the peer's grants; requires the budget's lock
   };
 
-  // False: there is no room now.  A peer whose grants are all for the same letter, `of_letter` of them, gets
-  // the next in any case, so that every letter can be completed.
+  // False: there is no room now.  If all grants of a peer are for one letter (`of_letter` of them), the next
+  // is always given, so that every letter can be completed.
   bool take(std::uint64_t bytes, int& of_peer, std::size_t of_letter) {
     std::lock_guard lock(mutex_);
     if (static_cast<std::size_t>(of_peer) > of_letter && (bytes > limit_ || used_ > limit_ - bytes)) {
@@ -60,7 +60,7 @@ class Budget {
     return limit_ - std::min(limit_, used_);
   }
 
-  // The post has ended: nobody is told of room any more.
+  // The post has been closed: `room` is no longer called.
   void forget() {
     std::lock_guard lock(mutex_);
     room_ = nullptr;

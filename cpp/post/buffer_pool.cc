@@ -10,11 +10,11 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kWarm = 2 * kSecond;  // as long a buffer stays that nobody uses
+constexpr std::int64_t kWarm = 2 * kSecond;  // maximum time for which an unused buffer is kept
 constexpr std::uint64_t kPage = 4096;
-constexpr std::uint64_t kHugePage = 2 << 20;  // where they are larger, this alignment gains nothing
+constexpr std::uint64_t kHugePage = 2 << 20;  // this alignment is useless if huge pages are larger
 
-// A part does not take a buffer of more than a quarter more.
+// A buffer may be at most a quarter larger than its part.
 bool fits(std::uint64_t buffer, std::uint64_t part) { return part <= buffer && buffer - part <= part / 4; }
 
 }  // namespace
@@ -32,7 +32,7 @@ BufferPool::Buffer BufferPool::map(std::uint64_t bytes) {
   if (huge) {
     const auto over = reinterpret_cast<std::uintptr_t>(base) % kHugePage;
     buffer.data += over == 0 ? 0 : kHugePage - over;
-    madvise(buffer.data, buffer.bytes, MADV_HUGEPAGE);  // advice only: a kernel without them gives others
+    madvise(buffer.data, buffer.bytes, MADV_HUGEPAGE);  // advice only
   }
   return buffer;
 }
@@ -51,7 +51,7 @@ std::shared_ptr<std::byte> BufferPool::take(std::uint64_t bytes) {
   Buffers others;
   {
     std::lock_guard lock(mutex_);
-    // The one used last, whose content may be in caches.
+    // The most recently used one, whose contents may be in caches.
     const auto found =
         std::find_if(idle_.rbegin(), idle_.rend(), [&](auto& each) { return fits(each.bytes, bytes); });
     if (found != idle_.rend()) {
@@ -83,7 +83,7 @@ void BufferPool::give_back(Buffer buffer) {
   unmap(others);
 }
 
-// Under the lock: the oldest are kept no longer, so that the others have no more than so many bytes.
+// Requires the lock: removes the oldest buffers until the others have at most `limit` bytes.
 BufferPool::Buffers BufferPool::beyond(std::uint64_t limit) {
   auto end = idle_.begin();
   std::uint64_t left = bytes_;
@@ -93,7 +93,7 @@ BufferPool::Buffers BufferPool::beyond(std::uint64_t limit) {
   return others;
 }
 
-// Under the lock.
+// Requires the lock.
 void BufferPool::remove(Buffers::iterator begin, Buffers::iterator end) {
   for (auto at = begin; at != end; ++at) bytes_ -= at->bytes;
   idle_.erase(begin, end);
@@ -128,7 +128,7 @@ void BufferPool::clear() {
 
 void BufferPool::close() {
   open_ = false;
-  clear();  // who gives back at this moment either comes before it, or finds the pool closed
+  clear();  // a concurrent give_back() either comes before this, or finds the pool closed
   std::lock_guard lock(mutex_);
   first_kept_ = nullptr;
 }

@@ -1,9 +1,8 @@
-// Memory for the large parts that come through sockets.
+// Memory for the large parts that arrive through sockets.
 //
-// The kernel zeroes fresh pages and takes a fault for each, which costs about as much as the bytes that come
-// into them.  So a buffer that nobody uses any more is kept for the parts that come next, until nobody has
-// wanted it for some seconds; and fresh ones ask for huge pages, of which 64 MB take 32 faults instead of
-// 16,384.
+// The kernel zeroes fresh pages and takes a fault for each, which costs about as much as receiving the data.
+// So an unused buffer is kept for later parts for some seconds.  New buffers ask for huge pages: 64 MB then
+// take 32 faults instead of 16,384.
 #pragma once
 
 #include <atomic>
@@ -21,25 +20,25 @@ namespace shoal {
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  // Buffers are kept as far as the budget has room for them.  `first_kept` is called when `tidy`
-  // becomes due because a buffer is kept, and was not due before; it must not block.
+  // Keeps buffers as far as the budget has room.  `first_kept` is called when a kept buffer makes `tidy` due
+  // that was not due before; it must not block.
   BufferPool(std::shared_ptr<Budget> budget, std::function<void()> first_kept)
       : budget_(std::move(budget)), first_kept_(std::move(first_kept)) {}
   ~BufferPool();
 
-  // A buffer of at least so many bytes with any content; null if there is no memory.
+  // A buffer of at least `bytes` with any contents; null if out of memory.
   std::shared_ptr<std::byte> take(std::uint64_t bytes);
-  // Gives the buffers back to the system that nobody has wanted for some seconds.
+  // Returns buffers that were unused for some seconds to the system.
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is kept.
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
-  // Bytes that are kept.
+  // Number of bytes kept.
   std::uint64_t kept();
-  // Gives all buffers that are kept back to the system.
+  // Returns all kept buffers to the system.
   void clear();
-  // Gives all buffers back, now and from now on, and calls `first_kept` no more.
+  // Returns all buffers, now and later, and no longer calls `first_kept`.
   void close();
-  // Keeps nothing from now on; for a forked child, where the lock may be held for ever.
+  // Keeps no more buffers; for a forked child, where the lock may be held forever.
   void disown() { open_ = false; }
 
  private:
@@ -48,7 +47,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
     std::uint64_t length = 0;   // of the mapping
     std::byte* data = nullptr;
     std::uint64_t bytes = 0;
-    std::int64_t since = 0;  // when it was let go of
+    std::int64_t since = 0;  // when it was released
   };
   using Buffers = std::vector<Buffer>;
   static Buffer map(std::uint64_t bytes);
@@ -66,7 +65,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   std::atomic<bool> open_{true};
   std::atomic<std::int64_t> tidy_at_{kNever};
   std::mutex mutex_;
-  Buffers idle_;  // in the order in which they were let go of
+  Buffers idle_;  // in order of release
   std::uint64_t bytes_ = 0;
 };
 

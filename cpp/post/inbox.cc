@@ -6,7 +6,7 @@
 namespace shoal {
 namespace {
 
-// A call needs no handler if it was cancelled, its time is over, or its caller is lost.
+// A call needs no handler if it was cancelled, its deadline has passed, or its caller is lost.
 bool worth_taking(const Letter& letter) {
   const auto& handling = letter.handling;
   return !handling || (!handling->cancelled() && handling->advance(Handling::kQueued, Handling::kRunning));
@@ -27,7 +27,7 @@ bool Inbox::put(LetterPtr letter) {
     Sleeper& sleeper = *mailbox.asleep.back();
     mailbox.asleep.pop_back();
     sleeper.letter = std::move(letter);
-    sleeper.woken.open();  // last: the sleeper may be gone after it
+    sleeper.woken.open();  // last: then the sleeper may be destroyed
     return true;
   }
   letter->place = ++arrivals_;
@@ -38,7 +38,7 @@ bool Inbox::put(LetterPtr letter) {
 }
 
 void Inbox::remove(const Letter& letter) {
-  LetterPtr removed;  // outlives the lock: it gives back what it held
+  LetterPtr removed;  // destroyed after the lock is released: it returns what it held
   std::lock_guard lock(mutex_);
   auto mailbox = mailboxes_.find(letter.header.letter.mailbox);
   if (mailbox == mailboxes_.end()) return;
@@ -50,7 +50,7 @@ void Inbox::remove(const Letter& letter) {
 
 bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
                  std::vector<LetterPtr>& letters) {
-  std::vector<LetterPtr> stale;  // outlives the lock, as above
+  std::vector<LetterPtr> stale;  // destroyed after the lock is released, as above
   Sleeper self;
   {
     std::lock_guard lock(mutex_);
@@ -72,7 +72,7 @@ bool Inbox::take(std::uint32_t number, std::int64_t until, std::size_t most,
     if (auto found = mailboxes_.find(number); found != mailboxes_.end())
       std::erase(found->second.asleep, &self);
   }
-  // Under the lock nobody could hand over any more; a letter that came at the last moment is here now.
+  // With the lock held, no letter can be handed over; one that came at the last moment is here now.
   std::lock_guard lock(mutex_);
   if (self.letter) letters.push_back(std::move(self.letter));
   return !letters.empty() || mailboxes_.contains(number);
@@ -116,7 +116,7 @@ void Inbox::open(std::uint32_t number) {
 
 void Inbox::release(std::uint32_t number) {
   if (number == 0) return;
-  Mailbox dropped;  // outlives the lock, as above
+  Mailbox dropped;  // destroyed after the lock is released, as above
   std::lock_guard lock(mutex_);
   auto found = mailboxes_.find(number);
   if (found == mailboxes_.end()) return;
@@ -126,7 +126,7 @@ void Inbox::release(std::uint32_t number) {
 }
 
 void Inbox::close() {
-  std::unordered_map<std::uint32_t, Mailbox> dropped;  // outlives the lock, as above
+  std::unordered_map<std::uint32_t, Mailbox> dropped;  // destroyed after the lock is released, as above
   std::lock_guard lock(mutex_);
   for (auto& [number, mailbox] : mailboxes_) {
     for (Sleeper* sleeper : mailbox.asleep) sleeper->woken.open();

@@ -1,5 +1,5 @@
-// A latch: one thread waits for it, another opens it, once.  Opening it costs a system call only if somebody
-// sleeps; who waits looks for a moment before, and leaves the core meanwhile to whoever wants it.
+// A latch that one thread waits for and another opens, once.  Opening costs a system call only if a thread
+// sleeps.  The waiter polls for a moment before it sleeps, and yields the core meanwhile.
 #pragma once
 
 #include <linux/futex.h>
@@ -21,13 +21,13 @@ class Latch {
  public:
   bool is_open() const { return word_.load(std::memory_order_acquire) == kOpen; }
 
-  // A thread that finds the latch open sees all that was written before.
+  // A thread that finds the latch open sees everything written before it was opened.
   void open() {
     if (word_.exchange(kOpen, std::memory_order_acq_rel) == kAwaited)
       futex(FUTEX_WAKE_PRIVATE, INT_MAX, nullptr);
   }
 
-  // Blocks until the latch is open, or `deadline` (ns) has passed, or a signal came; whether it is open.
+  // Blocks until the latch is open, until `deadline` (ns), or until a signal; returns whether it is open.
   bool wait(std::int64_t deadline) {
     for (const std::int64_t until = std::min(deadline, now_ns() + kLook); now_ns() < until; sched_yield())
       if (is_open()) return true;
@@ -43,7 +43,7 @@ class Latch {
   }
 
  private:
-  // A short call and its caller's work before the next one take less; waking an idle core can take as long.
+  // Longer than a short call and its caller's work before the next; waking an idle core can take as long.
   static constexpr std::int64_t kLook = 100'000;  // ns
   static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;
   void futex(int what, std::uint32_t value, const timespec* limit) {

@@ -14,24 +14,24 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint64_t kHeader = 64;         // bytes of a block before its data, which tensors want aligned
-constexpr std::uint64_t kTaken = 1ULL << 63;  // in a block's word
-constexpr std::uint64_t kLargest = 1ULL << 40;  // bytes of a memory: some of these fit an address space
-constexpr std::size_t kLooks = 16;              // blocks that one loan looks at, however many are lent
-constexpr std::int64_t kWarm = 2 * kSecond;     // as long pages stay that nobody uses
+constexpr std::uint64_t kHeader = 64;           // bytes before a block's data, for the alignment of tensors
+constexpr std::uint64_t kTaken = 1ULL << 63;    // in a block's word
+constexpr std::uint64_t kLargest = 1ULL << 40;  // maximum bytes of a memory: several fit in an address space
+constexpr std::size_t kLooks = 16;              // blocks that one loan checks, however many are lent
+constexpr std::int64_t kWarm = 2 * kSecond;     // maximum time for which unused pages are kept
 constexpr std::int64_t kLongestPause = 64 * kSecond;
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kPage = 4096;
-constexpr std::uint64_t kStream = 16 << 20;  // bytes from which a copy bypasses the caches
+constexpr std::uint64_t kStream = 16 << 20;  // larger copies bypass the caches
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 std::uint64_t whole_pages(std::uint64_t bytes) { return std::min(bytes, kLargest) / kPage * kPage; }
 
-// -- forks: a child reads what its parent had, so that must not return while the child may be there --------
+// -- forks: a child may read blocks that its parent holds, so these must not be returned ------------------
 
-std::atomic<unsigned> forks{0};    // counted before and after, so that none comes between
-std::atomic<unsigned> process{0};  // counted in the child
+std::atomic<unsigned> forks{0};    // incremented before and after a fork, so that none is missed
+std::atomic<unsigned> process{0};  // incremented in the child
 
 void count_fork() { forks.fetch_add(1); }
 
@@ -71,7 +71,7 @@ std::unique_ptr<Lender::Loan> Lender::lend(int peer, const std::byte* data, std:
   return std::make_unique<Loan>(shared_from_this(), place, number);
 }
 
-// Whether the peer has not taken the block; from then on it cannot.
+// Takes the block back; false if the peer has taken it.
 bool Lender::untaken(const Table::value_type& entry) {
   std::uint64_t number = entry.second.number;
   return word(entry.first).compare_exchange_strong(number, 0, std::memory_order_acq_rel);
@@ -104,7 +104,7 @@ bool Lender::owes(int peer) {
   return std::any_of(table_.begin(), table_.end(), [&](auto& entry) { return entry.second.peer == peer; });
 }
 
-// Under the lock: frees what has come back among the next blocks, in turn.
+// Requires the lock: frees returned blocks among the next `most` blocks, in turn.
 void Lender::look(std::size_t most) {
   auto at = table_.upper_bound(looked_at_);
   for (std::size_t left = std::min(most, table_.size()); left > 0; --left) {
@@ -129,7 +129,7 @@ void Lender::tidy(std::int64_t now) {
   std::unique_lock lock(mutex_);
   look(table_.size());
   lock.unlock();
-  const bool more = arena_.trim(now - kWarm);  // some at a time: letters wait meanwhile
+  const bool more = arena_.trim(now - kWarm);  // some at a time, because letters wait meanwhile
   lock.lock();
   const bool warm = arena_.warm() > 0;
   pause_ = more ? 0 : warm ? kSecond : std::min(2 * std::max(pause_, kSecond), kLongestPause);
@@ -170,10 +170,10 @@ const char* Borrowed::claim(std::uint64_t place, std::uint64_t number, std::uint
 }
 
 void Borrowed::give_back(std::uint64_t place) {
-  if (process_ != process.load(std::memory_order_relaxed)) return;  // a forked child, which took nothing
+  if (process_ != process.load(std::memory_order_relaxed)) return;  // a forked child has taken nothing
   std::lock_guard lock(mutex_);
   auto found = held_.find(place);
-  if (found->second.forks != forks.load()) return;  // a child may read there, for as long as we live
+  if (found->second.forks != forks.load()) return;  // a child may read the block, so keep it forever
   held_.erase(found);
   memory_.at<std::atomic<std::uint64_t>>(place)->store(0, std::memory_order_release);
 }
@@ -181,8 +181,7 @@ void Borrowed::give_back(std::uint64_t place) {
 std::shared_ptr<Borrowed> Memories::open(int fd) {
   struct stat info{};
   struct statfs system{};
-  constexpr long kTmpfs =
-      0x01021994;  // with huge pages that must be reserved, reading could end us with a SIGBUS
+  constexpr long kTmpfs = 0x01021994;  // hugetlbfs could cause a SIGBUS on reading
   if (fstat(fd, &info) != 0 || fstatfs(fd, &system) != 0 || system.f_type != kTmpfs || info.st_size <= 0 ||
       static_cast<std::uint64_t>(info.st_size) > kLargest)
     throw BadMemory("the shared memory is no memfd of at most a terabyte");

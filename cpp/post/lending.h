@@ -1,11 +1,11 @@
-// Lent memory: large parts between posts of one host.
+// Lent memory: transfer of large parts between posts of one host.
 //
-// The sender copies a part once, into a block of an arena of its own, and the receiver's buffer is that block
-// until nobody uses it any more.  A block begins with a word that says whose it is: the sender writes the
-// number of the loan, the receiver adds kTaken when the part comes, and writes 0 when it lets go.  A sender
-// takes a block back by exchanging the number for 0, which fails if the receiver was faster.  So a block
-// comes back without a message, also when the connection has ended; and if the receiver's process has ended,
-// its sender frees what it held.  When the arena is full, parts go through the socket.
+// The sender copies a part once, into a block of its arena, and the receiver uses this block as its buffer.
+// A block begins with a word for its owner: the sender writes the number of the loan, the receiver adds
+// kTaken when the part arrives, and writes 0 on release.  A sender takes a block back by exchanging the
+// number for 0, which fails if the receiver was faster.  So a block is returned without a message, also after
+// the connection has ended; if the receiver's process has ended, the sender frees its blocks.  When the arena
+// is full, parts are sent through the socket.
 #pragma once
 
 #include <sys/types.h>
@@ -23,10 +23,10 @@
 
 namespace shoal {
 
-// The memory of a post that lends.
+// The memory of a post that lends blocks.
 class Lender : public std::enable_shared_from_this<Lender> {
  public:
-  // One block that is lent; taken back if it is destroyed before `sent()`, when the peer is told of it.
+  // A lent block; taken back if destroyed before `sent()`, to be called when the peer is notified of it.
   class Loan {
    public:
     Loan(std::shared_ptr<Lender> lender, std::uint64_t place, std::uint64_t number)
@@ -43,25 +43,25 @@ class Lender : public std::enable_shared_from_this<Lender> {
     std::shared_ptr<Lender> lender_;
   };
 
-  // `sooner` is called when `tidy_at` has become earlier; it must not block.  Throws OutOfMemory.
+  // `sooner` is called when `tidy_at` becomes earlier; it must not block.  Throws OutOfMemory.
   Lender(std::uint64_t limit, std::function<void()> sooner);
 
   int fd() const { return arena_.fd(); }
-  // A copy of the bytes for the peer; null if there is no room.
+  // Copies the bytes for the peer; null if there is no room.
   std::unique_ptr<Loan> lend(int peer, const std::byte* data, std::uint64_t bytes);
-  // The connection to the peer has ended: blocks that it has not taken return.
+  // The connection to the peer has ended: takes back blocks that it has not taken.
   void lost(int peer);
-  // The process of the peer has ended: all its blocks return.
+  // The process of the peer has ended: takes back all its blocks.
   void ended(int peer);
-  // Whether the peer has blocks that have not returned.
+  // Whether the peer has blocks.
   bool owes(int peer);
-  // Bytes of all blocks that have not returned.
+  // Bytes of all lent blocks.
   std::uint64_t lent();
-  // Looks for blocks that have returned, and gives pages that nobody needs to the system.
+  // Frees returned blocks, and returns unused pages to the system.
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is lent or kept.
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
-  // The post has ended: `sooner` is called no more.
+  // The post has been closed: `sooner` is no longer called.
   void forget();
   void disown() { arena_.disown(); }
 
@@ -83,17 +83,17 @@ class Lender : public std::enable_shared_from_this<Lender> {
   std::mutex mutex_;
   Table table_;  // by place
   std::uint64_t loans_ = 0;
-  std::uint64_t looked_at_ = 0;  // the place up to which blocks were looked at
-  std::int64_t pause_ = 0;       // until the next look, while peers keep what they have
+  std::uint64_t looked_at_ = 0;  // the place of the last checked block
+  std::int64_t pause_ = 0;       // until the next check, while peers keep their blocks
   std::atomic<std::int64_t> tidy_at_;
 };
 
-// The memory of a peer that lends.  It stays mapped as long as a part that was taken from it.
+// The memory of a lending peer.  It stays mapped as long as a part that was taken from it.
 class Borrowed : public std::enable_shared_from_this<Borrowed> {
  public:
   Borrowed(int fd, std::size_t length);
-  // A part that the peer says it has lent; null and `flaw` if that cannot be.  Everything that a peer says of
-  // its memory is checked here.
+  // Takes a part that the peer has lent; null and `flaw` if its description is invalid.  All of the peer's
+  // data about its memory is checked here.
   std::shared_ptr<std::byte> take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
                                   const char*& flaw);
 
@@ -111,10 +111,10 @@ class Borrowed : public std::enable_shared_from_this<Borrowed> {
   std::map<std::uint64_t, Held> held_;  // by place
 };
 
-// The memories of all peers.  Connections to one peer share its memory, whose pages are then mapped once.
+// The memories of all peers.  Connections to one peer share its memory, so that its pages are mapped once.
 class Memories {
  public:
-  // The memory behind the descriptor, which stays the caller's.  Throws BadMemory and OutOfMemory.
+  // The memory of the descriptor, which the caller still owns.  Throws BadMemory and OutOfMemory.
   std::shared_ptr<Borrowed> open(int fd);
 
  private:

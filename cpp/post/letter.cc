@@ -44,7 +44,7 @@ Posting compose(const LetterFields& fields, std::span<const std::byte> head,
       apart->header.step = static_cast<std::uint32_t>(posting.messages.size() - 1);
       apart->header.letter.verb = Verb::kPart;
       apart->header.total = parts[i].bytes;
-      if (lender != nullptr && parts[i].bytes > kEager)  // in the socket it would wait for a grant
+      if (lender != nullptr && parts[i].bytes > kEager)  // in a socket it would wait for a grant
         apart->loan = lender->lend(peer, parts[i].data, parts[i].bytes);
       if (apart->loan) {
         apart->header.code = kLent;
@@ -90,7 +90,7 @@ const char* unfold(Letter& letter, const std::vector<Part>& apart) {
   return nullptr;
 }
 
-// -- calls handled here ---------------------------------------------------------------------------
+// -- calls received -------------------------------------------------------------------------------
 
 Handling::State Handling::state() {
   std::lock_guard lock(mutex_);
@@ -134,7 +134,7 @@ Handling::Standing Handling::standing() {
   return {state_, began_, note_};
 }
 
-// -- calls made here ------------------------------------------------------------------------------
+// -- calls made -----------------------------------------------------------------------------------
 
 bool Call::announce(std::int64_t ticket) {
   std::lock_guard lock(mutex_);

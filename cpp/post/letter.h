@@ -1,4 +1,4 @@
-// Letters as they are sent and received, and the calls that they belong to.
+// Sent and received letters, and their calls.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@
 
 namespace shoal {
 
-constexpr std::size_t kInsideLimit = 16 * 1024;  // longer parts travel apart
-constexpr std::size_t kNoteLimit = 200;          // bytes of what a handler says of itself
+constexpr std::size_t kInsideLimit = 16 * 1024;  // longer parts are sent separately
+constexpr std::size_t kNoteLimit = 200;          // bytes of a handler's description
 
 // -- sent -----------------------------------------------------------------------------------------
 
@@ -29,21 +29,21 @@ struct PartToSend {
   std::uint64_t bytes = 0;
 };
 
-// A message on its way out with what its memory belongs to.
+// An outgoing message and the owners of its memory.
 struct Parcel : Outgoing {
   std::unique_ptr<std::byte[]> own;
   std::shared_ptr<void> keep;
-  std::unique_ptr<Lender::Loan> loan;  // of a part that is lent
+  std::unique_ptr<Lender::Loan> loan;  // of a lent part
 };
 
-// A letter to send: the message of the letter itself, then one for each part that travels apart.
+// A letter to send: the message of the letter itself, then one for each separate part.
 struct Posting {
   std::vector<std::shared_ptr<Parcel>> messages;
-  std::uint64_t bytes = 0;  // of the copied memory
+  std::uint64_t bytes = 0;  // of copied memory
 };
 
-// Long parts are lent to `peer`, as long as there is room, unless `lender` is null.  Throws std::bad_alloc,
-// and std::invalid_argument for what no letter can hold.
+// Lends long parts to `peer` as long as there is room, unless `lender` is null.  Throws std::bad_alloc, and
+// std::invalid_argument if the contents exceed a letter's limits.
 Posting compose(const LetterFields& fields, std::span<const std::byte> head,
                 std::span<const PartToSend> parts, std::shared_ptr<void> keep, Lender* lender, int peer);
 
@@ -55,7 +55,7 @@ struct Part {
   std::uint64_t bytes = 0;
 };
 
-// A call that a peer made, as the callee knows it: from its first frame until it is answered.
+// A received call on the callee's side, from its first frame until it is answered.
 class Handling {
  public:
   enum State { kArriving, kQueued, kRunning, kAnswered };
@@ -67,18 +67,18 @@ class Handling {
   bool cancelled() const { return unwanted_.load(std::memory_order_acquire) || overdue(now_ns()); }
   bool unwanted() const { return unwanted_.load(std::memory_order_acquire); }
   State state();
-  // Moves on from `from`; false if it is elsewhere.
+  // Changes the state if it is `from`; otherwise returns false.
   bool advance(State from, State to);
-  // Nobody wants the reply any more.
+  // The reply is no longer wanted.
   void unwant(Tickets& tickets);
   bool announce(std::int64_t ticket);
   void describe(std::string text);
-  // "running for 3.2 s in fn"
+  // Text such as "running for 3.2 s in fn".
   std::string running(std::int64_t now);
-  // For lists of what is handled.
+  // For lists of running calls.
   struct Standing {
     State state;
-    std::int64_t began;  // ns; 0: it has not
+    std::int64_t began;  // ns; 0: not begun
     std::string note;
   };
   Standing standing();
@@ -103,8 +103,8 @@ struct Letter {
   std::shared_ptr<Handling> handling;  // of a call
   std::uint64_t place = 0;             // in its inbox
   std::int64_t arrived = 0;
-  std::uint64_t taken_before = 0;  // letters of mailbox 0, until this one came to the inbox
-  // The room that it occupies until a handler takes it; `owner` keeps the link that the charges refer to.
+  std::uint64_t taken_before = 0;  // letters of mailbox 0 taken before this one arrived
+  // The room that it uses until a handler takes it; `owner` keeps the charges' link alive.
   std::shared_ptr<void> owner;
   std::vector<Charge> charges;
   std::vector<Budget::Grant> grants;
@@ -121,10 +121,10 @@ struct Letter {
 };
 using LetterPtr = std::shared_ptr<Letter>;
 
-// Fills in the parts of a letter of which everything has come, in their order.  Null, or its flaw.
+// Fills in the parts of a complete letter, in order; returns its flaw, or null.
 const char* unfold(Letter& letter, const std::vector<Part>& apart);
 
-// -- calls made here ------------------------------------------------------------------------------
+// -- calls made -----------------------------------------------------------------------------------
 
 enum class CallEnd : int {
   kNone = 0,
@@ -133,13 +133,13 @@ enum class CallEnd : int {
   kLost = 3,
   kClosed = 4,
   kRefused = 5,
-  kUnsent = 6,  // what it was to bring could not be had
+  kUnsent = 6,  // the data to send was not available
 };
 
-// What the caller says of a call.
+// The caller's description of a call.
 struct CallNote {
-  std::string shown;           // for lists of what is pending
-  std::int64_t function = -1;  // the number by which it names its function; -1: none
+  std::string shown;           // for lists of pending calls
+  std::int64_t function = -1;  // the caller's number for the function; -1: none
 };
 
 class Call {
@@ -151,29 +151,29 @@ class Call {
   const std::int64_t deadline;  // ns; 0: none
   const CallNote note;
   const std::int64_t began;  // ns
-  std::int64_t due = 0;      // when the post looks at it, under the lock of the deadlines
-  // Set before anybody else sees the call, and anew if calls that were made later are sent before it.
+  std::int64_t due = 0;      // when the post checks it; requires the lock of the deadlines
+  // Set before other threads see the call, and again if calls that were made later are sent before it.
   std::atomic<std::uint64_t> number{0};
   std::uint64_t unique = 0;     // in this post
-  std::uint64_t queued_at = 0;  // its place in the peer's outbox, under the peer's lock; 0: was never in it
+  std::uint64_t queued_at = 0;  // its place in the peer's outbox, or 0; requires the peer's lock
 
   bool done() const { return ended_.is_open(); }
-  // Until `until` (ns) or a signal.
+  // Waits until `until` (ns) or a signal.
   bool wait(std::int64_t until) { return ended_.wait(until); }
-  // Whether it has ended already; if not, the ticket is due when it does.
+  // True if the call has already ended; otherwise the ticket becomes due when it does.
   bool announce(std::int64_t ticket);
-  // The same, for a ticket that is due only if the call fails, here or there, or its reply has one of
+  // The same, for a ticket that becomes due only if the call fails on either side, or its reply has one of
   // `flags`.
   bool announce_failure(std::int64_t ticket, std::uint16_t flags);
   std::pair<CallEnd, std::string> error();
   LetterPtr take_reply();
 
-  // For the post: exactly one `claim` succeeds, and who has it calls `end`.
+  // For the post: exactly one `claim` succeeds, and its caller must call `end`.
   bool claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
   bool claimed() const { return claimed_.load(std::memory_order_acquire); }
   void end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets);
-  std::atomic<bool> asked{false};  // the callee, when the deadline had passed
-  // The messages that may still read the caller's memory, until it ends.
+  std::atomic<bool> asked{false};  // the callee was asked for its status after the deadline
+  // The messages that may still read the caller's memory, until the call ends.
   void sent(std::vector<std::shared_ptr<Parcel>> apart);
   std::vector<std::shared_ptr<Parcel>> take_sent();
 

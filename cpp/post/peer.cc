@@ -11,10 +11,10 @@
 namespace shoal {
 namespace {
 
-// Of the window of a link, kUnreadLimit, calls and posts use so much; the rest is for replies, which wait for
-// nobody.  It is more than the receiver keeps back before it gives credit, or both would wait.
+// The part of a link's window (kUnreadLimit) for calls and posts; the rest is for replies, which never wait.
+// It must be larger than the bytes that a receiver holds before it sends a credit, or both sides would wait.
 constexpr std::uint64_t kLetterWindow = kUnreadLimit / 4 * 3;
-constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before who submits must wait
+constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before submitters must wait
 
 }  // namespace
 
@@ -25,7 +25,7 @@ bool Peer::fits(const Posting& posting) {
   return link.lent() + first + kHeaderCharge <= kLetterWindow;
 }
 
-// Under `sending_`.
+// Requires `sending_`.
 void Peer::transmit(Posting& posting, const CallPtr& call) {
   if (call) {
     if (call->number < last_sent_ && !number_anew(call)) return;
@@ -47,7 +47,7 @@ void Peer::transmit(Posting& posting, const CallPtr& call) {
   std::erase_if(posting.messages, [](const auto& message) { return message->done.load(); });
   if (posting.messages.empty()) return;
   call->sent(std::move(posting.messages));
-  if (call->claimed())  // it ended before it could see what it still sends
+  if (call->claimed())  // it ended before it was given its messages
     for (auto& message : call->take_sent()) link.cancel(message);
 }
 
@@ -83,7 +83,7 @@ bool Peer::enroll(const CallPtr& call) {
   return true;
 }
 
-// The numbers of calls rise from letter to letter; false if the call has ended.
+// The numbers of calls must rise from letter to letter; false if the call has ended.
 bool Peer::number_anew(const CallPtr& call) {
   std::lock_guard calls(calls_mutex_);
   if (pending_.erase(call->number) == 0) return false;
@@ -92,7 +92,7 @@ bool Peer::number_anew(const CallPtr& call) {
   return true;
 }
 
-// Whether nothing in the outbox is to be sent before a letter to `mailbox`.
+// Whether a letter to `mailbox` may be sent before everything in the outbox.
 bool Peer::may_pass(std::uint32_t mailbox) const {
   return outbox_.empty() || (held_ == outbox_.size() && !mailboxes_.contains(mailbox));
 }
@@ -138,7 +138,7 @@ bool Peer::fill(Call& call, Posting posting) {
   return true;
 }
 
-// Under `sending_`.
+// Requires `sending_`.
 void Peer::take_out(std::map<std::uint64_t, Queued>::iterator queued) {
   const Queued& gone = queued->second;
   if (gone.held) --held_;
@@ -148,7 +148,7 @@ void Peer::take_out(std::map<std::uint64_t, Queued>::iterator queued) {
   outbox_.erase(queued);
 }
 
-// Under `sending_`.  Sends what may go, in order: what is held keeps back what is behind it in its mailbox.
+// Requires `sending_`.  Sends queued letters in order; a held letter blocks later letters to its mailbox.
 void Peer::pump() {
   std::unordered_set<std::uint32_t> kept_back;
   std::size_t ready = outbox_.size() - held_;
@@ -198,7 +198,7 @@ void Peer::stop_sending(Call& call) {
     std::lock_guard lock(sending_);
     if (auto found = outbox_.find(call.queued_at); found != outbox_.end()) {
       take_out(found);
-      pump();  // what waited behind it
+      pump();  // letters that waited behind it
       room_.notify_all();
       return;
     }
@@ -286,7 +286,7 @@ std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> Peer::all_handl
 }
 
 void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled) {
-  std::map<std::uint64_t, Queued> dropped;  // outlives the lock
+  std::map<std::uint64_t, Queued> dropped;  // destroyed after the locks are released
   std::lock_guard lock(sending_);
   std::lock_guard calls(calls_mutex_);
   lost_ = true;

@@ -1,4 +1,4 @@
-// One peer of a post: its connection, what is queued for it, the calls made to it and those that it made.
+// One peer of a post: its connection, the letters queued for it, the calls made to it and received from it.
 #pragma once
 
 #include <atomic>
@@ -17,13 +17,13 @@
 
 namespace shoal {
 
-// A peer reports to its post by it.  All but `ended` runs in the post's thread.
+// The interface by which a peer reports to its post.  All functions except `ended` run in the post's thread.
 class Correspondence {
  public:
   virtual ~Correspondence() = default;
-  // A call or a post is complete.
+  // A call or a post has arrived completely.
   virtual void letter_arrived(LetterPtr letter) = 0;
-  // The end of a call; whoever calls this has claimed the call.
+  // A call has ended; the caller of this has claimed it.
   virtual void ended(class Peer& peer, const CallPtr& call, CallEnd how, std::string text,
                      LetterPtr reply) = 0;
   virtual std::shared_ptr<Budget> budget() = 0;
@@ -40,42 +40,39 @@ class Peer : public std::enable_shared_from_this<Peer> {
   SocketLink link;
   Arrivals arrivals;  // the post's thread only
   int pidfd = -1;
-  std::shared_ptr<Borrowed> borrowed;  // the memory that it shares
-  std::shared_ptr<Lender> lender;      // what we lend to it
-  bool local = false;                  // on this host: its process is watched, no heartbeats are needed
+  std::shared_ptr<Borrowed> borrowed;  // the memory that the peer shares
+  std::shared_ptr<Lender> lender;      // the memory lent to the peer
+  bool local = false;                  // on this host: its process is watched, so no heartbeats are needed
 
   // -- sending ------------------------------------------------------------------------------------
 
-  // Waits until the queue has room for so many bytes more, at most until `until` (ns); whether it has, or the
-  // peer is lost.  If `stage` it takes up that room, as bytes that lie in the host's memory on their way to
-  // the peer, until `unstage`.
+  // Waits until the queue has room for `bytes`, at most until `until` (ns); true if it has, or the peer is
+  // lost.  With `stage`, reserves this room until `unstage`, for bytes that are being copied to host memory.
   bool await_room(std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(std::uint64_t bytes);
-  // Sends a call, or a post if `call` is null, or queues it; false if the peer is lost.
+  // Sends a call (a post, if `call` is null), or queues it; false if the peer is lost.
   bool submit(Posting posting, const CallPtr& call);
-  // Keeps the place of a letter whose contents come later, by `fill`; false if the peer is lost.  Letters to
-  // the same mailbox wait behind it, unless that is unordered; others pass.
-  // Args: `one_way`: a post, for which `call` only stands here.
+  // Reserves the place of a letter with contents that come later (`fill`); false if the peer is lost.  Later
+  // letters to the same ordered mailbox wait for it.  `one_way`: a post, which `call` represents.
   bool hold(std::uint32_t mailbox, const CallPtr& call, bool one_way);
-  // Sends what a held letter is; false if it was given up meanwhile.
+  // Sends a held letter; false if it was cancelled meanwhile.
   bool fill(Call& call, Posting posting);
   bool reply(Posting posting, std::uint64_t number);
-  // The peer gave back some of its window.
+  // The peer returned a part of its window.
   void credited(std::uint64_t bytes);
   void control(FrameType type, std::uint64_t call, std::uint16_t code = 0, const std::string& text = "");
-  // Takes back what the call still sends, when it has ended.
+  // Cancels unsent messages of a call that has ended.
   void stop_sending(Call& call);
   bool all_sent();
   std::uint64_t queued();
-  // "takes nothing for 5 s, 812 letters queued" if the call is still queued here, or that it is held, else
-  // "".
+  // Why the call is still in the queue, such as "takes nothing for 5 s, 812 letters queued"; "" if it is not.
   std::string unsent(const Call& call, std::int64_t now);
-  // The same for a call that the queue had no room for.
+  // The same for a call for which the queue had no room.
   std::string starved(std::int64_t now);
 
   // -- calls --------------------------------------------------------------------------------------
 
-  // The number of our last call.
+  // The number of this process's last call.
   std::uint64_t made() const { return made_.load(std::memory_order_acquire); }
   CallPtr pending(std::uint64_t number);
   void forget(const Call& call);
@@ -86,7 +83,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::size_t handled();
   std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> all_handled();
 
-  // Nothing is sent from now on; what was pending and handled until now.
+  // Ends sending; returns the calls pending and handled until now.
   void lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled);
 
  private:
@@ -94,7 +91,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     Posting posting;
     CallPtr call;
     std::uint32_t mailbox = 0;
-    bool held = false;  // its contents are still to come
+    bool held = false;  // its contents have yet to come
   };
   struct Handled {
     std::shared_ptr<Handling> handling;
@@ -111,15 +108,15 @@ class Peer : public std::enable_shared_from_this<Peer> {
 
   Correspondence& post_;
 
-  std::mutex sending_;  // every message to the peer goes under it, so that parts follow their letter
+  std::mutex sending_;  // held for every message to the peer, so that parts follow their letter
   std::condition_variable room_;
-  std::map<std::uint64_t, Queued> outbox_;            // in the order of submission
-  std::unordered_map<std::uint32_t, int> mailboxes_;  // of the outbox, those that have an order
-  std::size_t held_ = 0;                              // in the outbox
+  std::map<std::uint64_t, Queued> outbox_;            // in order of submission
+  std::unordered_map<std::uint32_t, int> mailboxes_;  // ordered mailboxes with letters in the outbox
+  std::size_t held_ = 0;                              // number of held letters in the outbox
   std::uint64_t submitted_ = 0;
-  std::uint64_t last_sent_ = 0;            // the number of a call
+  std::uint64_t last_sent_ = 0;            // number of the last call sent
   std::uint64_t queued_ = 0, staged_ = 0;  // bytes
-  std::int64_t stuck_since_ = 0;  // when the peer last took something of the outbox, or its first letter came
+  std::int64_t stuck_since_ = 0;           // when the peer last took a letter, or the outbox got its first
 
   std::mutex calls_mutex_;
   std::atomic<bool> lost_{false};

@@ -16,7 +16,7 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kLosses = 4096;  // remembered
+constexpr std::size_t kLosses = 4096;  // number of losses remembered
 
 // -- forks: the child closes its copies of the descriptors ------------------------------------------
 
@@ -68,7 +68,7 @@ Post::Post(Options options)
   }
   try {
     lender_ = std::make_shared<Lender>(options.budget, [this] { wake(); });
-  } catch (const OutOfMemory&) {  // everything goes through sockets
+  } catch (const OutOfMemory&) {  // all parts are sent through sockets
   }
   add_post(this);
   heartbeat_.start(now_ns());
@@ -109,7 +109,7 @@ int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
   try {
     if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
     if (memory >= 0) borrowed = memories_.open(memory);
-    if (pid > 0) pidfd = open_pidfd(pid);  // without one the end of the connection has to do
+    if (pid > 0) pidfd = open_pidfd(pid);  // if there is none, only the end of the connection is noticed
     if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(id));
   } catch (...) {
     close_all({&fd, &pidfd, &memory});
@@ -120,10 +120,10 @@ int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
   peer->local = pid > 0;
   peer->pidfd = pidfd;
   peer->borrowed = std::move(borrowed);
-  // What is lent to a process whose end nobody sees might never return.
+  // Blocks lent to a process that cannot be watched might never be returned.
   if (peer->borrowed && pidfd >= 0) peer->lender = lender_;
   peers_.emplace(id, peer);
-  wake();  // heartbeats may begin now
+  wake();  // heartbeats may have to begin
   return id;
 }
 
@@ -140,7 +140,7 @@ std::vector<std::shared_ptr<Peer>> Post::all_peers() {
   return all;
 }
 
-// The post's thread sees the end of the connection when it has read everything before that.
+// The post's thread sees the end of the connection after it has read everything before.
 void Post::drop(int id, std::string why) {
   std::lock_guard lock(peers_mutex_);
   auto found = peers_.find(id);
@@ -165,7 +165,7 @@ std::optional<std::string> Post::lost(int id) {
   return why_lost(id);
 }
 
-// In the post's thread, not from within the link.
+// Called in the post's thread, but not from within the link.
 void Post::lose(Peer& gone, std::string why) {
   const auto peer = gone.shared_from_this();
   {
@@ -179,7 +179,7 @@ void Post::lose(Peer& gone, std::string why) {
     if (losses_.size() > kLosses) losses_.erase(losses_.begin());
     peers_.erase(peer->id);
     made_to_lost_ += peer->made();
-    // Under the lock, so that a fork finds each descriptor either open and here or closed.
+    // With the lock held, so that a fork finds each descriptor either open and registered, or closed.
     if (peer->pidfd >= 0) departed_.emplace(peer->id, std::exchange(peer->pidfd, -1));
     peer->link.close();
   }
@@ -204,8 +204,8 @@ std::shared_ptr<Lender> Post::lender() {
   return lender_;
 }
 
-// Takes back what a lost peer has not taken, or everything if its process has `ended`, and stops watching the
-// process once it has nothing of ours.
+// Takes back blocks that a lost peer has not taken, or all if its process has `ended`; stops watching the
+// process when it has no more blocks.
 void Post::settle(int id, bool ended) {
   const auto from = lender();
   if (from) ended ? from->ended(id) : from->lost(id);
@@ -297,7 +297,7 @@ bool Post::reply(Letter& letter, const LetterFields& fields, std::span<const std
     letter.handling->advance(Handling::kRunning, Handling::kAnswered);
     return false;
   }
-  // What cannot be sent was not answered.
+  // Throws before the state changes, so that a reply which cannot be sent does not count as an answer.
   Posting posting = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
   if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
   peer->answered(letter.call);
@@ -310,7 +310,7 @@ void Post::abandon(Letter& letter) {
   if (const auto peer = find(letter.peer)) peer->answered(letter.call);
 }
 
-// Whoever calls this has claimed the call.
+// The caller of this has claimed the call.
 void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) {
   peer.forget(*call);
   forget_deadline(*call);
@@ -324,7 +324,7 @@ void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text,
 bool Post::cancel(const CallPtr& call) {
   if (!call->claim()) return false;
   const auto peer = find(call->peer);
-  if (!peer) {  // its loss has not come to this call yet
+  if (!peer) {  // it is lost, but its loss has not reached this call yet
     forget_deadline(*call);
     call->end(CallEnd::kCancelled, "cancelled", nullptr, tickets_);
     return true;
@@ -412,7 +412,7 @@ std::vector<int> Post::close(std::int64_t deadline) {
   {
     std::lock_guard lock(peers_mutex_);
     if (lender_) lender_->forget();
-    lender_.reset();  // receivers keep what they have, and take what is on its way to them
+    lender_.reset();  // receivers keep their blocks, and can take those that are in flight
   }
   buffers_->close();
   for (auto& peer : peers) lose(*peer, "the post was closed");

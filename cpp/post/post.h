@@ -1,11 +1,10 @@
-// The native endpoint of RPC: letters to and from any number of peers, which come and go.
+// The native endpoint of RPC: exchanges letters with any number of peers, which may join and leave.
 //
-// One thread reads all connections, keeps deadlines, and notices deaths; it never runs Python.  Who submits a
-// letter writes it to the socket itself where there is room.
+// One thread reads all connections, keeps deadlines, and detects lost peers; it never runs Python.  A thread
+// that submits a letter writes it to the socket itself if there is room.
 //
-// Locks, the outer first: peers_mutex_; a peer's `sending_`, its `calls_mutex_`; those of its link; all
-// others, which are held for a few steps only.  The post's thread takes peers_mutex_ never from within a
-// link.
+// Order of locks, outermost first: peers_mutex_; a peer's `sending_`; its `calls_mutex_`; those of its link;
+// all others, which are held briefly.  The post's thread never takes peers_mutex_ from within a link.
 #pragma once
 
 #include <atomic>
@@ -35,48 +34,47 @@ namespace shoal {
 class Post final : public FrameSink, public Correspondence {
  public:
   struct Options {
-    std::uint64_t budget = 0;    // bytes of large parts that may be received and not yet taken
+    std::uint64_t budget = 0;    // maximum bytes of large parts that were received and not yet taken
     std::int64_t heartbeat = 0;  // ns
   };
 
   explicit Post(Options options);
   ~Post() override;
 
-  // Whether this is a child that was forked after the post was made: nothing here may be used.
+  // Whether this is a child that was forked after the post was made: then nothing here may be used.
   bool foreign() const;
   bool closed() const { return closing_.load(std::memory_order_acquire); }
 
-  // Whether there is memory to lend to peers, and a new descriptor of it, or -1; throws std::system_error.
+  // Whether there is memory to lend to peers; a new descriptor of it, or -1 (throws std::system_error).
   bool lends() { return lender() != nullptr; }
   int memory();
-  // Takes the descriptors `fd` and `memory`, the one of what the peer lends, or -1 if the two share none.
+  // Takes the descriptors `fd` and `memory` (of the memory that the peer lends, or -1).
   // Throws std::system_error, BadMemory and OutOfMemory.
   int attach(int fd, int pid, std::int64_t ticket, int memory = -1);
   void drop(int peer, std::string why);
   std::optional<std::string> lost(int peer);
 
   bool has_room(int peer, std::uint64_t bytes) { return await_room(peer, bytes, 0); }
-  // Waits until letters of so many bytes may be queued for the peer, at most until `until` (ns).
-  // If `stage` it takes them up, until `unstage`.
+  // Waits until `bytes` may be queued for the peer, at most until `until` (ns); see Peer::await_room.
   bool await_room(int peer, std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(int peer, std::uint64_t bytes);
-  // `no_room`: await_room found none, so that the call's time is over.
+  // `no_room`: await_room timed out, so the call times out.
   CallPtr request(int peer, const LetterFields& fields, std::span<const std::byte> head,
                   std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
                   bool no_room, CallNote note);
   bool send(int peer, const LetterFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
-  // A call, or a post if `one_way`, whose contents come later, by `fill`; `no_room` as for `request`.
+  // A call, or a post if `one_way`, with contents that come later (`fill`); `no_room` as for `request`.
   CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
                CallNote note);
-  // Sends a held letter; false if it was given up meanwhile.
+  // Sends a held letter; false if it was cancelled meanwhile.
   bool fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
-  // The contents of a held letter will never come.
+  // Cancels a held letter, because its contents will never come.
   void give_up(const CallPtr& call, std::string why);
   bool reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
              std::span<const PartToSend> parts, std::shared_ptr<void> keep);
-  // Nobody will answer the call.
+  // The call will not be answered.
   void abandon(Letter& letter);
   bool cancel(const CallPtr& call);
 
@@ -89,9 +87,9 @@ class Post final : public FrameSink, public Correspondence {
     std::uint64_t made, queued, granted, lent, kept;
   };
   Stats stats();
-  // The calls that have no reply yet, of one peer or (0) of all.
+  // The calls without a reply, of one peer or (0) of all.
   std::vector<CallPtr> pending(int peer);
-  // What peers called here and is not answered: the peer, its number for the call, and where it stands.
+  // The received calls that are not answered: the peer, its number for the call, and the state.
   struct Handled {
     int peer;
     std::uint64_t number;
@@ -100,20 +98,20 @@ class Post final : public FrameSink, public Correspondence {
   std::vector<Handled> handled();
   void sever(int peer);
   void hush(bool silent) { silent_ = silent; }
-  // Sends what is queued and ends; the peers that did not take all of it before the deadline.
+  // Sends queued letters and closes; returns the peers that did not take all of them before the deadline.
   std::vector<int> close(std::int64_t deadline);
 
-  // Lets go of what a forked child should not carry along.
+  // Releases memory that a forked child should not inherit.
   void before_fork() { buffers_->clear(); }
-  // In a forked child: closes what it inherited.
+  // In a forked child: closes inherited descriptors.
   void disown();
   std::mutex& peers_mutex() { return peers_mutex_; }
 
  private:
-  // What the thread's epoll says of an event, beside the peer's name.
+  // Flags in the data of an epoll event, besides the peer's id.
   static constexpr std::uint64_t kWakeup = 1ULL << 63, kPidfd = 1ULL << 62;
 
-  // FrameSink: in the post's thread.
+  // FrameSink; called in the post's thread.
   const LetterState* letters(Link& link) override;
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
@@ -164,10 +162,10 @@ class Post final : public FrameSink, public Correspondence {
   std::mutex peers_mutex_;
   std::unordered_map<int, std::shared_ptr<Peer>> peers_;
   int last_peer_ = 0;
-  std::unordered_map<int, std::string> dropped_;  // why the post drops a peer that is still there
+  std::unordered_map<int, std::string> dropped_;  // reasons for peers that are being dropped
   std::map<int, std::string> losses_;
-  std::uint64_t made_to_lost_ = 0;  // calls, by this worker
-  std::map<int, int> departed_;     // peers that are lost and may still use what we lent: their pidfds
+  std::uint64_t made_to_lost_ = 0;  // calls of this process to peers that are lost
+  std::map<int, int> departed_;     // pidfds of lost peers that may still use lent blocks
   Memories memories_;
   std::shared_ptr<Lender> lender_;  // until the post is closed
 
@@ -178,14 +176,14 @@ class Post final : public FrameSink, public Correspondence {
 
   std::atomic<std::int64_t> watch_ticket_{-1}, patience_{0};
 
-  // The thread's own.
-  std::thread* thread_ = nullptr;  // a forked child has none to join, and leaves it
-  Peer* reading_ = nullptr;        // whose link is being read
+  // Used by the post's thread only.
+  std::thread* thread_ = nullptr;  // a pointer: a forked child must not join it
+  Peer* reading_ = nullptr;        // the peer whose link is being read
   std::string end_;                // why that link has ended
-  std::string text_;               // of the control frame that is being read
+  std::string text_;               // of the current control frame
   Heartbeat heartbeat_;
   std::int64_t last_watch_ = 0;
-  std::uint64_t last_taken_ = 0;  // letters, at last_watch_
+  std::uint64_t last_taken_ = 0;  // number of letters taken at last_watch_
 };
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-// The post's thread reads the connections, keeps deadlines and notices deaths.
+// The post's thread: reads the connections, keeps deadlines and detects lost peers.
 
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -14,8 +14,8 @@ namespace shoal {
 namespace {
 
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-constexpr std::int64_t kAnswerTime = 200 * kMillisecond;  // for what a callee's post says of an overdue call
-constexpr std::int64_t kShortCall = kMillisecond / 2;     // handlers that take less need no further threads
+constexpr std::int64_t kAnswerTime = 200 * kMillisecond;  // for the callee's report on an overdue call
+constexpr std::int64_t kShortCall = kMillisecond / 2;     // shorter handlers need no additional threads
 constexpr std::int64_t kLongestSleep = 3'600'000;         // ms
 constexpr const char* kEnded = "its process has ended";
 
@@ -38,7 +38,7 @@ void Post::forget_deadline(const Call& call) {
   deadlines_.erase({call.due, call.unique});
 }
 
-// A call whose time is over ends when its callee's post has said what it knows of it, or does not.
+// An overdue call ends when the callee's post has reported its status, or did not report in time.
 void Post::expire(std::int64_t now) {
   std::vector<CallPtr> due;
   {
@@ -82,8 +82,8 @@ std::int64_t Post::next_wake() {
   at = std::min(at, buffers_->tidy_at());
   std::lock_guard lock(deadlines_mutex_);
   if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
-  // The deadline of a call that has ended stays the time to wake at: that of the next call is later, and
-  // whoever makes it need not wake this thread.
+  // The deadline of an ended call is kept as a time to wake: the next call's deadline is later, so its caller
+  // need not wake this thread.
   if (sleeps_until_ > now_ns()) at = std::min(at, sleeps_until_);
   sleeps_until_ = at;
   return at;
@@ -108,7 +108,7 @@ void Post::run() {
       if (!peer && (what & kPidfd)) settle(static_cast<int>(what & 0xffffffffULL), true);
       if (!peer) continue;
       if (what & kPidfd) {
-        // What it had sent before still counts.
+        // Frames that it sent before still count.
         reading_ = peer.get();
         peer->link.receive_all();
         end_of(*peer, kEnded);
@@ -134,7 +134,7 @@ void Post::serve(Peer& peer, std::uint32_t events) {
   if (peer.link.broken()) end_of(peer, "its connection closed");
 }
 
-// The connection of the peer is over, for the reason that was found while it was read, if any was.
+// The connection has ended; a reason found while reading takes precedence over `why`.
 void Post::end_of(Peer& peer, const char* why) {
   std::string found = std::exchange(end_, {});
   lose(peer, found.empty() ? why : std::move(found));
@@ -198,7 +198,7 @@ void Post::cancelled_by_peer(std::uint64_t number) {
   reading_->answered(number);
 }
 
-// The state of a call that the peer made, in words.
+// Returns the state of a received call, as text.
 std::string Post::standing(std::uint64_t number) {
   if (number > reading_->arrivals.state().last) return "never received";
   auto [handling, letter] = reading_->handled(number);
@@ -227,7 +227,7 @@ void Post::told(const FrameHeader& header) {
   if (call->asked.load()) overdue(*reading_, call, text_);
 }
 
-// -- what time brings ---------------------------------------------------------------------------------
+// -- periodic work --------------------------------------------------------------------------------------
 
 void Post::beat(std::int64_t now) {
   if (!heartbeat_.due(now)) return;
@@ -263,13 +263,13 @@ void Post::watch(std::int64_t ticket, std::int64_t patience) {
 void Post::look_after_inbox(std::int64_t now) {
   const auto neglect = inbox_.neglect();
   if (neglect.since == 0 || watch_ticket_ < 0) return;
-  const bool looked = last_watch_ > neglect.since;  // since the oldest letter came
+  const bool looked = last_watch_ > neglect.since;  // since the oldest letter arrived
   const std::int64_t begin = looked ? last_watch_ : neglect.since;
   if (now < begin + patience_) return;
   const std::uint64_t taken = neglect.taken - (looked ? last_taken_ : neglect.taken_then);
   last_watch_ = now;
   last_taken_ = neglect.taken;
-  // Short calls one after another: further threads would only take turns with those that run.
+  // Only short calls in succession: more threads would only compete with the running ones.
   if (static_cast<std::int64_t>(taken) * kShortCall > now - begin) return;
   tickets_.add(watch_ticket_);
 }

@@ -25,7 +25,7 @@ std::vector<Bucket> assign(std::span<const Parameter> parameters, std::span<cons
                            std::uint64_t first_cap, std::uint64_t cap) {
   check_permutation(parameters.size(), order);
 
-  // A bucket is complete when its last member is: sorted by that, buckets stand in the order they fill.
+  // A bucket is complete with its last member, so sorting by that gives the order in which buckets fill.
   struct Open {
     Bucket bucket;
     std::uint64_t limit = 0;

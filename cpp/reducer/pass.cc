@@ -34,7 +34,7 @@ void Pass::expect(bool counts, std::uint32_t copies) {
 
 void Pass::begin(Actions& actions, std::span<const std::uint32_t> unreached) {
   gaps_ = !unreached.empty() || std::find(expected_.begin(), expected_.end(), 0) != expected_.end();
-  // Any bucket may be sent from now on, and the tail is in one.
+  // Any bucket may be sent from now on, and one contains the tail.
   if (forwards_ > 1 && !separate()) actions.fill(kOutcome);
   for (std::uint32_t parameter : unreached) readiness_.skip(parameter);
 }
@@ -83,7 +83,7 @@ std::vector<std::uint8_t> Pass::flags(const std::vector<bool>& present) const {
 
 std::vector<std::uint32_t> Pass::missing() const {
   std::vector<std::uint32_t> result = readiness_.missing();
-  // A small batch occupies some of the copies, and the others have nothing to add.
+  // A small batch occupies only some of the copies; the others have nothing to add.
   if (rules_.copies > 1)
     std::erase_if(result, [&](std::uint32_t parameter) { return readiness_.counts()[parameter] > 0; });
   return result;

@@ -64,7 +64,7 @@ void Readiness::skip(std::uint32_t parameter) {
   settle(parameter);
 }
 
-// One parameter less to wait for; true if a bucket more is ready.
+// One parameter less to wait for; true if another bucket is ready.
 bool Readiness::settle(std::uint32_t parameter) {
   --pending_[bucket_of_[parameter]];
   return advance();

@@ -1,8 +1,8 @@
-// Agreements of members that crash, leave, lose one another and vote late, in simulated time.
+// Agreements of members that crash, leave, lose each other and vote late, in simulated time.
 //
-// One round is one agreement.  Its seed gives the size of the group, when each member votes, crashes, hears
-// of losses and receives messages, and which links are cut.  Messages of one link stay in order.  One thread
-// runs all, so a seed plays the same round again.
+// One round is one agreement.  Its seed determines the size of the group, when each member votes, crashes,
+// detects losses and receives messages, and which links are cut.  Messages of one link stay in order.  A
+// single thread runs everything, so a seed repeats the same round.
 
 #include "agreement/agreement.h"
 
@@ -30,8 +30,8 @@ struct Event {
   Time time;
   std::uint64_t order;
   What what;
-  int at = 0;                                   // the member that it happens to
-  int other = 0;                                // the sender, or who is lost
+  int at = 0;                                   // the affected member
+  int other = 0;                                // the sender, or the lost member
   std::shared_ptr<const Message> message = {};  // none: the goodbye of the sender
   std::shared_ptr<const WitnessRequest> request = {};
   std::shared_ptr<const WitnessAnswer> answer = {};
@@ -48,20 +48,20 @@ struct Member {
   bool voted = false;
   bool in_time = false;
   bool alive = true;
-  bool left = false;    // in good order; what it has decided counts
-  RankSet lost;         // that it has been told of
-  RankSet told;         // of their deaths
-  int sends_left = -1;  // it crashes after so many more; -1: it does not
-  Time tick = -1;       // when it has asked to be told the time
+  bool left = false;    // in good order; its decision counts
+  RankSet lost;         // the losses that it was notified of
+  RankSet told;         // the deaths that it was notified of
+  int sends_left = -1;  // messages until it crashes; -1: it does not crash
+  Time tick = -1;       // the requested time of its next tick
   bool decided = false;
 };
 
 class Round {
  public:
   Round(std::uint64_t seed, QuorumRule rule);
-  // Returns whether two members that lived at one time had decided differently.
+  // Returns whether two members that were alive at the same time decided differently.
   bool run();
-  // Whether a member that has died had decided differently from one that lives.
+  // Whether a dead member had decided differently from a surviving one.
   bool differed_from_the_dead() const { return differed_; }
   bool decided() const { return decided_; }
 
@@ -92,23 +92,23 @@ class Round {
   Time between(Time from, Time to) { return std::uniform_int_distribution<Time>(from, to)(random_); }
 
   Random random_;
-  const bool strict_;  // of a wrong rule no more than disagreements is asked
+  const bool strict_;  // false for a wrong rule: only disagreements are counted
   int size_;
   Kind kind_;
   bool same_ = true;    // all vote with one op
-  bool grows_ = false;  // which is kGrow
-  bool coded_;          // messages are bytes, and hostile ones with them
-  bool fatal_;          // who has decided often crashes soon, and those of its side with it
+  bool grows_ = false;  // this op is kGrow
+  bool coded_;          // messages are encoded, and hostile ones are added
+  bool fatal_;          // a member often crashes soon after it has decided, together with its side
   Time slow_;           // the longest usual delay
-  int certainty_;       // of ten deaths, how many are known to be deaths
+  int certainty_;       // number of deaths out of ten that are known to be deaths
   std::vector<Member> members_;
-  std::vector<Time> longest_;  // by link: the usual delay at most
+  std::vector<Time> longest_;  // by link: maximum usual delay
   std::vector<Time> arrival_;  // by link: of the last message
   std::vector<bool> is_cut_;   // by link
-  std::vector<int> side_;      // by rank: of a cut through the group, and of what ends together
+  std::vector<int> side_;      // by rank: side of a cut through the group; a side can end together
   std::priority_queue<Event, std::vector<Event>, std::greater<>> queue_;
   std::uint64_t order_ = 0;
-  Time now_ = 0, news_ = 0, last_decision_ = 0;  // news: a vote, a death, word of a loss
+  Time now_ = 0, news_ = 0, last_decision_ = 0;  // news: a vote, a death, or a report of a loss
   int sent_ = 0;                                 // messages
   Witness witness_;
   bool differed_ = false, decided_ = false, disagreed_ = false;
@@ -185,8 +185,8 @@ void Round::plan_crashes() {
   }
 }
 
-// Links are cut between two members, between one and all others, and between two parts of the group, of which
-// one member may still reach both.
+// Cuts links between two members, between one and all others, or between two parts of the group, of which one
+// member may still reach both.
 void Round::plan_losses() {
   if (!kind_.quiet() && chance(random_, 4)) return;
   if (kind_.clean || (!kind_.pairs && chance(random_, 2))) {
@@ -210,7 +210,7 @@ void Round::plan_losses() {
   }
 }
 
-// Each side hears of it at a time of its own, and perhaps nothing is wrong but that one of them thinks so.
+// Each side detects the cut at a different time; sometimes nothing is cut, and only one side detects a loss.
 void Round::cut(int a, int b, Time time) {
   if (a == b) return;
   queue_.push({time, ++order_, What::kCut, a, b});
@@ -219,7 +219,7 @@ void Round::cut(int a, int b, Time time) {
   push(time + between(1, longest), What::kLoss, b, a);
 }
 
-// Whoever hears of it has read what it said.
+// A member that receives the goodbye has read all earlier messages.
 void Round::leave(int rank) {
   member(rank).agreement.farewell();
   flush(rank);
@@ -254,10 +254,10 @@ bool Round::run() {
 }
 
 void Round::handle(const Event& event) {
-  if (event.what == What::kAsk) {  // the request is on its way, though who sent it may have died
+  if (event.what == What::kAsk) {  // the request is in flight, although its sender may have died
     const std::string kept = witness_.bytes(size_);
     check(!coded_ || witness_.read(kept, size_) == nullptr, "what the witness keeps is refused");
-    if (coded_) {  // whoever can write to the store can write anything
+    if (coded_) {  // any process with access to the store can write anything
       Witness victim;
       if (victim.read(spoilt(kept), size_) == nullptr) victim.ask(*event.request);
     }
@@ -304,10 +304,10 @@ void Round::handle(const Event& event) {
 }
 
 void Round::lose(int at, int other, bool dead) {
-  check(!dead || !member(other).alive, "a member that lives is told dead");
+  check(!dead || !member(other).alive, "a running member is reported as dead");
   member(at).lost.add(other);
   member(at).agreement.lose(other, dead, now_);
-  // A link has two ends: the other one hears of it too.
+  // A link has two ends: the other one detects the loss too.
   if (!is_cut_[link(at, other)] && member(other).alive) {
     is_cut_[link(at, other)] = is_cut_[link(other, at)] = true;
     push(now_ + delay(), What::kLoss, other, at);
@@ -343,7 +343,7 @@ std::string Round::spoilt(std::string bytes) {
   return bytes;
 }
 
-// A member of its own takes whatever `decode` lets pass of a message that somebody else has written.
+// Another member must handle everything that `decode` accepts of a manipulated message.
 void Round::spoil(const std::string& honest, const Receiver& receiver) {
   const std::string bytes = spoilt(honest);
   Message message;
@@ -374,7 +374,7 @@ void Round::flush(int rank) {
   }
   const Time tick = self.agreement.next_tick();
   if (tick == Agreement::kNever || tick == self.tick) return;
-  check(tick > now_, "a member wants to be told a time that has passed");
+  check(tick > now_, "a member requests a tick in the past");
   self.tick = tick;
   push(tick, What::kTick, rank);
 }
@@ -387,7 +387,7 @@ void Round::transmit(int from, int to, const std::shared_ptr<const Message>& mes
   queue_.push({last, ++order_, What::kMessage, to, from, message});
 }
 
-// After each thing that has happened to a member.
+// Called after each event of a member.
 void Round::look(int rank) {
   Member& self = member(rank);
   const auto& decision = self.agreement.decision();
@@ -399,7 +399,7 @@ void Round::look(int rank) {
   for (const Member& other : members_) {
     if (!other.decided || *other.agreement.decision() == *decision) continue;
     (other.alive ? disagreed_ : differed_) = true;
-    check(!other.alive || !strict_, "two members that live decide differently");
+    check(!other.alive || !strict_, "two surviving members decide differently");
   }
   if (!strict_) return;
   std::vector<std::pair<int, const Vote*>> votes;
@@ -420,7 +420,7 @@ void Round::end_side(int rank) {
 }
 
 void Round::check_pairs() {
-  int reached = 0;  // by rank 0
+  int reached = 0;  // number of ranks that rank 0 reaches
   for (int rank = 0; rank < size_; ++rank) reached += !is_cut_[link(0, rank)];
   for (int rank = 0; rank < size_; ++rank) {
     const auto& agreement = member(rank).agreement;
@@ -429,7 +429,7 @@ void Round::check_pairs() {
           "a member waits in vain for a leader with a majority");
     for (int other = 0; other < size_ && !agreement.decision(); ++other)
       check(is_cut_[link(rank, other)] || !member(other).agreement.decision(),
-            "a member does not hear of a decision");
+            "a member does not receive a decision");
     if (!agreement.decision()) continue;
     const Decision& decision = *agreement.decision();
     bool was_cut = false;
@@ -476,7 +476,7 @@ void Round::check_end() {
   }
 }
 
-// The rules that look right and are not: who has them must be caught.
+// Wrong rules that look right: the test must detect them.
 Quorum majority_of_those_not_known_dead(const Standing& standing) {
   return 2 * standing.living > standing.size - standing.dead ? Quorum::kYes : Quorum::kNo;
 }

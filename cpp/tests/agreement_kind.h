@@ -1,14 +1,14 @@
-// The kinds of simulated agreements, and what happens in them.
+// The kinds of simulated agreements, and their events.
 #pragma once
 
 namespace shoal::stress {
 
-// Properties that some rounds have.
+// Properties of some rounds.
 struct Kind {
-  bool calm = false;   // all losses are deaths and certain, and soon known; who votes late does so very late
-  bool clean = false;  // nobody dies, all votes come in time, one cut divides the group in two
-  bool pairs = false;  // nobody dies, and all vote in time and after they have heard of all cuts
-  bool witness = false;  // it answers
+  bool calm = false;     // all losses are certain deaths and soon known; late votes are very late
+  bool clean = false;    // no member dies, all votes are in time, one cut divides the group in two
+  bool pairs = false;    // no member dies, and all vote in time, after they have detected all cuts
+  bool witness = false;  // the witness answers
   bool quiet() const { return calm || clean || pairs; }
 };
 

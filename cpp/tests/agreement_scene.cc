@@ -1,4 +1,4 @@
-// A scene of an agreement that chance rarely makes.
+// A scenario of an agreement that random rounds rarely produce.
 
 #include <memory>
 #include <string>
@@ -25,7 +25,7 @@ struct Group {
 
   Agreement& member(int rank) { return members[static_cast<std::size_t>(rank)]; }
 
-  // Everything arrives but what 1 sends to 4.
+  // Everything arrives except messages from 1 to 4.
   void deliver(std::int64_t now) {
     for (int from = 0, idle = 0; idle < kSize; from = (from + 1) % kSize) {
       const auto broadcasts = member(from).take_messages();
@@ -43,8 +43,8 @@ struct Group {
 
 }  // namespace
 
-// 1, 2 and 3 have lost 0, decide, and die.  4, which has accepted what 0 proposes, hears of their decision
-// after 0 has heard of their deaths.
+// 1, 2 and 3 have lost 0, decide, and die.  4, which has accepted the proposal of 0, receives their decision
+// after 0 has learned of their deaths.
 void late_words_of_the_dead() {
   Group group;
   for (int rank : {1, 2, 3}) {
@@ -53,7 +53,7 @@ void late_words_of_the_dead() {
   }
   for (int rank = 0; rank < kSize; ++rank) group.member(rank).vote({Op::kSum, std::string(8, '\1')}, kEnd, 1);
   group.deliver(1);
-  group.member(1).tick(1 + kVoteTimeout);  // the vote of 4 does not come
+  group.member(1).tick(1 + kVoteTimeout);  // the vote of 4 does not arrive
   group.deliver(2 + kVoteTimeout);
   check(group.member(1).decision().has_value(), "a majority does not decide");
   check(!group.member(0).decision(), "a minority decides");
@@ -64,7 +64,7 @@ void late_words_of_the_dead() {
     group.member(4).receive(1, *message, 5 + kVoteTimeout);
   group.deliver(6 + kVoteTimeout);
   const auto &zero = group.member(0).decision(), &four = group.member(4).decision();
-  check(zero && four && *zero == *four, "two members that live decide differently");
+  check(zero && four && *zero == *four, "two surviving members decide differently");
 }
 
 }  // namespace shoal::stress

@@ -1,4 +1,4 @@
-// Agreements over links, each rank in a thread of its own.  In some rounds one of them leaves between two
+// Agreements over links, each rank in a separate thread.  In some rounds one rank leaves between two
 // agreements, or is cut off from all others.
 
 #include "engine/agreements.h"
@@ -21,11 +21,11 @@ constexpr int kAgreements = 6;
 
 using Decisions = std::vector<agreement::Decision>;
 
-// Who goes, after how many agreements, and how.
+// The rank that goes, after how many agreements, and how.
 struct Fate {
   int rank;
   int after;
-  bool leaves;  // else it is cut off
+  bool leaves;  // otherwise it is cut off
 };
 
 void take_part(Context& context, Group& group, Random random, const Fate& fate, Decisions& decisions) {
@@ -72,7 +72,7 @@ void agree_over_links(std::uint64_t seed) {
       const bool gone = fate.rank >= 0 && static_cast<int>(i) >= fate.after;
       check(decision == decisions[fate.rank == 0 ? 1 : 0][i], "two members decide differently");
       check(decision.ranks.count() == world.size() - gone && !(gone && decision.ranks.has(fate.rank)),
-            "a decision has not the ranks that go on");
+            "a decision does not have the ranks that continue");
     }
   }
   for (int rank : all) groups[static_cast<std::size_t>(rank)]->close(now_ns() + kSecond);

@@ -29,7 +29,7 @@ class Stream {
 
 using Element = std::array<std::byte, 16>;
 
-// A small whole number as an element: sums and products of eight are exact in every dtype.
+// A small integer as an element: sums and products of eight are exact in every dtype.
 Element encode(DType dtype, int value) {
   Element element{};
   auto put = [&](auto v) { std::memcpy(element.data(), &v, sizeof v); };
@@ -84,7 +84,7 @@ std::array<Element, 16> alphabet(const kernels::Reduction& how) {
   return letters;
 }
 
-// What `rank` puts into its part number `part`.
+// The contents of part number `part` of `rank`.
 void fill(Span to, const Plan& plan, int rank, int part) {
   Stream stream(plan.salt, rank, part);
   if (!plan.reduces()) {
@@ -195,7 +195,7 @@ Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t c
   desk_.begun(op_);
 }
 
-// A room of as many parts as the group has ranks, or of one.
+// A buffer with one part per rank of the group, or with one part.
 std::vector<Span> Call::lay_out(std::unique_ptr<Room>& room, auto&& bytes_of) {
   std::vector<std::uint64_t> sizes;
   if constexpr (requires { bytes_of(0); })
@@ -251,7 +251,7 @@ void Call::make_request(Request& request) {
   const bool receives_only = plan_.kind == Kind::kBroadcast && !root;
   for (std::size_t i = 0; i < in_.size() && !receives_only; ++i)
     fill(in_[i], plan_, rank, static_cast<int>(i));
-  // Even parts may be given as one span, as the `_single` forms do.
+  // Equal parts may be passed as one span, as the `_single` operations do.
   auto given = [&](const std::vector<Span>& parts) {
     if (parts.size() < 2 || plan_.uneven || !taste_.one_span) return parts;
     return std::vector<Span>{{parts[0].data, parts[0].bytes * parts.size()}};
@@ -264,14 +264,14 @@ void Call::make_request(Request& request) {
 bool Call::finish() {
   Context& context = group_->context();
   desk_.doing("waiting", group_.get());
-  // Tickets are for one thread of a rank: the keyed calls have another.
+  // Tickets are received by one thread of a rank; the keyed calls have another.
   if (taste_.by_message && !op_->request().keyed()) {
     const auto ticket = static_cast<std::int64_t>(op_->request().channel + (group_->ident() << 24));
     bool told = op_->announce(ticket);
     std::vector<std::int64_t> due;
     while (!told && context.tickets().wait(now_ns() + kSecond, due))
       for (std::int64_t arrived : due) {
-        check(arrived == ticket, "a completion was announced that nobody asked for");
+        check(arrived == ticket, "a completion was announced that was not requested");
         told = true;
       }
     check(op_->done(), "an operation was announced before it was done");

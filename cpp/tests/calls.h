@@ -1,4 +1,4 @@
-// Collectives whose results are known.
+// Collectives with known results.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace shoal::stress {
 
-// A collective, as all ranks agree on it.
+// A collective, equal on all ranks.
 struct Plan {
   Kind kind{};
   kernels::Reduction how{};
@@ -27,21 +27,21 @@ struct Plan {
     return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
   }
   std::size_t item() const { return itemsize(how.dtype); }
-  // Bytes of what `from` has for `to`.
+  // Number of bytes from `from` to `to`.
   std::uint64_t bytes(int from, int to) const;
   std::string text() const;
 };
 
-enum class Extent { kSmall, kMixed, kLarge };  // up to 64 KB and mostly tiny; to 1 MB; 100 KB to 4 MB
+enum class Extent { kSmall, kMixed, kLarge };  // up to 64 KB, mostly tiny; up to 1 MB; 100 KB to 4 MB
 Plan make_plan(Random& script, int size, Extent extent);
 Plan barrier();
 
-// A rank's own choices in a call.
+// A rank's choices for a call.
 struct Taste {
   bool shared;      // in memory that the host shares
   int shift;        // elements between the start of the memory and the data
-  bool one_span;    // lists of parts in one piece, where they are even
-  bool by_message;  // hear of the end from the context's tickets
+  bool one_span;    // lists of equal parts in one piece
+  bool by_message;  // wait for the context's tickets
 };
 Taste make_taste(Random& own);
 
@@ -57,15 +57,15 @@ class Room {
   std::byte* data_;
 };
 
-// A message, without a buffer if its receiver takes what comes.
+// A message; without a buffer if its receiver accepts any.
 Request message_request(Kind kind, int peer, std::uint64_t tag, DType dtype, std::optional<Span> data);
 
-// One operation on its way.  Keeps its memory until it is done.
+// A running operation.  Keeps its memory until it is done.
 class Call {
  public:
   Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, Desk& desk, Tally& tally);
 
-  // False if it failed; what has succeeded must be right.
+  // False if it failed; a successful result must be right.
   bool finish();
   const Operation& operation() const { return *op_; }
   const Group& group() const { return *group_; }
@@ -84,7 +84,7 @@ class Call {
   Desk& desk_;
   Tally& tally_;
   std::unique_ptr<Room> in_room_, out_room_;
-  std::vector<Span> in_, out_;  // a span a part
+  std::vector<Span> in_, out_;  // one span per part
   OperationPtr op_;
 };
 

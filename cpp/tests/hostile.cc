@@ -1,10 +1,10 @@
-// Peers that have passed the handshake and then send what no honest one would.
+// Peers that pass the handshake and then send invalid data.
 //
-// The rank under test has a pair of groups with each of them: one with operations in flight, and one that it
-// makes only after frames for it have come.  A peer keeps the protocol for a while, so that its lies meet
-// every state, then lies in some field.  Whatever it sends, the rank must neither crash nor hang: the frame
-// is used, or ignored, or ends the connection with an error that names the peer.  Frames without a lie never
-// end it.
+// The rank under test has two groups with each of them: one with operations in flight, and one that it makes
+// only after frames for it have arrived.  A peer follows the protocol for a while, so that errors meet every
+// state, and then sends a frame with an error in some field.  The rank must neither crash nor hang: it uses
+// or ignores the frame, or ends the connection with an error that names the peer.  Frames without an error
+// never end it.
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -28,7 +28,7 @@ namespace shoal::stress {
 namespace {
 
 constexpr std::size_t kMemory = 32 << 20;
-constexpr std::size_t kRing = 128 * 1024;  // as in engine/context.cc
+constexpr std::size_t kRing = 128 * 1024;  // as in engine/peers.cc
 constexpr int kPeers = 8;
 
 // -- how a peer's bytes reach the rank under test -------------------------------------------------
@@ -36,7 +36,7 @@ constexpr int kPeers = 8;
 class Wire {
  public:
   virtual ~Wire() = default;
-  // Bytes taken, 0 if there is no room now.
+  // Number of bytes taken; 0 if there is no room now.
   virtual std::size_t write(const std::byte* data, std::size_t bytes) = 0;
   virtual void drain() = 0;
 };
@@ -87,7 +87,7 @@ class RingWire final : public Wire {
     return bytes;
   }
   void drain() override { in_->tail.store(in_->head.load()); }
-  // The indices are words like any others.
+  // The indices can be overwritten like any other words.
   void corrupt(Random& random) {
     (chance(random, 2) ? out_->head : in_->tail).store(random());
     victim_.bell().ring_link();
@@ -100,7 +100,7 @@ class RingWire final : public Wire {
   int socket_;
 };
 
-// -- what a peer sends ----------------------------------------------------------------------------
+// -- frames of a peer -----------------------------------------------------------------------------
 
 OperationPtr submit(Group& group, Kind kind, std::vector<std::byte>* data, std::uint64_t tag) {
   Request request(kind, collectives::start);
@@ -144,7 +144,7 @@ class Peer {
     for (auto& operation : operations_) desk_.begun(operation);
   }
 
-  // Sends a frame or more; false once the connection is over.
+  // Sends one or more frames; false when the connection has ended.
   bool go_on() {
     if (!late_ && chance(random_, 20)) late_ = make_group(ident() + 1);
     if (broken()) return false;
@@ -178,13 +178,13 @@ class Peer {
     return true;
   }
 
-  // Ends what goes on; every operation must come to its end.
+  // Ends the round; every operation must end.
   void finish(Tally& tally) {
     desk_.doing("the end", group_.get());
     if (broken()) {
       ++tally.failures;
       auto error = group_->failure();
-      const std::int64_t deadline = now_ns() + 30 * kSecond;  // another thread may be about to tell it
+      const std::int64_t deadline = now_ns() + 30 * kSecond;  // another thread may be about to report it
       for (; !error && !left_ && now_ns() < deadline; error = group_->failure()) std::this_thread::yield();
       check(error.has_value() || left_, "a connection broke and its group did not");
       if (error && error->code == ErrorCode::kWire) {
@@ -255,7 +255,7 @@ class Peer {
         return header;
       case 1:
         header.type = FrameType::kGrant;
-        header.message = 1;  // of the rank's own messages there is at least one
+        header.message = 1;  // the rank has sent at least one message
         return header;
       case 4:
         if (messages_ == 0) return message(group);
@@ -369,7 +369,7 @@ class Peer {
           for (std::byte& byte : payload) byte = static_cast<std::byte>(random_());
       }
     }
-    // The bytes that it claims, or others: then the next header begins somewhere in between.
+    // The claimed number of bytes, or another: then the next header begins somewhere in between.
     if (!chance(random_, 8)) payload.resize(std::min<std::size_t>(header.payload, kMoreLimit));
     for (std::size_t i = 0; i < std::min<std::size_t>(payload.size(), 16); ++i)
       payload[i] = static_cast<std::byte>(random_());
@@ -379,7 +379,7 @@ class Peer {
   const int rank_;
   Random random_;
   Desk& desk_;
-  const int honest_frames_;  // about so many between two lies: late ones meet states that early ones cannot
+  const int honest_frames_;  // average number between two errors: late errors meet more states
   std::unique_ptr<Wire> wire_;
   std::vector<std::byte> small_, large_, filled_;
   std::shared_ptr<Group> group_, late_;
@@ -387,7 +387,7 @@ class Peer {
   std::uint64_t messages_ = 0;
   std::uint64_t unseen_ = 0;
   bool lied_ = false;
-  bool left_ = false;  // it said that it leaves the group, and may do what it likes to it then
+  bool left_ = false;  // it has left the group, and may then do anything to it
 };
 
 std::uint64_t frames(Random& random, std::uint64_t count, Watchdog& watchdog, Tally& tally) {
@@ -413,7 +413,7 @@ std::uint64_t frames(Random& random, std::uint64_t count, Watchdog& watchdog, Ta
   return sent;
 }
 
-// Two ranks that share memory compute, while a third hand writes into what they have published.
+// Two ranks with shared memory compute, while another thread writes to their published data.
 void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
   World world(std::vector<int>{0, 0});
   std::vector<std::shared_ptr<Group>> groups;
@@ -435,7 +435,7 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
         const std::uint64_t offset = entry.offset.load();
         if (!memory.holds(offset, block)) continue;
         const auto word = static_cast<std::uint64_t>(pick(own, 0, static_cast<int>(block / 8) - 1));
-        const bool low = chance(own, 2);  // where the counters and the tables are
+        const bool low = chance(own, 2);  // the location of counters and tables
         std::uint64_t& at = *memory.at<std::uint64_t>(offset + (low ? word % 48 : word) * 8);
         const std::uint64_t old = __atomic_load_n(&at, __ATOMIC_RELAXED);
         const int what = pick(own, 0, 4);

@@ -1,4 +1,4 @@
-// Peers of a post that do not keep the protocol, nor their hands from what is not theirs.
+// Peers of a post that violate the protocol and write to memory of others.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -33,8 +33,8 @@ void write_all(int fd, const void* data, std::size_t bytes) {
   }
 }
 
-// Speaks with a post as an honest peer would, but for some bit here and there.  It has memory to lend, and
-// writes to the memory that is lent to it.
+// Communicates with a post as an honest peer would, except for some wrong bits.  It lends memory, and writes
+// to memory that is lent to it.
 class Liar {
  public:
   Liar(Post& victim, Random& random) : victim_(victim), random_(random) {
@@ -59,7 +59,7 @@ class Liar {
   int name() const { return name_; }
   bool refused() { return victim_.lost(name_).has_value(); }
 
-  // A letter with its parts, or a control frame; `lie`: somewhere it is wrong.  Frames sent.
+  // Sends a letter with its parts, or a control frame; `lie`: with an error.  Returns the number of frames.
   std::uint64_t speak(bool lie) {
     frames_ = 0;
     lie_in_ = lie ? pick(random_, 0, 4) : -1;
@@ -73,7 +73,7 @@ class Liar {
       header.type = chance(random_, 2) ? FrameType::kAskCall : FrameType::kCancelCall;
       header.channel = static_cast<std::uint64_t>(pick(random_, 1, static_cast<int>(call_) + 1));
       frame(header, {});
-    } else if (what == 2 && lie) {  // what only a lie could be: nothing was asked or granted
+    } else if (what == 2 && lie) {  // always an error: nothing was asked or granted
       constexpr FrameType kTypes[] = {FrameType::kMore,      FrameType::kGrant,      FrameType::kTellCall,
                                       FrameType::kCredit,    FrameType::kWithdrawn,  FrameType::kBroken,
                                       FrameType::kCallQuery, FrameType::kGroupClosed};
@@ -133,7 +133,7 @@ class Liar {
     }
   }
 
-  // Lends the part, if there is room; what has come back is free again.
+  // Lends the part if there is room; returned memory is free again.
   bool lend(FrameHeader& part) {
     std::erase_if(places_, [&](std::uint64_t place) {
       const bool back = word(place).load() == 0;
@@ -159,7 +159,7 @@ class Liar {
         case 2:
           part.total = std::max<std::uint64_t>(odd(), 1);
           break;
-        case 3:  // what it has lent already, or what lies across that
+        case 3:  // memory that is already lent, or overlaps such memory
           part.loan.place = last + 64 * (random_() % 3);
           break;
         default:
@@ -167,7 +167,7 @@ class Liar {
       }
     return true;
   }
-  // Blocks begin with pages; some of these words are of blocks that others have.
+  // Blocks begin with pages; some of these words belong to blocks of other peers.
   void return_what_it_never_had() {
     for (std::uint64_t place = 0; place < kBudget; place += 4096)
       if (chance(random_, 2))
@@ -213,7 +213,7 @@ class Liar {
   Random& random_;
   Arena arena_{1 << 20, 1 << 20};
   std::unique_ptr<Mapping> borrowed_;
-  std::vector<std::uint64_t> places_;  // of what is lent
+  std::vector<std::uint64_t> places_;  // of lent blocks
   std::uint64_t loans_ = 0;
   int name_ = 0, fd_ = -1, lie_in_ = -1;
   std::uint64_t message_ = 0, call_ = 0, frames_ = 0;

@@ -1,4 +1,4 @@
-// A frame that comes when one thread has read a link to its end, and another one is turned away.
+// A frame that arrives after one thread has read a link completely, while another thread is turned away.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ struct Counter final : FrameSink {
   void on_sent() override {}
 };
 
-// Its one frame comes when the first reader has found nothing, and still holds the link.
+// Its only frame arrives when the first reader has found nothing, and still holds the link.
 class LateLink final : public Link {
  public:
   explicit LateLink(FrameSink& sink) : Link(1, sink) { frame_.type = FrameType::kHeartbeat; }

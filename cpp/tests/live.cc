@@ -1,10 +1,10 @@
 // A long life: thousands of small collectives of a few ranks.
 //
-// It has chapters.  In each the ranks make a group of all, split it and its parts again, use all these groups
-// in turn with several operations in flight, and close them; in some, one of them is aborted.  No rank waits
-// for another between chapters, so some close while others still compute, or begin anew while others hear of
-// the abort.  A rank goes on with the script whatever happens to a group, and only at a chapter's end looks
-// whether that was meant to happen.
+// The round has chapters.  In each, the ranks make a group of all, split it and its parts again, use all
+// these groups with several operations in flight, and close them; in some chapters, one group is aborted.
+// Ranks do not wait for each other between chapters, so some close while others still compute, or begin the
+// next while others detect the abort.  A rank continues with the script whatever happens to a group, and only
+// at the end of a chapter checks whether a failure was expected.
 
 #include <algorithm>
 #include <map>
@@ -19,12 +19,12 @@ namespace {
 
 enum class Mood { kEager, kYielding, kSleepy, kOneSlow };
 
-// A part of a round that all ranks agree on.
+// A part of a round, equal on all ranks.
 struct Chapter {
   std::uint64_t seed;
   int number;
   Mood mood;
-  int slow;  // the rank that makes pauses
+  int slow;  // the rank that pauses
   Extent extent;
   int steps;
   int abort_step;  // -1: no abort
@@ -39,7 +39,7 @@ struct Chapter {
   }
 };
 
-// A division of the world into groups: ranks with the same label are one, -1 is in none.
+// A division of the world into groups: ranks with the same label form one, -1 is in none.
 struct Division {
   std::uint64_t base;  // of the groups' idents
   std::vector<int> labels;
@@ -136,12 +136,12 @@ class Part {
     Division division = std::move(divisions_[index]);
     divisions_.erase(divisions_.begin() + static_cast<std::ptrdiff_t>(index));
     if (!division.group) return;
-    if (chance(own_, 2)) finish_all();  // otherwise closing waits for what is under way
+    if (chance(own_, 2)) finish_all();  // otherwise close() waits for pending operations
     desk_.doing("closing", division.group.get());
     division.group->close(now_ns() + kPatience);
   }
 
-  // Several operations, in groups chosen at random; some are waited for now, in any order, some later.
+  // Several operations, in random groups; some are waited for now, in any order, some later.
   void burst() {
     const int count = pick(script_, 1, 6);
     for (int i = 0; i < count; ++i) {
@@ -149,7 +149,7 @@ class Part {
           divisions_[static_cast<std::size_t>(pick(script_, 0, static_cast<int>(divisions_.size()) - 1))];
       const std::uint64_t seed = script_();
       if (!division.group) continue;
-      // Groups differ in size, so their plans draw differently.
+      // Groups differ in size, so their plans use different random numbers.
       Random script(seed + division.group->ident());
       Plan plan = make_plan(script, division.group->size(), chapter_.extent);
       dawdle();
@@ -172,7 +172,7 @@ class Part {
     if (!call->finish()) failures_.try_emplace(call->group().ident(), call->operation().error());
   }
 
-  // Of one division, one group is aborted by one of its members, by a thread of its own at any moment.
+  // One group of a division is aborted by one of its members, by a separate thread at a random time.
   void abort_one() {
     const auto which = static_cast<std::size_t>(pick(script_, 0, static_cast<int>(divisions_.size()) - 1));
     const Division& division = divisions_[which];
@@ -198,7 +198,7 @@ class Part {
   const int rank_;
   Desk& desk_;
   Tally& tally_;
-  Random script_, own_;              // what all ranks draw alike, and what this one draws for itself
+  Random script_, own_;              // the same numbers on all ranks, and this rank's numbers
   std::vector<Division> divisions_;  // the first is the group of all
   std::uint64_t made_ = 0;
   std::vector<std::unique_ptr<Call>> calls_;

@@ -1,10 +1,10 @@
-// A group of pairs: messages that either side takes back at any moment, and ranks that are lost.
+// A pairwise group: messages that either side cancels at any moment, and ranks that are lost.
 //
-// In each round every rank sends to the next, of all sizes, and both sides cancel some of their operations
-// whenever they like.  Then they tell one another which, and finish: whatever neither took back must have
-// arrived whole, a message that was taken back must not, and memory that a cancelled receive gave back must
-// stay as its owner left it.  In some worlds a rank loses its connections between two rounds: the others go
-// on without it.
+// In each round every rank sends messages of all sizes to the next rank, and both sides cancel some of their
+// operations at random times.  Then they exchange the lists of cancelled operations, and finish: a message
+// that neither side cancelled must have arrived completely, a withdrawn message must not, and memory that a
+// cancelled receive has returned must not change.  In some worlds a rank loses its connections between two
+// rounds: the others continue without it.
 
 #include <algorithm>
 #include <atomic>
@@ -20,7 +20,7 @@ namespace shoal::stress {
 namespace {
 
 constexpr int kMessages = 6;
-constexpr std::uint64_t kNews = 1ULL << 40;  // tags of what the ranks tell one another
+constexpr std::uint64_t kNews = 1ULL << 40;  // tags of the lists that the ranks exchange
 constexpr std::uint64_t kNever = 1ULL << 41;
 constexpr std::byte kGivenBack{0xA5};
 
@@ -42,14 +42,14 @@ class PairRank {
   }
 
   void run() {
-    desk_.doing("making a group of pairs");
+    desk_.doing("making a pairwise group");
     group_ = world_.make_group(rank_, 7, ring_, 1, Scope::kPair);
     if (rank_ == 0) ++tally_.groups;
     for (int round = 0; round < rounds_; ++round) {
       if (round == lost_at_ && (!lose() || ring_.size() == 1)) return leave();
       exchange(round);
     }
-    check(!group_->failure(), "a group of pairs is broken");
+    check(!group_->failure(), "a pairwise group is broken");
     leave();
   }
 
@@ -81,7 +81,7 @@ class PairRank {
     return op;
   }
 
-  // True if it ended well.
+  // True if it completed.
   bool finish(const OperationPtr& op) {
     check(context().wait(*op, now_ns() + 2 * kPatience), "a message hangs");
     desk_.ended(op);
@@ -92,7 +92,7 @@ class PairRank {
     return static_cast<std::byte>((from * 31 + round * 7 + index) % 128);
   }
 
-  // Each rank's list of what it has cancelled, to both of its neighbours.
+  // Exchanges each rank's list of cancelled operations with both of its neighbours.
   std::pair<std::uint8_t, std::uint8_t> news(int round, std::uint8_t sends, std::uint8_t receives) {
     const std::uint64_t tag = kNews + static_cast<std::uint64_t>(round) * 2;
     std::vector<std::byte> forward{static_cast<std::byte>(sends)}, back{static_cast<std::byte>(receives)};
@@ -193,17 +193,17 @@ class PairRank {
                         [&](std::byte b) { return b == content(last, round, i); }),
             "a message is wrong");
     }
-    // All messages that were on their way have arrived now.
+    // All messages in flight have arrived now.
     news(2 * round + 1, 0, 0);
     for (auto& receive : receives)
       if (receive.cancelled)
         check(std::all_of(receive.data.begin(), receive.data.end(),
                           [](std::byte b) { return b == kGivenBack; }),
-              "memory that was given back was written to");
+              "memory of a cancelled receive was written to");
     ++tally_.collectives;
   }
 
-  // One rank loses all connections; false on that rank.
+  // One rank loses all connections; returns false on that rank.
   bool lose() {
     desk_.doing("losing a rank", group_.get());
     std::vector<std::byte> room(100), large(2 << 20);
@@ -232,7 +232,7 @@ class PairRank {
     check(later->done() && !finish(later), "a message to a lost rank is not refused at once");
     std::erase(ring_, lost_);
     if (ring_.size() == 1) {
-      // The last message of the lost rank may have arrived whole.
+      // The last message of the lost rank may have arrived completely.
       check(finish(any) || any->error().code == ErrorCode::kPeerLost, "a receive from nobody goes on");
       return true;
     }
@@ -243,7 +243,7 @@ class PairRank {
 
   void leave() {
     desk_.doing("waiting until all know of the lost rank", group_.get());
-    // A goodbye may be heard before the loss, on either side, and then the peer has left and is not lost.
+    // Either side may receive a goodbye before it detects the loss; then the peer has left and is not lost.
     while (lost_at_ >= 0 && noticed_ < world_.size()) std::this_thread::yield();
     desk_.doing("closing");
     group_->close(now_ns() + 20 * kSecond);
@@ -259,8 +259,8 @@ class PairRank {
   const int rank_;
   const int rounds_;
   const int lost_, lost_at_;
-  std::atomic<int>& noticed_;  // how many know that the rank is lost, itself too
-  std::vector<int> ring_;      // who takes part
+  std::atomic<int>& noticed_;  // number of ranks that know of the loss, including the lost one
+  std::vector<int> ring_;      // participating ranks
   std::shared_ptr<Group> group_;
 };
 

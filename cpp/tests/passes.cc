@@ -1,7 +1,7 @@
-// Random backward passes on several ranks against a model that fits on a page.
+// Random backward passes on several ranks, compared with a short model.
 //
-// The ranks run one after another, so nothing is sent: the model knows what every rank will say, and checks
-// that it does.  It also knows which buckets each rank may have sent after every gradient.
+// The ranks run one after another, so nothing is sent: the model predicts every rank's report and checks it.
+// It also knows which buckets each rank may have sent after every gradient.
 
 #include <algorithm>
 #include <array>
@@ -19,10 +19,10 @@ namespace {
 using namespace shoal::reducer;
 using Indices = std::vector<std::uint32_t>;
 
-// The part of one rank in one pass.
+// One rank's part of one pass.
 struct Plan {
   std::uint32_t forwards = 1;
-  Indices gradients;  // in the order in which they come
+  Indices gradients;  // in order of arrival
   Indices unreached;
   bool interrupted = false;
   bool shadow = false;
@@ -34,7 +34,7 @@ struct Model {
   std::vector<Indices> buckets;
   Indices expected;
   bool learning = false;
-  std::vector<bool> used;  // of each parameter: some rank has a gradient, where ranks do not say so anew
+  std::vector<bool> used;  // by parameter: any rank has a gradient (unless reported in each pass)
 
   bool separated() const { return separate || learning || rules.find_unused; }
 
@@ -61,7 +61,7 @@ struct Model {
     return false;
   }
 
-  // How many buckets are complete, in order, after the first `gradients` of a plan.
+  // Number of complete buckets, in order, after the first `gradients` of a plan.
   std::size_t complete(const Plan& plan, std::size_t gradients) const {
     if (learning) return 0;
     std::size_t number = 0;
@@ -75,7 +75,7 @@ struct Model {
     return number;
   }
 
-  // A rank whose pass an exception ended can say so only if something is left to be sent.
+  // A rank whose pass was ended by an exception can report it only if something is left to send.
   bool trouble(const Plan& plan) const {
     const bool sent_all = complete(plan, plan.gradients.size()) == buckets.size();
     return lacks(plan) || (plan.interrupted && (separated() || !sent_all));
@@ -89,7 +89,7 @@ struct Model {
   }
 };
 
-// Does what the pass of one rank asks for, and knows what the others say.
+// Performs the actions of one rank's pass, and knows the other ranks' reports.
 class Rank final : public Actions {
  public:
   Rank(Pass& pass, const Model& model, const std::vector<Plan>& plans, std::size_t rank)
@@ -114,7 +114,7 @@ class Rank final : public Actions {
       return;
     }
     check(bucket == sent++, "a bucket is sent out of turn");
-    check(filled_ || !model_.rules.fill_all, "a bucket is sent without being asked for");
+    check(filled_ || !model_.rules.fill_all, "a bucket is sent without being filled");
     const std::vector<bool> came = model_.came(plans_[rank_]);
     for (std::uint32_t index : model_.buckets[bucket])
       check(filled_ || came[index], "a bucket is sent with what is left of an earlier pass");
@@ -209,7 +209,7 @@ Plan random_plan(Random& random, const Model& model) {
   return plan;
 }
 
-// One pass of one rank; what it learned is in `pass`.
+// Runs one pass of one rank; `pass` learns from it.
 void run(Pass& pass, const Model& model, const std::vector<Plan>& plans, std::size_t number) {
   const Plan& plan = plans[number];
   Rank rank(pass, model, plans, number);
@@ -252,7 +252,7 @@ void passes(std::uint64_t seed) {
   for (int step = 0; step < 8; ++step) {
     std::vector<Plan> plans;
     for (std::size_t i = 0; i < size; ++i) plans.push_back(random_plan(random, model));
-    // Either all ranks have a pass or none has one, and not all of them can lack a batch.
+    // Either all ranks have a pass or none has one, and at least one rank has a batch.
     const auto first =
         std::find_if(plans.begin(), plans.end(), [](const Plan& plan) { return !plan.shadow; });
     const bool nothing = std::any_of(plans.begin(), plans.end(), [](const Plan& plan) {
@@ -264,14 +264,14 @@ void passes(std::uint64_t seed) {
     std::optional<Indices> order;
     for (std::size_t i = 0; i < size; ++i) {
       const auto own = ranks[i].take_order();
-      check(own.has_value() == (well && !order_is_known), "the order is told at the wrong time");
+      check(own.has_value() == (well && !order_is_known), "the order is reported at the wrong time");
       if (own && i == 0) order = own;
     }
     if (order) {
       order_is_known = true;
       Indices sorted = *order;
       std::sort(sorted.begin(), sorted.end());
-      for (std::size_t i = 0; i < sorted.size(); ++i) check(sorted[i] == i, "the order is no permutation");
+      for (std::size_t i = 0; i < sorted.size(); ++i) check(sorted[i] == i, "the order is not a permutation");
       if (model.learning) model.used = model.used_in(plans);
       model.learning = false;
       model.expected = ranks[static_cast<std::size_t>(first - plans.begin())].expected();

@@ -1,8 +1,8 @@
-// Posts that call one another at random.
+// Posts that call each other at random.
 //
 // In a round of calls, connections are cut and made again, calls are cancelled and time out, handlers answer
-// late or never, and posts are closed, all at random times.  Every call must end, every reply must be the one
-// to its call, and the letters of an ordered mailbox must come in order.
+// late or never, and posts are closed, all at random times.  Every call must end, every reply must belong to
+// its call, and the letters of an ordered mailbox must arrive in order.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -30,7 +30,7 @@ using Bytes = std::vector<std::byte>;
 
 std::span<const std::byte> view(const Bytes& bytes) { return bytes; }
 
-// Bytes that tell whose they are, of any of the sizes that make a difference.
+// Bytes that identify their sender, of all sizes that take different paths.
 Bytes random_bytes(Random& random) {
   constexpr std::size_t kSizes[] = {0, 1, 100, kInsideLimit, kInsideLimit + 1, kEager, kEager + 1, 700'000};
   Bytes bytes(kSizes[static_cast<std::size_t>(pick(random, 0, chance(random, 4) ? 7 : 4))]);
@@ -91,7 +91,7 @@ class Station {
     }
   }
 
-  // The letters say which caller's they are and count upwards; only a cut leaves gaps.
+  // The letters contain the caller and a counter; only a cut leaves gaps.
   void read_in_order() {
     std::map<std::pair<int, std::uint64_t>, std::uint64_t> last;
     while (true) {
@@ -116,7 +116,7 @@ class Station {
   }
 
   void finish(const CallPtr& call, const Bytes& head, const std::vector<std::shared_ptr<Bytes>>& parts) {
-    while (!call->wait(now_ns() + kSecond)) {  // for ever: hangs are for the watchdog to find
+    while (!call->wait(now_ns() + kSecond)) {  // forever: the watchdog detects hangs
     }
     if (call->error().first != CallEnd::kNone) {
       ++failed;
@@ -201,7 +201,7 @@ class Station {
         dawdle(random);
         post->cancel(call);
       }
-      if (chance(random, 8)) continue;  // nobody waits for it
+      if (chance(random, 8)) continue;  // no thread waits for it
       fill(0);
       finish(call, head, buffers);
     }
@@ -249,10 +249,10 @@ void posts(std::uint64_t seed, Tally& tally) {
       stations[from]->post->drop(names[from][to], "the test drops it");
     connect(from, to);
   }
-  const bool violent = chance(random, 3);  // some posts end while the others call them
+  const bool violent = chance(random, 3);  // some posts close while others call them
   if (violent) stations[0]->post->close(now_ns() + kSecond / 100);
   for (auto& station : stations) station->join_callers();
-  if (!violent)  // what was lent comes back; if not, the watchdog finds it
+  if (!violent)  // lent memory is returned; if not, the watchdog detects it
     for (auto& station : stations)
       while (station->post->stats().lent > 0) nap(random, 0, 1000);
   for (auto& station : stations) {

@@ -1,9 +1,8 @@
-// A short life: races that a few operations of a fresh world bring about.
+// A short life: races between a few operations of a new world.
 //
 // Every rank runs the same random list of operations: collectives of random kinds and sizes, waited for out
-// of order or only by the progress thread, messages, operations matched by key from a second thread, in
-// several groups at once.  Some rounds end with an abort or a cut connection in the middle instead of a
-// close.
+// of order or completed by the progress thread, messages, operations matched by key from a second thread, in
+// several groups at once.  Some rounds end with an abort or a cut connection instead of a close.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +24,7 @@ OperationPtr message(Group& group, Kind kind, int peer, std::uint64_t tag, std::
   return group.submit(message_request(kind, peer, tag, DType::kInt32, span));
 }
 
-// -- what a rank does -----------------------------------------------------------------------------
+// -- one rank -------------------------------------------------------------------------------------
 
 enum class End { kClose, kAbort, kCut };
 
@@ -37,7 +36,7 @@ struct Round {
   int lanes;
   int steps;
   End end;
-  int culprit;  // who aborts or loses its connections
+  int culprit;  // the rank that aborts or loses its connections
 };
 
 class Rank {
@@ -63,7 +62,7 @@ class Rank {
     desk().doing("closing");
     for (auto& group : groups_) group->close(now_ns() + (good ? 20 : 2) * kSecond);
     for (auto& group : groups_)
-      if (auto error = group->failure())  // all ranks keep the protocol and call the same
+      if (auto error = group->failure())  // all ranks follow the protocol and make the same calls
         check(error->code != ErrorCode::kWire && error->code != ErrorCode::kMismatch,
               group->name() + " on rank " + std::to_string(rank_) + ": " + error->text);
     context().close(now_ns() + 2 * kSecond);
@@ -76,7 +75,7 @@ class Rank {
   Desk& desk() { return round_.watchdog.desk(rank_); }
 
   void make_groups() {
-    // All ranks, the even ones with the odd ones apart, and the pairs of neighbours.
+    // A group of all ranks, groups of even and odd ranks, and pairs of neighbours.
     auto add = [&](std::uint64_t ident, auto&& member) {
       std::vector<int> members;
       for (int r = 0; r < round_.world.size(); ++r)
@@ -95,13 +94,13 @@ class Rank {
     return std::make_unique<Call>(groups_[which], plan, taste, channel, desk(), round_.tally);
   }
 
-  // Several collectives in flight, waited for in any order, some only by the progress thread.
+  // Several collectives in flight, waited for in any order, some completed by the progress thread.
   bool burst() {
     std::vector<std::unique_ptr<Call>> calls;
     const int count = pick(script_, 1, 6);
     for (int i = 0; i < count; ++i) {
       std::size_t which = static_cast<std::size_t>(pick(script_, 0, 2));
-      Random script(script_());  // groups differ in size, so their plans draw differently
+      Random script(script_());  // groups differ in size, so their plans use different random numbers
       Plan plan = make_plan(script, groups_[which]->size(), Extent::kMixed);
       dawdle(own_);
       calls.push_back(call(which, plan, make_taste(own_), numbers_[which]++));
@@ -118,8 +117,7 @@ class Rank {
     return good;
   }
 
-  // Everybody sends to the next rank, with and without a buffer on the other side, from somebody or from
-  // anybody.
+  // Every rank sends to the next rank, with and without a receive buffer, from a given rank or from any.
   bool messages() {
     Group& group = *groups_[0];
     const std::uint64_t tag = script_() % 1000;
@@ -154,7 +152,7 @@ class Rank {
     return call(0, barrier(), Taste{}, numbers_[0]++)->finish();  // the tag is free again
   }
 
-  // A second thread of the rank: operations matched by key, in an order of its own.
+  // A second thread of the rank: operations matched by key, in a different order.
   void keyed(Random own) {
     Random random(round_.seed + 77);
     std::vector<std::pair<std::uint64_t, Plan>> plans;

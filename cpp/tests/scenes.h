@@ -1,4 +1,4 @@
-// The kinds of rounds.  What happens in a round follows from its seed, when it happens does not.
+// The kinds of rounds.  The events of a round follow from its seed, their times do not.
 #pragma once
 
 #include <array>
@@ -10,33 +10,33 @@
 namespace shoal::stress {
 
 struct Tally {
-  std::atomic<std::uint64_t> collectives{0};  // that ended well, counted once for the whole group
-  std::atomic<std::uint64_t> failures{0};     // calls that an abort or a cut ended
+  std::atomic<std::uint64_t> collectives{0};  // successful, counted once for the whole group
+  std::atomic<std::uint64_t> failures{0};     // calls that failed because of an abort or a cut
   std::atomic<std::uint64_t> groups{0};
   std::atomic<std::uint64_t> aborts{0};
 };
 
-// A short life: a world, messages and collectives from two threads of each rank, a peaceful or violent end.
+// A short life: a world, messages and collectives from two threads of each rank, a close, abort or cut.
 void race(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
-// A long life: thousands of small collectives in groups that come and go, some of them by an abort.
+// A long life: thousands of small collectives in groups that are made and closed, or aborted.
 void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
-// A group of pairs: messages that either side takes back, and a rank that is lost.
+// A pairwise group: messages that either side cancels, and a lost rank.
 void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
-// A frame that comes while one thread stops to read a link, and another one is turned away.
+// A frame that arrives while one thread stops reading a link and another is turned away.
 void late_frames();
 
-// Hostile peers: at least so many frames, most of them wrong somewhere, over sockets and rings, to a rank
-// with groups and operations in flight; and words of shared memory overwritten under collectives.  Returns
-// how many frames were sent.
+// Hostile peers: at least `frames` frames, most of them with an error, over sockets and rings, to a rank with
+// groups and operations in flight; and overwritten words of shared memory during collectives.  Returns the
+// number of frames sent.
 std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Watchdog& watchdog, Tally& tally);
 
-// Posts that call one another while connections are cut and posts end.
+// Posts that call each other while connections are cut and posts are closed.
 void posts(std::uint64_t seed, Tally& tally);
 
-// Peers that send a post at least so many frames, some of them wrong somewhere.  Returns how many were sent.
+// Peers that send a post at least `frames` frames, some with an error.  Returns the number sent.
 std::uint64_t lies(std::uint64_t seed, std::uint64_t frames, Tally& tally);
 
 // Backward passes of the gradient reducer, on ranks that run one after another.
@@ -45,14 +45,14 @@ void passes(std::uint64_t seed);
 // One agreement, in simulated time.
 void agree(std::uint64_t seed, Tally& tally);
 
-// One in which the decision of members that have died arrives late.
+// One in which the decision of dead members arrives late.
 void late_words_of_the_dead();
 
 // Agreements of a group over real links.
 void agree_over_links(std::uint64_t seed);
 
-// The same agreement with each of two wrong rules for quorums: a majority of those not known dead, and none.
-// Returns whether members that lived had decided differently.
+// The same agreement with each of two wrong quorum rules: a majority of those not known to be dead, and none.
+// Returns whether surviving members decided differently.
 std::array<bool, 2> disagree(std::uint64_t seed);
 
 }  // namespace shoal::stress

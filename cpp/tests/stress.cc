@@ -1,4 +1,4 @@
-// Random rounds of the core, ranks as threads of one process, everything at random times.
+// Random rounds of the core, with ranks as threads of one process and events at random times.
 //
 //   stress [--operations N | --seconds S] [--seed K] [--patience S]
 //   stress --frames N [--seed K] [--patience S]
@@ -7,19 +7,19 @@
 //   stress --letters N [--seed K] [--patience S]
 //   stress --agreements N [--seed K] [--patience S]
 //
-// Runs rounds with the seeds K, K+1, ... until so many collectives have ended well, or for so long.  Every
-// result is checked to the last bit.  A failure names the seed of its round, which alone plays it again
-// (`--seed K --operations 1`): what happens in a round follows from the seed, when it happens does not.
+// Runs rounds with the seeds K, K+1, ... until N collectives have succeeded, or for S seconds.  Every result
+// is checked bit by bit.  A failure names the seed of its round, which repeats it alone (`--seed K
+// --operations 1`): the events of a round follow from the seed, their times do not.
 //
-// With --frames, peers that do not keep the protocol send so many frames instead (hostile.cc); with --passes,
-// so many rounds of backward passes are held against a model of the gradient reducer (passes.cc).  With
-// --posts, so many rounds of calls go between posts, and with --letters, peers of a post send so many frames
-// (posts.cc).  With --agreements, so many agreements are simulated, and a fifth as many with each of two
-// rules that are wrong, where two members must be found to disagree (agreement.cc).
+// With --frames, peers send N frames that violate the protocol (hostile.cc).  With --passes, N rounds of
+// backward passes are compared with a model of the gradient reducer (passes.cc).  With --posts, N rounds of
+// calls run between posts, and with --letters, peers of a post send N frames (posts.cc, letters.cc).  With
+// --agreements, N agreements are simulated, and a fifth as many with each of two wrong rules, for which a
+// disagreement must be found (agreement.cc).
 //
-// What a thread sanitizer cannot see: ranks reach one another's memory through mappings of their own, so the
-// same byte has a different address on each rank.  Races between the threads of a rank are found, races
-// between ranks are not; for those there are the checks of the results.
+// Limits of the thread sanitizer: ranks access each other's memory through separate mappings, so the same
+// byte has a different address on each rank.  Races between the threads of a rank are found, races between
+// ranks are not; the checks of the results are for those.
 
 #include <algorithm>
 #include <array>
@@ -33,12 +33,12 @@
 #include "tests/scenes.h"
 #include "tests/support.h"
 
-// As in cpp/transport/ring_link.h, for TCP: what is read for sending is not looked at.
+// As in cpp/transport/ring_link.h, for TCP: reads for sending are ignored.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
   return "intercept_send=0";
 }
 
-// A message may claim any length: running out of memory for it is an answer, not a fault.
+// A message may claim any length: running out of memory for it is an error of the peer, not of the core.
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }
@@ -147,7 +147,7 @@ int main(int count, char** arguments) {
       agree(seed, tally);
       if (seed % 500 == 1) agree_over_links(seed);
     }
-    // One round alone is played again to see what happened in it.
+    // A single round is repeated to see its events.
     const std::uint64_t wrong = options.agreements / 5;
     std::array<std::uint64_t, 2> caught{};
     for (seed = options.seed; seed < options.seed + wrong; ++seed) {

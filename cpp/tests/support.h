@@ -1,4 +1,4 @@
-// Chance, complaints and the clock, for all scenes of the stress test.
+// Random numbers, error reports and the clock, for all scenes of the stress test.
 #pragma once
 
 #include <chrono>
@@ -13,9 +13,9 @@ namespace shoal::stress {
 
 using Random = std::mt19937_64;
 
-constexpr std::int64_t kPatience = 600 * kSecond;  // of operations: hangs are for the watchdog to find
+constexpr std::int64_t kPatience = 600 * kSecond;  // of operations: the watchdog detects hangs
 
-// Prints what is wrong and the seed of the round, then aborts.
+// Prints the problem and the seed of the round, then aborts.
 [[noreturn]] void die(const std::string& what);
 
 inline void check(bool good, const std::string& what) {

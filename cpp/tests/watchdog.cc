@@ -36,7 +36,7 @@ std::string line_of(const std::string& path) {
   return line;
 }
 
-// The core's own threads block all signals: of them there is the name and what they sleep in.
+// The core's threads block all signals: only their name and the system call they sleep in are printed.
 bool blocks_signals(const std::string& task) {
   std::ifstream file(task + "/status");
   for (std::string line; std::getline(file, line);)
@@ -66,7 +66,7 @@ void print_stacks() {
 }
 
 [[noreturn]] void uncaught() {
-  std::string what = "an exception that nobody caught";
+  std::string what = "an uncaught exception";
   try {
     if (auto error = std::current_exception()) std::rethrow_exception(error);
   } catch (const std::exception& error) {
@@ -170,7 +170,7 @@ void Watchdog::begin_round(std::uint64_t seed) {
 }
 
 void Watchdog::watch() {
-  constexpr int kLooks = 20;  // a second
+  constexpr int kLooks = 20;  // checks per second
   std::uint64_t seen = 0;
   for (int quiet = 0; !stop_; ++quiet) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1000 / kLooks));

@@ -1,4 +1,4 @@
-// Notices that nothing gets done any more, and tells where everybody is.
+// Detects that there is no progress, and reports the state of all ranks.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace shoal::stress {
 
 constexpr int kMostRanks = 8;
 
-// One rank notes here what it is doing, for the report.
+// One rank records its current activity here, for the report.
 class Desk {
  public:
   explicit Desk(std::atomic<std::uint64_t>& beats) : beats_(beats) {}
@@ -35,7 +35,7 @@ class Desk {
 
 class Watchdog {
  public:
-  // After so many seconds in which no rank did anything new and no round began, it prints the desks and all
+  // After `patience` seconds without a new activity of any rank or a new round, it prints the desks and all
   // stacks, and aborts.
   explicit Watchdog(int patience);
   ~Watchdog();

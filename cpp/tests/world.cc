@@ -10,15 +10,15 @@
 namespace shoal::stress {
 namespace {
 
-constexpr std::size_t kCapacity = 256 << 20;  // what aborted groups leave behind is never reused
+constexpr std::size_t kCapacity = 256 << 20;  // memory of aborted groups is never reused
 
 std::vector<int> random_hosts(Random& random) {
   std::vector<int> hosts(static_cast<std::size_t>(pick(random, 2, chance(random, 3) ? 8 : 4)));
   const int topology = pick(random, 0, 3);
   for (std::size_t r = 0; r < hosts.size(); ++r)
     hosts[r] = topology == 0   ? static_cast<int>(r)                         // a network
-               : topology == 1 ? pick(random, 0, chance(random, 2) ? 1 : 2)  // hosts of several
-                               : 0;                                          // one machine
+               : topology == 1 ? pick(random, 0, chance(random, 2) ? 1 : 2)  // several hosts
+                               : 0;                                          // one host
   return hosts;
 }
 

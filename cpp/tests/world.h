@@ -1,4 +1,4 @@
-// The ranks of one round, in one process: contexts joined by shared memory, by TCP over loopback, or both.
+// The ranks of one round, in one process: contexts connected by shared memory, by TCP over loopback, or both.
 #pragma once
 
 #include <memory>
@@ -11,15 +11,15 @@ namespace shoal::stress {
 
 class World {
  public:
-  // The host of each rank: equal ones share memory.
+  // The host of each rank: ranks with the same host share memory.
   explicit World(std::vector<int> hosts);
-  // Of a random size, more often small than large, and a random topology.
+  // A world of random size, more often small than large, and random topology.
   explicit World(Random& random);
 
   int size() const { return static_cast<int>(hosts_.size()); }
   int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
   Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
-  // The group of `members`, as `rank` sees it.
+  // The group of `members`, for `rank`.
   std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members, int lanes,
                                     Scope scope = Scope::kAll) const;
 

@@ -14,17 +14,17 @@ constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
 
-// Between which ends frames of a type travel.
+// The kind of links on which frames of a type are allowed.
 enum class Between { kAll, kRanks, kPosts };
 
-// The limits of the fields of one type of frame; a field that is not named must be zero.
+// The limits of the fields of one type of frame; other fields must be zero.
 struct Limits {
-  std::uint16_t codes[2];  // the least and the largest
-  std::uint32_t payload;   // bytes, at most
-  bool member;             // of a group: `source` and `group` are meant
+  std::uint16_t codes[2];  // minimum and maximum
+  std::uint32_t payload;   // maximum number of bytes
+  bool member;             // the frame belongs to a group: `source` and `group` are set
   bool channel;
   bool message;
-  std::uint64_t total;  // at most
+  std::uint64_t total;  // maximum
   bool step;
   Content content;
   Between between = Between::kRanks;
@@ -62,7 +62,7 @@ const Limits* limits_of(FrameType type) {
   return index < std::size(kTable) ? &kTable[index] : nullptr;
 }
 
-// Whether the union of call and shape holds nothing from `from` on.
+// Whether the union of call and shape is zero from byte `from` on.
 bool empty(const FrameHeader& header, std::size_t from) {
   auto bytes = reinterpret_cast<const unsigned char*>(&header.shape);
   return std::all_of(bytes + from, bytes + sizeof(Shape), [](unsigned char byte) { return byte == 0; });
@@ -102,8 +102,8 @@ const char* flaw_of_more(const FrameHeader& header, const LinkState& link) {
                                                              : "something else than the rest of its message";
 }
 
-// A shape of more than kMaxDims dimensions, as backend/native/shapes.py packs it: their number, then each
-// length in seven bits a byte, then zeros, and a last byte of 0x80, which no plain length has.
+// Unpacks a shape of more than kMaxDims dimensions (see backend/native/shapes.py): the number of dimensions,
+// each length in groups of seven bits, zeros, and a last byte of 0x80, which no ordinary length has.
 bool unpack(const Shape& shape, std::vector<std::uint64_t>& sizes) {
   constexpr std::size_t kBytes = sizeof shape.sizes;
   auto bytes = reinterpret_cast<const unsigned char*>(shape.sizes);
@@ -139,7 +139,7 @@ const char* flaw_of_shape(const Shape& shape, std::uint64_t total) {
     first = packed.data();
     last = first + packed.size();
   }
-  // The strides of an empty tensor, too, must be numbers.
+  // The strides must be representable, also for an empty tensor.
   std::uint64_t count = item, strides = 1;
   for (; first != last; ++first) {
     if (__builtin_mul_overflow(strides, std::max<std::uint64_t>(*first, 1), &strides) || strides > kMost)

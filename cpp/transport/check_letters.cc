@@ -1,4 +1,4 @@
-// Checks letters: the messages between posts (cpp/post).
+// Checks of letters, the messages between posts (cpp/post).
 #include <algorithm>
 #include <cstring>
 
@@ -32,9 +32,9 @@ const char* flaw_of_letter(const FrameHeader& header, const LetterState& state) 
   if (letter.apart > letter.parts) return "a letter with more parts apart than parts";
   if (header.total < layout::head_at(letter) + letter.head) return "a letter that is shorter than its head";
   const bool call = letter.verb == Verb::kCall, post = letter.verb == Verb::kPost;
-  if (!call && letter.deadline_ms != 0) return "a deadline of what is no call";
+  if (!call && letter.deadline_ms != 0) return "a deadline of a letter that is not a call";
   if ((call || post) && header.code == kWithheld) return "a letter that had to wait for its window";
-  if (post) return header.channel == 0 ? nullptr : "the number of a call on what is none";
+  if (post) return header.channel == 0 ? nullptr : "a call number on a letter that is not a call";
   if (call) return header.channel > state.last ? nullptr : "a call that came before";
   if (letter.verb != Verb::kReply && letter.verb != Verb::kFailure) return "a letter of no known kind";
   if (letter.mailbox != 0) return "a mailbox of a reply";
@@ -57,10 +57,10 @@ const char* flaw_of_parts(const FrameHeader& header, const std::byte* payload,
       if (entry.bytes > header.total || end > header.total - entry.bytes) return "a part beyond its letter";
       end += entry.bytes;
     } else {
-      return "a part that is nowhere";
+      return "a part with an invalid place";
     }
   }
-  if (next != apart.size()) return "a part that its letter does not name";
+  if (next != apart.size()) return "a part that its letter does not list";
   return end == header.total ? nullptr : "a letter that is longer than its parts";
 }
 

@@ -1,5 +1,4 @@
-// How the payload of a letter is laid out: a table with an entry for each part, the head, then the parts that
-// are inside, each aligned.
+// Layout of a letter's payload: a table with an entry per part, the head, then the inline parts, aligned.
 #pragma once
 
 #include <cstddef>

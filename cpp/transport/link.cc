@@ -7,8 +7,8 @@
 namespace shoal {
 namespace {
 
-constexpr std::size_t kReadBatch = 16;                    // frames delivered before others get a turn
-constexpr std::uint64_t kCreditBatch = kUnreadLimit / 2;  // bytes given back with one frame
+constexpr std::size_t kReadBatch = 16;                    // frames delivered before another link gets a turn
+constexpr std::uint64_t kCreditBatch = kUnreadLimit / 2;  // bytes returned with one frame
 
 std::uint64_t charge_of(const FrameHeader& header) {
   return header.code == kWithheld || header.code == kLent ? 0 : header.payload + kHeaderCharge;
@@ -47,7 +47,7 @@ Charge::~Charge() {
   if (link_ != nullptr) link_->release(bytes_);
 }
 
-// The first part goes at once if the peer's window has room for it; else only the header goes.
+// The first part is sent immediately if the peer's window has room for it; otherwise only the header.
 Link::Item Link::first_chunk(const std::shared_ptr<Outgoing>& message) {
   Item item;
   message->begun = true;
@@ -84,7 +84,7 @@ Link::Item Link::next_chunk(const std::shared_ptr<Outgoing>& message) {
 bool Link::flush_locked() {
   bool all = flush_queues();
   if (!all) {
-    // The peer may have made room, and said so, before there was a backlog to see: look again.
+    // The peer may have made room, and signalled it, before backlog_ was set: try again.
     backlog_.store(true, std::memory_order_seq_cst);
     all = flush_queues();
   }
@@ -103,7 +103,7 @@ bool Link::flush_queues() {
     }
     Push result = push(queue_.front());
     if (result == Push::kBlocked) return false;
-    if (result == Push::kBroken) return true;  // the reader notices, after it has read what arrived before
+    if (result == Push::kBroken) return true;  // the reader detects it, after reading what had arrived
     finish(queue_.front());
     queue_.pop_front();
   }
@@ -150,7 +150,7 @@ void Link::send(const std::shared_ptr<Outgoing>& message) {
     if (!bulk_.empty()) want_write(!flush_locked());
     return;
   }
-  if (item.last && item.bytes <= kBuffered) {  // copy the little that is left, so that the sender is free
+  if (item.last && item.bytes <= kBuffered) {  // copy the small remainder, so that the sender can continue
     item.owned.assign(item.data, item.data + item.bytes);
     item.data = item.owned.data();
     finish(item);
@@ -163,7 +163,7 @@ void Link::send(const std::shared_ptr<Outgoing>& message) {
 void Link::granted(std::uint64_t id, bool declined) {
   std::lock_guard lock(send_mutex_);
   auto found = awaiting_grant_.find(id);
-  if (found == awaiting_grant_.end()) return;  // it was taken back
+  if (found == awaiting_grant_.end()) return;  // it was withdrawn
   auto message = std::move(found->second);
   awaiting_grant_.erase(found);
   if (declined) {
@@ -188,7 +188,7 @@ bool Link::cancel(const std::shared_ptr<Outgoing>& message) {
   bulk_.erase(std::remove(bulk_.begin(), bulk_.end(), message), bulk_.end());
   for (Item& item : queue_) {
     if (item.message != message) continue;
-    // The frame may be half on the wire: keep the stream whole, but let go of the user's memory.
+    // The frame may be partly written: keep the stream intact, but release the user's memory.
     item.owned.assign(item.data, item.data + item.bytes);
     item.data = item.owned.data();
     item.message.reset();
@@ -226,7 +226,7 @@ void Link::release(std::uint64_t bytes) {
   FrameHeader credit;
   credit.type = FrameType::kCredit;
   credit.total = read_.exchange(0, std::memory_order_acq_rel);
-  if (credit.total == 0) return;  // another thread gave it back
+  if (credit.total == 0) return;  // another thread returned it
   unread_.fetch_sub(credit.total, std::memory_order_acq_rel);
   send_control(credit);
 }
@@ -287,8 +287,8 @@ void Link::detach(const Incoming* incoming, bool forget) {
   if (missed_.load(std::memory_order_seq_cst)) receive();
 }
 
-// A thread that finds another one reading goes to sleep, so the reader looks again before it leaves: when it
-// looked last, that which brought the other thread may not have been there yet.
+// A thread that finds another thread reading goes to sleep.  So the reader checks again before it leaves: the
+// data that woke the other thread may not have been there at the last check.
 bool Link::receive() {
   bool any = false;
   do {
@@ -323,7 +323,7 @@ void Link::await_reader() {
   receive_missed();
 }
 
-// Whoever has held the mutex of readers looks for those that came meanwhile: they have gone to sleep.
+// A thread that held the reader mutex must read for threads that were turned away meanwhile: they sleep.
 void Link::receive_missed() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (missed_.load(std::memory_order_relaxed)) receive();
@@ -335,7 +335,7 @@ bool Link::failed(std::ptrdiff_t moved) {
   return moved < 0;
 }
 
-// Checks the header that has arrived, and finds out where its payload goes.  False: the link has ended.
+// Checks the received header and selects the destination of its payload.  False: the link has ended.
 bool Link::accept_header() {
   LinkState state;
   state.next_message = arrived_ + 1;
@@ -367,7 +367,7 @@ bool Link::accept_header() {
   return !broken();
 }
 
-// Hands on the frame that is complete.
+// Delivers the complete frame.
 void Link::accept_payload() {
   Destination destination = std::move(destination_);
   destination_ = {};
@@ -381,7 +381,7 @@ void Link::accept_payload() {
   Charge read = std::move(charge_);
 }
 
-// Reads one frame, or as much of it as is there.  True if anything was read.
+// Reads one frame, or the available part of it.  True if anything was read.
 bool Link::receive_some() {
   bool any = false;
   while (header_filled_ < sizeof(FrameHeader)) {

@@ -1,7 +1,6 @@
-// A link carries frames between this process and one peer, whatever lies below (a socket, or a pair of
-// rings).
+// A link carries frames between this process and one peer, over a socket or a pair of rings.
 //
-// Any thread may send; whoever gets the receive lock reads.  Nothing here blocks.
+// Any thread may send; the thread that gets the receive lock reads.  Nothing here blocks.
 #pragma once
 
 #include <sys/uio.h>
@@ -20,11 +19,11 @@
 
 namespace shoal {
 
-// A message on its way out.  `data` must stay valid until `done`, or until the link has cancelled it.
+// An outgoing message.  `data` must stay valid until `done`, or until the link has cancelled it.
 struct Outgoing {
   FrameHeader header;
   const std::byte* data = nullptr;
-  std::uint64_t cursor = 0;  // bytes handed to frames
+  std::uint64_t cursor = 0;  // bytes already put into frames
   bool begun = false;        // the receiver has its header
   std::atomic<bool> done{false};
 };
@@ -38,26 +37,26 @@ struct Incoming {
   std::int32_t source = -1;  // group rank; -1: any
   std::byte* data = nullptr;
   std::uint64_t capacity = 0;
-  bool allocate = false;   // no buffer: take whatever arrives
-  Fingerprint call;        // collectives: what the sender must claim
-  std::uint8_t dtype = 0;  // point to point, with a buffer: what the sender must send
+  bool allocate = false;   // no buffer: accept any message
+  Fingerprint call;        // collectives: the expected call of the sender
+  std::uint8_t dtype = 0;  // point to point, with a buffer: the expected dtype
   // filled in by the match
   FrameHeader header;
   std::uint64_t received = 0;
   std::unique_ptr<std::byte[]> owned;
   std::atomic<int> state{kPosted};
-  std::atomic<std::int32_t> from{-1};  // the group rank whose message it was matched with; -1: none yet
-  bool cancelled = false;              // under the messenger's lock: it is never matched again
+  std::atomic<std::int32_t> from{-1};  // group rank of the matched message's sender; -1: not matched
+  bool cancelled = false;              // guarded by the messenger's lock: it is never matched again
   std::atomic<class Link*> link{nullptr};
 };
 
-// Where the link puts the payload of a frame, decided when its header has arrived.
+// The destination of a frame's payload, selected when its header has arrived.
 struct Destination {
   std::byte* data = nullptr;  // null: discard
   std::shared_ptr<Incoming> incoming;
 };
 
-// Why a link ended: the peer is gone, or it broke the rules.
+// Why a link ended: the peer closed it, or it violated the protocol.
 enum class LinkEnd { kGone, kRefused };
 
 struct LetterState;
@@ -65,16 +64,16 @@ struct LetterState;
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // The letters of a link are checked against it; null: the link carries a group's frames and no letters.
+  // The state against which letters are checked; null: the link carries a group's frames and no letters.
   virtual const LetterState* letters(Link&) { return nullptr; }
   virtual Destination on_header(Link& link, const FrameHeader& header) = 0;
   virtual void on_frame(Link& link, const FrameHeader& header, const Destination& destination) = 0;
   virtual void on_link_lost(Link& link, LinkEnd end, const char* why) = 0;
-  virtual void on_sent() = 0;  // an Outgoing finished
+  virtual void on_sent() = 0;  // an Outgoing is done
 };
 
-// The part of a link's window that one unread message takes up: given back to the peer by the destructor, so
-// that no way of reading or dropping a message can forget it.
+// The part of a link's window that one unread message uses.  The destructor returns it to the peer, on every
+// path on which a message is read or dropped.
 class Charge {
  public:
   Charge() = default;
@@ -96,7 +95,7 @@ class Charge {
 class Link {
  public:
   Link(int peer, FrameSink& sink) : peer_(peer), sink_(sink) {}
-  virtual ~Link() { broken_.store(true); }  // the charge of a message half read goes nowhere
+  virtual ~Link() { broken_.store(true); }  // so that the charge of a partly read message is not returned
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
@@ -105,66 +104,64 @@ class Link {
 
   void send_control(FrameHeader header, const void* payload = nullptr, std::size_t bytes = 0);
   void send(const std::shared_ptr<Outgoing>& message);
-  // Lets go of the sender's memory.  True if the peer gets the whole message all the same; false if what it
-  // has of it was taken back.
+  // Releases the sender's memory.  True if the peer gets the whole message anyway, false if it was withdrawn.
   bool cancel(const std::shared_ptr<Outgoing>& message);
   void granted(std::uint64_t message, bool declined);
   bool ungranted(const Outgoing& message);
   // Whether the whole message is written; waits for a thread that is writing.
   bool written(const Outgoing& message);
-  // The peer gives back so many bytes of its window.
+  // The peer returned this many bytes of its window.
   void credited(std::uint64_t bytes);
-  // Bytes of our window that the peer may use again.
+  // Returns bytes of this process's window to the peer.
   void release(std::uint64_t bytes);
-  // Bytes of the peer's window in use, and of ours that we have not given back yet.
+  // Bytes of the peer's window in use, and bytes of this process's window that were not returned yet.
   std::uint64_t lent();
   std::uint64_t unread() const { return unread_.load(std::memory_order_relaxed); }
 
-  // Writes what is queued as far as it goes; true if nothing is left.
+  // Writes as much of the queue as possible; true if nothing is left.
   bool flush();
-  // Nothing is left to send, nor waits for the peer to ask for it.
+  // Whether nothing is left to send and no message waits for a grant.
   bool idle();
   bool backlog() const { return backlog_.load(std::memory_order_relaxed); }
-  // Reads and delivers what is there; true if anything was.
+  // Reads and delivers available frames; true if there were any.
   bool receive();
-  // Reads until nothing is there, after any other thread that is reading.
+  // Reads until no data is available, after any other thread that is reading.
   void receive_all();
-  // Waits until a thread that is reading has done so.
+  // Waits for a thread that is reading.
   void await_reader();
-  // From now on nothing is written to the receive's buffer.  `forget`: it is not told of the frame either
-  // that is just arriving for it.
+  // Stops writing to the receive's buffer; with `forget`, ignores even the frame that is just arriving for
+  // it.
   void detach(const Incoming* incoming, bool forget);
-  // The charge of the message whose header has just arrived, for who keeps it unread.
+  // Takes over the charge of the message whose header has just arrived, to keep the message unread.
   Charge take_charge() { return std::move(charge_); }
-  // Asks for the rest of a message, of which `header` was the first frame.
+  // Requests the rest of a message; `header` is its first frame.
   void ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> incoming);
-  // Tells the sender that the rest of a message is not wanted: for the sender it has ended well.
+  // Declines the rest of a message: for the sender, the message has completed.
   void decline(const FrameHeader& header);
-  // The peer counts as lost.  It may live, and is to hear that and not that its messages ended well: they are
-  // no longer declined.
+  // The peer is lost.  If it still runs, its messages must fail, so they are no longer declined (that would
+  // complete them).
   void give_up() { given_up_.store(true, std::memory_order_release); }
-  // Forgets that the rest of a message was asked for; the receive that it was for, null if it was given up.
+  // Removes the request for the rest of a message; returns its receive, null if that was cancelled.
   std::shared_ptr<Incoming> unroute(std::uint64_t message);
-  // The receive that a kMore frame belongs to; null if it was given up.
+  // The receive of a kMore frame; null if it was cancelled.
   std::shared_ptr<Incoming> routed(std::uint64_t message);
   // The peer sends no more frames of the group.
   void forget(std::uint64_t group);
-  // Ends the link because of what the peer sent.
+  // Ends the link because of the peer's data.
   void refuse(const char* why) { fail(LinkEnd::kRefused, why); }
-  // Ends the link without a word.  Threads that still use it find it broken: its descriptor may be another's
-  // soon.
+  // Ends the link without notifying the peer.  Other threads find it broken and do not use its descriptor.
   void close();
   std::int64_t last_heard() const { return last_heard_.load(std::memory_order_relaxed); }
 
  protected:
   static constexpr std::ptrdiff_t kPeerGone = -1, kCorrupt = -2;
-  // Bytes moved; 0: would block; or one of the above.
+  // Return the number of bytes moved; 0: would block; or one of the above.
   virtual std::ptrdiff_t write_some(const iovec* parts, int count) = 0;
   virtual std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) = 0;
   virtual void want_write(bool) {}
-  // The link is broken: nobody need be told of what happens on it.
+  // The link is broken: no more events of it are needed.
   virtual void unwatch() {}
-  // Bytes were taken from the peer that nobody has read yet: no event will tell of them.
+  // Bytes were taken from the socket that have not been read from the link: no event will announce them.
   virtual bool holds_bytes() const { return false; }
   virtual void let_go() {}
   std::atomic<std::int64_t> last_heard_{0};
@@ -179,7 +176,7 @@ class Link {
     std::shared_ptr<Outgoing> message;
     bool last = false;
   };
-  // A message whose rest was asked for; its receive is null once that was given up.
+  // A message with a requested rest; `incoming` is null when its receive was cancelled.
   struct Route {
     FrameHeader header;
     std::uint64_t arrived = 0;
@@ -213,7 +210,7 @@ class Link {
   std::uint64_t lent_ = 0;
 
   std::mutex receive_mutex_;
-  std::atomic<bool> missed_{false};  // somebody found another thread reading
+  std::atomic<bool> missed_{false};  // a thread found another thread reading
   FrameHeader header_;
   std::size_t header_filled_ = 0;
   std::size_t payload_filled_ = 0;
@@ -222,8 +219,8 @@ class Link {
   std::unordered_map<std::uint64_t, Route> routes_;
   std::uint64_t arrived_ = 0;             // messages
   Charge charge_;                         // of the message being read
-  std::atomic<std::uint64_t> unread_{0};  // bytes charged and not given back to the peer
-  std::atomic<std::uint64_t> read_{0};    // of these, bytes to be given back with the next kCredit
+  std::atomic<std::uint64_t> unread_{0};  // bytes charged and not yet returned to the peer
+  std::atomic<std::uint64_t> read_{0};    // of these, bytes to return with the next kCredit
 };
 
 }  // namespace shoal

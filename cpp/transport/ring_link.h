@@ -1,4 +1,4 @@
-// A link within one host: a single-producer ring of bytes in each side's arena.
+// A link within one host: a single-producer byte ring in each side's arena.
 #pragma once
 
 #include <atomic>
@@ -7,9 +7,9 @@
 #include "memory/doorbell.h"
 #include "transport/link.h"
 
-// A peer may reduce the memory that a rank sends and write the result back into it.  The order goes by way of
-// the peer, where the thread sanitizer cannot follow from one mapping of a ring to another: so it does not
-// look at reads for sending.
+// A peer may write a reduction's result into memory that this rank has sent.  The accesses are ordered
+// through the peer's mapping of the ring, which the thread sanitizer cannot follow, so it ignores reads for
+// sending.
 #if defined(__SANITIZE_THREAD__)
 extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
 extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
@@ -24,8 +24,8 @@ extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
 namespace shoal {
 
 struct Ring {
-  alignas(64) std::atomic<std::uint64_t> head{0};  // bytes ever written; the owner's
-  alignas(64) std::atomic<std::uint64_t> tail{0};  // bytes ever read; the peer's
+  alignas(64) std::atomic<std::uint64_t> head{0};  // total bytes written, by the owner
+  alignas(64) std::atomic<std::uint64_t> tail{0};  // total bytes read, by the peer
   std::atomic<std::uint32_t> full{0};              // the writer waits for room
   alignas(64) std::byte data[1];
 
@@ -50,7 +50,7 @@ class RingLink final : public Link {
       out_->full.store(1, std::memory_order_seq_cst);
       used = head - out_->tail.load(std::memory_order_seq_cst);
     }
-    if (used > capacity_) {  // the reader ends the link: whoever sends may hold the locks of others
+    if (used > capacity_) {  // the reader ends the link: a sender may hold locks of other objects
       corrupt_.store(true, std::memory_order_relaxed);
       return kCorrupt;
     }
@@ -104,7 +104,7 @@ class RingLink final : public Link {
   Ring* in_;
   std::size_t capacity_;
   Doorbell* bell_;
-  // Our own indices: the peer can write to both rings, and what it writes there is checked against these.
+  // Private copies of the indices, to check the rings' indices, which the peer can write.
   std::uint64_t head_ = 0;
   std::atomic<std::uint64_t> tail_{0};
   std::atomic<bool> corrupt_{false};

@@ -45,17 +45,16 @@ void SocketLink::sever() { shutdown(fd_, SHUT_RDWR); }
 void SocketLink::drain(std::int64_t deadline, std::int64_t patience) {
   if (broken()) return;
   shutdown(fd_, SHUT_WR);
-  // Closing with bytes unread or unacknowledged would make the kernel reset the connection under the peer's
-  // reader.
-  // The watch thread goes on reading: what arrives now, a peer's goodbye above all, must not be lost either.
+  // Closing with unread or unacknowledged bytes would make the kernel reset the connection while the peer
+  // reads.  The watch thread continues reading, so that arriving frames (a peer's goodbye) are not lost.
   int left = 0, before = -1;
   std::int64_t until = 0;
   for (std::int64_t now = now_ns(); now < deadline; now = now_ns()) {
     if (ioctl(fd_, SIOCOUTQ, &left) != 0 || left == 0) return;
     if (left != before) until = now + patience;
-    if (now >= until) return;  // nothing leads there any more
+    if (now >= until) return;  // the peer's kernel accepts nothing any more
     before = left;
-    // A connection that the peer has reset keeps its count for ever.
+    // A connection that the peer has reset keeps its count of unsent bytes forever.
     tcp_info info{};
     socklen_t size = sizeof info;
     if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == TCP_CLOSE) return;
@@ -76,7 +75,7 @@ std::ptrdiff_t SocketLink::write_some(const iovec* parts, int count) {
 }
 
 std::ptrdiff_t SocketLink::take(std::byte* data, std::size_t bytes) {
-  // Epoll is level-triggered: what came since will be reported, so asking again at once is a wasted call.
+  // Epoll is level-triggered: new data will be reported, so reading again now would waste a call.
   if (std::exchange(drained_, false)) return 0;
   while (true) {
     ssize_t got = recv(fd_, data, bytes, MSG_DONTWAIT);

@@ -7,17 +7,17 @@ namespace shoal {
 
 class SocketLink final : public Link {
  public:
-  // Takes the descriptor; `epoll` watches it from now on, also for room to write while the link waits for it.
+  // Takes the descriptor.  `epoll` watches it for input and, while the link waits for it, for room to write.
   SocketLink(int peer, FrameSink& sink, int fd, int epoll);
   ~SocketLink() override;
 
   int fd() const { return fd_; }
-  // Stops the writing side and waits until the peer's kernel has everything, at most until `deadline` (ns),
-  // and no longer than `patience` (ns) while it takes nothing.
+  // Shuts down the writing side and waits until the peer's kernel has received everything, at most until
+  // `deadline` (ns), and at most `patience` (ns) without progress.
   void drain(std::int64_t deadline, std::int64_t patience);
-  // In a forked child: close the descriptor without a word to the peer.
+  // In a forked child: closes the descriptor without notifying the peer.
   void disown();
-  // Ends the connection as a cut cable would (fault injection).
+  // Ends the connection without a goodbye, like a cut cable (fault injection).
   void sever();
 
  protected:
@@ -29,16 +29,16 @@ class SocketLink final : public Link {
   void let_go() override { disown(); }
 
  private:
-  // Reads from the socket: bytes; 0: nothing there; -1: the peer is gone.
+  // Reads from the socket; returns bytes; 0: no data; -1: the peer closed it.
   std::ptrdiff_t take(std::byte* data, std::size_t bytes);
 
-  // A header is read together with what follows it, so that a small message costs one system call.
+  // Reads a header together with the following bytes, so that a small message costs one system call.
   static constexpr std::size_t kAhead = 4096;
 
   int fd_;
   int epoll_;
   bool waiting_ = false;
-  bool drained_ = false;  // the last read got less than it asked for: the next would get nothing
+  bool drained_ = false;  // the last read was short: another would get nothing
   std::size_t ahead_begin_ = 0, ahead_end_ = 0;
   std::byte ahead_[kAhead];
 };

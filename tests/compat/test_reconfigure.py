@@ -364,8 +364,8 @@ def mistakes(context):
         refused(1, [], "empty")
         refused(1, [other], "the handle of this process .* is not among the 1")
         refused(1, [mine, other, other], "2 handles of process")
-        refused(1, [mine, "gloo:0:-1:0:127.0.0.1:29500"], "'gloo:0.*is not a handle of a group over shoal")
-        refused(1, [mine, mine[:-9]], "is not a handle of a group over shoal")
+        refused(1, [mine, "gloo:0:-1:0:127.0.0.1:29500"], "'gloo:0.*is not a handle of a shoal group; exp")
+        refused(1, [mine, mine[:-9]], "is not a handle of a shoal group; expected")
         dist._reconfigure(1, first).wait()  # nothing of that has used the uuid
         refused(1, me.handles("second"), "already used")
         me.check(3, context.rank)  # the group stays
@@ -374,7 +374,7 @@ def mistakes(context):
         me.check(1, 0)
         stale = me.handles("third")
         me.reconfigure(3, "fourth")
-        refused(4, stale, "from before its last reconfigure")
+        refused(4, stale, "older than its last reconfigure")
         me.check(3, context.rank)
 
 

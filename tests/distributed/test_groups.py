@@ -88,7 +88,7 @@ def _refused() -> None:
     rank = dist.get_rank()
     with pytest.raises(shoal.UsageError, match=f"new_group on rank {rank}: ranks must be from 0 to 3, got 4"):
         dist.new_group([0, 4])
-    with pytest.raises(shoal.UsageError, match="a rank stands twice"):
+    with pytest.raises(shoal.UsageError, match="a rank is listed twice"):
         dist.new_group([0, 0])
     with pytest.raises(shoal.UnsupportedOperation, match="nccl"):
         dist.new_group(backend="nccl")
@@ -106,9 +106,9 @@ def _refused() -> None:
             dist.new_subgroups(size)
     with pytest.raises(shoal.UsageError, match="at least one list"):
         dist.new_subgroups_by_enumeration([])
-    with pytest.raises(shoal.UsageError, match="a rank stands twice"):
+    with pytest.raises(shoal.UsageError, match="a rank is listed twice"):
         dist.new_subgroups_by_enumeration([[0, 1], [1]])
-    with pytest.raises(shoal.UsageError, match="lists of ranks that are not empty"):
+    with pytest.raises(shoal.UsageError, match="must be non-empty lists of ranks"):
         dist.split_group(split_ranks=[[0], []])
     with pytest.raises(shoal.UsageError, match="this rank is not a member of the group"):
         dist.get_process_group_ranks(ABSENT)

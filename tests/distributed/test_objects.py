@@ -56,9 +56,9 @@ def _refused() -> None:
         dist.all_gather_object([None, None], 1)
     with pytest.raises(shoal.UsageError, match=r"object_gather_list must be a list .* got None"):
         dist.gather_object(1, None, dst=rank)
-    with pytest.raises(shoal.UsageError, match=r"only the destination, rank .*, gives a list"):
+    with pytest.raises(shoal.UsageError, match=r"only the destination, rank .*, passes a list"):
         dist.gather_object(1, [None] * SIZE, dst=(rank + 1) % SIZE)
-    with pytest.raises(shoal.UsageError, match="a list with a place for the object"):
+    with pytest.raises(shoal.UsageError, match="scatter_object_output_list must be a non-empty list"):
         dist.scatter_object_list([])
     if rank == 0:
         dist.broadcast_object_list([1, 2])

@@ -173,7 +173,7 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
 
 
 @pytest.mark.parametrize(
-    ("stderr_tail", "words"),
+    ("sent", "words"),
     [
         (b"x" * 70_000, "the program that answers is not an agent of shoal"),
         (PREAMBLE + framed(b"\xff"), "it sent a malformed frame: "),
@@ -209,9 +209,9 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
     ],
 )  # fmt: skip
 def test_an_agent_that_breaks_the_rules_is_lost_with_the_reason(
-    listener: Listener, stderr_tail: bytes, words: str
+    listener: Listener, sent: bytes, words: str
 ) -> None:
-    assert words in listener.read(stderr_tail)
+    assert words in listener.read(sent)
 
 
 def test_moments_that_cannot_be_are_put_into_the_life_of_the_rank(listener: Listener) -> None:
@@ -289,11 +289,11 @@ def test_mutated_frames_of_an_agent_end_in_words() -> None:
         lambda: Beat(0.0, 1.0),
     ]
     for _ in range(300):
-        stderr_tail = framed(
+        sent = framed(
             *STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8)))
         )
         with closing(Listener()) as listener:
-            assert listener.read(PREAMBLE + mutated(stderr_tail, dice))
+            assert listener.read(PREAMBLE + mutated(sent, dice))
 
 
 # -- the agent ---------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    ("stderr_tail", "words"),
+    ("sent", "words"),
     [
         (framed(b"\x00"), "it sent a malformed frame: "),
         (
@@ -365,9 +365,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     ],
 )
 def test_a_launcher_that_breaks_the_rules_is_left_with_the_reason(
-    served: Served, stderr_tail: bytes, words: str
+    served: Served, sent: bytes, words: str
 ) -> None:
-    assert words in served.read(stderr_tail)
+    assert words in served.read(sent)
 
 
 def test_an_agent_stays_until_its_last_output_is_on_its_way(
@@ -399,7 +399,7 @@ def test_output_that_still_comes_keeps_an_ending_agent(
 ) -> None:
     monkeypatch.setattr("shoal.launch.remote.agent_client._REPLY_TIMEOUT_S", 0.0)
     agent = listener.agent
-    stderr_tail = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
+    sent = framed(*STARTED, Exited(0, 0, 0.0, 1.0), Exited(1, 0, 0.0, 1.0))
 
     def turn() -> None:
         for key, _ in listener.selector.select(0.01):
@@ -411,7 +411,7 @@ def test_output_that_still_comes_keeps_an_ending_agent(
             return listener.ranks[0].stdout.read()
         return b""
 
-    listener.client.agent.send(PREAMBLE + stderr_tail)
+    listener.client.agent.send(PREAMBLE + sent)
     until(lambda: turn() or all(rank.status == 0 for rank in listener.ranks))
     agent.expect_bye(0.0)
     for _ in range(3):
@@ -442,10 +442,10 @@ def test_mutated_frames_of_a_launcher_end_in_words(monkeypatch: pytest.MonkeyPat
         lambda: Beat(1.0),
     ]
     for _ in range(60):
-        stderr_tail = framed(BEGIN, *(dice.choice(good)() for _ in range(dice.randrange(8))))
+        sent = framed(BEGIN, *(dice.choice(good)() for _ in range(dice.randrange(8))))
         with closing(Served()) as served:
             # It may also be told to end in order.
-            served.read(mutated(stderr_tail, dice))
+            served.read(mutated(sent, dice))
 
 
 def test_every_frame_has_bounds() -> None:

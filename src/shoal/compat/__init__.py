@@ -4,9 +4,8 @@
 
     dist.init_process_group("shoal")            # or "cpu:shoal", "cpu:shoal,cuda:nccl"
 
-The imports lead from ``registration`` (imported with shoal, and so cheap) -> ``connect`` (from torch's store
-to a group) -> ``process_group`` -> ``collectives`` -> ``work``.  ``docs/compatibility.md`` tells it to
-users.
+Import order: ``registration`` (imported with shoal, so it must be cheap) -> ``connect`` (from torch's store
+to a group) -> ``process_group`` -> ``collectives`` -> ``work``.  See ``docs/compatibility.md``.
 """
 
 from __future__ import annotations

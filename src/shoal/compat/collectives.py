@@ -1,8 +1,8 @@
-"""Torch's methods of a process group, each on top of one operation of :class:`shoal.ProcessGroup`.
+"""Torch's process group methods, implemented with the operations of :class:`shoal.ProcessGroup`.
 
-Torch calls them in three ways: ``torch.distributed``'s functions and torch's C++ (DDP's reducer, the
-functional collectives) with lists of one tensor and an options object; users of the group object also
-with bare tensors and keywords.  All of them return a :class:`~shoal.compat.work.TorchWork` at once.
+The functions of ``torch.distributed`` and torch's C++ (DDP's reducer, the functional collectives) pass lists
+of one tensor and an options object; users of the group object may also pass tensors and keywords.  All
+methods return a :class:`~shoal.compat.work.TorchWork` immediately.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 class TorchCollectives(dist.ProcessGroup):
     """The operations; :class:`~shoal.compat.TorchProcessGroup` adds identity and lifecycle."""
 
-    #: the group below
+    #: the group that executes the operations
     group: ProcessGroup
     #: default timeout of an operation in seconds
     _seconds: float
-    #: groups of other backends, by the type of the devices whose tensors they take
+    #: groups of other backends, by device type
     _others: dict[str, dist.ProcessGroup]
-    #: The futures of operations begun since the last _start_coalescing; None outside such a block.
+    #: The futures of operations started since the last _start_coalescing; None outside such a block.
     _coalesced: list[Future[Any]] | None = None
-    #: whether there are hooks around operations
+    #: whether operation hooks are registered
     _hooked = False
 
     @functools.cached_property
@@ -58,13 +58,13 @@ class TorchCollectives(dist.ProcessGroup):
     def _shown(self) -> Shown:
         return Shown(self.group.rank, self.group.size)
 
-    # -- everybody to everybody ----------------------------------------------------------------
+    # -- all to all ----------------------------------------------------------------------------
 
     @routed("ALLREDUCE", inputs="tensors")
     def allreduce(
         self, tensors: _Tensors, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> TorchWork:
-        """Reduce a tensor over all ranks, in place; sparse ones too (SUM only)."""
+        """All-reduce a tensor in place, also a sparse one (SUM and AVG only)."""
         op, _, limit = self._options(opts, timeout, op)
         if are_several(tensors):
             every = parts(tensors, "allreduce")
@@ -76,7 +76,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     @routed("ALLREDUCE_COALESCED", inputs="tensors")
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
-        """Reduce several tensors over all ranks, in place; one that is named twice is reduced once."""
+        """All-reduce several tensors in place.  A tensor that is listed twice is reduced once."""
         op, _, limit = self._options(opts)
         future = coalesced.all_reduce(self.group, [real(x) for x in tensors], op, limit)
         return self._work(future, list(tensors))
@@ -85,9 +85,9 @@ class TorchCollectives(dist.ProcessGroup):
     def allgather(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Bring every rank's tensor to all ranks; sizes may differ from rank to rank.
+        """Gather the tensors of all ranks on all ranks; sizes may differ between ranks.
 
-        Outputs may share memory: the tensor of the last rank stays.
+        Outputs may share memory: then it holds the tensor of the last rank.
         """
         _, _, limit = self._options(opts, timeout)
         if are_several(inputs):
@@ -101,7 +101,7 @@ class TorchCollectives(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """Bring several tensors of every rank to all ranks: ``outputs[rank][i]`` is its ``inputs[i]``."""
+        """Gather several tensors of all ranks: ``outputs[rank][i]`` is that rank's ``inputs[i]``."""
         _, _, limit = self._options(opts)
         there = [[real(x) for x in out] for out in outputs]
         here = [real(x) for x in inputs]
@@ -110,7 +110,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     @routed("ALLGATHER_BASE", inputs="input", outputs="output")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Bring every rank's tensor to all ranks, one after another in ``output``."""
+        """Concatenate the tensors of all ranks in ``output`` on all ranks."""
         _, _, limit = self._options(opts)
         return self._work(self.group.all_gather_single(real(output), real(input), timeout=limit), [output])
 
@@ -118,7 +118,7 @@ class TorchCollectives(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """:meth:`all_gather_single` for several tensors."""
+        """Call :meth:`all_gather_single` for several tensors."""
         _, _, limit = self._options(opts)
         single = functools.partial(self.group.all_gather_single, timeout=limit)
         return self._each("all_gather_single_coalesced", single, outputs, inputs)
@@ -133,7 +133,7 @@ class TorchCollectives(dist.ProcessGroup):
         *,
         op: Any = None,
     ) -> TorchWork:
-        """Reduce one tensor per rank over all ranks, and leave each rank its own."""
+        """Reduce one tensor per rank over all ranks; each rank keeps its own result."""
         op, _, limit = self._options(opts, timeout, op)
         out = only(outputs, "reduce_scatter")
         future = self.group.reduce_scatter(out, parts(inputs, "reduce_scatter"), op, timeout=limit)
@@ -141,7 +141,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     @routed("REDUCE_SCATTER_BASE", inputs="input", outputs="output")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Reduce a tensor over all ranks, and leave each rank its part of the result."""
+        """Reduce a tensor over all ranks; each rank keeps its part of the result."""
         op, _, limit = self._options(opts)
         return self._work(
             self.group.reduce_scatter_single(real(output), real(input), op, timeout=limit), [output]
@@ -151,7 +151,7 @@ class TorchCollectives(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        """:meth:`reduce_scatter_single` for several tensors."""
+        """Call :meth:`reduce_scatter_single` for several tensors."""
         op, _, limit = self._options(opts)
         single = functools.partial(self.group.reduce_scatter_single, op=op, timeout=limit)
         return self._each("reduce_scatter_single_coalesced", single, outputs, inputs)
@@ -164,9 +164,9 @@ class TorchCollectives(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Send a tensor to each rank and receive one from each.
+        """Send a tensor to each rank and receive a tensor from each rank.
 
-        Outputs may share memory: the tensor of the last rank stays.
+        Outputs may share memory: then it holds the tensor of the last rank.
         """
         _, _, limit = self._options(opts, timeout)
         out, there = parts(outputs, "alltoall"), parts(inputs, "alltoall")
@@ -182,9 +182,9 @@ class TorchCollectives(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> TorchWork:
-        """Cut ``input`` along its first dimension and send each rank its part; ``output`` gets what arrives.
+        """Split ``input`` along dimension 0, send each rank a part; concatenate received parts in ``output``.
 
-        No, or empty, split sizes mean equal parts.
+        Without split sizes, or with empty ones, the parts are equal.
         """
         _, _, limit = self._options(opts, timeout)
         future = self.group.all_to_all_single(
@@ -203,7 +203,7 @@ class TorchCollectives(dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Copy the tensor of one rank to all others."""
+        """Copy the tensor of the root to all other ranks."""
         _, root, limit = self._options(opts, timeout, root=root)
         if are_several(tensors):
             which = getattr(opts, "rootTensor", 0)
@@ -222,7 +222,7 @@ class TorchCollectives(dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Reduce a tensor over all ranks into that of one; the others keep theirs."""
+        """Reduce a tensor over all ranks into the root's tensor; other ranks' tensors do not change."""
         x = only(tensors, "reduce")
         op, root, limit = self._options(opts, timeout, op, root)
         return self._work(self.group.reduce(x, root, op, timeout=limit), [x])
@@ -237,10 +237,10 @@ class TorchCollectives(dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Bring every rank's tensor to one rank; sizes may differ from rank to rank.
+        """Gather the tensors of all ranks on the root; sizes may differ between ranks.
 
-        Outputs may share memory: the tensor of the last rank stays.  Only the rank that receives knows the
-        sizes, so this is an all-to-all with nothing for the others.
+        Outputs may share memory: then it holds the tensor of the last rank.  Only the root knows the sizes,
+        so this is an all-to-all in which the other ranks receive empty tensors.
         """
         x = only(inputs, "gather")
         _, root, limit = self._options(opts, timeout, root=root)
@@ -254,15 +254,15 @@ class TorchCollectives(dist.ProcessGroup):
 
     @routed("GATHER", inputs="input", outputs="output", root="opts")
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        """Gather tensors of one size on one rank, concatenated in ``output`` (torch 2.14 and later).
+        """Gather tensors of equal size on one rank, concatenated in ``output`` (torch 2.14 and later).
 
         Args:
-            output: on the root, ``size`` times as many elements as ``input``; not used on other ranks.
+            output: on the root, ``size`` times the elements of ``input``; not used on other ranks.
             input: the same number of elements on every rank.
             opts: ``GatherOptions`` with the root.
 
         Raises:
-            UsageError: the output has another size, or is not contiguous.
+            UsageError: the output has the wrong size, or is not contiguous.
         """
         _, root, limit = self._options(opts)
         call, size = self._call("gather_single"), self.group.size
@@ -291,9 +291,9 @@ class TorchCollectives(dist.ProcessGroup):
         *,
         root: int | None = None,
     ) -> TorchWork:
-        """Hand each rank one tensor of one rank's; sizes may differ from rank to rank.
+        """Send each rank one of the root's tensors; sizes may differ between ranks.
 
-        The opposite of :meth:`gather`.
+        Like :meth:`gather`, this is an all-to-all.
         """
         out = only(outputs, "scatter")
         _, root, limit = self._options(opts, timeout, root=root)
@@ -305,7 +305,7 @@ class TorchCollectives(dist.ProcessGroup):
         there = mine or [nothing] * self.group.size
         return self._work(self.group.all_to_all(here, there, timeout=limit), [out])
 
-    # -- one to one ----------------------------------------------------------------------------
+    # -- point to point ------------------------------------------------------------------------
 
     @routed("SEND", inputs="tensors", root="dst")
     def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> TorchWork:
@@ -321,7 +321,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     @routed("RECV", outputs="tensors")
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> TorchWork:
-        """Receive a tensor from any rank; the work's ``source_rank()`` tells from which."""
+        """Receive a tensor from any rank; the work's ``source_rank()`` is the sender."""
         x = only(tensors, "recv_anysource")
         return self._work(self.group.recv_message(x, ANY_SOURCE, tag, timeout=self._seconds), [x])
 
@@ -329,7 +329,7 @@ class TorchCollectives(dist.ProcessGroup):
 
     @hooked("BARRIER")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Complete when every rank has called it."""
+        """Start a barrier, which completes when all ranks have called it."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
         device = getattr(opts, "device", None)
@@ -339,36 +339,36 @@ class TorchCollectives(dist.ProcessGroup):
         return self._work(self.group.barrier(timeout=limit), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Block until every rank has called it.
+        """Block until all ranks have called it.
 
         Args:
-            timeout: None: the group's.
-            wait_all_ranks: makes no difference: all ranks that did not come are named always.
+            timeout: None: the group's timeout.
+            wait_all_ranks: ignored: the error always names all missing ranks.
 
         Raises:
-            OperationTimeout: on every rank; it names the ranks that did not come in time.
+            OperationTimeout: on every rank; it names the ranks that did not call it in time.
         """
         self.group.monitored_barrier(timeout=limit_of(timeout) or self._seconds).wait()
 
-    # -- several together ----------------------------------------------------------------------
+    # -- coalescing ----------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin a block whose operations get one handle.  Each of them starts when it is called."""
+        """Begin a block of operations that share one work.  Each operation starts when it is called."""
         if device.type in self._others:
             self._others[device.type]._start_coalescing(device)
         else:
             self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> TorchWork:
-        """The handle of everything that was begun in the block."""
+        """End the block and return the work of its operations."""
         if device.type in self._others:
             return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
         futures, self._coalesced = self._coalesced or [], None
         return self._work(together(futures), [])
 
-    # -- torch's other names for the same ------------------------------------------------------
+    # -- torch's aliases -----------------------------------------------------------------------
 
-    # From C++, torch 2.14 and later look these up without the underscore.
+    # torch 2.14 and later look these up from C++ without the underscore.
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
 
@@ -383,7 +383,7 @@ class TorchCollectives(dist.ProcessGroup):
     def _options(
         self, opts: Any, timeout: timedelta | None = None, op: Any = None, root: int | None = None
     ) -> tuple[ReduceOp, int, float]:
-        """Reduction, root and timeout, from an options object or from the arguments in its place."""
+        """Return reduction, root and timeout, from an options object or from separate arguments."""
         if opts is not None:
             if isinstance(opts, timedelta):
                 timeout = opts
@@ -410,14 +410,14 @@ class TorchCollectives(dist.ProcessGroup):
         return OperationCall(name, self.group.rank, self.group.size, frozenset())
 
     def _only_at(self, name: str, root: int, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """One tensor per rank is given on ``root``, and none elsewhere."""
+        """Check that the root passes one tensor per rank, and other ranks none."""
         call = self._call(name)
         call.root(root)
         expected = call.size if call.rank == root else 0
         if len(tensors) != expected:
             call.refuse(
-                f"expected {expected} {what}, got {len(tensors)}: rank {root}, the root, gives one per rank, "
-                "and no other rank gives any"
+                f"expected {expected} {what}, got {len(tensors)}: the root, rank {root}, passes one per rank "
+                "and every other rank none"
             )
 
     def _each(
@@ -427,7 +427,7 @@ class TorchCollectives(dist.ProcessGroup):
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> TorchWork:
-        """``operation`` on each output and its input, under one handle."""
+        """Apply ``operation`` to each output and its input, and return one work."""
         if len(outputs) != len(inputs):
             self._call(name).refuse(
                 f"expected an output for each input, got {len(outputs)} and {len(inputs)}"

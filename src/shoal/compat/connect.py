@@ -1,8 +1,8 @@
-"""From what torch.distributed knows of a new group to a connected shoal group.
+"""Creation of a connected shoal group from the arguments of a torch.distributed backend.
 
-Torch hands over a store that its ranks share.  The default group connects through it, unless its ranks have
-already met by the variables of their launcher (:mod:`shoal.compat.launcher_store`).  Groups made later need
-no communication at all where the default group is ours: they use its connections.
+Torch passes a store that the ranks share.  The default group connects through it, unless its ranks have
+connected by the launcher's variables (:mod:`shoal.compat.launcher_store`).  Later groups use the connections
+of the default group, without further communication, if that is a group of shoal.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .reconfigure.attempt import Settings
 from .reconfigure.process_group import ReconfigurableProcessGroup
 from .reconfigure.reconfigurer import Reconfigurer
 
-#: seconds for a goodbye after the group could not be made
+#: timeout, in seconds, of closing the group after its creation failed
 _FAILED = 5.0
 
 
 def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
-    """The group that torch asks for.
+    """Return the group that torch requests.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
-        backend_options: what the user passed as ``pg_options``: None, or options of :func:`shoal.init`
-            (``transport``, ``concurrency``, ...) as a mapping.  Options of torch's own backends are let be,
-            as Gloo does: what they say of the timeout, torch has said already.
+        backend_options: the user's ``pg_options``: None, or a mapping of options of :func:`shoal.init`
+            (``transport``, ``concurrency``, ...).  Options of torch's own backends are ignored, as Gloo does;
+            their timeout is in ``options`` already.
     """
     met = launcher_store(options.store)
     try:
@@ -66,16 +66,16 @@ def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options |
             f"pg_options for the backend {BACKEND!r} must be a mapping of options of shoal.init, such as "
             f'{{"concurrency": 4}}, got {type(backend_options).__name__}'
         )
-    # Torch gives a maker neither the string that the user wrote nor what it says of other devices, and
-    # drops the backends of those when a maker returns a whole group.
+    # Torch passes neither the user's backend string nor its parts for other devices to this function, and
+    # drops the backends of other devices if a whole group is returned.
     config_string = str(sys._getframe(3).f_locals.get("backend", BACKEND))
     default = _default_group()
     timeout = group_timeout(options.timeout)
     if torch_features.enables_reconfigure(options):
         return _reconfigurable(options, timeout, dict(backend_options or {}), config_string)
     if options.global_ranks_in_group and default is not None:
-        # The group is matched by its members and their count of such groups, not by torch's name for it: from
-        # torch 2.14 on, new_group(use_local_synchronization=True) gives later groups several names.
+        # The group is identified by its members and a counter, not by torch's name: from torch 2.14 on,
+        # new_group(use_local_synchronization=True) gives later groups different names on different ranks.
         group = default.subgroup(
             list(options.global_ranks_in_group),
             timeout=timeout.total_seconds(),
@@ -91,7 +91,7 @@ def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options |
 
 
 def _default_group() -> ProcessGroup | None:
-    """The shoal group of all ranks, if torch's default group stands on one."""
+    """Return shoal's group of all ranks if torch's default group uses this backend."""
     default = dist.group.WORLD if dist.is_initialized() else None
     return default.group if isinstance(default, TorchProcessGroup) else None
 
@@ -100,7 +100,7 @@ default_groups.append(_default_group)
 
 
 def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, int]:
-    """Check the environment and ``pg_options``, from which ``concurrency`` is taken out."""
+    """Check the environment and ``pg_options``, and remove ``concurrency`` from the latter."""
     config.check()
     concurrency = lanes(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
@@ -120,7 +120,7 @@ def _reconfigurable(
     if launcher_store(options.store) is not None:
         raise UsageError(
             "enable_reconfigure=True needs a store that outlives the ranks: set RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT, or give init_process_group a store"
+            "MASTER_ADDR and MASTER_PORT, or pass a store to init_process_group"
         )
     factory, concurrency = _checked(extra)
     settings = Settings(options.store, "world", factory, concurrency, extra)
@@ -140,9 +140,9 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
 
 def _meet(options: Any, limit: float) -> Membership:
     store = adopt(options.store)
-    # Whoever reads torch's store is trusted by torch: so the ranks may agree on their secret in it.
-    # The store may be gone before the group, with rank 0, which torch lets serve it; and torch's C++ prints a
-    # stack whenever a store is gone.
+    # torch trusts every process that can read its store, so the ranks may exchange their secret through it.
+    # The store may close before the group: torch lets rank 0 serve it, and torch's C++ prints a stack trace
+    # when a store is closed.
     venue = Venue(
         store,
         rank=options.group_rank,

@@ -1,7 +1,7 @@
-"""Groups of torch's own backends for the devices that shoal leaves to them.
+"""Groups of torch's own backends, for devices that shoal does not support.
 
-``init_process_group("cpu:shoal,cuda:nccl")`` makes one group of both.  Torch keeps only ours of them, since
-a backend written in Python is a whole process group to it; so ours makes the others itself.
+``init_process_group("cpu:shoal,cuda:nccl")`` makes one group of two backends.  Torch treats a backend written
+in Python as a whole process group and keeps only that one, so shoal's group creates the other backends.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _BackendType = dist.ProcessGroup.BackendType
 
 
 def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
-    """The groups for the devices other than the CPU that ``backends`` names.
+    """Create the groups for the devices other than the CPU in ``backends``.
 
     Args:
         backends: as for ``init_process_group``: a name, or ``"device:name,..."``.
-        options: torch's ``_DistributedBackendOptions``, with a store of the group's own.
+        options: torch's ``_DistributedBackendOptions``, with a store for this group only.
     """
     found = other_backends(backends)
     return {device: _group(torch.device(device), name, options) for device, name in found.items()}
 
 
 def other_backends(backends: str) -> dict[str, str]:
-    """Return the backends of the devices other than the CPU that ``backends`` names, by device type."""
+    """Return device type -> backend for the devices other than the CPU in ``backends``."""
     if ":" not in backends:
         return {}
     table = dict(pair.lower().split(":", 1) for pair in backends.split(","))
     for device, name in table.items():
         if (name == BACKEND) != (device == "cpu"):
             raise UsageError(
-                f"backends {backends!r}: {BACKEND} takes tensors of the CPU, but {device!r} is given "
+                f"backends {backends!r}: {BACKEND} takes CPU tensors, but {device!r} is assigned "
                 f'{name!r}; expected "cpu:{BACKEND},<device>:<its backend>"'
             )
     return {device: name for device, name in table.items() if device != "cpu"}
@@ -57,8 +57,8 @@ def _group(device: torch.device, name: str, options: Any) -> dist.ProcessGroup:
         backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _BackendType.GLOO
     else:
         raise UsageError(
-            f"backend {name!r} for {device.type}: beside {BACKEND}, nccl and gloo can be used where this "
-            "build of torch has them"
+            f"backend {name!r} for {device.type}: besides {BACKEND}, nccl and gloo are supported if "
+            "this build of torch contains them"
         )
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)

@@ -1,10 +1,10 @@
 """torch's rendezvous handler for ``env://``, extended by the variables of Slurm, MPICH and Open MPI.
 
-torch's own handler needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.  The extended handler meets the other
-ranks as :func:`shoal.init` does if one of these is missing and :func:`torch.distributed.init_process_group`
-was called with the backend "shoal", alone or for the CPU.  It passes every other call on to torch's handler.
+torch's own handler needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.  If one of these is missing and
+:func:`torch.distributed.init_process_group` was called with the backend "shoal", alone or for the CPU, the
+extended handler connects the ranks as :func:`shoal.init` does.  It passes all other calls to torch's handler.
 
-Importing this module is cheap, because ``import torch`` does it.
+This module must be cheap to import, because ``import torch`` imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..torch_terms import BACKEND
 
 _Handler = Callable[..., Iterator[Any]]
 
-#: environment variable -> the parameter of the URL that replaces it, "" for none
+#: environment variable -> the URL parameter that replaces it, or ""
 _TORCH_VARIABLES = {"RANK": "rank", "WORLD_SIZE": "world_size", "MASTER_ADDR": "", "MASTER_PORT": ""}
 
 _CALLER = ("torch.distributed.distributed_c10d", "init_process_group")
@@ -28,10 +28,10 @@ _HANDLERS = "torch.distributed.rendezvous"
 
 
 class EnvHandler:
-    """A handler for ``env://`` as torch calls it.
+    """A rendezvous handler for ``env://`` with torch's signature.
 
     Args:
-        torchs: the handler that torch had before.
+        torchs: torch's own handler.
     """
 
     def __init__(self, torchs: _Handler) -> None:
@@ -50,10 +50,10 @@ class EnvHandler:
 
 
 def install() -> None:
-    """Replace torch's handler for ``env://`` by one that extends it.  Any number of times.
+    """Replace torch's handler for ``env://`` by the extended one.  Idempotent.
 
     Raises:
-        ImportError, KeyError: this release of torch keeps its handlers elsewhere.
+        ImportError, KeyError: this release of torch stores its handlers elsewhere.
     """
     from torch.distributed.rendezvous import _rendezvous_handlers
 
@@ -63,12 +63,12 @@ def install() -> None:
 
 
 def _is_complete(parameters: Mapping[str, str], environ: Mapping[str, str]) -> bool:
-    """Whether torch's own handler has all that it needs."""
+    """Return whether torch's own handler has all required values."""
     return all(parameter in parameters or environ.get(name) for name, parameter in _TORCH_VARIABLES.items())
 
 
 def _backends(frame: FrameType | None) -> set[str]:
-    """The backends that ``init_process_group`` was called with; none for another caller of the handler.
+    """Return the backends passed to ``init_process_group``; none if the handler has another caller.
 
     torch does not pass the backend to the handler, so it is read from the caller's frame.
     """

@@ -1,9 +1,8 @@
-"""Torch's hooks around operations, for groups of shoal (torch 2.14 and later).
+"""Torch's operation hooks for groups of shoal (torch 2.14 and later).
 
-Torch calls hooks in its dispatcher, and calls of a group in Python do not pass through the dispatcher.  A
-group of shoal therefore keeps its hooks in an :class:`OperationHooks`, which calls them in the same order and
-with the same arguments: the decorator of each method (:mod:`shoal.compat.routing`) describes them as a
-:class:`HookedOperation`.
+Torch's dispatcher calls hooks, but calls of a Python group bypass the dispatcher.  So a group of shoal has an
+:class:`OperationHooks`, which calls hooks in the same order and with the same arguments.  The decorator of
+each method (:mod:`shoal.compat.routing`) describes these arguments in a :class:`HookedOperation`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .tensor_arguments import every_tensor
 #: a function of torch's ``PreHookArgs`` or ``PostHookArgs``
 Hook = Callable[[Any], None]
 
-#: ids of NaN checks; torch begins here too, above the small numbers that users choose
+#: ids of NaN checks; they start as in torch, above the small ids that users choose
 _nan_check_ids = itertools.count(0x4E414E43)
 
 
@@ -33,12 +32,12 @@ class HookedOperation:
     """The description of one method of a group for hooks.
 
     Args:
-        method: of the group.
-        name: of the operation in torch's ``HookOpName`` (torch 2.15; earlier ones have fewer names).
-        inputs: parameter with the tensors that this rank sends; "": there is none.
-        outputs: parameter with the tensors that this rank receives; "": there is none.
-        root: parameter with the rank of the root or of the peer, ``opts`` for the root in torch's options;
-            "": there is none, and hooks get -1.
+        method: the group's method.
+        name: the operation in torch's ``HookOpName`` (torch 2.15; earlier releases have fewer names).
+        inputs: parameter with the tensors that this rank sends, or "".
+        outputs: parameter with the tensors that this rank receives, or "".
+        root: parameter with the rank of the root or peer; ``opts``: the root is in torch's options; "": none,
+            and hooks get -1.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class HookedOperation:
         """Return torch's ``PreHookArgs`` for a call of the method, without an ``op_id``.
 
         Args:
-            group: whose method is called.
-            args, kwargs: of the call.
+            group: the object on which the method is called.
+            args, kwargs: the arguments of the call.
         """
         given = self._signature.bind(group, *args, **kwargs).arguments
         opts = given.get("opts")
@@ -71,7 +70,7 @@ class HookedOperation:
 
 
 class OperationHooks:
-    """The hooks that are registered on one group."""
+    """The hooks of one group."""
 
     def __init__(self) -> None:
         self._before: dict[int, Hook] = {}
@@ -82,19 +81,19 @@ class OperationHooks:
         return bool(self._before or self._after)
 
     def register_before(self, hook_id: int, hook: Hook) -> None:
-        """Call ``hook(PreHookArgs)`` before each operation; it replaces an earlier hook of this id."""
+        """Call ``hook(PreHookArgs)`` before each operation; replaces a hook with the same id."""
         self._before = _with(self._before, hook_id, hook, "pre")
 
     def register_after(self, hook_id: int, hook: Hook) -> None:
-        """Call ``hook(PostHookArgs)`` after each operation was issued; it replaces one of this id."""
+        """Call ``hook(PostHookArgs)`` after each operation was issued; replaces a hook with the same id."""
         self._after = _with(self._after, hook_id, hook, "post")
 
     def unregister_before(self, hook_id: int) -> None:
-        """Remove the hook of an id, if there is one."""
+        """Remove the hook with this id, if any."""
         self._before = {number: hook for number, hook in self._before.items() if number != hook_id}
 
     def unregister_after(self, hook_id: int) -> None:
-        """Remove the hook of an id, if there is one."""
+        """Remove the hook with this id, if any."""
         self._after = {number: hook for number, hook in self._after.items() if number != hook_id}
 
     def around(
@@ -105,10 +104,10 @@ class OperationHooks:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Issue an operation between its hooks, in the order of their ids, and return its work.
+        """Call the hooks before an operation, issue it, call the hooks after it, and return its work.
 
-        An exception of a hook is raised in the caller.  If a hook before the operation raises, the operation
-        is not issued and later hooks are not called.
+        Hooks are called in the order of their ids.  An exception of a hook propagates to the caller.  If a
+        hook before the operation raises, the operation is not issued and later hooks are not called.
         """
         number = next(self._ids)
         seen = operation.arguments(group, args, kwargs)
@@ -125,12 +124,12 @@ class OperationHooks:
 
 
 class NanCheck:
-    """A check of every tensor that a group sends; ``NanCheckHook.attach`` returns it for groups of shoal.
+    """A check of all tensors that a group sends for NaN; the result of ``NanCheckHook.attach``.
 
-    The group owns the check, so this object is needed only for :meth:`remove`.
+    The group owns the check; this object is needed only for :meth:`remove`.
 
     Args:
-        group: to attach to.
+        group: the group to check.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -142,13 +141,13 @@ class NanCheck:
         group.register_pre_hook(self._hook_id, self._check)  # type: ignore[attr-defined] # torch 2.14
 
     def remove(self) -> None:
-        """End the check.  Any number of times."""
+        """Stop checking.  Idempotent."""
         if (group := self._group()) is not None:
             group.unregister_pre_hook(self._hook_id)  # type: ignore[attr-defined] # torch 2.14
 
     def _check(self, seen: Any) -> None:
         if seen.name in self._from_root and seen.root != self._rank:
-            return  # the tensor is an output here
+            return  # on this rank the tensor is an output
         for x in seen.input_tensors:
             if not x.is_floating_point():
                 continue
@@ -162,8 +161,8 @@ class NanCheck:
 
 
 def _with(hooks: dict[int, Hook], hook_id: int, hook: Hook, kind: str) -> dict[int, Hook]:
-    """Return ``hooks`` and one more, in the order of ids; a copy, since an operation may be using the old."""
-    torch_features.hook_types()  # raises if this torch has none
+    """Return a copy of ``hooks`` and one more, ordered by id; operations may be using the old one."""
+    torch_features.hook_types()  # raises if this torch has no hooks
     if not hasattr(hook_id, "__index__") or not callable(hook):
         raise UsageError(
             f"register_{kind}_hook: expected an int and a function, got {hook_id!r} and {hook!r}"

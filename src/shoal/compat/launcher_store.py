@@ -1,8 +1,8 @@
-"""The store of a default group of torch whose ranks have met by the variables of their launcher.
+"""The store of a torch default group whose ranks were connected by their launcher's variables.
 
-torch's rendezvous returns a store, a rank and the number of ranks.  Slurm, MPICH and Open MPI name no store.
-So the ranks meet in the same way as in :func:`shoal.init`, and torch gets a store on top of theirs.  The
-backend then takes the membership from that store instead of meeting a second time.
+torch's rendezvous returns a store, a rank and the number of ranks, but Slurm, MPICH and Open MPI provide no
+store.  So the ranks connect as in :func:`shoal.init`, and torch gets a store on top of theirs.  The backend
+then takes the membership from that store instead of performing a second rendezvous.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .torch_store import TorchStore
 
 @dataclass(frozen=True, slots=True)
 class TorchLaunch:
-    """The place of this process for torch's default group.
+    """The rank, size and job of this process for torch's default group.
 
     Attributes:
-        rank, size: the arguments of ``init_process_group``; None where the launcher or the store has to say.
-        job: name of the job in which the ranks meet; None: as the launcher says.
+        rank, size: the arguments of ``init_process_group``; None: from the launcher or the store.
+        job: name of the job for the rendezvous; None: the launcher's.
     """
 
     rank: int | None
@@ -50,7 +50,7 @@ class LauncherStore(TorchStore):
         self._membership: Membership | None = membership
 
     def take(self) -> Membership | None:
-        """Return the membership, or None if it was taken before.
+        """Return the membership, or None if it was already taken.
 
         Releasing or abandoning it also closes this store.
         """
@@ -82,15 +82,15 @@ class LauncherStore(TorchStore):
 def launch_of(
     parameters: Mapping[str, str], environ: Mapping[str, str], torch_variables: Collection[str]
 ) -> TorchLaunch | None:
-    """Return the place that the launcher gives to this process; None if torch's handler has to decide.
+    """Return the process's place from its launcher; None: torch's handler decides.
 
-    Without a launcher the process is a group of one, as with :func:`shoal.init`, so that the same script runs
-    as ``python train.py``.  If one of torch's variables is set, or the rank or size of a larger group was
-    given, the place is incomplete.  Each process would then silently train alone, so torch's handler raises
-    instead and names the missing variable.
+    Without a launcher the process is a group of size 1, as with :func:`shoal.init`, so that the same script
+    runs as ``python train.py``.  If one of torch's variables is set, or the rank or size of a larger group is
+    given, the configuration is incomplete.  Each process would then silently train alone; torch's handler
+    raises an error that names the missing variable instead.
 
     Args:
-        parameters: of the URL: torch writes the arguments rank and world_size there.
+        parameters: the URL's parameters, where torch puts the arguments rank and world_size.
         environ: the environment.
         torch_variables: the variables that torch's handler reads.
 
@@ -103,18 +103,18 @@ def launch_of(
         alone = (rank, size) in ((None, None), (None, 1), (0, 1))
         is_torchs = any(environ.get(name) for name in torch_variables)
         return TorchLaunch(rank, size, None) if alone and not is_torchs else None
-    # A separate job name, because the program may call shoal.init() as well.  If only the store knows the
-    # number of ranks, it keeps it under the launcher's job.
+        # A separate job name, because the program may also call shoal.init().  If only the store knows the
+        # number of ranks, the number is stored under the launcher's job.
     job = None if launch.size is None and size is None else f"{launch.job}/{BACKEND}"
     return TorchLaunch(rank, size, job)
 
 
 def met(launch: TorchLaunch, timeout: timedelta | None) -> Iterator[tuple[LauncherStore, int, int]]:
-    """Meet the other ranks and yield one tuple (store, rank, number of ranks), as torch's handlers do.
+    """Connect to the other ranks and yield one tuple (store, rank, number of ranks), as torch's handlers do.
 
     Args:
-        launch: the place of this process.
-        timeout: of ``init_process_group``.
+        launch: rank, size and job of this process.
+        timeout: the timeout of ``init_process_group``.
 
     Raises:
         ShoalError: the same errors as :func:`shoal.init`.
@@ -128,11 +128,11 @@ def met(launch: TorchLaunch, timeout: timedelta | None) -> Iterator[tuple[Launch
     try:
         yield store, membership.rank, membership.size
     finally:
-        # torch drops the generator at the end of init_process_group.
+        # torch closes the generator at the end of init_process_group.
         store.abandon(
             RendezvousError(
-                f"rank {membership.rank} made no group of {BACKEND}: its init_process_group failed after the "
-                "ranks had met"
+                f"rank {membership.rank} created no group of {BACKEND}: its init_process_group failed after "
+                "the rendezvous"
             )
         )
 
@@ -147,7 +147,7 @@ def launcher_store(store: Any) -> LauncherStore | None:
 def group_timeout(given: timedelta) -> timedelta:
     """Return the timeout from torch, or ``SHOAL_TIMEOUT`` if torch's is the default.
 
-    torch does not tell whether the user chose the default.
+    torch does not report whether the user chose the default.
     """
     if given == default_pg_timeout and config.TIMEOUT.is_set():
         return timedelta(seconds=config.TIMEOUT.get())

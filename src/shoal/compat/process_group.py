@@ -1,4 +1,4 @@
-"""Torch's process group over a shoal group: identity, life and end."""
+"""Torch's process group on top of a shoal group: identity, hooks, subgroups and shutdown."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .hooks import Hook, NanCheck
 )
 @uncompiled
 class TorchProcessGroup(TorchCollectives):
-    """The group that ``torch.distributed.init_process_group("shoal")`` and ``new_group`` make.
+    """The group that ``torch.distributed.init_process_group("shoal")`` and ``new_group`` create.
 
-    Use it through torch.distributed.  What goes beyond that API is in :attr:`group`.
+    Use it through torch.distributed; :attr:`group` has shoal's additional features.
 
     Attributes:
-        group: the :class:`shoal.ProcessGroup` that does the work.
+        group: the :class:`shoal.ProcessGroup` that executes the operations.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class TorchProcessGroup(TorchCollectives):
         """Wrap a group; torch.distributed calls this.
 
         Args:
-            group: closed with this one.
-            store: torch's, of this group alone.
-            timeout: default of operations.
-            others: groups of other backends over the same ranks, by device type.
+            group: the shoal group; closed with this one.
+            store: torch's store for this group only.
+            timeout: the default timeout of operations.
+            others: groups of other backends with the same ranks, by device type.
         """
         super().__init__(group.rank, group.size)  # type: ignore[call-arg] # torch's stub lacks it
         self._use(group)
@@ -67,28 +67,28 @@ class TorchProcessGroup(TorchCollectives):
 
     @property
     def __shoal_group__(self) -> ProcessGroup:
-        """:attr:`group`, for what takes groups of shoal (see :mod:`shoal.group.group_argument`)."""
+        """:attr:`group`, for functions that take groups of shoal (:mod:`shoal.group.group_argument`)."""
         return self.group
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return BACKEND
 
-    #: under this name it is called from C++
+    #: the name called from C++
     getBackendName = name
 
     def _get_backend_name(self) -> str:
         return BACKEND
 
-    # Torch sets and reads these through its own names (group_name, group_desc, ...) from C++; without a
-    # backend of C++ it keeps neither itself.
+    # Torch's C++ sets and reads these for group_name, group_desc, ...; without a C++ backend it does not
+    # store them itself.
 
     def setGroupName(self, name: str) -> None:
-        """Set ``group_name``, by which torch's registry knows the group."""
+        """Set ``group_name``, the key of the group in torch's registry."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """``group_name``."""
+        """Return ``group_name``."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
@@ -96,11 +96,11 @@ class TorchProcessGroup(TorchCollectives):
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """``group_desc``."""
+        """Return ``group_desc``."""
         return self._description
 
     def get_group_store(self) -> Store:
-        """Torch's key-value store of this group."""
+        """Return torch's key-value store of this group."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -119,19 +119,19 @@ class TorchProcessGroup(TorchCollectives):
         if device.type in self._others:
             return self._others[device.type]._get_backend(device)
         if device.type != "cpu":
-            # Torch asks whether there is one by catching RuntimeError, which this is too.
+            # Torch detects a missing backend by catching RuntimeError, a base class of UsageError.
             raise UsageError(
-                f"group {self.group_name!r} has no backend for {device.type}; name one where the group is "
-                f'made, as in init_process_group("cpu:{BACKEND},{device.type}:nccl")'
+                f"group {self.group_name!r} has no backend for {device.type}; name one when creating the "
+                f'group, as in init_process_group("cpu:{BACKEND},{device.type}:nccl")'
             )
         return self
 
-    #: Torch asks for these before it uses more of a backend than the collectives.
+    #: Torch checks these before it uses optional features of a backend.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
     _supports_time_estimate = False  # the name in torch 2.15
-    # From torch 2.14 on; inherited, they look for a backend in C++ and raise.
+    # Needed from torch 2.14 on: the inherited attributes look for a C++ backend and raise.
     supports_reconfigure = False
     supports_window = False
     supports_abort_hooks = False
@@ -147,15 +147,15 @@ class TorchProcessGroup(TorchCollectives):
 
     def _fixed(self, name: str) -> UnsupportedOperation:
         return UnsupportedOperation(
-            f"{name} on rank {self.rank()} of group {self.group_name!r}: its members cannot change; make the "
-            f'default group with init_process_group("{BACKEND}", enable_reconfigure=True)'
+            f"{name} on rank {self.rank()} of group {self.group_name!r}: its members cannot change; create "
+            f'the default group with init_process_group("{BACKEND}", enable_reconfigure=True)'
         )
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of ``size`` elements in memory that the group reduces without a copy."""
+        """Return a tensor of ``size`` elements in memory that the group reduces without a copy."""
         if device.type != "cpu":
             return self._get_backend(device).allocate_tensor(size, dtype=dtype, device=device)  # type: ignore[no-any-return]
         return self.group.empty(size, dtype=dtype)
@@ -164,17 +164,17 @@ class TorchProcessGroup(TorchCollectives):
         return self.group._number
 
     def _set_sequence_number_for_group(self) -> None:
-        """Both sides count from the beginning."""
+        """Do nothing: shoal's group and torch both count from the start."""
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def register_pre_hook(self, hook_id: int, hook: Hook) -> None:
         """Call ``hook(PreHookArgs)`` before every operation, in the order of ids (torch 2.14 and later).
 
-        If it raises, the operation is not issued, and the exception is raised in the caller.
+        If a hook raises, the operation is not issued and the exception propagates to the caller.
 
         Args:
-            hook_id: for :meth:`unregister_pre_hook`; replaces an earlier hook of this id.
+            hook_id: identifies the hook for :meth:`unregister_pre_hook`; replaces a hook with the same id.
             hook: the function.
 
         Raises:
@@ -184,21 +184,21 @@ class TorchProcessGroup(TorchCollectives):
         self._hooked = True
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Remove a hook; nothing happens if there is none of this id."""
+        """Remove the hook with this id, if any."""
         self._hooks.unregister_before(hook_id)
         self._hooked = bool(self._hooks)
 
     def register_post_hook(self, hook_id: int, hook: Hook) -> None:
         """Call ``hook(PostHookArgs)`` after every operation was issued, in the order of ids.
 
-        The operation may not be complete then, and is not cancelled if the hook raises.  Arguments and errors
+        The operation may still be running, and is not cancelled if the hook raises.  Arguments and errors
         are those of :meth:`register_pre_hook`.
         """
         self._hooks.register_after(hook_id, hook)
         self._hooked = True
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Remove a hook; nothing happens if there is none of this id."""
+        """Remove the hook with this id, if any."""
         self._hooks.unregister_after(hook_id)
         self._hooked = bool(self._hooks)
 
@@ -209,17 +209,17 @@ class TorchProcessGroup(TorchCollectives):
     def _attach_flight_recorder(self, *_: Any) -> None:
         """``FlightRecorderHook.attach`` for this group."""
         raise UnsupportedOperation(
-            f"FlightRecorderHook.attach: torch's flight recorder records backends in C++, and group "
-            f"{self.group_name!r} is of the backend {BACKEND!r}. shoal records it already: "
+            f"FlightRecorderHook.attach: torch's flight recorder records only C++ backends, and group "
+            f"{self.group_name!r} has the backend {BACKEND!r}. shoal records it already: "
             "print(group.group.recorder.dump()), see docs/recorder.md"
         )
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
-        """Refuse: ``supports_abort_hooks`` is False."""
+        """Raise: ``supports_abort_hooks`` is False."""
         self._refuse_hook("register_abort_hook", "wait for operations and catch shoal.GroupError")
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Refuse: there are no abort hooks."""
+        """Raise: there are no abort hooks."""
         self._refuse_hook("unregister_abort_hook", "there is nothing to unregister")
 
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
@@ -231,12 +231,12 @@ class TorchProcessGroup(TorchCollectives):
         )
 
     def _has_hooks(self) -> bool:
-        return False  # hooks of completion
+        return False  # completion hooks
 
     def _wait_for_pending_works(self) -> None:
-        """There are no hooks of completion to wait for."""
+        """Do nothing: there are no completion hooks to wait for."""
 
-    # -- groups made from this one -------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------
 
     def split_group(
         self,
@@ -247,17 +247,17 @@ class TorchProcessGroup(TorchCollectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> TorchProcessGroup | None:
-        """A group of some members of this one, which all of them name alike; None for the others.
+        """Create a group of some members of this one; return None on the other ranks.
 
-        ``torch.distributed.split_group`` itself asks for an accelerator; ``new_group`` does the same.
+        ``torch.distributed.split_group`` requires an accelerator; ``new_group`` does the same without one.
 
         Args:
-            ranks: in this group.
-            timeout: default of its operations; None: as here.
+            ranks: ranks in this group, the same list on all of them.
+            timeout: the default timeout of its operations; None: that of this group.
             opts: not used.
-            group_name: its name; None: one made from the ranks.
+            group_name: None: derived from the ranks.
             group_desc: a description.
-            device_types: not used: the new group takes tensors of the CPU.
+            device_types: not used: the new group takes CPU tensors.
         """
         if self.group.rank not in ranks:
             return None
@@ -269,13 +269,13 @@ class TorchProcessGroup(TorchCollectives):
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made
 
-    #: under this name it is called from C++
+    #: the name called from C++
     splitGroup = split_group
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- shutdown ------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Send what was submitted, tell the others, release everything.  Never hangs."""
+        """Complete the submitted sends, notify the other ranks and release all resources.  Never hangs."""
         try:
             for other in self._others.values():
                 other.shutdown()
@@ -283,7 +283,7 @@ class TorchProcessGroup(TorchCollectives):
             self.group.close(CLOSING)
 
     def abort(self) -> None:
-        """End the group at once on all ranks: pending operations fail with GroupAborted."""
+        """Abort the group immediately on all ranks: pending operations fail with GroupAborted."""
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
             self.group.close(CLOSING)

@@ -1,9 +1,9 @@
-"""Makes torch.distributed know the backend "shoal".
+"""Registration of the backend "shoal" with torch.distributed.
 
-The entry point ``torch.backends`` has torch import this module at the end of ``import torch``, so that
-``torch.distributed.init_process_group("shoal")`` needs no import at all; ``import shoal`` does so if torch
-is there already.  ``import shoal.compat`` calls :func:`register`.  It must be cheap: the backend itself is
-imported when the first group is made.
+Through the entry point ``torch.backends``, torch imports this module at the end of ``import torch``, so
+``torch.distributed.init_process_group("shoal")`` needs no import of shoal.  ``import shoal`` imports it
+too if torch is already imported, and ``import shoal.compat`` calls :func:`register`.  It must be cheap: the
+backend itself is imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add "shoal" to the backends of torch.distributed.  Any number of times.
+    """Add "shoal" to the backends of torch.distributed.  Idempotent.
 
-    Never raises: ``import torch`` would fail with it in every program beside which shoal is installed, also
-    in those that do not use it.  The logger warns if torch does not take the backend, or the handler for
-    ``env://``.
+    Never raises: otherwise ``import torch`` would fail in every program of an environment with shoal.  Logs a
+    warning if torch rejects the backend or the handler for ``env://``.
     """
     try:
         if message := problem():
@@ -40,7 +39,7 @@ def register() -> None:
             torch_features.attach_hooks_to_groups()
     except Exception as error:
         logger.warning(
-            "torch.distributed does not take the backend %r: %s: %s", BACKEND, type(error).__name__, error
+            "torch.distributed does not accept the backend %r: %s: %s", BACKEND, type(error).__name__, error
         )
         return
     try:
@@ -53,10 +52,10 @@ def register() -> None:
 
 
 def called_by_torch() -> None:
-    """The entry point, which torch calls when this module, and with it :func:`register`, has been imported.
+    """The entry point for torch, called after the import of this module has called :func:`register`.
 
-    ``import torch`` succeeds with every release.  If the release is not supported or not tested, the package
-    is removed from ``sys.modules``, so that the program's own ``import shoal`` checks it again, and raises or
+    ``import torch`` must succeed with every release.  If the release is not supported or not tested, shoal is
+    removed from ``sys.modules``, so that the program's own ``import shoal`` repeats the check and raises or
     warns.
     """
     if problem() or untested():

@@ -1,7 +1,7 @@
-"""Decorators of all methods of a group that issue operations.
+"""Decorators of the group methods that issue operations.
 
-They call the group's hooks, pass tensors of other devices to the group of another backend, and show
-operations to torch's dispatch modes.
+They call the group's hooks, pass tensors of other devices to the group of another backend, and notify
+torch's dispatch modes of operations.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") -> Callable[[Method], Method]:
     """Decorate a method with tensors; see :class:`~shoal.compat.hooks.HookedOperation` for the arguments.
 
-    A call with tensors of another backend's devices goes to that backend's group.  Others are shown to
-    torch's dispatch modes.
+    A call with tensors of another backend's devices is forwarded to that backend's group.  Torch's dispatch
+    modes are notified of other calls.
     """
 
     def decorate(method: Method) -> Method:
@@ -52,7 +52,7 @@ def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") ->
 
 
 def hooked(hook: str) -> Callable[[Method], Method]:
-    """Decorate a method without tensors: it has hooks, and routes itself."""
+    """Decorate a method without tensors: its hooks are called; it does its own routing."""
 
     def decorate(method: Method) -> Method:
         operation = HookedOperation(method, hook)

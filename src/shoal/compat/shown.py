@@ -1,9 +1,9 @@
-"""Lets the dispatch modes of torch see operations.
+"""Notification of torch's dispatch modes about operations.
 
-The group object of a backend in C++ goes through torch's dispatcher (``torch.ops.c10d.allreduce_``, ...),
-where modes see each operation: ``CommDebugMode`` counts them.  The methods of a group in Python are
-called directly.  So while a mode is active, each operation is shown to it: the operator is called on a
-group that does nothing, and with empty tensors in place of the others.
+The methods of a C++ backend's group go through torch's dispatcher (``torch.ops.c10d.allreduce_``, ...), where
+modes see each operation: ``CommDebugMode`` counts them.  The methods of a Python group are called directly.
+While a mode is active, each operation is therefore also called on a torch group that does nothing, with
+empty tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
 from ..common.torch_features import group_method
 
-#: whether a mode is active, as a number
+#: Returns whether a mode is active (the number of modes).
 modes_active = _len_torch_dispatch_stack
 
 
 class Shown:
-    """A group of torch's for its dispatcher alone.
+    """A torch group that only passes operations through torch's dispatcher.
 
     Args:
-        rank, size: of the group whose operations are shown.
+        rank, size: of the shoal group.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -38,11 +38,11 @@ class Shown:
         self._group._set_default_backend(kind)
 
     def show(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Call the operator behind the method ``name`` of a group, with these arguments."""
+        """Call the operator of the group method ``name`` with empty tensors in these arguments."""
         with _DisableTorchDispatch():
             args = [_emptied(argument) for argument in args]
             kwargs = {key: _emptied(argument) for key, argument in kwargs.items()}
-        # Our methods take arguments in more forms than torch's; those of torch.distributed's functions fit.
+        # shoal's methods accept more argument forms than torch's; those used by torch.distributed match.
         with contextlib.suppress(TypeError):
             group_method(self._group, name)(*args, **kwargs)
 
@@ -50,6 +50,6 @@ class Shown:
 def _emptied(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         return torch.empty(0, dtype=argument.dtype, device="cpu")
-    if isinstance(argument, (list, tuple)):  # numbers are sizes of the parts of a tensor
+    if isinstance(argument, (list, tuple)):  # ints are split sizes
         return [_emptied(part) for part in argument if not isinstance(part, int)]
     return argument

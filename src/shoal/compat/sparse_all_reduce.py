@@ -1,7 +1,7 @@
-"""All-reduce of sparse tensors: every rank gets all ranks' entries and adds them up.
+"""All-reduce of sparse tensors: every rank gathers all entries and adds them up.
 
-The entries differ from rank to rank, so there is nothing to reduce in place; the traffic is proportional
-to the number of entries and not to the shape.
+The entries differ between ranks, so nothing can be reduced in place.  The traffic is proportional to the
+number of entries, not to the shape.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..spec import AVG, SUM, ReduceOp
 
 
 def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: float) -> Future[torch.Tensor]:
-    """Replace the sparse COO tensor ``x`` by the sum of all ranks' (or their average), on every rank.
+    """Replace the sparse COO tensor ``x`` by the sum or average over all ranks.
 
     Returns:
-        A future of ``x``, which is coalesced then.
+        A future of ``x``, which is then coalesced.
     """
     if op not in (SUM, AVG):
         raise UnsupportedOperation(
-            f"all_reduce on rank {group.rank}: {op!r} of sparse tensors; use SUM or AVG"
+            f"all_reduce on rank {group.rank}: {op!r} is not supported for sparse tensors; use SUM or AVG"
         )
     with torch.no_grad():
         mine = x.detach().coalesce()
@@ -55,6 +55,6 @@ def all_reduce(group: ProcessGroup, x: torch.Tensor, op: ReduceOp, timeout: floa
 
 
 def _described(row: list[int]) -> str:
-    """The description that a rank sent of its tensor, in words."""
+    """Return the text for a rank's description of its tensor."""
     _, average, sparse, *shape = row
     return f"{'AVG' if average else 'SUM'} of {shape}, {sparse} of its dimensions sparse"

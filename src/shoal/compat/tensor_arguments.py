@@ -1,4 +1,4 @@
-"""The tensors that torch's callers pass: one, a list of one, or lists of lists."""
+"""Conversion of torch's tensor arguments: one tensor, a list of one, or lists of lists."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ..errors import UsageError
 
 
 def only(tensors: Any, what: str) -> torch.Tensor:
-    """The one tensor of torch's list, which had one per device when a process drove several."""
+    """Return the only tensor of torch's list (which once had one tensor per device of the process)."""
     if isinstance(tensors, torch.Tensor):
         return real(tensors)
     if len(tensors) != 1:
-        raise UsageError(f"{what}: expected one tensor a rank, got {len(tensors)}")
+        raise UsageError(f"{what}: expected one tensor per rank, got {len(tensors)}")
     return real(tensors[0])
 
 
 def are_several(tensors: Any) -> bool:
-    """Whether torch's list is still of several tensors of one rank."""
+    """Return whether torch's list has several tensors of this rank."""
     return not isinstance(tensors, torch.Tensor) and len(tensors) > 1
 
 
 def parts(tensors: Any, what: str) -> list[torch.Tensor]:
-    """One tensor per rank, from torch's list of them or its list of one such list."""
+    """Return one tensor per rank, from torch's list of tensors or list of one such list."""
     if tensors and not isinstance(tensors[0], torch.Tensor):
         if len(tensors) != 1:
             raise UsageError(f"{what}: expected one list of tensors, got {len(tensors)}")
@@ -34,7 +34,7 @@ def parts(tensors: Any, what: str) -> list[torch.Tensor]:
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
-    """``x``; if it is what a functional collective gave, the tensor that it stands for, waited for."""
+    """Return ``x``, or the tensor in the result of a functional collective, after waiting for it."""
     if x.__class__ is torch.Tensor:
         return x
     wait = getattr(x, "trigger_wait", None)
@@ -42,7 +42,7 @@ def real(x: torch.Tensor) -> torch.Tensor:
 
 
 def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
-    """The first tensor in arguments that may be tensors, lists of them, and lists of lists."""
+    """Return the first tensor in arguments that may be tensors, lists of them, and lists of lists."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             return argument
@@ -52,7 +52,7 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
 
 
 def every_tensor(argument: Any) -> list[torch.Tensor]:
-    """The tensors in an argument that may be a tensor, a list of them, or a list of lists."""
+    """Return the tensors in an argument that may be a tensor, a list of them, or a list of lists."""
     if isinstance(argument, torch.Tensor):
         return [real(argument)]
     if isinstance(argument, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Several tensors of one rank in one operation, as from the time when one process drove several devices.
+"""Operations on several tensors per rank, from the time when one process used several devices.
 
-Torch's group objects still take them (``group.allreduce([a, b])``), as if each tensor were of a rank of its
-own.  ``torch.distributed``'s functions pass one.
+Torch's group objects still accept them (``group.allreduce([a, b])``) and treat each tensor like the tensor of
+a separate rank.  The functions of ``torch.distributed`` pass one tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 def all_reduce(
     group: ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp, timeout: float
 ) -> Future[None]:
-    """Reduce the tensors of all ranks into each of them; AVG divides by the number of ranks, as Gloo does."""
+    """Reduce all tensors of all ranks into each of them; AVG divides by the number of ranks, as in Gloo."""
     _check_alike(group, "allreduce", tensors)
     with torch.no_grad():
         total = tensors[0].detach().clone()
@@ -65,7 +65,7 @@ def all_gather(
     inputs: Sequence[torch.Tensor],
     timeout: float,
 ) -> Future[None]:
-    """Bring all tensors of all ranks, in this order, into each of the lists ``outputs``."""
+    """Gather all tensors of all ranks, ordered by rank, into each of the lists ``outputs``."""
     count = len(inputs)
     if len(outputs) != count or any(len(out) != count * group.size for out in outputs):
         raise UsageError(
@@ -92,7 +92,7 @@ def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]
 
 
 def _copy(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    # In a callback, where the modes of the caller do not reach.
+    # This runs in a callback, where the caller's modes are not active.
     for other in tensors:
         if other is not x:
             with torch.no_grad(), torch.inference_mode(other.is_inference()):

@@ -1,7 +1,7 @@
-"""Our stores, where torch.distributed takes one of its own.
+"""shoal's stores, wrapped for use as stores of torch.distributed.
 
-Torch's C++ (the Gloo backend, ``PrefixStore``) calls a store that is written in Python by the names of
-C++ for some methods, cannot call others at all, and does not keep the Python object alive.
+Torch's C++ (the Gloo backend, ``PrefixStore``) calls some methods of a Python store by their C++ names,
+cannot call others, and does not keep the Python object alive.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..errors import ShoalError, UsageError
 from ..net import Deadline
 from ..store import Store
 
-#: torch holds only the C++ half of a store, which is of no use without this one
+#: All open stores: torch keeps only the C++ part of a store alive, which needs the Python object.
 _kept: set[TorchStore] = set()
 
-#: seconds between two looks into an empty queue
+#: polling interval of an empty queue, in seconds
 _PAUSE = 0.01
-#: longest timeout in seconds: a timedelta cannot be infinite
+#: maximum timeout in seconds: a timedelta cannot be infinite
 _LONGEST = 1e9
-#: no queue has this value
+#: the value read for a queue that does not exist; no queue has this value
 _NOTHING = b"none"
 
 
 class _Queue(msgspec.Struct, array_like=True):
-    """The values of a queue; no two states are equal, so that ``compare_set`` says who wrote."""
+    """The values of a queue, with a random state: after ``compare_set`` a writer recognises its own value."""
 
     values: list[bytes] = []
     state: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
@@ -47,24 +47,21 @@ class _Queue(msgspec.Struct, array_like=True):
     "Call clone() for a second client",
 )
 class TorchStore(c10d.Store):
-    """A ``torch.distributed.Store`` over one of ours.
+    """A ``torch.distributed.Store`` on top of a store of shoal.
 
     ``dist.init_process_group("gloo", store=TorchStore(shoal.TCPStore(...)), rank=..., world_size=...)``.
-    All methods of torch's stores are there, with torch's types.  Through a ``dist.PrefixStore``, and so
-    within a process group, torch cannot call ``list_keys`` and the queues of a store that is written in
-    Python, and raises NotImplementedError.
+    It has all methods of torch's stores, with torch's types.  Through a ``dist.PrefixStore``, and so within a
+    process group, torch cannot call ``list_keys`` and the queue methods of a Python store, and raises
+    NotImplementedError.
 
-    Torch does not keep the object alive while it uses the store, so it lives until :meth:`close`, or until
-    the process ends.
-
-    Errors of the store below are raised as ``dist.DistStoreError``.
+    Torch does not keep the object alive while it uses the store, so the object exists until :meth:`close` or
+    the end of the process.  Errors of the wrapped store are raised as ``dist.DistStoreError``.
 
     Args:
-        store: where the data is; its timeout is the first one of this object, which :meth:`set_timeout`
-            changes.
+        store: the wrapped store; its timeout is the initial timeout, see :meth:`set_timeout`.
     """
 
-    #: deadline of the calls that are given none; torch keeps it
+    #: the default timeout of calls; torch stores it
     timeout: timedelta
 
     def __init__(self, store: Store) -> None:
@@ -77,16 +74,16 @@ class TorchStore(c10d.Store):
 
     @property
     def store(self) -> Store:
-        """The store below."""
+        """The wrapped store."""
         return self._store
 
     def close(self) -> None:
-        """Close the store below.  No process group may use it any more."""
+        """Close the wrapped store.  No process group may use it afterwards."""
         _kept.discard(self)
         self._store.close()
 
     def clone(self) -> TorchStore:
-        """Another object with connections of its own to the same data."""
+        """Return a store of the same data with separate connections."""
         with _errors():
             other = TorchStore(self._store.clone())
         other.set_timeout(self.timeout)
@@ -144,7 +141,7 @@ class TorchStore(c10d.Store):
             return self._store.list_keys()
 
     def queue_push(self, key: str, value: bytes | str) -> None:
-        """Put ``value`` at the end of the queue ``key``."""
+        """Append ``value`` to the queue ``key``."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         deadline = Deadline(self._seconds())
         with _errors():
@@ -154,11 +151,11 @@ class TorchStore(c10d.Store):
                     return
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value out of the queue ``key``; with ``block``, as soon as there is one.
+        """Remove and return the first value of the queue ``key``; with ``block``, wait until there is one.
 
         Raises:
-            dist.QueueEmptyError: there is none, and ``block`` is False.
-            dist.DistStoreError: there was none until the timeout.
+            dist.QueueEmptyError: the queue is empty and ``block`` is False.
+            dist.DistStoreError: the queue was empty until the timeout.
         """
         deadline = Deadline(self._seconds())
         with _errors():
@@ -177,11 +174,11 @@ class TorchStore(c10d.Store):
                     time.sleep(min(_PAUSE, deadline.remaining()))
 
     def queue_len(self, key: str) -> int:
-        """The number of values in the queue ``key``."""
+        """Return the number of values in the queue ``key``."""
         with _errors():
             return len(self._queue(key)[1].values)
 
-    # Torch's C++ looks for these names.
+    # The names that torch's C++ calls.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -203,7 +200,7 @@ class TorchStore(c10d.Store):
             return True
         if deadline.expired:
             within = in_seconds(deadline.timeout)
-            raise dist.DistStoreError(f"queue {key!r} was changed by others all the time, for {within}")
+            raise dist.DistStoreError(f"queue {key!r} was continuously changed by other clients for {within}")
         return False
 
 
@@ -213,7 +210,7 @@ def _queue_key(key: str) -> str:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Raises what torch's own stores raise, where ours raise something else."""
+    """Convert errors of shoal's stores to the errors of torch's stores."""
     try:
         yield
     except UsageError:

@@ -1,7 +1,7 @@
-"""Torch's handles of an operation, over a :class:`shoal.Future`.
+"""Torch's ``Work`` and ``Future`` on top of a :class:`shoal.Future`.
 
-``TorchWork.wait`` goes straight into the engine, as ``Future.wait`` does: no thread stands between.  Only who
-asks for a ``torch.futures.Future`` pays for the thread that completes it.
+``TorchWork.wait`` calls the engine directly, as ``Future.wait`` does.  Only a ``torch.futures.Future`` needs
+a thread that completes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
-#: works that ended in Python and may live on in C++ (see Work.__del__), and how many bytes one may keep
+#: small works that Python has released but C++ may still use (see TorchWork.__del__), and their maximum size
 _dropped: deque[TorchWork] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
@@ -33,8 +33,8 @@ class TorchWork(WorkMethods, dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
 
     Args:
-        future: of the operation.
-        result: the value of ``result()`` and of the torch future: the list of the tensors that were written.
+        future: the operation's future.
+        result: the value of ``result()`` and of the torch future: the list of output tensors.
     """
 
     def __init__(self, future: Future[Any], result: Any) -> None:
@@ -44,14 +44,13 @@ class TorchWork(WorkMethods, dist.Work):
         self._handed_out: KeyedFuture | None = None
         self._waited = False
 
-    #: whether somebody waited for it; nothing is to be kept of one that was not made completely
+    #: whether wait() was called; True until __init__ has finished, so that __del__ ignores a partial object
     _waited = True
 
     def __del__(self, dropped: deque[TorchWork] = _dropped) -> None:
-        # A work that Python hands to C++ loses its Python half with Python's last reference, and what C++
-        # then has never completes.  torch's DDP does this in a Join context with the number of ranks that
-        # still train: nobody in Python waits for it, and the backward pass does.  So small works that
-        # nobody waited for live on for a while.
+        # A work that Python passes to C++ loses its Python part with the last Python reference, and then
+        # never completes in C++.  torch's DDP does this in a Join context with the number of ranks that still
+        # train: only the C++ backward pass waits for it.  So keep small works that Python did not wait for.
         if not self._waited and _bytes(self._result) <= _DROPPED_BYTES:
             dropped.append(self)
 
@@ -65,33 +64,33 @@ class TorchWork(WorkMethods, dist.Work):
         return WorkMethods.wait(self, timeout)
 
     def block_current_stream(self) -> None:
-        """The same as :meth:`wait`."""
+        """Call :meth:`wait` without a timeout."""
         self._future.wait(blocking=False)
 
     def result(self) -> Any:
-        """Wait, and return the list of the tensors that were written."""
+        """Wait, and return the list of output tensors."""
         self._future.wait(blocking=False)
         return self._result
 
     def source_rank(self) -> int:
-        """The rank in the group whose message a receive took; waits for it.
+        """Wait, and return the sender of the received message, as a rank in the group.
 
         Raises:
-            UsageError: the operation is no receive.
+            UsageError: the operation is not a receive.
         """
         return source_of(self._future.wait())
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of :meth:`result`."""
-        # Torch's C++ takes a failure only from a future that C++ itself completed with one: an exception
-        # set from Python is a value to it, and DDP's reducer dies of a value that is no tensor.  The class
-        # that Python users need cannot be such a future.  C++ calls this with no code of Python between
-        # it and whatever called C++, so the calling frame tells the two apart.
+        """Return a ``torch.futures.Future`` of :meth:`result`."""
+        # Torch's C++ recognises a failure only in a future that C++ itself completed with an error.  An
+        # exception set from Python is a value to it, and DDP's reducer crashes on a value that is not a
+        # tensor.  The class that Python users need cannot be such a future.  C++ calls this method without a
+        # Python frame in between, so the calling frame shows whether Python or C++ called it.
         if self._handed_out is None:
             self._handed_out = KeyedFuture(self._future, _giving(self._result))
-        # After a wait the torch future must have its value at once: C++ does not wait for it again.
+        # After a wait the torch future must already have its value: C++ does not wait for it again.
         self._handed_out.done()
         if "get_future" in sys._getframe(1).f_code.co_names:
             return self._handed_out
@@ -99,10 +98,10 @@ class TorchWork(WorkMethods, dist.Work):
 
 
 def _giving(result: Any) -> Callable[[Future[Any]], Any]:
-    """Gives ``result`` if the future it is called with went well.
+    """Return a function that returns ``result``, or raises the error of the future that it is called with.
 
-    It does not know the work, which knows the torch future: together they would hold the tensors until Python
-    looks for cycles.
+    It must not refer to the work, which refers to the torch future: such a cycle would keep the tensors in
+    memory until the next garbage collection.
     """
 
     def value(future: Future[Any]) -> Any:
@@ -113,14 +112,14 @@ def _giving(result: Any) -> Callable[[Future[Any]], Any]:
 
 
 def _bytes(result: Any) -> int:
-    """The bytes that stay in memory as long as a result is kept."""
+    """Return the number of bytes that a result keeps in memory."""
     if isinstance(result, torch.Tensor):
         return sys.maxsize if result.layout != torch.strided else result.untyped_storage().nbytes()
     return sum(map(_bytes, result)) if isinstance(result, list) else 0
 
 
 def for_torch(error: BaseException) -> Exception:
-    """The error as a future of torch takes it, which refuses what is not an Exception."""
+    """Convert an error for a torch future, which accepts only an ``Exception``."""
     return error if isinstance(error, Exception) else RuntimeError(in_words(error))
 
 
@@ -130,11 +129,11 @@ def for_torch(error: BaseException) -> Exception:
     "Wait for it and copy its value",
 )
 class KeyedFuture(torch.futures.Future[Any]):
-    """A torch future whose callbacks may issue operations, as those of a shoal future may.
+    """A torch future whose callbacks may issue operations, like those of a shoal future.
 
-    Torch runs a callback in whichever thread completes the future, or registers the callback; so the
-    operations that it issues would be numbered in an order that differs from rank to rank.  Callbacks
-    registered here run as those of :class:`shoal.Future` do, where operations are matched by key.
+    Torch runs a callback in the thread that completes the future or registers the callback, so the
+    operations issued by callbacks would be numbered in a different order on each rank.  Callbacks registered
+    here run like those of :class:`shoal.Future`, where operations are matched by key.
     """
 
     def __init__(self, future: Future[Any], value: Callable[[Future[Any]], Any]) -> None:
@@ -145,14 +144,14 @@ class KeyedFuture(torch.futures.Future[Any]):
         future.add_done_callback(self._complete)
 
     def _complete(self, future: Future[Any]) -> None:
-        """Complete the torch future, once; returns when it is complete."""
+        """Complete the torch future, once; return when it is complete."""
         if not self._claim.acquire(blocking=False):
-            # C++ marks it complete before it calls the callbacks that were registered there.
+            # C++ marks it complete before it runs callbacks registered in C++.
             with contextlib.suppress(Exception):
                 torch._C.Future.wait(self)
             return
-        # C++ code that waits for this future may issue operations, but has no place of its own in the order
-        # of callbacks that is the same on every rank.
+        # C++ code that waits for this future may issue operations, but has no position in the order of
+        # callbacks that is the same on every rank.
         token = enter_scope(None)
         try:
             try:
@@ -196,5 +195,5 @@ class KeyedFuture(torch.futures.Future[Any]):
         self._future.add_done_callback(run)
 
     def plain(self) -> Any:
-        """A future of the same outcome that C++ completed, so that C++ can see a failure."""
+        """Return a future of the same outcome, completed by C++ so that C++ recognises a failure."""
         return torch._C.Future.then(self, lambda _: self._value(self._future))

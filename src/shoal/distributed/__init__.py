@@ -1,4 +1,4 @@
-"""torch.distributed's functions over shoal's groups, for scripts that move over.
+"""torch.distributed's functions on shoal's groups, for porting existing scripts.
 
     import shoal.distributed as dist
 
@@ -6,24 +6,24 @@
     dist.all_reduce(tensor)
     dist.destroy_process_group()
 
-Names, arguments and their order are torch's; ``docs/distributed.md`` has a table of all names: those
-that are here, those that differ, and why others are missing.  A group is a :class:`shoal.ProcessGroup`, so
-the whole object API works on ``dist.group.WORLD`` and on what ``dist.new_group`` returns.
+Names, arguments and their order are torch's.  ``docs/distributed.md`` lists all names: the supported ones,
+the differences, and why others are missing.  ``dist.group.WORLD`` and the results of ``dist.new_group`` are
+:class:`shoal.ProcessGroup` objects, so the object API works on them.
 
 =====================  ==================================================================
-``state``              the default group, the only one of its kind in shoal
-``lifecycle``          its beginning and end; ``init_method`` reads where to meet
+``state``              the default group, the only global state in shoal
+``lifecycle``          creating and destroying it; ``init_method`` parses the rendezvous address
 ``groups``             ranks and sizes of groups, and new groups
 ``collectives``        operations on tensors; ``deprecated`` holds torch's old names
-``point_to_point``     messages, alone and in batches
+``point_to_point``     messages, single and in batches
 ``objects``            operations on Python objects
 ``work``               the handle that an operation returns with ``async_op=True``
-``ranks``              global ranks, and ranks of a group
-``backend``, ``stores``  torch's names for what shoal has
+``ranks``              conversion between global ranks and group ranks
+``backend``, ``stores``  torch's names for shoal's backends and stores
 =====================  ==================================================================
 
-The words of the :mod:`master-worker mode <shoal.controller>` are here too: ``init_master_worker``, ``node``
-and ``FloatTensor`` with its kin.  They are loaded when they are used, since that mode stands above this one.
+The names of the :mod:`master-worker mode <shoal.controller>` are here too: ``init_master_worker``, ``node``
+and ``FloatTensor`` etc.  They are imported on first use, because that mode is a layer above this package.
 """
 
 from ..group import ProcessGroup
@@ -182,7 +182,7 @@ __all__ = [
     "supports_complex",
 ]
 
-#: the words of the master-worker mode, and the module of ``shoal.controller`` that has each
+#: The names of the master-worker mode -> the module of ``shoal.controller`` that defines each.
 _OF_MASTERS = {
     "BFloat16Tensor": "api.spellings",
     "BoolTensor": "api.spellings",

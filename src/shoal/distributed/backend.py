@@ -1,7 +1,7 @@
-"""Backends by the names that torch's scripts use.
+"""Torch's backend names and the engines they select.
 
-``"gloo"``, torch's name for what moves CPU tensors, means shoal's native engine, as does no name at all.
-``"tcp"``, which was torch's first name for that, means the native engine over TCP alone.
+``"gloo"``, torch's CPU backend, selects shoal's native engine, and so does None.  ``"tcp"``, torch's first
+name for that backend, selects the native engine over TCP only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import UnsupportedOperation, UsageError
 from ..torch_terms import BACKEND
 from .state import GroupLike, default_group, is_absent, state
 
-#: Torch's backends that shoal has no engine for, and the hardware or library of each.
+#: Torch's backends without a counterpart in shoal -> the hardware or library that each needs.
 _ABSENT = {
     "nccl": "NVIDIA's GPUs",
     "mpi": "an MPI library",
@@ -44,18 +44,18 @@ class BackendName(str):
         return super().__new__(cls, name.lower())
 
 
-#: The names by which scripts ask for the native engine.
+#: The names that select the native engine.
 _NATIVE_NAMES = (BackendName.SHOAL, BackendName.GLOO, BackendName.TCP)
 
 
 @dataclass(frozen=True)
 class BackendEngine:
-    """The engine that the name of a backend stands for.
+    """The engine that a backend name selects.
 
     Attributes:
-        name: that the user is told.
+        name: the name shown to the user.
         backend: the argument of :func:`shoal.init`.
-        transport: the argument of :func:`shoal.init`; None: what ``SHOAL_TRANSPORT`` says.
+        transport: the argument of :func:`shoal.init`; None: ``SHOAL_TRANSPORT``.
     """
 
     name: str
@@ -64,14 +64,14 @@ class BackendEngine:
 
 
 def parse_backend(backend: str | None) -> BackendEngine:
-    """The engine that the argument ``backend`` of ``init_process_group`` asks for.
+    """Return the engine that the argument ``backend`` of ``init_process_group`` selects.
 
     Args:
         backend: a name, or ``"cpu:name"``; None means ``"shoal"``.
 
     Raises:
-        UnsupportedOperation: an engine of torch that has no counterpart here, or another device than the CPU.
-        UsageError: nobody registered such a backend.
+        UnsupportedOperation: a backend of torch without a counterpart here, or a device other than the CPU.
+        UsageError: no backend is registered under that name.
     """
     if backend is None:
         return BackendEngine(BackendName.SHOAL, NATIVE)
@@ -82,8 +82,8 @@ def parse_backend(backend: str | None) -> BackendEngine:
     others = [device for device in names if device != "cpu"]
     if others or len(names) != len(parts):
         raise UnsupportedOperation(
-            f"backend={backend!r}: shoal moves CPU tensors, so a device other than cpu has no backend here; "
-            'say "gloo", "cpu:gloo" or nothing'
+            f"backend={backend!r}: shoal communicates CPU tensors and has no backend for other devices; "
+            'use "gloo", "cpu:gloo" or None'
         )
     name = names["cpu"]
     if name in backend_names():
@@ -92,11 +92,11 @@ def parse_backend(backend: str | None) -> BackendEngine:
         return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
     if name in _ABSENT:
         raise UnsupportedOperation(
-            f"backend={backend!r}: shoal has no such engine, it is for {_ABSENT[name]}; shoal moves CPU "
-            'tensors, for which "gloo" or nothing names the native engine'
+            f"backend={backend!r} needs {_ABSENT[name]} and is not supported; shoal communicates CPU "
+            'tensors: use "gloo" or None for the native engine'
         )
     known = ", ".join(sorted({*_NATIVE_NAMES, *backend_names()}))
-    raise UsageError(f"backend={backend!r} is unknown; known are {known}")
+    raise UsageError(f"backend={backend!r} is unknown; expected one of {known}")
 
 
 def _device_and_name(part: str) -> tuple[str, str]:
@@ -105,19 +105,19 @@ def _device_and_name(part: str) -> tuple[str, str]:
 
 
 def refuse_device(operation: str, device: torch.device | int | None) -> None:
-    """Refuse a ``device_id`` that is not the CPU.
+    """Raise if ``device`` is not the CPU.
 
     Raises:
-        UnsupportedOperation: it is a GPU.
+        UnsupportedOperation: the device is not the CPU.
     """
     if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
         raise UnsupportedOperation(
-            f"{operation}: device_id={device!r}: shoal moves CPU tensors; leave it out"
+            f"{operation}: device_id={device!r}: shoal communicates CPU tensors; omit device_id"
         )
 
 
 def get_backend(group: GroupLike = None) -> str:
-    """The name of the backend, as it was given to :func:`init_process_group`; ``"shoal"`` if none was."""
+    """Return the backend name that :func:`init_process_group` was called with, ``"shoal"`` by default."""
     world = default_group("get_backend")
     if is_absent(group):
         raise UsageError(f"get_backend on rank {world.rank}: this rank is not in the given group")
@@ -125,22 +125,22 @@ def get_backend(group: GroupLike = None) -> str:
 
 
 def get_backend_config(group: GroupLike = None) -> str:
-    """Devices and their backends, such as ``"cpu:gloo"``."""
+    """Return devices and their backends, such as ``"cpu:gloo"``."""
     return f"cpu:{get_backend(group)}"
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """``"shoal"`` for the CPU.
+    """Return ``"shoal"`` for the CPU.
 
     Raises:
-        UnsupportedOperation: for any other device.
+        UnsupportedOperation: any other device.
     """
     refuse_device("get_default_backend_for_device", torch.device(device))
     return BackendName.SHOAL
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether :func:`init_process_group` takes this name."""
+    """Return whether :func:`init_process_group` accepts this name."""
     try:
         parse_backend(backend)
     except UsageError:
@@ -149,12 +149,12 @@ def is_backend_available(backend: str) -> bool:
 
 
 def is_gloo_available() -> bool:
-    """True: the name ``"gloo"`` means the native engine here."""
+    """True: ``"gloo"`` selects the native engine."""
     return True
 
 
 def is_nccl_available() -> bool:
-    """False: shoal moves CPU tensors."""
+    """False: shoal communicates CPU tensors."""
     return False
 
 
@@ -169,5 +169,5 @@ def is_ucc_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """False: shoal moves CPU tensors."""
+    """False: shoal communicates CPU tensors."""
     return False

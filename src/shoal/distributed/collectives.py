@@ -1,16 +1,14 @@
 """The collectives, with torch's names, arguments and global ranks.
 
-Each finds its group, calls the operation of the same kind on it, and waits unless ``async_op`` is set.  What
-they take and refuse is in ``docs/operations.md``; shapes, dtypes and roots are checked by the group.  In
-all of them:
+``docs/operations.md`` documents the operations; the group checks shapes, dtypes and roots.  Common to all:
 
-- ``group`` is what :func:`new_group` returned, or None for the default group.  In a rank that is not in it
-  they warn and return None.
-- ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group.
-- they return None when the operation is done (:func:`all_reduce` its tensor), or, with ``async_op=True``, a
-  :class:`Work` at once.
-- they raise ``UsageError`` at once for arguments that make no sense, and ``GroupError`` (from ``wait``
-  of the work) when the operation fails.
+- ``group``: a result of :func:`new_group`, or None for the default group.  On a rank outside the group they
+  warn and return None.
+- ``src`` and ``dst`` are global ranks; ``group_src`` and ``group_dst`` are ranks in the group.
+- They block and return None (:func:`all_reduce`: its tensor), or, with ``async_op=True``, return a
+  :class:`Work` immediately.
+- They raise ``UsageError`` immediately for invalid arguments, and ``GroupError`` (with ``async_op=True``:
+  from ``wait`` of the work) if the operation fails.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from .work import Work, WorkTensor, finished
 def all_reduce(
     tensor: torch.Tensor, op: ReduceOpLike = SUM, group: GroupLike = None, async_op: bool = False
 ) -> Work | WorkTensor | None:
-    """Reduce ``tensor`` over all ranks, in place on every rank.
+    """All-reduce ``tensor`` in place.
 
     Returns:
         A work with ``async_op=True``, else ``tensor`` as a :class:`WorkTensor`.
@@ -51,7 +49,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Copy ``tensor`` of one rank into ``tensor`` of all others."""
+    """Copy ``tensor`` of the root into ``tensor`` of all other ranks."""
     pg = member_group(group, "broadcast")
     if pg is None:
         return None
@@ -67,7 +65,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Reduce ``tensor`` over all ranks into ``tensor`` of one; elsewhere it is only read."""
+    """Reduce ``tensor`` of all ranks into ``tensor`` of the destination; on other ranks it is unchanged."""
     pg = member_group(group, "reduce")
     if pg is None:
         return None
@@ -81,9 +79,9 @@ def all_gather(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Bring ``tensor`` of rank *r* to ``tensor_list[r]`` of all ranks; sizes may differ from rank to rank.
+    """Gather ``tensor`` of rank *r* into ``tensor_list[r]`` on all ranks; sizes may differ between ranks.
 
-    Outputs may share memory, as in ``[buffer] * n``: the tensor of the last rank stays.
+    Outputs may share memory, as in ``[buffer] * n``: then it holds the tensor of the last rank.
     """
     pg = member_group(group, "all_gather")
     if pg is None:
@@ -99,14 +97,14 @@ def all_gather_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Bring ``input_tensor`` of all ranks, one after another, into ``output_tensor`` of all ranks."""
+    """Concatenate ``input_tensor`` of all ranks into ``output_tensor`` on all ranks."""
     pg = member_group(group, "all_gather_single")
     if pg is None:
         return None
     return finished(pg.all_gather_single(output_tensor, input_tensor), (output_tensor,), async_op)
 
 
-#: An older name of the same.
+#: The older name of :func:`all_gather_single`.
 all_gather_into_tensor = all_gather_single
 
 
@@ -118,9 +116,9 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Bring ``tensor`` of rank *r* to ``gather_list[r]`` of one rank (0 unless given); None elsewhere.
+    """Gather ``tensor`` of rank *r* into ``gather_list[r]`` on the destination (default: rank 0).
 
-    Outputs may share memory: the tensor of the last rank stays.
+    ``gather_list`` is None on other ranks.  Outputs may share memory: then it holds the last rank's tensor.
     """
     pg = member_group(group, "gather")
     if pg is None:
@@ -144,7 +142,7 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Hand ``scatter_list[r]`` of one rank (0 unless given) to ``tensor`` of rank *r*; None elsewhere."""
+    """Copy ``scatter_list[r]`` of the source (default: rank 0; None elsewhere) to ``tensor`` of rank *r*."""
     pg = member_group(group, "scatter")
     if pg is None:
         return None
@@ -159,7 +157,7 @@ def reduce_scatter(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce ``input_list[r]`` over all ranks into ``output`` of rank *r*."""
+    """Reduce ``input_list[r]`` of all ranks into ``output`` of rank *r*."""
     pg = member_group(group, "reduce_scatter")
     if pg is None:
         return None
@@ -173,14 +171,14 @@ def reduce_scatter_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduce ``input`` over all ranks and hand rank *r* the *r*-th of equal parts in ``output``."""
+    """Reduce ``input`` over all ranks and store the *r*-th of its equal parts in ``output`` of rank *r*."""
     pg = member_group(group, "reduce_scatter_single")
     if pg is None:
         return None
     return finished(pg.reduce_scatter_single(output, input, reduction(op)), (output,), async_op)
 
 
-#: An older name of the same.
+#: The older name of :func:`reduce_scatter_single`.
 reduce_scatter_tensor = reduce_scatter_single
 
 
@@ -190,9 +188,9 @@ def all_to_all(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send ``input_tensor_list[r]`` to rank *r* and receive its part in ``output_tensor_list[r]``.
+    """Send ``input_tensor_list[r]`` to rank *r* and receive from rank *r* into ``output_tensor_list[r]``.
 
-    Outputs may share memory: the tensor of the last rank stays.
+    Outputs may share memory: then it holds the tensor of the last rank.
     """
     pg = member_group(group, "all_to_all")
     if pg is None:
@@ -209,9 +207,9 @@ def all_to_all_single(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Cut ``input`` along its first dimension, send part *r* to rank *r*, join what arrives in ``output``.
+    """Split ``input`` along dimension 0, send part *r* to rank *r*, concatenate received parts in ``output``.
 
-    Sizes are lengths along the first dimension; None or an empty list means equal parts.
+    Split sizes are lengths along dimension 0; None or an empty list means equal parts.
     """
     pg = member_group(group, "all_to_all_single")
     if pg is None:
@@ -226,7 +224,7 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: Duration | None = None,
 ) -> Work | None:
-    """Wait until every rank of the group has called it; ``device_ids`` means nothing here."""
+    """Block until all ranks of the group have called it; ``device_ids`` is ignored."""
     pg = member_group(group, "barrier")
     if pg is None:
         return None
@@ -236,12 +234,10 @@ def barrier(
 def monitored_barrier(
     group: GroupLike = None, timeout: Duration | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """A barrier that names on every rank those that did not come in time.
-
-    It names all of them, whatever ``wait_all_ranks`` says.
+    """Barrier that reports the missing ranks on every rank (all of them, also without ``wait_all_ranks``).
 
     Raises:
-        OperationTimeout: ``ranks`` are those that did not come.  The group is aborted then.
+        OperationTimeout: ``ranks`` are those that did not call it in time.  The group is aborted.
     """
     pg = member_group(group, "monitored_barrier")
     if pg is not None:

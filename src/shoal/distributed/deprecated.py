@@ -1,4 +1,4 @@
-"""Names that torch keeps for old scripts, with torch's ``FutureWarning``."""
+"""Names that torch keeps for old scripts; they emit torch's ``FutureWarning``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def all_reduce_coalesced(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Reduce several tensors, each in place; one that is named twice is reduced once.
+    """All-reduce several tensors, each in place.  A tensor that is listed twice is reduced once.
 
-    With ``async_op=True`` a future of their list.
+    With ``async_op=True``, return a future of the list.
     """
     _warn("all_reduce_coalesced", "all_reduce for each tensor")
     pg = member_group(group, "all_reduce_coalesced")
@@ -48,9 +48,9 @@ def all_gather_coalesced(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Bring ``input_tensor_list[i]`` of rank *r* to ``output_tensor_lists[r][i]`` of all ranks.
+    """Gather ``input_tensor_list[i]`` of rank *r* into ``output_tensor_lists[r][i]`` on all ranks.
 
-    With ``async_op=True`` a future of ``output_tensor_lists``.
+    With ``async_op=True``, return a future of ``output_tensor_lists``.
     """
     _warn("all_gather_coalesced", "all_gather for each tensor")
     pg = member_group(group, "all_gather_coalesced")
@@ -73,7 +73,7 @@ def _all_gather_base(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`all_gather_single`."""
+    """Deprecated name of :func:`all_gather_single`."""
     _warn("_all_gather_base", "all_gather_single")
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -85,13 +85,13 @@ def _reduce_scatter_base(
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`reduce_scatter_single`."""
+    """Deprecated name of :func:`reduce_scatter_single`."""
     _warn("_reduce_scatter_base", "reduce_scatter_single")
     return reduce_scatter_single(output, input, op, group, async_op)
 
 
 class _ReduceOpNames:
-    """``reduce_op.SUM`` and so on, which warn."""
+    """The attributes of ``reduce_op``, which emit a warning."""
 
     def __getattr__(self, name: str) -> ReduceOp:
         if name.startswith("_"):
@@ -101,5 +101,5 @@ class _ReduceOpNames:
         return value
 
 
-#: The reductions by an older name: ``reduce_op.SUM`` is ``ReduceOp.SUM``, with a warning.
+#: Deprecated name of ``ReduceOp``: ``reduce_op.SUM`` is ``ReduceOp.SUM``, with a warning.
 reduce_op = _ReduceOpNames()

@@ -20,36 +20,36 @@ from .state import GroupLike, default_group, is_absent, not_a_group, state
 
 
 def get_rank(group: GroupLike = None) -> int:
-    """The rank of this process in a group; -1 if it is not in it."""
+    """Return the rank of this process in a group; -1 if it is not a member."""
     return -1 if is_absent(group) else _a_group(group, "get_rank").rank
 
 
 def get_world_size(group: GroupLike = None) -> int:
-    """The number of members of a group; -1 if this process is not in it."""
+    """Return the number of members of a group; -1 if this process is not a member."""
     return -1 if is_absent(group) else _a_group(group, "get_world_size").size
 
 
 def get_num_processes(group: GroupLike = None) -> int:
-    """:func:`get_world_size`, by the name that torch first gave it."""
+    """Return :func:`get_world_size`; torch's first name for it."""
     return get_world_size(group)
 
 
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
-    """The global ranks of the members of a group, in the order of their ranks in it."""
+    """Return the global ranks of the members of a group, in order of group rank."""
     return list(_a_group(group, "get_process_group_ranks").ranks)
 
 
 def get_group_rank(group: GroupLike, global_rank: int) -> int:
-    """The rank in ``group`` of a global rank.
+    """Return the rank in ``group`` of a global rank.
 
     Raises:
-        UsageError: it is not in the group.
+        UsageError: that rank is not a member.
     """
     return group_rank_of(_a_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
 
 
 def get_global_rank(group: GroupLike, group_rank: int) -> int:
-    """The global rank of a rank in ``group``.
+    """Return the global rank of a rank in ``group``.
 
     Raises:
         UsageError: the group has no such rank.
@@ -64,15 +64,12 @@ def get_global_rank(group: GroupLike, group_rank: int) -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """The rank of this process among those that the launcher placed on this host.
+    """Return the rank of this process among the job's processes on this host.
 
-    It is what the launcher said (``LOCAL_RANK`` or ``SHOAL_LOCAL_RANK``), or what the default group found.
-
-    Args:
-        fallback_rank: the answer where neither is there.
+    Sources, in this order: ``LOCAL_RANK``, ``SHOAL_LOCAL_RANK``, the default group, ``fallback_rank``.
 
     Raises:
-        UsageError: nothing says it.
+        UsageError: none of them is available.
     """
     given = os.environ.get("LOCAL_RANK", "").strip()
     if given.isdecimal():
@@ -86,12 +83,12 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         return int(fallback_rank)
     raise UsageError(
         "get_node_local_rank: neither LOCAL_RANK nor SHOAL_LOCAL_RANK is set and there is no default group; "
-        "call init_process_group() first, or give fallback_rank"
+        "call init_process_group() first, or pass fallback_rank"
     )
 
 
 def get_pg_count() -> int:
-    """The number of groups that were made since the default group, which counts too."""
+    """Return the number of groups created so far, including the default group."""
     return state.groups
 
 
@@ -105,29 +102,30 @@ def new_group(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> Any:
-    """A group of some ranks of the default group, independent of all others.
+    """Create a group of some ranks of the default group, independent of all other groups.
 
-    All ranks of the default group call it in the same order, as in torch; with
-    ``use_local_synchronization=True`` only the members need to.  It sends nothing and waits for nobody.
+    As in torch, all ranks of the default group must call it in the same order; with
+    ``use_local_synchronization=True`` only the members must.  It does not communicate, except as described
+    for ``backend``.
 
     Args:
         ranks: global ranks; None: all.
-        timeout: the new group's default for operations; None: that of the default group.
-        backend: None: that of the default group; with another one the members connect anew and wait for
-            one another, as with ``pg_options`` that concern connections.
+        timeout: the default timeout of the new group's operations; None: that of the default group.
+        backend: None: that of the default group.  With another one, or with ``pg_options`` that affect
+            connections, the members connect to each other and the call waits for all of them.
         pg_options: further arguments of :meth:`shoal.ProcessGroup.subgroup`, such as ``{"concurrency": 2}``
             or ``{"transport": "tcp"}``, equal on all members.
-        use_local_synchronization: changes what ranks that are not members get: None.
+        use_local_synchronization: True: return None on ranks that are not members.
         group_desc: part of the group's name.
         device_id: None, or the CPU.
-        sort_ranks: whether ranks in the group follow global ranks; False: they follow the given order.
+        sort_ranks: whether group ranks follow global ranks; False: they follow the order of ``ranks``.
 
     Returns:
         A :class:`shoal.ProcessGroup` on members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
 
     Raises:
-        UsageError: no default group, a rank that it does not have, a rank given twice.
-        UnsupportedOperation: a backend or device that shoal has nothing for.
+        UsageError: there is no default group, or a rank is not in it or is given twice.
+        UnsupportedOperation: shoal does not support the backend or device.
     """
     world = default_group("new_group")
     own = _own("new_group", world, backend, pg_options)
@@ -150,15 +148,15 @@ def new_subgroups(
     pg_options: Mapping[str, Any] | None = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Cut a group into groups of ``group_size`` neighbours.
+    """Split a group into subgroups of ``group_size`` consecutive ranks.
 
     Args:
         group_size: must divide the size of ``group``.
-        group: the default group if None.
+        group: None: the default group.
         timeout, backend, pg_options, group_desc: as for :func:`new_group`.
 
     Returns:
-        the group that this rank is in, and what :func:`new_group` gave for each of them.
+        The group of this rank, and the results of :func:`new_group` for all groups.
 
     Raises:
         UsageError: ``group_size`` is missing or does not divide the size.
@@ -166,8 +164,8 @@ def new_subgroups(
     pg = _a_group(group, "new_subgroups")
     if not isinstance(group_size, int) or group_size < 1 or pg.size % group_size:
         raise UsageError(
-            f"new_subgroups on rank {pg.rank}: group_size must be a number that divides the size of the "
-            f"group, {pg.size}, got {group_size!r}"
+            f"new_subgroups on rank {pg.rank}: group_size must divide the size of the group, {pg.size}, "
+            f"got {group_size!r}"
         )
     ranks = [list(pg.ranks[first : first + group_size]) for first in range(0, pg.size, group_size)]
     return new_subgroups_by_enumeration(ranks, timeout, backend, pg_options, group_desc)
@@ -180,13 +178,13 @@ def new_subgroups_by_enumeration(
     pg_options: Mapping[str, Any] | None = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """A group for each of several lists of global ranks that have no rank in common.
+    """Create a group for each of several disjoint lists of global ranks.
 
     Returns:
-        the group that this rank is in (None if in none), and what :func:`new_group` gave for each list.
+        The group of this rank (None if in none), and the results of :func:`new_group` for all lists.
 
     Raises:
-        UsageError: there is no list, or a rank stands in two.
+        UsageError: there is no list, or a rank is in two lists.
     """
     world = default_group("new_subgroups_by_enumeration")
     lists = [list(ranks) for ranks in ranks_per_subgroup_list or ()]
@@ -208,25 +206,25 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cut a group into groups of the listed ranks.
+    """Split a group into groups of the listed ranks.
 
     Args:
-        parent_pg: the default group if None.
-        split_ranks: lists of ranks *of that group* that have no rank in common.
+        parent_pg: None: the default group.
+        split_ranks: disjoint lists of ranks *in that group*.
         timeout, pg_options, group_desc, backend: as for :func:`new_group`.
 
     Returns:
-        The group that this rank is in, its ranks in the order of those of the parent; None if in none.
+        The group of this rank, ordered by the ranks in the parent; None if this rank is in no list.
 
     Raises:
-        UsageError: there is no list, or a rank that the group does not have or that stands in two.
+        UsageError: there is no list, or a rank is not in the group or is in two lists.
     """
     parent = _a_group(parent_pg, "split_group")
     own = _own("split_group", parent, backend, pg_options)
     lists = [list(ranks) for ranks in split_ranks or ()]
     if not lists or not all(lists):
         raise UsageError(
-            f"split_group on rank {parent.rank}: split_ranks must be lists of ranks that are not empty, "
+            f"split_group on rank {parent.rank}: split_ranks must be non-empty lists of ranks, "
             f"got {split_ranks!r}"
         )
     _check_members("split_group", parent, [rank for ranks in lists for rank in ranks])
@@ -238,7 +236,7 @@ def split_group(
 
 
 def _a_group(group: GroupLike, operation: str) -> ProcessGroup:
-    """A group that this rank is in."""
+    """Return a group that this rank is a member of."""
     if group is None:
         return default_group(operation)
     if (pg := adopted(group)) is not None:
@@ -253,13 +251,13 @@ def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> No
                 f"{operation} on rank {pg.rank}: ranks must be from 0 to {pg.size - 1}, got {rank!r}"
             )
     if len(set(ranks)) != len(ranks):
-        raise UsageError(f"{operation} on rank {pg.rank}: a rank stands twice in {list(ranks)}")
+        raise UsageError(f"{operation} on rank {pg.rank}: a rank is listed twice in {list(ranks)}")
 
 
 def _own(
     operation: str, pg: ProcessGroup, backend: str | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The arguments of ``subgroup`` that a new group does not take from its parent."""
+    """Return the arguments of ``subgroup`` that the new group does not inherit from its parent."""
     if options is not None and not isinstance(options, Mapping):
         raise UsageError(
             f"{operation} on rank {pg.rank}: pg_options={options!r}: expected a dict of arguments of "

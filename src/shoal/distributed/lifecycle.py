@@ -1,4 +1,4 @@
-"""The beginning and the end of the default group."""
+"""Creation, rebuild and destruction of the default group."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ def init_process_group(
     pg_options: Mapping[str, Any] | None = None,
     device_id: torch.device | int | None = None,
 ) -> None:
-    """Meet the other processes of the job and make the default group of them.
+    """Connect to the other processes of the job and create the default group.
 
-    Every process calls it; it returns when all have come and are connected.  Without a launcher and without
-    arguments it is a group of one.
+    All processes call it; it returns when all are connected.  Without a launcher and without arguments, it
+    creates a group of size 1.
 
     Args:
-        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` mean the native engine; ``"tcp"`` means it
-            without shared memory; or a name given to :func:`shoal.register_backend`.
-        init_method: where to meet: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
-            of :func:`shoal.init`.  With ``env://``, launchers' variables are read, and those that
-            scripts set themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
-        timeout: until all must have come, and the default of operations: a timedelta, or seconds; None:
+        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` select the native engine, ``"tcp"`` the
+            native engine without shared memory; or a name registered with :func:`shoal.register_backend`.
+        init_method: the rendezvous: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
+            of :func:`shoal.init`.  ``env://`` reads the variables of launchers, and those that scripts set
+            themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
+        timeout: limit of the rendezvous, and default timeout of operations: a timedelta, or seconds; None:
             ``SHOAL_TIMEOUT`` (300 s).
-        world_size, rank: -1: as the launcher says, else in order of arrival.
-        store: a store to meet in, instead of ``init_method``; rank and size must be given too.  It is one of
-            ours or of ``torch.distributed``, the same one for all.  It stays the caller's, and must serve
-            until the default group is destroyed.
+        world_size, rank: -1: from the launcher, else in order of arrival.
+        store: a store for the rendezvous, instead of ``init_method``; requires rank and size.  A store of
+            shoal or of ``torch.distributed``, the same for all ranks.  The caller closes it, and must keep it
+            usable until the default group is destroyed.
         group_name: not used, as in torch.
         pg_options: further arguments of :func:`shoal.init`, such as ``{"concurrency": 2}``.
         device_id: None, or the CPU.
 
     Raises:
-        UsageError: there is a default group already, or an argument makes no sense.
-        UnsupportedOperation: a backend or device that shoal has nothing for.
-        RendezvousError: the processes did not find each other; RendezvousTimeout names the missing ones.
+        UsageError: a default group exists already, or an argument is invalid.
+        UnsupportedOperation: shoal does not support the backend or device.
+        RendezvousError: the rendezvous failed; RendezvousTimeout names the missing ranks.
     """
     engine = parse_backend(backend)
     refuse_device("init_process_group", device_id)
@@ -62,8 +62,8 @@ def init_process_group(
     given = dict(pg_options or {})
     if engine.transport is not None and given.setdefault("transport", engine.transport) != engine.transport:
         raise UsageError(
-            f"init_process_group: backend={backend!r} is the native engine over TCP, and pg_options say "
-            f"transport={given['transport']!r}; leave one of them out"
+            f"init_process_group: backend={backend!r} is the native engine over TCP, but pg_options contain "
+            f"transport={given['transport']!r}; omit one of them"
         )
     with state.founding():
         options = {"timeout": seconds(timeout), "backend": engine.backend, **given}
@@ -77,18 +77,18 @@ def init_process_group(
 
 
 def destroy_process_group(group: GroupLike = None) -> None:
-    """Close a group, or the default group with all that were made from it.
+    """Close a group; for the default group, close all groups made from it too.
 
-    Not a collective, and it never hangs: it gives itself 10 s (or the group's timeout, if that is less) to
-    send what was submitted and to say goodbye, and the rank that serves the store of ``tcp://`` to let the
-    others leave first.
+    Not a collective, and it never hangs: sending the submitted operations and notifying the peers takes at
+    most 10 s (or the group's timeout, if that is less).  Within this time, the rank that serves the store of
+    ``tcp://`` waits for the other ranks to disconnect.
 
     Args:
-        group: None or ``group.WORLD`` for the default group; after that :func:`init_process_group` may be
-            called again.
+        group: None or ``group.WORLD`` for the default group; :func:`init_process_group` may then be called
+            again.
 
     Raises:
-        UsageError: there is no default group, or ``group`` is something else.
+        UsageError: there is no default group, or ``group`` is not a group.
     """
     if is_absent(group):
         return
@@ -97,28 +97,28 @@ def destroy_process_group(group: GroupLike = None) -> None:
         default.world.close(min(default.timeout, CLOSING))
         return
     pg = member_group(group, "destroy_process_group")
-    assert pg is not None  # a rank that is not in the group has left above
+    assert pg is not None  # non-members have returned above
     pg.close(min(pg.timeout, CLOSING))
 
 
 def rebuild(
     *, min_size: int = 1, without: Iterable[int] = (), leave: bool = False, timeout: Duration | None = None
 ) -> None:
-    """Make the default group anew, of the ranks that live; :func:`get_rank` may give another rank then.
+    """Replace the default group by one of the surviving ranks; :func:`get_rank` may then return another rank.
 
-    Every rank that lives calls it, after an error that a lost rank has caused, or to go on with fewer.  What
-    was made with the old default group, such as a DistributedDataParallel, is made again with the new one.
-    After it :func:`is_initialized` is False on a rank that has left.
+    All surviving ranks call it, after an error caused by a lost rank, or to continue with fewer ranks.
+    Recreate objects that use the old default group, such as a DistributedDataParallel.  On a rank that has
+    left, :func:`is_initialized` then returns False.
 
     Args:
-        min_size: with fewer ranks nothing is made.
-        without: ranks that do not go on, though they live.  They call it too.
-        leave: whether this rank does not go on.
+        min_size: minimum number of ranks; with fewer, no group is created.
+        without: running ranks to exclude.  They must call it too.
+        leave: whether this rank leaves.
         timeout: a timedelta, or seconds; None: that of the group.
 
     Raises:
         UsageError: there is no default group.
-        GroupError: as :meth:`shoal.ProcessGroup.rebuild` raises; the default group is as it was.
+        GroupError: as for :meth:`shoal.ProcessGroup.rebuild`; the default group is unchanged.
     """
     old = default_group("rebuild")
     new = old.rebuild(min_size=min_size, without=without, leave=leave, timeout=seconds(timeout))
@@ -130,25 +130,23 @@ def rebuild(
 
 def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> None:
     if init_method is not None:
-        raise UsageError(
-            f"init_process_group: init_method={init_method!r} and store=: expected one place to meet"
-        )
+        raise UsageError(f"init_process_group: pass either init_method={init_method!r} or store=, not both")
     if rank == -1 or world_size == -1:
         raise UsageError(
-            f"init_process_group: with store=, rank and world_size must be given; got {rank} and {world_size}"
+            f"init_process_group: store= requires rank and world_size; got {rank} and {world_size}"
         )
 
 
 def is_available() -> bool:
-    """True: a program that can import this module can use it."""
+    """True: the package is importable."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether there is a default group."""
+    """Return whether there is a default group."""
     return state.world is not None
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,7 +1,7 @@
 """Collectives and messages of picklable Python objects, with torch's names, arguments and global ranks.
 
-They wait, and fill lists that the caller made.  ``device`` and ``use_batch`` say in torch how the bytes
-travel, and mean nothing here.  In a rank that is not in the group they warn and do nothing.
+They block, and store results in lists of the caller.  ``device`` and ``use_batch`` are ignored.  On a rank
+outside the group they warn and do nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .state import GroupLike, member_group
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
-    """Bring ``obj`` of rank *r* to ``object_list[r]`` of all ranks."""
+    """Gather ``obj`` of rank *r* into ``object_list[r]`` on all ranks."""
     pg = member_group(group, "all_gather_object")
     if pg is None:
         return
@@ -36,7 +36,7 @@ def gather_object(
     group: GroupLike = None,
     group_dst: int | None = None,
 ) -> None:
-    """Bring ``obj`` of rank *r* to ``object_gather_list[r]`` of one rank (0 unless given); None elsewhere."""
+    """Gather ``obj`` of rank *r* into ``object_gather_list[r]`` of the destination (default 0; else None)."""
     pg = member_group(group, "gather_object")
     if pg is None:
         return
@@ -44,7 +44,7 @@ def gather_object(
     if pg.rank == root:
         _check_length(pg, "gather_object", "object_gather_list", object_gather_list)
     elif object_gather_list:
-        raise UsageError(f"gather_object on rank {pg.rank}: only the destination, rank {root}, gives a list")
+        raise UsageError(f"gather_object on rank {pg.rank}: only the destination, rank {root}, passes a list")
     objects = pg.gather_object(obj, root).wait()
     if objects is not None and object_gather_list is not None:
         object_gather_list[: pg.size] = objects
@@ -57,7 +57,7 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """Bring the objects of one rank (0 unless given) to all; the lists are equally long everywhere."""
+    """Copy the objects of the source (default: rank 0) to all ranks; all lists must be equally long."""
     pg = member_group(group, "broadcast_object_list")
     if pg is None:
         return
@@ -75,15 +75,15 @@ def scatter_object_list(
     group: GroupLike = None,
     group_src: int | None = None,
 ) -> None:
-    """Hand element *r* of the list of one rank (0 unless given) to rank *r*, as element 0 of its list."""
+    """Send element *r* of the source's list (default: rank 0) to rank *r*, as element 0 of its list."""
     pg = member_group(group, "scatter_object_list")
     if pg is None:
         return
     root = rank_in_group(pg, "scatter_object_list", "src", src, group_src, default=0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise UsageError(
-            f"scatter_object_list on rank {pg.rank}: scatter_object_output_list must be a list with a place "
-            f"for the object, got {scatter_object_output_list!r}"
+            f"scatter_object_list on rank {pg.rank}: scatter_object_output_list must be a non-empty list, "
+            f"got {scatter_object_output_list!r}"
         )
     inputs = scatter_object_input_list if pg.rank == root else None
     scatter_object_output_list[0] = pg.scatter_object(inputs, root).wait()
@@ -97,7 +97,7 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send several objects to one rank, which calls :func:`recv_object_list` with a list equally long."""
+    """Send several objects to one rank, which calls :func:`recv_object_list` with an equally long list."""
     pg = member_group(group, "send_object_list")
     if pg is None:
         return
@@ -114,10 +114,10 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive what :func:`send_object_list` sent, from any rank if no source is given.
+    """Receive objects from :func:`send_object_list`; without a source, from any rank.
 
     Returns:
-        The global rank of the sender; -1, with a warning, in a rank that is not in the group.
+        The global rank of the sender; -1, with a warning, on a rank outside the group.
     """
     pg = member_group(group, "recv_object_list")
     if pg is None:
@@ -135,7 +135,7 @@ def _check_length(pg: ProcessGroup, operation: str, what: str, given: Sequence[A
     if not isinstance(given, list) or len(given) < pg.size:
         length = counted(len(given), "element") if isinstance(given, list) else repr(given)
         raise UsageError(
-            f"{operation} on rank {pg.rank}: {what} must be a list with a place for each of "
+            f"{operation} on rank {pg.rank}: {what} must be a list with one element for each of "
             f"{counted(pg.size, 'rank')}, "
             f"got {length}"
         )
@@ -150,7 +150,7 @@ def _fill(pg: ProcessGroup, operation: str, places: list[Any], objects: Any) -> 
     if not isinstance(objects, list) or len(objects) != len(places):
         sent = f"{len(objects)} objects" if isinstance(objects, list) else f"a {type(objects).__name__}"
         raise UsageError(
-            f"{operation} on rank {pg.rank}: object_list has {len(places)} places, but the other rank "
+            f"{operation} on rank {pg.rank}: object_list has {len(places)} elements, but the sender "
             f"sent {sent}"
         )
     places[:] = objects

@@ -1,7 +1,7 @@
 """Messages between two ranks, with torch's names, arguments and global ranks.
 
-``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks of the group.  Messages are
-matched by sender and tag, in the order in which they were sent.
+``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks in the group.  Messages are
+matched by sender and tag, in the order of sending.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Send ``tensor`` to another rank; it must not be changed before the work is complete.
+    """Send ``tensor`` to another rank; do not change it before the work is complete.
 
     Args:
-        tag: 0 to 2**30 - 1; the receiver asks for the same.
+        tag: 0 to 2**30 - 1; the receiver must pass the same.
 
     Returns:
-        A work; None, with a warning, in a rank that is not in the group.
+        A work; None, with a warning, on a rank outside the group.
     """
     pg = member_group(group, "isend")
     if pg is None:
@@ -47,11 +47,10 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Receive into ``tensor`` from ``src``, or from any rank if no source is given.
+    """Receive into ``tensor`` from ``src``; without a source, from any rank.
 
     Returns:
-        A work, whose ``source_rank`` is the sender; None, with a warning, in a rank that is not in the
-        group.
+        A work (``source_rank`` is the sender); None, with a warning, on a rank outside the group.
     """
     pg = member_group(group, "irecv")
     if pg is None:
@@ -69,7 +68,7 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send ``tensor`` and wait until it may be changed again, which does not mean that it arrived."""
+    """Send ``tensor`` and wait until it may be changed, which does not mean that it was received."""
     work = isend(tensor, dst, group, tag, group_dst)
     if work is not None:
         work.wait()
@@ -99,18 +98,18 @@ def recv(
     """Receive into ``tensor``, as :func:`irecv`, and wait.
 
     Args:
-        tensor: the tensor; or, as torch.distributed was first drafted, in its place the global rank of the
-            sender: ``tensor = recv(0)`` receives whatever comes from rank 0.
+        tensor: the output; or, as in the first draft of torch.distributed, the global rank of the sender:
+            ``tensor = recv(0)`` receives a tensor of any shape and dtype from rank 0.
 
     Returns:
-        The global rank of the sender; -1, with a warning, in a rank that is not in the group.  Without a
-        tensor to receive into, the one that came, and None in such a rank.
+        The global rank of the sender; -1, with a warning, on a rank outside the group.  Without an output
+        tensor: the received tensor, or None on such a rank.
     """
     pg = member_group(group, "recv")
     if isinstance(tensor, int):
         if src is not None or group_src is not None:
             raise UsageError(
-                f"recv: the first argument, {tensor!r}, is a number and so the rank of the sender, but "
+                f"recv: the first argument, {tensor!r}, is an int and therefore the sender's rank, but "
                 f"src={src!r} and group_src={group_src!r} are given too"
             )
         return (
@@ -129,14 +128,14 @@ class P2POp:
 
     Args:
         op: :func:`isend` or :func:`irecv`.
-        tensor: to send, or to receive into.
-        peer: the other rank, global.
-        group: the default group if None.
+        tensor: the tensor to send, or to receive into.
+        peer: the global rank of the peer.
+        group: None: the default group.
         tag: as for ``op``.
-        group_peer: the other rank in the group, instead of ``peer``.
+        group_peer: the rank of the peer in the group, instead of ``peer``.
 
     Raises:
-        UsageError: ``op`` is something else, or there is no such rank.
+        UsageError: ``op`` is another function, or there is no such rank.
     """
 
     def __init__(
@@ -174,13 +173,13 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Submit several messages together; their order among sends and receives does not matter.
+    """Submit several messages together; the relative order of sends and receives does not matter.
 
     Returns:
-        A work for each; none, with a warning, in a rank that is not in the group.
+        One work per message; an empty list, with a warning, on a rank outside the group.
 
     Raises:
-        UsageError: an element is no :class:`P2POp`, or they are for different groups.
+        UsageError: an element is not a :class:`P2POp`, or the elements are for different groups.
     """
     if not isinstance(p2p_op_list, Sequence) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise UsageError(f"batch_isend_irecv: expected a list of P2POp, got {p2p_op_list!r}")

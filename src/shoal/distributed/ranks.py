@@ -1,4 +1,4 @@
-"""Global ranks, as torch's functions take them, and ranks of a group."""
+"""Conversion of global ranks, as torch's functions take them, to ranks in a group."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def rank_in_group(
     group_rank: int | None,
     default: int | None = None,
 ) -> int:
-    """The rank in ``pg`` that a caller gave as a global rank or as a rank of the group.
+    """Return the rank in ``pg`` that a caller gave as a global rank or as a rank in the group.
 
     Args:
-        operation, what: of the function and of its argument that takes a global rank, for errors.
-        default: a global rank, if neither is given.
+        operation, what: names of the function and of its argument for a global rank, for errors.
+        default: the global rank if neither is given.
 
     Raises:
-        UsageError: both are given, none is, or the group has no such rank.
+        UsageError: both are given, neither is given, or the group has no such rank.
     """
     if group_rank is not None:
         if global_rank is not None:
             raise UsageError(
-                f"{operation} on rank {pg.rank}: give {what}, which is a global rank, or group_{what}, "
+                f"{operation} on rank {pg.rank}: pass {what} (a global rank) or group_{what}, "
                 f"not both; got {what}={global_rank!r} and group_{what}={group_rank!r}"
             )
         if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
             raise UsageError(
-                f"{operation} on rank {pg.rank}: group_{what} must be a rank of the group, from 0 to "
+                f"{operation} on rank {pg.rank}: group_{what} must be a rank in the group, from 0 to "
                 f"{pg.size - 1}, got {group_rank!r}"
             )
         return group_rank
@@ -45,10 +45,10 @@ def rank_in_group(
 
 
 def group_rank_of(pg: ProcessGroup, operation: str, what: str, global_rank: int) -> int:
-    """The rank in ``pg`` of a global rank.
+    """Return the rank in ``pg`` of a global rank.
 
     Raises:
-        UsageError: it is not in the group.
+        UsageError: that rank is not in the group.
     """
     try:
         return pg.ranks.index(global_rank)

@@ -1,7 +1,7 @@
-"""The default group: the one piece of state that belongs to the process and not to an object.
+"""The default group, the only state of the package that belongs to the process.
 
-One per process, seen by all its threads.  Ranks that are threads of one process therefore use the object
-API, in which every rank holds its own group.
+There is one per process, shared by its threads.  Ranks that are threads of one process must therefore use
+the object API, where each rank has its own group.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ GroupLike: TypeAlias = ProcessGroup | int | None
 
 
 class _DefaultGroup:
-    """The default group, and the arguments that it was made with."""
+    """The default group, and the arguments it was created with."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changing = False
         self.world: ProcessGroup | None = None
-        #: name of the backend, as the user gave it
+        #: name of the backend, as the user passed it
         self.backend = ""
-        #: number of groups made since, the default group included
+        #: number of groups created so far, including the default group
         self.groups = 0
 
     @contextlib.contextmanager
     def founding(self) -> Iterator[None]:
-        """A block in which this thread, and no other, makes the default group."""
+        """Context in which only this thread may create the default group."""
         with self._lock:
             if self.world is not None:
                 raise UsageError(
-                    f"init_process_group on rank {self.world.rank}: there is a default group already "
-                    f"({self.world!r}); call destroy_process_group() before making another one"
+                    f"init_process_group on rank {self.world.rank}: a default group exists already "
+                    f"({self.world!r}); call destroy_process_group() before creating another one"
                 )
             if self._changing:
                 raise UsageError(
-                    "init_process_group: another thread of the process is making the default group just now; "
-                    "one call makes it for all threads"
+                    "init_process_group: another thread of this process is creating the default group; "
+                    "one call creates it for all threads"
                 )
             self._changing = True
         try:
@@ -53,22 +53,22 @@ class _DefaultGroup:
             self._changing = False
 
     def found(self, world: ProcessGroup, backend: str) -> None:
-        """From now on ``world`` is the default group."""
+        """Set the default group."""
         with self._lock:
             self.world, self.backend, self.groups = world, backend, 1
 
     def replace(self, world: ProcessGroup) -> None:
-        """``world`` is what has become of the default group."""
+        """Set the successor of the default group."""
         with self._lock:
             self.world = world
 
     def count(self) -> None:
-        """Another group was made."""
+        """Count a newly created group."""
         with self._lock:
             self.groups += 1
 
     def forget(self) -> ProcessGroup:
-        """From now on there is no default group.  Returns the one there was."""
+        """Unset the default group and return it."""
         with self._lock:
             world, self.world, self.backend, self.groups = self.world, None, "", 0
         if world is None:
@@ -81,26 +81,26 @@ default_groups.append(lambda: state.world)
 
 
 class _World(type):
-    """Gives classes the attribute ``WORLD``."""
+    """Metaclass with the property ``WORLD``."""
 
     @property
     def WORLD(cls) -> ProcessGroup | None:
-        """The default group; None without one."""
+        """The default group, or None."""
         return state.world
 
 
 class group(metaclass=_World):
-    """``group.WORLD`` is the default group, a :class:`shoal.ProcessGroup`; None before it was made."""
+    """``group.WORLD`` is the default group, a :class:`shoal.ProcessGroup`, or None if there is none."""
 
 
 class GroupMember(metaclass=_World):
-    """``WORLD`` as in :class:`group`; ``NON_GROUP_MEMBER`` stands for a group that this rank is not in."""
+    """``WORLD`` as in :class:`group`; ``NON_GROUP_MEMBER`` represents a group without this rank."""
 
     NON_GROUP_MEMBER = NON_GROUP_MEMBER
 
 
 def default_group(operation: str) -> ProcessGroup:
-    """The default group, for the function ``operation``.
+    """Return the default group, for the function ``operation``.
 
     Raises:
         UsageError: there is none.
@@ -112,10 +112,10 @@ def default_group(operation: str) -> ProcessGroup:
 
 
 def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
-    """The group that a function works on; None, with a warning, if this rank is not in it.
+    """Return the group that a function works on; None, with a warning, if this rank is not a member.
 
     Raises:
-        UsageError: there is no default group, or ``group`` is something else.
+        UsageError: there is no default group, or ``group`` is not a group.
     """
     if group is None:
         return default_group(operation)
@@ -132,12 +132,12 @@ def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
 
 
 def is_absent(group: object) -> bool:
-    """Whether ``group`` stands for one that this rank is not in."""
+    """Return whether ``group`` represents a group without this rank."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER
 
 
 def not_a_group(operation: str, group: object) -> UsageError:
-    """The error for something that is no group of ours."""
+    """Return the error for an argument that is not a group of shoal."""
     return not_ours(group, f"{operation}{_here()}")
 
 

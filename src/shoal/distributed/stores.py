@@ -1,7 +1,6 @@
-"""The stores, with the constructors and the method names that torch's have.
+"""shoal's stores with the constructors and method names of torch's stores.
 
-They are shoal's stores and can be used wherever those can.  What torch's stores offer beyond them (queues) is
-not here.
+They are accepted wherever shoal takes a store.  The queues of torch's stores are not supported.
 """
 
 from __future__ import annotations
@@ -16,42 +15,42 @@ from ..torch_terms.durations import Duration, default_pg_timeout, seconds
 
 Store: TypeAlias = stores.Store
 
-#: keys by which a TCPStore waits for its workers
+#: The keys on which a TCPStore waits for its workers.
 _ARRIVED, _COMPLETE = "shoal/workers", "shoal/workers/complete"
 
 
 class _TorchNames(stores.Store):
-    """Torch's names for what every store does."""
+    """Torch's names of the methods of every store."""
 
     def set_timeout(self, timeout: Duration) -> None:
-        """Set the default deadline of every call."""
+        """Set the default timeout of every call."""
         self.timeout = seconds(timeout) or 0.0
 
     def delete_key(self, key: str) -> bool:
-        """Remove ``key``; whether it existed."""
+        """Remove ``key`` and return whether it existed."""
         return self.delete(key)
 
     def has_extended_api(self) -> bool:
-        """True: ``append``, ``multi_get`` and ``multi_set`` are here."""
+        """True: ``append``, ``multi_get`` and ``multi_set`` are supported."""
         return True
 
 
 class TorchTCPStore(_TorchNames, stores.TCPStore):
-    """A connection to a store on the network, which the master serves.
+    """A client of a store on the network; the master also serves the store.
 
     Args:
-        host_name, port: where the master listens; port 0 on the master takes a free one.
-        world_size: how many processes will connect; None: not known.
+        host_name, port: the master's address; port 0 on the master selects a free port.
+        world_size: number of processes that will connect; None: unknown.
         is_master: whether this process serves the store, until :meth:`close`.
-        timeout: of connecting, and of every call.
-        wait_for_workers: whether to wait until ``world_size`` processes have come.
+        timeout: limit of connecting, and of every call.
+        wait_for_workers: whether to block until ``world_size`` processes have connected.
         multi_tenant, use_libuv: not used.
         master_listen_fd: must be None.
 
-    The job's secret is ``SHOAL_SECRET``; without one the store is on loopback only, for one user.
+    The job's secret is ``SHOAL_SECRET``; without it the store is restricted to loopback and one user.
     """
 
-    _server: stores.TCPStoreServer | None = None  # a clone serves nobody
+    _server: stores.TCPStoreServer | None = None  # None in a clone
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class TorchTCPStore(_TorchNames, stores.TCPStore):
                 raise
 
     def close(self) -> None:
-        """Close the connections and, on the master, the server: nobody is served any more."""
+        """Close the connections and, on the master, stop the server."""
         super().close()
         self._close_server()
 
@@ -102,7 +101,7 @@ class TorchTCPStore(_TorchNames, stores.TCPStore):
 
 
 class TorchFileStore(_TorchNames, stores.FileStore):
-    """A store in a file, which nobody removes.
+    """A store in a file, which is never removed.
 
     Args:
         file_name: the file.
@@ -125,5 +124,5 @@ class TorchPrefixStore(_TorchNames, stores.PrefixStore):
 
     @property
     def underlying_store(self) -> stores.Store:
-        """The store below."""
+        """The wrapped store."""
         return self.store

@@ -1,4 +1,4 @@
-"""The results of operations: torch's ``Work`` over a shoal future with ``async_op=True``, or a result."""
+"""Results of operations: torch's ``Work`` on a shoal future with ``async_op=True``, otherwise a result."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..group.submission import mapped
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
-#: Held while a work makes its one future for callbacks.
+#: Held while a work creates its future for callbacks.
 _making = threading.Lock()
 
 
 class Work(WorkMethods):
-    """One operation that may still be running; made by the functions of this package."""
+    """An operation that may still be running; returned by the functions of this package."""
 
     __slots__ = ("_future", "_listed", "_outputs", "_source")
 
@@ -29,9 +29,9 @@ class Work(WorkMethods):
         """Wrap a future; users get a work from an operation instead.
 
         Args:
-            future: of the operation.
+            future: the operation's future.
             outputs: the tensors that it writes.
-            source: for a receive that names the sender: its rank in the group.
+            source: for a receive from a given rank: that rank in the group.
         """
         self._future = future
         self._outputs = list(outputs)
@@ -39,28 +39,28 @@ class Work(WorkMethods):
         self._listed: Future[list[torch.Tensor]] | None = None
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that the operation wrote.
+        """Return the tensors that the operation wrote.
 
         Raises:
-            InvalidFutureState: it is not complete.
+            InvalidFutureState: the operation is not complete.
         """
         self._future.value()
         return list(self._outputs)
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """The :class:`shoal.Future` of the list of tensors that the operation writes; always the same one."""
+        """Return the :class:`shoal.Future` of the list of output tensors; always the same object."""
         with _making:
             if self._listed is None:
-                # One for all callers: callbacks are matched across ranks by their order on it.
+                # One future for all callers: callbacks are matched across ranks by their order on it.
                 self._listed = mapped(self._future, lambda _: list(self._outputs))
             return self._listed
 
     def source_rank(self) -> int:
-        """The sender of the message that a receive took, as a rank of the group.
+        """Return the sender of the received message, as a rank in the group.
 
         Raises:
-            UsageError: the operation is no receive.
-            InvalidFutureState: it takes from any sender and is not complete.
+            UsageError: the operation is not a receive.
+            InvalidFutureState: the operation receives from any rank and is not complete.
         """
         if self._source is not None:
             return self._source
@@ -71,21 +71,21 @@ class Work(WorkMethods):
 
 
 class WorkTensor(torch.Tensor):
-    """The result of a finished :func:`all_reduce`: the reduced tensor, which is a :class:`Work` too.
+    """The result of a synchronous :func:`all_reduce`: the reduced tensor, which is also a :class:`Work`.
 
-    ``result = all_reduce(x)`` was to give a tensor when torch.distributed was drafted; torch's gives None,
-    which programs tell from a work: ``if handle is not None: handle.wait()``.  So this is ``x`` under another
-    type, with the methods of a work that is complete.  What torch's functions make of it are plain tensors.
+    In the first draft of torch.distributed, ``all_reduce(x)`` returned a tensor; torch's returns None, and
+    programs test that: ``if handle is not None: handle.wait()``.  So this is ``x`` as another type, with the
+    methods of a completed work.  Torch functions on it return plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def wait(self, timeout: Duration | None = None) -> bool:
-        """True at once."""
+        """Return True immediately."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing: the operation is complete."""
+        """Do nothing: the operation is complete."""
 
     def is_completed(self) -> bool:
         """True."""
@@ -100,20 +100,20 @@ class WorkTensor(torch.Tensor):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """The list of the reduced tensor."""
+        """Return a list of the reduced tensor."""
         return [self._plain()]
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        """A :class:`shoal.Future` of :meth:`result`, which is complete."""
+        """Return a completed :class:`shoal.Future` of :meth:`result`."""
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(self.result())
         return future
 
     def __bool__(self) -> bool:
-        """The value of one element, as of any tensor; True for several, as of a work."""
+        """Return the value of one element, as for any tensor; True for several elements, as for a work."""
         return bool(self._plain()) if self.numel() == 1 else True
 
-    # It is printed, pickled and copied as a plain tensor.
+    # Printing, pickling and copying produce a plain tensor.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
@@ -129,7 +129,7 @@ class WorkTensor(torch.Tensor):
 
 
 def finished(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: bool) -> Work | None:
-    """The result of a function: a work if it was called with ``async_op``, else None after waiting."""
+    """Return a work with ``async_op``; otherwise wait and return None."""
     if async_op:
         return Work(future, outputs)
     future.wait(blocking=False)

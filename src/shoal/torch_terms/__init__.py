@@ -1,15 +1,15 @@
-"""The meaning of torch.distributed's words in shoal, for both ``shoal.distributed`` and ``shoal.compat``.
+"""Torch's API vocabulary, shared by ``shoal.distributed`` and ``shoal.compat``.
 
 =====================  ======================================================================
-``durations``          timedeltas and torch's ways to say "no timeout"
+``durations``          timeouts: timedeltas, seconds, and torch's values for "no timeout"
 ``reductions``         torch's ``ReduceOp`` and its spellings
-``work``               the methods that both kinds of ``Work`` have
+``work``               the methods common to both ``Work`` classes
 ``in_turn``            lists of outputs that share memory
 ``coalesced``          one operation on several tensors, with one future
 =====================  ======================================================================
 
-Nothing here imports torch.distributed: torch's values are known by their names and numbers.
+No module here imports torch.distributed: torch's values are recognised by name and number.
 """
 
-#: The name by which torch.distributed knows the backend.
+#: The name of the backend in torch.distributed.
 BACKEND = "shoal"

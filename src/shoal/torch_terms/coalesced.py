@@ -1,4 +1,4 @@
-"""Torch's ``_coalesced`` forms: one operation on each of several tensors, with one future for all."""
+"""Torch's ``_coalesced`` operations: one operation on several tensors, with one future."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def all_reduce(
     op: ReduceOp,
     timeout: float | None = None,
 ) -> Future[Any]:
-    """Reduce several tensors over all ranks, each in place; one that is named twice is reduced once."""
+    """All-reduce several tensors, each in place.  A tensor that is listed twice is reduced once."""
     return in_turn(
         tensors, lambda each: together(group.all_reduce(x, op, timeout=timeout) for x in each), keep=True
     )
@@ -35,10 +35,10 @@ def all_gather(
     inputs: Sequence[torch.Tensor],
     timeout: float | None = None,
 ) -> Future[Any]:
-    """Bring ``inputs[i]`` of rank *r* to ``outputs[r][i]`` of all ranks.
+    """Gather ``inputs[i]`` of rank *r* into ``outputs[r][i]`` on all ranks.
 
     Args:
-        operation: how torch calls it, for errors.
+        operation: torch's name of the operation, for errors.
 
     Raises:
         UsageError: ``outputs`` is not one list per rank, each as long as ``inputs``.
@@ -58,7 +58,7 @@ def interleaved(
     inputs: Sequence[torch.Tensor],
     timeout: float | None = None,
 ) -> Future[Any]:
-    """Bring ``inputs[i]`` of rank *r* to ``outputs[r * len(inputs) + i]`` of all ranks."""
+    """Gather ``inputs[i]`` of rank *r* into ``outputs[r * len(inputs) + i]`` on all ranks."""
     count = len(inputs)
     return in_turn(
         outputs,
@@ -69,7 +69,7 @@ def interleaved(
 
 
 def together(operations: Iterable[Future[Any]]) -> Future[Any]:
-    """One future for several; a thread that waits for it drives each of them, without a thread between."""
+    """Combine several futures into one.  The waiting thread drives all operations; no helper thread."""
     futures = list(operations)
     if len(futures) == 1:
         return futures[0]
@@ -81,8 +81,6 @@ def together(operations: Iterable[Future[Any]]) -> Future[Any]:
 
 
 class _Together(FutureSource):
-    """Several operations as one."""
-
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self._futures = futures
 
@@ -96,7 +94,7 @@ class _Together(FutureSource):
                 if not future.done():
                     return False
             except Exception:
-                return True  # exception() tells
+                return True  # exception() returns the error
         return True
 
     def done(self) -> bool:

@@ -1,4 +1,4 @@
-"""Torch's durations, as the seconds that shoal counts in."""
+"""Torch's timeouts, converted to seconds."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..errors import UsageError
 #: A ``timedelta``, as in torch, or a number of seconds.
 Duration: TypeAlias = timedelta | float
 
-#: How long operations may take unless something else is said: shoal's default, not torch's 30 minutes.
+#: The default timeout of operations: shoal's, not torch's 30 minutes.
 default_pg_timeout = timedelta(seconds=config.TIMEOUT.default)
 
-#: Seconds that closing a group may take where torch's function has no argument for it.
+#: The timeout of closing a group, in seconds, where torch's function has no argument for it.
 CLOSING = 10.0
 
 
 def seconds(timeout: Duration | None) -> float | None:
-    """A duration in seconds; None for None.
+    """Return a duration in seconds, or None for None.
 
     Raises:
-        UsageError: it is neither a ``timedelta`` nor a number.
+        UsageError: ``timeout`` is neither a ``timedelta`` nor a number.
     """
     if timeout is None:
         return None
@@ -34,6 +34,6 @@ def seconds(timeout: Duration | None) -> float | None:
 
 
 def limit(timeout: Duration | None) -> float | None:
-    """A duration in seconds; None where torch sets no limit, which it also says by zero or less."""
+    """Return a duration in seconds, or None for None, zero and negative values (torch: no limit)."""
     given = timeout.total_seconds() if timeout.__class__ is timedelta else seconds(timeout)
     return None if given is None or given <= 0 else given

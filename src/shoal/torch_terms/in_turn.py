@@ -1,7 +1,7 @@
 """Lists of output tensors that share memory.
 
-torch takes ``all_gather([buffer] * n, x)``: the parts are written one after another, and the last one stays.
-The operations of a group refuse such a list, because they write the parts in any order and at once.
+torch accepts ``all_gather([buffer] * n, x)``: it writes the outputs in list order, so the last one remains.
+A group rejects such a list, because it writes the outputs concurrently and in any order.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ def in_turn(
     *,
     keep: bool = False,
 ) -> Future[Any]:
-    """Call ``operation(outputs)`` such that it seems to write the outputs one after another.
+    """Call ``operation`` with outputs that do not share memory, as if they were written in list order.
 
-    Outputs that share memory are replaced by tensors of their own, which are copied back in order when
-    somebody sees the completion.
+    Outputs that share memory are replaced by temporary tensors.  These are copied back in list order when
+    the returned future's completion is first observed.
 
     Args:
         keep: whether the operation also reads the outputs.
-
-    Returns:
-        The future of the operation.
     """
     if not _share_memory(outputs):
         return operation(outputs)
@@ -41,7 +38,7 @@ def in_turn(
         apart = [_stand_in(x, keep) for x in outputs]
 
     def copy_back(_: Any) -> list[torch.Tensor]:
-        # Inference mode allows writing to leaves that require gradients and to inference tensors alike.
+        # In inference mode, leaves that require gradients and inference tensors can both be written.
         with torch.inference_mode():
             for x, y in zip(outputs, apart, strict=True):
                 x.copy_(y)
@@ -56,14 +53,14 @@ def _stand_in(x: torch.Tensor, keep: bool) -> torch.Tensor:
     except TooHard:
         refused = True
     if refused:
-        return x  # the group says why
+        return x  # the group raises a detailed error
     return x.detach().clone() if keep else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _share_memory(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether two of ``xs`` may have an address in common; False if they are not all tensors with memory."""
+    """Return whether two of ``xs`` may share memory; False unless all are strided tensors with memory."""
     if not isinstance(xs, (list, tuple)):
-        return False  # the group refuses it in words
+        return False  # the group raises a detailed error
     spans = []
     for x in xs:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or not has_memory(x):

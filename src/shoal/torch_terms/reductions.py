@@ -1,4 +1,4 @@
-"""Reductions as scripts for torch write them."""
+"""Torch's spellings of reductions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 from ..spec import LEGAL_REDUCTIONS, ReduceOp
 from ..spec import ReduceOpLike as ReduceOpLike
 
-#: The :class:`shoal.ReduceOp` that a value stands for, in shoal's words or torch's.
+#: Converts shoal's and torch's spellings of a reduction to a :class:`shoal.ReduceOp`.
 reduction = ReduceOp.of
 
 
 def supports_complex(reduceOp: ReduceOpLike) -> bool:
-    """Whether a reduction has a meaning for complex numbers: SUM, AVG, PRODUCT and PREMUL_SUM have."""
+    """Return whether a reduction is defined for complex numbers (SUM, AVG, PRODUCT, PREMUL_SUM)."""
     return reduction(reduceOp).code in LEGAL_REDUCTIONS[torch.complex64]
 
 
 def _make_nccl_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-    """SUM of the inputs, each multiplied by its rank's factor first: :meth:`shoal.ReduceOp.premul_sum`."""
+    """Sum of the inputs, each first multiplied by its rank's factor; :meth:`shoal.ReduceOp.premul_sum`."""
     return ReduceOp.premul_sum(factor)

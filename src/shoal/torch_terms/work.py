@@ -1,4 +1,4 @@
-"""Torch's ``Work`` over a :class:`shoal.Future`: the methods that both faces of shoal have."""
+"""The part of torch's ``Work`` that ``shoal.distributed`` and ``shoal.compat`` share."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from .durations import Duration, limit
     "Wait for it and copy the tensors",
 )
 class WorkMethods:
-    """The methods that wait for an operation or tell its state; the base of both classes ``Work``."""
+    """Base class of both ``Work`` classes: waits for an operation and reports its state."""
 
     __slots__ = ()
 
-    #: of the operation
     _future: Future[Any]
 
     def wait(self, timeout: Duration | None = None) -> bool:
-        """Block until the operation is complete.
+        """Block until the operation completes.
 
-        For tensors on devices the current streams wait, and the host only if there is a ``timeout``.
+        For tensors on devices, the current streams wait; the host waits only if ``timeout`` is given.
 
         Args:
-            timeout: None, or zero or less, as in torch: as long as the operation's own timeout lets it run.
+            timeout: None, zero or a negative value (as in torch): only the operation's own timeout applies.
 
         Returns:
             True.
 
         Raises:
-            WaitTimeout: ``timeout`` ran out.  The operation goes on, and can be waited for again.
+            WaitTimeout: ``timeout`` expired.  The operation continues, and can be waited for again.
             GroupError: the operation failed.
         """
         seconds = None if timeout is None else limit(timeout)
@@ -47,31 +46,31 @@ class WorkMethods:
         return True
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait` without a timeout."""
+        """Call :meth:`wait` without a timeout."""
         self._future.wait(blocking=False)
 
     def is_completed(self) -> bool:
-        """Whether the operation is complete, well or not.  Never blocks."""
+        """Return whether the operation has completed or failed.  Never blocks."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether the operation is complete and nothing went wrong."""
+        """Return whether the operation has completed without an error."""
         return self._future.done() and self._future.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error of the operation; None if there is none, and while it is running."""
+        """Return the error of the operation; None if it is running or succeeded."""
         return self._future.exception() if self._future.done() else None
 
 
 def source_of(message: object) -> int:
-    """The rank in the group that sent what a receive took.
+    """Return the group rank of the sender of a received message.
 
     Args:
         message: the value of the operation's future.
 
     Raises:
-        UsageError: the operation is no receive.
+        UsageError: the operation is not a receive.
     """
     if not isinstance(message, Message):
-        raise UsageError("source_rank: only a receive has a source, and this work is another operation")
+        raise UsageError("source_rank: only a receive has a source; this work is another operation")
     return message.source

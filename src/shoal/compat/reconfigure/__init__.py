@@ -1,1 +1,1 @@
-"""Torch's ``_reconfigure``: groups whose members change."""
+"""Torch's ``_reconfigure``: groups with changing members."""

@@ -1,14 +1,14 @@
-"""One reconfigure: from a list of handles to a group.
+"""One reconfiguration: from a list of handles to a connected group.
 
-There are two ways, and all members take the same one, because they compute it from the same list
+There are two ways.  All members choose the same one, because they compute it from the same list
 (:func:`~shoal.compat.reconfigure.handles.common_world`):
 
-- All members are in the same connections: the new group uses these, as a subgroup does, and a barrier in it
-  shows that all have come.  The store is not used.
-- Else the members meet in torch's store, at a place that the uuid names, and connect.
+- If all members share connections, the new group uses these, as a subgroup does, and a barrier in it shows
+  that all members take part.  The store is not used.
+- Otherwise the members connect through torch's store, under a key derived from the uuid.
 
-Connections belong to a group that carries no operations, the *base*.  Groups of the program are subgroups of
-it, so that abort() or a failure of one of those leaves the connections usable.
+Connections belong to a group without operations, the *base*.  The program's groups are subgroups of the base,
+so an abort or failure of a subgroup leaves the connections usable.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from ...store import PrefixStore, Store, adopt
 from ...torch_terms import BACKEND
 from .handles import GroupHandle, common_world, digest
 
-#: seconds for closing what was not completely made
+#: timeout, in seconds, of closing a group that was not completely created
 _SHORT = 1.0
-#: seconds that are left of a deadline at least
+#: minimum remaining time, in seconds
 _SHORTEST = 0.001
-#: seconds for a process whose connections ended to end too, and between two looks at it
+#: maximum wait for a process whose connections were lost to end, and polling interval, in seconds
 _DYING, _PAUSE = 1.0, 0.01
-#: members that a message about a timeout lists
+#: maximum number of members that a timeout message lists
 _LISTED = 16
-_ADVICE = "call torch.distributed._reconfigure again with a new uuid and the handles of the living members"
-#: keys of a reconfigure in the store: the list that it was first called with, and why it cannot succeed
+_ADVICE = "call torch.distributed._reconfigure again with a new uuid and the handles of the surviving members"
+#: Keys of a reconfiguration in the store: the list of the first caller, and the reason for a failure.
 _LIST, _REFUSED = "list", "refused"
-#: takes the place of the list once all members are connected
+#: replaces the list once all members are connected
 _USED = b"used"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of every group that one process group of torch gets.
+    """The settings of all groups of one torch process group.
 
     Attributes:
-        store: torch's, in which the members of a new group meet.
-        name: of the groups, for errors.
-        factory, concurrency, options: of the backend.
+        store: torch's store, through which the members of a new group connect.
+        name: name of the groups, for errors.
+        factory, concurrency, options: the backend and its settings.
     """
 
     store: TorchStore
@@ -72,12 +72,12 @@ class Settings:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Connections:
-    """Connections that groups are made over.
+    """Connections that groups can use.
 
     Attributes:
-        base: the group that holds them, of all members.
-        ident: of them; equal on all members.
-        members: in the order of their ranks in the base.
+        base: the group of all members that owns the connections.
+        ident: identifies the connections; equal on all members.
+        members: ordered by rank in the base.
     """
 
     base: ProcessGroup
@@ -85,14 +85,14 @@ class Connections:
     members: tuple[GroupHandle, ...]
 
     def lost(self) -> frozenset[int]:
-        """Return the ranks of the base that are known to be lost."""
+        """Return the ranks of the base that are lost."""
         return self.base._links.lost()
 
     def hazard(self) -> GroupHandle | None:
-        """Return a member that is lost, may be alive, and shares memory with this process.
+        """Return a lost member that may still be running and shares memory with this process, or None.
 
-        It could still write into that memory, so new groups must not use it.  ``ProcessGroup.rebuild`` kills
-        such a process; here it may be in use elsewhere.
+        It could still write to that memory, so new groups must not use it.  ``ProcessGroup.rebuild`` kills
+        such a process; here it may be in use by other groups.
         """
         own = self.base.rank
         patience = Deadline(_DYING)
@@ -112,10 +112,10 @@ class Reconfiguration:
 
     Attributes:
         uuid, members: the arguments of the call.
-        rank: of this process among the members.
-        connections: those that the process had at the call; None: it had none, or it does not wait any more.
-        deadline: until when all members must be connected.
-        timeout: default of operations in the new group, in seconds.
+        rank: this process's rank among the members.
+        connections: the process's connections at the call; None: it had none, or waiting has ended.
+        deadline: limit for connecting all members.
+        timeout: default timeout of operations in the new group, in seconds.
         future: completes when the new group is in use, or with the error.
     """
 
@@ -127,37 +127,37 @@ class Reconfiguration:
     deadline: Deadline
     timeout: float
     future: Future[None] = field(default_factory=Future)
-    #: the new group, while the members wait for one another in it
+    #: the new group, during the barrier of its members
     _group: ProcessGroup | None = None
     _cancelled: str = ""
 
     def connect(self) -> tuple[ProcessGroup, Connections]:
-        """Wait for the other members; return the new group and the connections that it uses.
+        """Wait for the other members; return the new group and its connections.
 
         Raises:
-            ShoalError: a member ended, did not come in time, or cancelled its call.
+            ShoalError: a member failed, did not connect in time, or cancelled its call.
         """
         try:
             if common_world(self.members) is not None and self.connections is not None:
                 return self._connect_over(self.connections), self.connections
             return self._connect_anew()
         finally:
-            # New connections keep this object, by what they call while they connect.  It must not keep older
-            # ones, which would keep still older ones.
+            # New connections refer to this object through their callbacks.  It must not refer to older
+            # connections, which in turn refer to still older ones.
             self.connections = None
 
     def cancel(self, why: str) -> None:
-        """End it on all members.
+        """Cancel the reconfiguration on all members.
 
         Args:
-            why: what this process did: ``"aborted the process group"``.
+            why: the action of this process, such as ``"aborted the process group"``.
         """
         self._cancelled = f"{self._me} {why}"
         if (group := self._group) is not None:
             group.abort(self._cancelled)
 
     def explained(self, error: ShoalError) -> ShoalError:
-        """Return a copy of ``error`` that names the members concerned."""
+        """Return a copy of ``error`` with the handles of the ranks that it names."""
         text = f"reconfigure with uuid {self.uuid} on rank {self.rank} of {len(self.members)}: {error}"
         ranks: tuple[int, ...] = getattr(error, "ranks", ())
         if isinstance(error, RendezvousTimeout) and len(self.members) <= _LISTED:
@@ -182,7 +182,7 @@ class Reconfiguration:
         if self._cancelled:
             raise RendezvousError(self._cancelled)
 
-    # -- over connections that there are -------------------------------------------------------
+    # -- existing connections ------------------------------------------------------------------
 
     def _connect_over(self, connections: Connections) -> ProcessGroup:
         places = [each.place for each in self.members]
@@ -190,7 +190,7 @@ class Reconfiguration:
         try:
             if (hazard := connections.hazard()) is not None:
                 group.abort(
-                    f"{self._me} lost {hazard}, which may be alive and write to memory that they share; "
+                    f"{self._me} lost {hazard}, which may still be running and write to shared memory; "
                     "exchange new handles"
                 )
             self._group = group
@@ -202,10 +202,10 @@ class Reconfiguration:
             raise
         finally:
             self._group = None
-            connections.base._made.clear()  # the uuid is in the name, so no list comes twice
+            connections.base._made.clear()  # the name contains the uuid, so no member list is reused
         return group
 
-    # -- over new ones -------------------------------------------------------------------------
+    # -- new connections -----------------------------------------------------------------------
 
     def _connect_anew(self) -> tuple[ProcessGroup, Connections]:
         settings, found, rank = self.settings, self.members, self.rank
@@ -232,7 +232,7 @@ class Reconfiguration:
         try:
             group = base._subgroup(list(range(base.size)), f"reconfigure {self.uuid}", self.timeout)
             if rank == 0:
-                with contextlib.suppress(StoreError):  # nobody needs the list any more
+                with contextlib.suppress(StoreError):  # the list is no longer needed
                     keys.set(_LIST, _USED)
         except BaseException:
             base.close(_SHORT)
@@ -240,7 +240,7 @@ class Reconfiguration:
         return group, Connections(base, digest(self.uuid, *(each.ident for each in found)), found)
 
     def _claim(self, keys: Store) -> None:
-        """Claim the uuid, together with the others of the list and with nobody else."""
+        """Claim the uuid for the members of the list."""
         listed = [digest(each.encode()) for each in self.members]
         own = ",".join(listed).encode()
         claimed = keys.compare_set(_LIST, b"", own)
@@ -251,20 +251,20 @@ class Reconfiguration:
                 f"the uuid {self.uuid} was already used, for a group without this process; each reconfigure "
                 "needs a new one, and all members must pass the same handles"
             )
-        reason = f"{self._me} passed other handles than the others, or another order of them"
+        reason = f"{self._me} passed other handles than the others, or in another order"
         keys.set(_REFUSED, reason)
         raise UsageError(f"{reason}; all members must pass the same")
 
     def _look(self, keys: Store) -> Callable[[], None]:
-        """Return a function that raises if a member will not come; the members call it while they meet."""
+        """Return a check for the rendezvous, which raises if a member cannot connect any more."""
         own = self.members[self.rank]
-        # Losses in the handle were known when the list was made, and the process is in it all the same.
+        # Losses in the handle were known when the list was made; that process is in the list nevertheless.
         known = frozenset(own.lost)
         if self.connections is not None and own.world is None:
             known = self.connections.lost()
 
         def lost(member: GroupHandle) -> bool:
-            """Whether the connection to a member on another host ended since."""
+            """Return whether the connection to a member on another host was lost since the call."""
             connections = self.connections
             return (
                 connections is not None
@@ -289,10 +289,10 @@ class Reconfiguration:
 
 
 def _connection_of_its_own(store: TorchStore) -> Store:
-    """Return a torch store for a thread that must not wait for calls of others.
+    """Return a separate client of a torch store, for a thread that must not wait for other threads' calls.
 
-    The client of a TCPStore serves one call at a time, and the program may block in one until other members
-    are through.  Other stores are used as they are: a clone of a FileStore can delete its file.
+    The client of a TCPStore serves one call at a time, and the program may block in a call until other
+    members have finished.  Other stores are used as they are: a clone of a FileStore can delete the file.
     """
     bottom: Any = store
     while (below := getattr(bottom, "underlying_store", None)) is not None:

@@ -1,8 +1,7 @@
 """The handles that processes exchange before ``torch.distributed._reconfigure``.
 
-To torch and to its users a handle is an opaque string.  It says which process its owner is, so that the
-others notice its death, and in which connections it is, so that all members of a list decide alike whether
-they can use these again.
+For torch and its users a handle is an opaque string.  It identifies a process, so that the other members
+detect its failure, and its connections, so that all members of a list agree on whether to reuse them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PREFIX = "shoal:1:"
 _GET_ONE = "torch.distributed._get_reconfigure_handle()"
 _Rank = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Ident = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-#: characters of a handle that an error message shows
+#: number of characters of a handle in an error message
 _SHOWN = 60
 
 
@@ -30,12 +29,12 @@ class GroupHandle(msgspec.Struct, frozen=True):
     """One process group of one process.
 
     Attributes:
-        ident: of the process group; no other one has it.
-        first: the rank that the process gave to ``init_process_group``.
-        machine, process: as of :class:`~shoal.rendezvous.host.Here`.
-        world: identity of the connections that the process has; empty: it has none, or none to use again.
-        place: the rank of the process in them.
-        lost: ranks in them that the process has lost.
+        ident: unique identifier of the process group.
+        first: the rank that the process passed to ``init_process_group``.
+        machine, process: as in :class:`~shoal.rendezvous.host.Here`.
+        world: identifies the reusable connections of the process; None: it has none.
+        place: the rank of the process in these connections.
+        lost: the ranks in these connections that the process has lost.
     """
 
     ident: _Ident
@@ -47,11 +46,11 @@ class GroupHandle(msgspec.Struct, frozen=True):
     lost: tuple[_Rank, ...] = ()
 
     def encode(self) -> str:
-        """The string that torch hands out."""
+        """Return the string that torch passes to users."""
         return _PREFIX + msgspec.json.encode(self).decode()
 
     def has_ended(self, machine: str) -> bool:
-        """Whether the process has certainly ended, as seen from ``machine``."""
+        """Return whether the process has certainly ended, as seen from ``machine``."""
         return self.machine == machine and process_is_gone(self.process)
 
     def __str__(self) -> str:
@@ -59,16 +58,16 @@ class GroupHandle(msgspec.Struct, frozen=True):
 
 
 def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupHandle, ...]:
-    """The members of a new group, in the order of their ranks.
+    """Return the members of a new group, ordered by rank.
 
     Args:
-        given: the list, whose order is that of the ranks, or the set of handles.  Members of a set are
-            ordered by the ranks that they gave to ``init_process_group``, and by their identities.
+        given: a list of handles ordered by rank, or a set of handles.  The members of a set are ordered by
+            the ranks that they passed to ``init_process_group``, and then by identifier.
         mine: a handle of this process.
-        world: the connections that this process has.
+        world: identifies this process's connections.
 
     Raises:
-        UsageError: it cannot be the list of a new group with this process.
+        UsageError: ``given`` is not a valid list for a new group with this process.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Collection):
         raise UsageError(f"handles: expected a list or a set of str, got {type(given).__name__}")
@@ -76,7 +75,7 @@ def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupH
     if not isinstance(given, Sequence):
         found.sort(key=lambda each: (each.first, each.ident))
     if not found:
-        raise UsageError("handles is empty: expected one for each member, this process's among them")
+        raise UsageError("handles is empty: expected one for each member, including this process")
     idents = [each.ident for each in found]
     if twice := [each for each in found if idents.count(each.ident) > 1]:
         raise UsageError(f"handles has {len(twice)} handles of {twice[0]}: expected one for each member")
@@ -88,7 +87,7 @@ def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupH
         )
     if own.world not in (None, world):
         raise UsageError(
-            f"handles: the handle of this process ({mine}) is from before its last reconfigure; call "
+            f"handles: the handle of this process ({mine}) is older than its last reconfigure; call "
             f"{_GET_ONE} after each reconfigure, and exchange the handles again"
         )
     return tuple(found)
@@ -104,15 +103,15 @@ def _decoded(handle: object) -> GroupHandle:
         pass
     shown = handle if len(handle) <= _SHOWN else handle[:_SHOWN] + "..."
     raise UsageError(
-        f"handles: {shown!r} is not a handle of a group over shoal; expected what {_GET_ONE} returned to "
-        "each member, all of which use the backend shoal in the same release"
+        f"handles: {shown!r} is not a handle of a shoal group; expected the results of {_GET_ONE} of "
+        "all members, which must use the backend shoal in the same release"
     )
 
 
 def common_world(found: Sequence[GroupHandle]) -> str | None:
-    """The connections that all of these processes are in and can use again; None: they have to connect.
+    """Return the connections that all of these processes share and can reuse; None: they must connect.
 
-    All members compute this from the same list, so their results are equal.
+    All members compute this from the same list and therefore get the same result.
     """
     world = found[0].world
     if any(each.world != world for each in found):
@@ -122,5 +121,5 @@ def common_world(found: Sequence[GroupHandle]) -> str | None:
 
 
 def digest(*parts: object) -> str:
-    """An identity that follows from ``parts``: 16 hexadecimal digits."""
+    """Return an identifier derived from ``parts``: 16 hexadecimal digits."""
     return hashlib.blake2b(msgspec.json.encode([str(part) for part in parts]), digest_size=8).hexdigest()

@@ -19,11 +19,11 @@ from .reconfigurer import Reconfigurer
 
 @uncompiled
 class ReconfigurableProcessGroup(TorchProcessGroup):
-    """A group whose members ``torch.distributed._reconfigure`` replaces.
+    """A group with members that ``torch.distributed._reconfigure`` replaces.
 
-    It has no members before the first reconfigure.  An operation that is issued while a reconfigure is in
-    progress waits for it, and raises its error if it fails.  ``rank()`` and ``size()`` change when a
-    reconfigure has succeeded.
+    It has no members before the first reconfiguration.  An operation that is issued during a reconfiguration
+    waits for it, and raises its error if it fails.  ``rank()`` and ``size()`` change when a reconfiguration
+    has succeeded.
     """
 
     supports_reconfigure = True
@@ -37,11 +37,11 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
         dropped.atexit = False
 
     def _use(self, group: ProcessGroup) -> None:
-        """The reconfigurer keeps it."""
+        """Do nothing: the reconfigurer holds the group."""
 
     @property
     def group(self) -> ProcessGroup:  # type: ignore[override] # it changes
-        """The present :class:`shoal.ProcessGroup`; waits for a reconfigure that is in progress."""
+        """The current :class:`shoal.ProcessGroup`, after a reconfiguration in progress has completed."""
         return self._reconfigurer.group()
 
     @property
@@ -49,18 +49,18 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
         current = self._reconfigurer.current
         return Shown(current.rank, current.size)
 
-    # C++ asks for these two, and Python through C++.
+    # C++ calls these two, and so does Python through C++.
 
     def getRank(self) -> int:
-        """The rank of this process."""
+        """Return the rank of this process."""
         return self._reconfigurer.current.rank
 
     def getSize(self) -> int:
-        """The number of members."""
+        """Return the number of members."""
         return self._reconfigurer.current.size
 
     def get_error(self) -> ErrorType:
-        """How the present group failed; as with Gloo, ``SUCCESS`` also after :meth:`abort`."""
+        """Return the failure of the current group; as with Gloo, ``SUCCESS`` also after :meth:`abort`."""
         current = self._reconfigurer.current
         failure = current._channel.failure() if isinstance(current, ProcessGroup) else None
         if failure is None or current.state != "broken":
@@ -68,23 +68,23 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
         return ErrorType.TIMEOUT if isinstance(failure, OperationTimeout) else ErrorType.COMM_ERROR
 
     def get_reconfigure_handle(self) -> str:
-        """The handle of this process for the next reconfigure."""
+        """Return the handle of this process for the next reconfiguration."""
         return self._reconfigurer.handle().encode()
 
     def reconfigure(self, opts: Any) -> TorchWork:
-        """Make a group of the processes whose handles are in ``opts.handles``; returns at once.
+        """Start creating a group of the processes with ``opts.handles``; returns immediately.
 
         Args:
-            opts: torch's ``ReconfigureOptions``; ``hints`` are not used.
+            opts: torch's ``ReconfigureOptions``; ``hints`` are ignored.
         """
         limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
         future = self._reconfigurer.begin(opts.uuid, opts.handles, limit, self._seconds)
         return TorchWork(future, [])
 
     def shutdown(self) -> None:
-        """Release everything.  Never hangs."""
+        """Release all resources.  Never hangs."""
         self._reconfigurer.close()
 
     def abort(self) -> None:
-        """End the present group on all ranks; a reconfigure can follow."""
+        """Abort the current group on all ranks; it can be reconfigured afterwards."""
         self._reconfigurer.abort()

@@ -1,10 +1,10 @@
-"""The groups of one process, one after another: the work behind ``torch.distributed._reconfigure``.
+"""The successive groups of one process: the implementation of ``torch.distributed._reconfigure``.
 
-A :class:`~.attempt.Reconfiguration` runs in a thread of callbacks for each call.  When it has connected the
-members, its group becomes the present one.  The connections stay, also when a later attempt fails, until the
-process has others.
+Each call runs a :class:`~.attempt.Reconfiguration` in a callback thread.  When it has connected the members,
+its group becomes the current one.  The connections remain, also if a later attempt fails, until the process
+gets new ones.
 
-A handle offers these connections only where it is safe to use them again: see ``Connections.hazard``.
+A handle offers these connections only if they can be reused safely: see ``Connections.hazard``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from ...torch_terms.durations import CLOSING
 from .attempt import Connections, Reconfiguration, Settings
 from .handles import GroupHandle, members
 
-#: seconds for operations of the group before, which its members have left, to complete
+#: timeout, in seconds, of completing the operations of the previous group, which its members have left
 _LEAVING = 1.0
-#: seconds that are left for closing at least
+#: minimum time for closing, in seconds
 _SHORT = 1.0
-#: seconds for attempts to end when the interpreter does
+#: maximum wait for attempts at interpreter exit, in seconds
 _EXIT = 1.0
 
 
 class Unconfigured:
-    """Takes the place of a group while there is none: every operation raises.
+    """A placeholder for a missing group: every operation raises.
 
     Args:
-        rank, size, name: what torch shows of the group.
-        why: why there is none, as the end of a sentence.
+        rank, size, name: the values that torch shows for the group.
+        why: why there is no group, as the end of a sentence.
     """
 
     def __init__(self, rank: int, size: int, name: str, why: str) -> None:
@@ -58,14 +58,14 @@ class Unconfigured:
 
 
 class Reconfigurer:
-    """The groups of one process, one after another.
+    """The successive groups of one process.
 
     Args:
-        settings: of each group.
-        rank, size: what torch shows before the first reconfigure.
+        settings: the settings of all groups.
+        rank, size: the values that torch shows before the first reconfiguration.
 
     Attributes:
-        current: the present group, without waiting for a reconfigure in progress.
+        current: the current group, without waiting for a reconfiguration in progress.
     """
 
     def __init__(self, settings: Settings, rank: int, size: int) -> None:
@@ -77,7 +77,7 @@ class Reconfigurer:
         self._connections: Connections | None = None
         self._attempt: Reconfiguration | None = None
         self._used: set[int] = set()
-        #: attempts, and the closing of groups
+        #: running attempts and closings of groups
         self._background: list[Future[None]] = []
         self._closed = False
         self.current: ProcessGroup | Unconfigured = Unconfigured(
@@ -85,20 +85,20 @@ class Reconfigurer:
         )
         _living.add(self)
 
-    # -- what the process group asks -----------------------------------------------------------
+    # -- called by the process group -----------------------------------------------------------
 
     def group(self) -> ProcessGroup:
-        """Return the present group; waits for a reconfigure that is in progress.
+        """Wait for a reconfiguration in progress and return the current group.
 
         Raises:
-            ShoalError: the reconfigure failed.
+            ShoalError: the reconfiguration failed.
         """
         while (attempt := self._attempt) is not None:
             attempt.future.wait()
-        return cast(ProcessGroup, self.current)  # an Unconfigured raises where it is used
+        return cast(ProcessGroup, self.current)  # an Unconfigured raises when it is used
 
     def handle(self) -> GroupHandle:
-        """Return the present handle of this process."""
+        """Return the current handle of this process."""
         connections = self._connections
         if connections is None or connections.hazard() is not None:
             return self._mine
@@ -110,14 +110,14 @@ class Reconfigurer:
         )
 
     def begin(self, uuid: int, handles: object, limit: float, timeout: float) -> Future[None]:
-        """Make a group of the processes of ``handles`` in the background, and close the present one.
+        """Start creating a group of the processes of ``handles``, and close the current group.
 
         Args:
-            limit: seconds until all members must be connected.
-            timeout: default of operations in the new group, in seconds.
+            limit: limit for connecting all members, in seconds.
+            timeout: default timeout of operations in the new group, in seconds.
 
         Raises:
-            UsageError: an argument cannot be right; the present group stays.
+            UsageError: an argument is invalid; the current group is unchanged.
         """
         with self._lock:
             if self._closed:
@@ -148,7 +148,7 @@ class Reconfigurer:
         return attempt.future
 
     def abort(self) -> None:
-        """Abort the present group, and cancel a reconfigure in progress."""
+        """Abort the current group, and cancel a reconfiguration in progress."""
         attempt, current = self._attempt, self.current
         if attempt is not None:
             attempt.cancel("aborted the process group")
@@ -156,7 +156,7 @@ class Reconfigurer:
             current.abort("the torch.distributed group was aborted")
 
     def close(self) -> None:
-        """Release everything.  Any number of times; never hangs."""
+        """Release all resources.  Idempotent; never hangs."""
         with self._lock:
             self._closed = True
             attempt, current, connections = self._attempt, self.current, self._connections
@@ -177,12 +177,12 @@ class Reconfigurer:
                     under_way[0].wait(max(deadline.remaining(), _SHORT))
 
     def close_in_background(self) -> None:
-        """:meth:`close`, for a finalizer."""
+        """Call :meth:`close` in a thread, for a finalizer."""
         if not self._closed:
-            with contextlib.suppress(RuntimeError):  # no more threads: it is closed with the program
+            with contextlib.suppress(RuntimeError):  # no new threads at exit: the process closes it
                 threading.Thread(target=self.close, name="shoal-dropped", daemon=True).start()
 
-    # -- in the background ---------------------------------------------------------------------
+    # -- background threads --------------------------------------------------------------------
 
     def _start(self, body: Callable[[], None]) -> None:
         with self._lock:
@@ -195,12 +195,12 @@ class Reconfigurer:
                 with contextlib.suppress(Exception):
                     group.close(timeout)
             if not self._closed:
-                failure_report.rebuilt()  # closing them was no failure of this rank
+                failure_report.rebuilt()  # closing them was not a failure of this rank
 
         self._start(close)
 
     def _run(self, attempt: Reconfiguration) -> None:
-        token = enter_scope(None)  # operations are numbered here, as they are outside callbacks
+        token = enter_scope(None)  # number operations as outside of callbacks
         failure: BaseException | None = None
         try:
             self._take(attempt, *attempt.connect())
@@ -209,7 +209,7 @@ class Reconfigurer:
         except BaseException as error:
             failure = error
         finally:
-            failure_report.rebuilt()  # this rank goes on, also when the attempt failed
+            failure_report.rebuilt()  # this rank continues, also after a failed attempt
             leave_scope(token)
         if failure is None:
             attempt.future.set_result(None)
@@ -218,7 +218,7 @@ class Reconfigurer:
             attempt.future.set_exception(failure)
 
     def _take(self, attempt: Reconfiguration, group: ProcessGroup, connections: Connections) -> None:
-        """Use the new group from now on, unless the attempt was cancelled meanwhile."""
+        """Make the new group the current one, unless the attempt was cancelled."""
         with self._lock:
             late = self._attempt is not attempt or self._closed
             before = self._connections
@@ -230,7 +230,7 @@ class Reconfigurer:
         if unused:
             self._close_later(*unused)
         if late:
-            raise RendezvousError("this process went on without it")
+            raise RendezvousError("this process continued without it")
 
     def _give_up(self, attempt: Reconfiguration, error: BaseException) -> None:
         with self._lock:
@@ -244,7 +244,7 @@ _living: weakref.WeakSet[Reconfigurer] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A child has neither the threads of its parent nor a part in its groups."""
+    """Reset the state in a forked child, which has neither its parent's threads nor its groups."""
     for each in list(_living):
         each._lock = threading.Lock()
         each._background = []
@@ -257,7 +257,7 @@ def _after_fork_in_child() -> None:
 
 @atexit.register
 def _end_attempts() -> None:
-    """End what is in progress, so that no thread is within torch's C++ when the interpreter goes away."""
+    """Cancel attempts in progress, so that no thread is in torch's C++ when the interpreter exits."""
     attempts = [attempt for each in list(_living) if (attempt := each._attempt) is not None]
     for attempt in attempts:
         attempt.cancel("ended")
