@@ -85,7 +85,7 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --letters 100000
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --agreements 20000
 
-bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites README's tables and picture
+bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites the tables of docs/benchmark.md
 	$(BIN)/shoal bench --readme $(ARGS)
 
 training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing alone, beside torch's over Gloo, 14 minutes

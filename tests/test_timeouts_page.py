@@ -18,7 +18,7 @@ from shoal.elastic.membership import lobby_keys
 from shoal.launch import agent_protocol as frames
 from shoal.launch.job import evictions, supervisor
 from shoal.launch.remote import agent_pool
-from shoal.net import HANDSHAKE_TIMEOUT
+from shoal.net import HANDSHAKE_TIMEOUT_S
 from shoal.rpc import Agent
 from shoal.rpc.functional import shutdown
 from shoal.testing import run_threads
@@ -51,10 +51,10 @@ DEFAULTS: list[tuple[str, float]] = [
     ("the same with torch's", dist.default_pg_timeout.total_seconds()),
     ("a vote in an agreement", config.VOTE_TIMEOUT.default),
     ("`destroy_process_group()`", CLOSING),
-    ("groups that are open when the program ends", world._EXIT_TIMEOUT),
+    ("groups that are open when the program ends", world._EXIT_TIMEOUT_S),
     ("`shoal.init`", config.TIMEOUT.default),
     ("torch's `init_process_group", dist.default_pg_timeout.total_seconds()),
-    ("the handshake of a connection", HANDSHAKE_TIMEOUT),
+    ("the handshake of a connection", HANDSHAKE_TIMEOUT_S),
     ("a call of a store", config.TIMEOUT.default),
     ("`Session(state, min=n)`", config.TIMEOUT.default),
     ("processes that join a session", config.VOTE_TIMEOUT.default / 2),

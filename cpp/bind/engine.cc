@@ -85,7 +85,7 @@ OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::u
   request.peer = peer;
   request.tag = tag;
   request.shape.dtype = static_cast<std::uint8_t>(dtype);
-  if (dims.size() > kMaxDims) throw std::invalid_argument("a message has no room for so many dimensions");
+  if (dims.size() > kMaxDims) throw std::invalid_argument("a message has at most 8 dimensions; pack more of them");
   request.shape.dims = static_cast<std::uint8_t>(dims.size());
   std::ranges::copy(dims, request.shape.sizes);
   if (request.kind == Kind::kSend) {
@@ -370,7 +370,7 @@ void bind_engine(nb::module_& m) {
       .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
            "Wait for an outcome or a request to the witness.")
       .def("ask_witness", &ask_witness, nb::arg("ballot"), nb::arg("proposal").none(), nb::arg("kept"),
-           "What the witness would keep in the place of `kept`; None: it refuses.")
+           "The state that the witness must keep instead of `kept`; None: it refuses.")
       .def("tell_witness", &tell_witness, nb::arg("number"), nb::arg("ballot"), nb::arg("proposal").none(),
            nb::arg("kept"), "Brings the answer of the witness, which had kept `kept` before.")
       .def("losses",
@@ -400,7 +400,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
       .def_prop_ro(
           "memory_warm", [](const Context& context) { return context.arena()->warm(); },
-          "Bytes of released memory that have not gone back to the system yet.")
+          "Bytes of released memory that have not been returned to the system yet.")
       .def(
           "trim",
           [](const Context& context) {
@@ -437,8 +437,8 @@ void bind_engine(nb::module_& m) {
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("program_ends", &Context::program_ends,
-           "The program ends: the peers are told so of what is closed from now on.")
-      .def("disown", &Context::disown, "In a forked child: let go of what belongs to the parent.")
+           "Report to the peers of groups closed from now on that the program ends.")
+      .def("disown", &Context::disown, "In a forked child: release the resources of the parent.")
       .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
            "All ranks that are lost by now.")
       .def(

@@ -125,14 +125,14 @@ def job_name(text: str) -> str:
     Raises:
         ValueError: it is not legal.
     """
-    if not text.isprintable() or not 1 <= len(text.encode()) <= _LONGEST_JOB:
+    if not text.isprintable() or not 1 <= len(text.encode()) <= _MAX_JOB_NAME:
         raise ValueError(text)
     return text
 
 
-_LONGEST_JOB = 256
+_MAX_JOB_NAME = 256
 #: Description of the names that :func:`job_name` accepts.
-JOB_NAME = f"1 to {_LONGEST_JOB} bytes of printable text"
+JOB_NAME = f"1 to {_MAX_JOB_NAME} bytes of printable text"
 
 _RANK = "a whole number from 0"
 _COUNT = "a whole number from 1"

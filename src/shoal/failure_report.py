@@ -41,10 +41,10 @@ from .errors import ConfigurationError
 from .net import close_in_forked_child
 
 #: limits of a report: characters of the text, number of ranks, and bytes in total
-LONGEST_TEXT, MOST_RANKS, LONGEST = 200, 64, 2048
+LONGEST_TEXT, MAX_RANKS, MAX_REPORT_BYTES = 200, 64, 2048
 
 #: maximum number of reports of one process until it rebuilds a group
-_MOST_REPORTS = 12
+_MAX_REPORTS = 12
 
 #: the signal at which a rank of a launcher writes its stacks; a signal that programs rarely use
 STACKS = signal.SIGRTMAX - 5
@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
 
     kind: Kind
     at: float
-    ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MOST_RANKS)] = ()
+    ranks: Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     code: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
     text: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
     meeting: Annotated[str, msgspec.Meta(max_length=16)] = ""
@@ -159,13 +159,13 @@ def left() -> None:
 
 def told(ranks: Collection[int] = (), meeting: str = "") -> None:
     """Report that this rank was notified that ``ranks`` of a meeting failed or left; empty: unknown ones."""
-    _report("told", tuple(ranks)[:MOST_RANKS] if meeting or _same_numbers else (), meeting=meeting)
+    _report("told", tuple(ranks)[:MAX_RANKS] if meeting or _same_numbers else (), meeting=meeting)
 
 
 def evicted(ranks: Collection[int], meeting: str = "") -> None:
     """Report that this rank goes on without ``ranks`` of a meeting, whose processes may still run."""
     if ranks and (meeting or _same_numbers):
-        _report("evicted", tuple(ranks)[:MOST_RANKS], meeting=meeting)
+        _report("evicted", tuple(ranks)[:MAX_RANKS], meeting=meeting)
 
 
 def rebuilt() -> None:
@@ -185,7 +185,7 @@ def ended(error: BaseException) -> None:
 def _report(
     kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
 ) -> None:
-    if _line is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MOST_REPORTS:
+    if _line is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()

@@ -27,7 +27,7 @@ from .errors import UnsupportedOperation
 _SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
 
 #: maximum time in seconds of one blocking wait; Ctrl-C is handled between two waits
-_SLICE = 0.1
+_SLICE_S = 0.1
 
 
 class StreamRuntime(abc.ABC):
@@ -311,7 +311,7 @@ def use_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
 
 
 def _slice(deadline: float | None) -> float:
-    return _SLICE if deadline is None else min(_SLICE, max(0.0, deadline - time.monotonic()))
+    return _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
 
 
 def _protect(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:

@@ -31,9 +31,9 @@ from .links import Links
 from .rendezvous.membership import Membership
 
 #: timeout in seconds for closing open groups when the process ends
-_EXIT_TIMEOUT = 10.0
+_EXIT_TIMEOUT_S = 10.0
 #: timeout in seconds for closing connections after the first group could not be created
-_FAILED_TIMEOUT = 5.0
+_FAILED_EXIT_TIMEOUT_S = 5.0
 
 
 class Member(Protocol):
@@ -96,7 +96,7 @@ class World:
             try:
                 membership.connected()
             except BaseException:
-                backend.close(_FAILED_TIMEOUT)
+                backend.close(_FAILED_EXIT_TIMEOUT_S)
                 raise
         except BaseException as error:
             membership.abandon(error)
@@ -121,13 +121,13 @@ class World:
                 except BaseException:
                     if not self._open:
                         self._ended = True
-                        self._release(_FAILED_TIMEOUT)
+                        self._release(_FAILED_EXIT_TIMEOUT_S)
                     raise
                 self._open[id(member)] = weakref.ref(member), links
                 _worlds.add(self)
                 return member
         finally:
-            self._close_unused(links, _FAILED_TIMEOUT)
+            self._close_unused(links, _FAILED_EXIT_TIMEOUT_S)
 
     def members(self) -> list[Any]:
         """The open groups, the oldest first."""
@@ -174,7 +174,7 @@ class World:
             self._dropped.append(member)
         text = f"{member!r} was dropped and never closed: use it in a with block, or call close()"
         closer = threading.Thread(
-            target=member.close, args=(_EXIT_TIMEOUT,), name="shoal-dropped", daemon=True
+            target=member.close, args=(_EXIT_TIMEOUT_S,), name="shoal-dropped", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # no more threads can start: it is closed with the world
             closer.start()
@@ -238,7 +238,7 @@ class World:
         with self._lock:
             used = self._in_use()
         with contextlib.ExitStack() as all_of_them:  # calls in reverse order
-            all_of_them.callback(self.close, _EXIT_TIMEOUT)
+            all_of_them.callback(self.close, _EXIT_TIMEOUT_S)
             if error is not None:
                 all_of_them.callback(self.abort, f"rank {self.membership.rank} ended with {in_words(error)}")
             for links in used:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.common.lines import LONGEST, TAIL_LINES, Lines
+from shoal.common.lines import MAX_LINE_BYTES, TAIL_LINES, Lines
 
 
 def cut(*chunks: bytes) -> list[tuple[bytes, bytes]]:
@@ -38,8 +38,8 @@ def test_chunks_make_no_difference(chunks: list[bytes]) -> None:
 
 def test_an_endless_line_is_broken() -> None:
     lines = Lines()
-    pieces = [piece for _ in range(20) for piece in lines.feed(b"." * (LONGEST // 8))]
-    assert pieces == [(b"." * (LONGEST // 8 * 9), b"\n")] * 2
+    pieces = [piece for _ in range(20) for piece in lines.feed(b"." * (MAX_LINE_BYTES // 8))]
+    assert pieces == [(b"." * (MAX_LINE_BYTES // 8 * 9), b"\n")] * 2
 
 
 def test_the_tail_holds_the_last_lines_and_only_the_last_state_of_a_progress_bar() -> None:

@@ -70,7 +70,7 @@ def growing_through(told: Path) -> tuple[list[int], int]:
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             try:
-                place.store.clone(PATIENCE, anew=True).close()
+                place.store.clone(PATIENCE, accept_new_data=True).close()
             except StoreError:
                 break
         return connect(meeting, place, *args)

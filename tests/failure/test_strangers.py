@@ -16,7 +16,7 @@ import pytest
 from shoal import AuthenticationError, Membership, TCPStore, WireError
 from shoal import net as wire
 from shoal.backend.native import mesh
-from shoal.net import HANDSHAKE_TIMEOUT, Deadline, Handshake
+from shoal.net import HANDSHAKE_TIMEOUT_S, Deadline, Handshake
 from shoal.net.sockets import authenticate
 from shoal.rendezvous import rendezvous, user_secret
 from tests.leaks import nothing_left_behind
@@ -117,7 +117,7 @@ def test_strangers_on_every_listener_delay_a_meeting_by_less_than_their_deadline
         last = meet(SIZE - 1)
         members = [*(each.result(30) for each in early), last]
         assert {member.secret for member in members} == {user_secret()}
-        assert time.monotonic() - began < HANDSHAKE_TIMEOUT
+        assert time.monotonic() - began < HANDSHAKE_TIMEOUT_S
 
         meshes = [pool.submit(connect, member) for member in members[:-1]]
         listeners = [d for a in _addresses(last) for d in (_tcp(a.port), _unix(a.unix))]
@@ -127,7 +127,7 @@ def test_strangers_on_every_listener_delay_a_meeting_by_less_than_their_deadline
             _flood(stack, dial, "mesh")
         without = [pool.submit(_prove, dial(), "mesh", b"") for dial in listeners]
         connected = [connect(last), *(each.result(30) for each in meshes)]
-        assert time.monotonic() - began < HANDSHAKE_TIMEOUT
+        assert time.monotonic() - began < HANDSHAKE_TIMEOUT_S
         for refused in without:
             assert isinstance(refused.exception(30), WireError)  # refused, or the listener was done before
         for each in connected:
@@ -160,7 +160,7 @@ def test_ranks_of_two_users_that_hold_one_secret_share_no_memory(
 def test_a_rank_that_stops_in_the_middle_of_its_introduction_does_not_keep_the_others_out(
     port: int, memory: mesh.OfferedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT", 1.5)  # enough for those who do not stop
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 1.5)  # enough for those who do not stop
     with nothing_left_behind(), ThreadPoolExecutor(2 * SIZE) as pool:
         members = list(
             pool.map(

@@ -289,9 +289,7 @@ def test_mutated_frames_of_an_agent_end_in_words() -> None:
         lambda: Beat(0.0, 1.0),
     ]
     for _ in range(300):
-        sent = framed(
-            *STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8)))
-        )
+        sent = framed(*STARTED[: dice.randrange(5)], *(dice.choice(good)() for _ in range(dice.randrange(8))))
         with closing(Listener()) as listener:
             assert listener.read(PREAMBLE + mutated(sent, dice))
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal import failure_report
-from shoal.failure_report import LONGEST, MOST_RANKS, Report
+from shoal.failure_report import MAX_RANKS, MAX_REPORT_BYTES, Report
 from shoal.launch.ranks.reports import Reports
 
 
@@ -40,7 +40,7 @@ def test_reports_are_sorted_by_their_time() -> None:
         lambda: b"",
         lambda: b"\xff" * 100,
         lambda: encoded(Report("failed", now(), text="x" * 300)),
-        lambda: encoded(Report("told", now(), tuple([0] * (MOST_RANKS + 1)))),
+        lambda: encoded(Report("told", now(), tuple([0] * (MAX_RANKS + 1)))),
         lambda: encoded(Report("told", now(), (2,))),
         lambda: encoded(Report("told", now(), (-1,))),
         lambda: encoded(Report("ended", now(), code=256)),
@@ -49,7 +49,7 @@ def test_reports_are_sorted_by_their_time() -> None:
         lambda: encoded(Report("failed", now() + 1000)),
         lambda: encoded(Report("failed", float("nan"))),
         lambda: encoded({"kind": "unheard", "at": now()}),
-        lambda: encoded(Report("failed", now())) + b"\0" * LONGEST,
+        lambda: encoded(Report("failed", now())) + b"\0" * MAX_REPORT_BYTES,
     ],
 )
 def test_nonsense_is_dropped(nonsense: object) -> None:

@@ -47,7 +47,12 @@ cli.main()
 
 
 def start(
-    workshop: Workshop, script: str, *options: str, min_ranks: int = 1, wait: float = 0.05, max_ranks: int = 10
+    workshop: Workshop,
+    script: str,
+    *options: str,
+    min_ranks: int = 1,
+    wait: float = 0.05,
+    max_ranks: int = 10,
 ) -> subprocess.Popen[bytes]:
     """Start a job that respawns."""
     (workshop.path / "script.py").write_text(PRELUDE + textwrap.dedent(script))

@@ -246,7 +246,7 @@ def test_new_keys_may_come_at_any_time(tmp_path: Path) -> None:
 def test_a_stranger_that_asks_for_new_keys_and_takes_no_answers_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls, "_MOST_UNSENT", 2**12)
+    monkeypatch.setattr(tls, "_MAX_UNSENT_BYTES", 2**12)
     with EchoServer(handshake_timeout=600) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         sock.settimeout(60)

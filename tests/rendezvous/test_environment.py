@@ -161,7 +161,7 @@ def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest
         return ["127.0.0.1"]
 
     monkeypatch.setattr(schemes, "resolve", look_up)
-    monkeypatch.setattr(schemes, "_NAME_PAUSE", 0.001)
+    monkeypatch.setattr(schemes, "_NAME_RETRY_INTERVAL_S", 0.001)
     monkeypatch.setattr(schemes, "_means_loopback", lambda host: True)
     environ = {**kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
     environ["SHOAL_STORE"] = f"tcp://train-0.train:{free_port()}"

@@ -275,7 +275,7 @@ def test_a_fast_rank_waits_for_the_slow_ones_of_the_job_before(store: MemoryStor
 def test_the_last_member_may_leave_at_any_moment_of_a_newcomers_way(
     monkeypatch: pytest.MonkeyPatch, named: bool, second_size: int
 ) -> None:
-    monkeypatch.setattr(meeting, "_LEAVING_CHECK", 0.01)
+    monkeypatch.setattr(meeting, "_LEAVE_POLL_INTERVAL_S", 0.01)
     for moment in range(30):
         with MemoryStore(20.0) as store, monkeypatch.context() as patch:
             _come_while_the_last_one_leaves(patch, store, moment, named, second_size)

@@ -32,7 +32,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_number_of_store_operations_does_not_depend_on_the_size(
     executed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_FIRST_LOOK", 60.0)  # nobody is late
+    monkeypatch.setattr(meeting, "_FIRST_CHECK_INTERVAL_S", 60.0)  # nobody is late
 
     def operations(size: int) -> float:
         executed.clear()

@@ -387,7 +387,7 @@ def test_the_host_id_can_be_overridden() -> None:
 
 
 def test_a_server_that_is_no_store_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.rendezvous.meet._SETTLING_TIME", 0.1)
+    monkeypatch.setattr("shoal.rendezvous.meet._SERVER_HANDOVER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

@@ -28,7 +28,7 @@ from shoal.testing.leaks import inventory
 from tests.rpc.handlers import PATIENCE
 
 #: seconds that the holds of a dead worker last here: longer than others need to take up what it passed on
-LEASE = 6.0
+LEASE_S = 6.0
 #: elements of a transfer that a signal can meet in the middle
 LARGE = 4_000_000
 SURVIVORS = ("a", "b", "c")
@@ -47,23 +47,29 @@ class Thing:
 
 
 def hasten(
-    lease: float = LEASE,
-    call_lease: float = LEASE,
+    lease: float = LEASE_S,
+    call_lease: float = LEASE_S,
     idle: float = 0.05,
     pool_idle: float = 0.05,
     kept: int = 1,
 ) -> None:
     """Let what waits for its end in this process wait for less, and keep fewer connections to the store."""
-    holds.LEASE, call.LEASE = lease, call_lease
-    executor._IDLE, pool._idle_seconds = idle, pool_idle
-    tcp._KEPT = kept
+    holds.LEASE_S, call.LEASE_S = lease, call_lease
+    executor._IDLE_TIMEOUT_S, pool._idle_seconds = idle, pool_idle
+    tcp._MAX_IDLE_CONNECTIONS = kept
 
 
 class Crew(Agents):
     """A store, three workers that live, and victims."""
 
     def __init__(self) -> None:
-        self._was = holds.LEASE, call.LEASE, executor._IDLE, pool._idle_seconds, tcp._KEPT
+        self._was = (
+            holds.LEASE_S,
+            call.LEASE_S,
+            executor._IDLE_TIMEOUT_S,
+            pool._idle_seconds,
+            tcp._MAX_IDLE_CONNECTIONS,
+        )
         hasten()
         super().__init__()
         self._victims = 0

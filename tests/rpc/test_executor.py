@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import AgentClosed
-from shoal.rpc.executor import CALLS, PATIENCE, Executor
+from shoal.rpc.executor import CALLS, THREAD_START_DELAY_S, Executor
 from shoal.testing import no_leaks
 
 Job = Callable[[], Any]
@@ -55,7 +55,7 @@ class Inbox:
 
     def _watch(self) -> None:
         while not self._closed:
-            time.sleep(PATIENCE)
+            time.sleep(THREAD_START_DELAY_S)
             if self._boxes[CALLS] and not self._free:
                 self.grow()
 

@@ -59,7 +59,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
     """``owner`` and ``holder``, both in this process, which forget a lost worker soon."""
     handlers.noted.clear()
     for each in (holds, call):
-        monkeypatch.setattr(each, "LEASE", 6.0)
+        monkeypatch.setattr(each, "LEASE_S", 6.0)
     with Agents() as stage:
         yield stage.join("owner", timeout=PATIENCE), stage.join("holder", timeout=PATIENCE)
 
@@ -180,7 +180,7 @@ def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.Mon
         owner.references._end_lease(again.incarnation, earlier)
         assert holder.call(use_kept).wait() == [1, 1]
         monkeypatch.undo()
-        monkeypatch.setattr(holds, "LEASE", 0.2)
+        monkeypatch.setattr(holds, "LEASE_S", 0.2)
         stage.kill("holder")
         become([], owner.leaks)
 

@@ -36,7 +36,7 @@ def functions(count: int) -> list[Callable[[], int]]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of few places."""
     monkeypatch.setattr(numbering, "MOST", MOST)
-    monkeypatch.setattr(numbering, "_AT_ONCE", 2)
+    monkeypatch.setattr(numbering, "_SLOTS_FREED_AT_ONCE", 2)
     monkeypatch.setattr(numbering, "_POSTED", MOST // 2)
     monkeypatch.setattr(numbering, "_KEPT_IN_ORDER", MOST // 2)
 

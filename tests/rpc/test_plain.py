@@ -70,7 +70,7 @@ def deep(levels: int) -> Any:
         ({1: 2}, "a dict with keys other than str"),
         (datetime.datetime(2000, 1, 1), "a datetime cannot"),
         (2**64, "cannot be sent"),
-        (deep(plain.DEPTH + 1), "more than 64 nested lists"),
+        (deep(plain.MAX_DEPTH + 1), "more than 64 nested lists"),
         (torch.ones(2, requires_grad=True) * 2, r"send x\.detach"),
         (torch.ones(2).to_sparse(), "sparse"),
         (torch.ones(2, device="meta"), "meta"),
@@ -80,7 +80,7 @@ def deep(levels: int) -> Any:
 def test_what_is_no_plain_value_is_not_sent(value: Any, words: str) -> None:
     with pytest.raises(UsageError, match=rf"a test.*{words}"):
         plain.encode([value] if "more than" not in words else value, "a test")
-    assert there(deep(plain.DEPTH)) == deep(plain.DEPTH)
+    assert there(deep(plain.MAX_DEPTH)) == deep(plain.MAX_DEPTH)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
@@ -106,10 +106,10 @@ def test_more_values_than_one_letter_takes_are_not_sent() -> None:
     shared: Any = []
     for _ in range(22):
         shared = [shared, shared]
-    for value in (shared, [0] * plain.MOST_VALUES, [{str(i): 0 for i in range(plain.MOST_VALUES // 2)}]):
+    for value in (shared, [0] * plain.MAX_VALUES, [{str(i): 0 for i in range(plain.MAX_VALUES // 2)}]):
         with pytest.raises(UsageError, match="a test: more than 262144 values in one message"):
             plain.encode(value, "a test")
-    assert len(there([0] * (plain.MOST_VALUES - 1))) == plain.MOST_VALUES - 1
+    assert len(there([0] * (plain.MAX_VALUES - 1))) == plain.MAX_VALUES - 1
 
 
 #: a value of each form that msgpack has
@@ -129,16 +129,16 @@ def values_in(value: Any) -> int:
 
 def test_values_are_counted_in_every_form(monkeypatch: pytest.MonkeyPatch) -> None:
     raw, count = pack(FORMS), values_in(FORMS)
-    monkeypatch.setattr(plain, "MOST_VALUES", count)
+    monkeypatch.setattr(plain, "MAX_VALUES", count)
     plain._check_values(raw)
-    monkeypatch.setattr(plain, "MOST_VALUES", count - 1)
+    monkeypatch.setattr(plain, "MAX_VALUES", count - 1)
     with pytest.raises(plain._InvalidBytes, match="more than"):
         plain._check_values(raw)
 
 
 @pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\xa0", b"\xc4\0", tensor(shape=[0], strides=[0])])
 def test_many_small_values_are_refused_before_they_take_memory(item: bytes) -> None:
-    count = plain.MOST_VALUES
+    count = plain.MAX_VALUES
     with pytest.raises(RpcError, match=r"more than 262144 values|more than 65535 tensors"):
         plain.decode(b"\xdd" + count.to_bytes(4, "big") + item * count, [])
 
@@ -148,7 +148,8 @@ def test_many_small_values_are_refused_before_they_take_memory(item: bytes) -> N
     [
         b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
         b"\x91" * 100_000,
-        b"\x81\xa1k" * 100_000, pack(deep(plain.DEPTH + 1)), pack({1: 2}), b"\x81\xc0\xc0", b"\x81\x90\xc0",
+        b"\x81\xa1k" * 100_000, pack(deep(plain.MAX_DEPTH + 1)), pack({1: 2}),
+        b"\x81\xc0\xc0", b"\x81\x90\xc0",
         pack(datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc)),
         pack(msgspec.msgpack.Ext(2, b"")), pack(msgspec.msgpack.Ext(1, b"")),
         pack(msgspec.msgpack.Ext(1, pack([1]))),

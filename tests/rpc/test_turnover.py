@@ -30,7 +30,7 @@ MANY = 50 if os.environ.get("STRESS") == "short" else 500
 def _short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of the dead is soon as much as it ever gets."""
     for module in (holds, call):
-        monkeypatch.setattr(module, "LEASE", 0.1)
+        monkeypatch.setattr(module, "LEASE_S", 0.1)
     monkeypatch.setattr(links, "_REMEMBERED", 2)
     monkeypatch.setattr(barrier, "_MANY", 2)
     monkeypatch.setattr(leases, "_REMEMBERED", 2)

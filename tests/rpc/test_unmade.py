@@ -43,7 +43,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent, Agent
     """``maker``, ``owner``, which handles one call at a time, and ``user``."""
     handlers.noted.clear()
     made.clear()
-    monkeypatch.setattr(call, "LEASE", 0.2)
+    monkeypatch.setattr(call, "LEASE_S", 0.2)
     with Agents() as stage:
         owner = stage.join("owner", timeout=PATIENCE, handlers=1)
         maker, user = (stage.join(name, timeout=PATIENCE) for name in ("maker", "user"))
@@ -208,7 +208,7 @@ def test_an_actor_whose_maker_is_lost_meanwhile_leaves_no_thread(
     three: tuple[Agent, Agent, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maker, owner, _ = three
-    monkeypatch.setattr(holds, "LEASE", 0.2)
+    monkeypatch.setattr(holds, "LEASE_S", 0.2)
 
     def ask() -> None:
         with contextlib.suppress(RpcError):

@@ -113,7 +113,7 @@ def test_a_change_whose_answer_was_lost_with_the_server_is_done_once(
 def test_a_server_that_stays_away_is_an_error_at_the_deadline(
     server: DurableStoreServer, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.store.tcp.client._GRACE", 0.1)
+    monkeypatch.setattr("shoal.store.tcp.client._REPLY_MARGIN_S", 0.1)
     server.close()
     store.timeout = 0.2
     with pytest.raises(StoreTimeout, match=r"did not answer: .*(Connection refused|lost again and again)"):
@@ -251,7 +251,7 @@ def test_a_sync_that_failed_is_made_good_in_a_new_file(
 def test_a_change_that_may_be_on_a_broken_disk_is_neither_refused_nor_done(
     server: DurableStoreServer, store: TCPStore, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "_REPAIR_PAUSE", 0.0)
+    monkeypatch.setattr(durable, "_REPAIR_INTERVAL_S", 0.0)
     store.set("key", b"before")
     with monkeypatch.context() as patched, in_background() as call:
         patched.setattr(os, "fdatasync", _broken)

@@ -95,7 +95,7 @@ def test_a_watch_from_a_revision_that_was_compacted_looks_again(
 def test_what_comes_between_a_look_and_the_watch_is_seen(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd, "_OPERATIONS", 4)  # keys of one look
+    monkeypatch.setattr(etcd, "_MAX_OPERATIONS", 4)  # keys of one look
     read, keys, looks = etcd._EtcdClient._read, [f"key {i}" for i in range(8)], []
 
     def reading(self: etcd._EtcdClient, ranges: list[Any]) -> Any:
@@ -218,7 +218,7 @@ def test_servers_are_tried_in_turn(server: EtcdServer, job: str) -> None:
 def test_a_server_that_does_not_answer_is_passed_over(
     server: EtcdServer, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "_LOOKING", 0.05)
+    monkeypatch.setattr(gateway, "_FIRST_READ_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         servers = [f"127.0.0.1:{silent.getsockname()[1]}", server.address]
         with EtcdStore(servers, job, timeout=60) as store:
@@ -292,10 +292,14 @@ def test_a_store_whose_lease_has_ended_says_so_and_begins_no_new_life(
 
 def test_who_asks_for_it_gets_the_life_that_began_after(server: EtcdServer, store: EtcdStore) -> None:
     store.set("key", b"value")
-    with store.clone(anew=True) as same:
+    with store.clone(accept_new_data=True) as same:
         assert same.get("key") == b"value"
     server.ask("lease/revoke", ID=store._backing.job.lease)
-    with store.clone(anew=True) as first, store.clone(anew=True) as second, first.clone() as third:
+    with (
+        store.clone(accept_new_data=True) as first,
+        store.clone(accept_new_data=True) as second,
+        first.clone() as third,
+    ):
         first.set("key", b"new")
         assert second.get("key") == third.get("key") == b"new"
     with pytest.raises(StoreError, match="keys have expired"):
@@ -311,7 +315,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
         return lives
 
     monkeypatch.setattr(etcd_job.EtcdJob, "_keep_once", noting)
-    monkeypatch.setattr(outside_job, "KEEPING", 0.01)
+    monkeypatch.setattr(outside_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
     with EtcdStore([server.address], job, timeout=60) as store:
         for _ in range(3):
             assert kept.acquire(timeout=60)
@@ -319,7 +323,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    outside_job.OUTLIVING = 5.0
+    outside_job.KEY_TTL_S = 5.0
     store = EtcdStore([address], job, timeout=60)
     store.set("key", b"value")
     ready.send(None)

@@ -15,7 +15,7 @@ from shoal.store import TCPStore, TCPStoreServer
 from shoal.store.requests import Add, Append, CompareSet, NumKeys, Set
 from shoal.store.tcp import client as tcp
 from shoal.store.tcp.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
-from shoal.store.tcp.replies import REMEMBERED, Replies
+from shoal.store.tcp.replies import CHANNEL_TTL_S, Replies
 from shoal.store.tcp.server import _StoreClient
 from tests.support.waiting import until
 
@@ -144,7 +144,7 @@ def test_a_store_that_closes_ends_those_that_wait_for_a_connection(
 def test_a_write_that_was_not_sent_is_told_from_one_whose_answer_is_missing(
     server: TCPStoreServer, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    monkeypatch.setattr(tcp, "_REPLY_MARGIN_S", 0.1)
     store.timeout = 0.1
 
     def connect(*_: object, **__: object) -> None:
@@ -163,7 +163,7 @@ def test_a_write_that_was_not_sent_is_told_from_one_whose_answer_is_missing(
 def test_a_write_is_not_sent_again_when_the_server_may_have_forgotten_it(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_LONGEST_REPEAT", 0.0)
+    monkeypatch.setattr(tcp, "_MAX_REPEAT_S", 0.0)
     lose_replies(monkeypatch, every=3)
     store.check([])
     store.check([])
@@ -191,7 +191,7 @@ def test_a_server_that_ends_each_connection_costs_no_more_than_the_deadline(
     def refuse(*_: object) -> None:
         raise WireError("no")
 
-    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    monkeypatch.setattr(tcp, "_REPLY_MARGIN_S", 0.1)
     with TCPStore("127.0.0.1", server.port, SECRET, timeout=60) as store:
         store.timeout = 0.5
         monkeypatch.setattr(TCPStoreServer, "received", refuse)
@@ -275,7 +275,7 @@ def test_lines_are_forgotten_some_time_after_their_clients_have_gone() -> None:
     replies.gone(b"b", 0, 100.0)
     assert replies.repeated(b"b", 1, 2, Set("key", b"")) is None  # it came again
     replies.gone(b"b", 0, 101.0)  # its older connection is found dead
-    replies.gone(b"c", 0, 100.0 + REMEMBERED)
+    replies.gone(b"c", 0, 100.0 + CHANNEL_TTL_S)
     assert {line.name for line in replies.lines()} == {b"b", b"c"}
 
 

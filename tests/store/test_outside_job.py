@@ -51,7 +51,7 @@ class Imagined(OutsideJob[WriteChannel]):
 def test_errors_do_not_keep_it_from_being_kept_alive_and_are_tried_again_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outside_job, "KEEPING", 0.02)
+    monkeypatch.setattr(outside_job, "KEEP_ALIVE_INTERVAL_S", 0.02)
     job = Imagined(True, StoreError(""), AuthenticationError(""), True)
     job.acquire()
     for _ in range(5):

@@ -308,7 +308,7 @@ def test_a_connection_whose_wait_ended_in_an_error_carries_no_calls(store: Redis
 def test_many_keys_are_asked_for_in_several_messages(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_store, "_AT_ONCE", 64)
+    monkeypatch.setattr(redis_store, "_MAX_KEYS_PER_REQUEST", 64)
     keys = [f"{i:03}" for i in range(260)]
     store.multi_set(keys, keys)
     assert store.multi_get(keys) == [key.encode() for key in keys]

@@ -243,6 +243,6 @@ def test_a_cluster_is_asked_at_the_server_that_has_the_slot(cluster: list[RedisS
 
 
 def test_servers_that_send_one_in_circles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_link, "_GRACE", 0.05)
+    monkeypatch.setattr(redis_link, "_REPLY_MARGIN_S", 0.05)
     with impostor(b"-MOVED 1 127.0.0.1:1\r\n") as address, pytest.raises(StoreTimeout):
         RedisStore(address, timeout=0.2)

@@ -67,7 +67,7 @@ def test_a_server_that_comes_again_without_what_it_held_is_an_error_in_words(tmp
         for operation in (lambda: store.set("key", b"new"), lambda: store.get("key", 0)):
             with pytest.raises(StoreError, match=r"keys have expired.*or the server has lost its data"):
                 operation()
-        with store.clone(anew=True) as anew:
+        with store.clone(accept_new_data=True) as anew:
             assert anew.list_keys() == []
 
 

@@ -93,10 +93,14 @@ def test_a_store_whose_keys_have_ended_says_so_and_begins_no_new_life(
 
 def test_who_asks_for_it_gets_the_life_that_began_after(server: RedisServer, store: RedisStore) -> None:
     store.set("key", b"value")
-    with store.clone(anew=True) as same:
+    with store.clone(accept_new_data=True) as same:
         assert same.get("key") == b"value"
     server.ask("DEL", store.key)
-    with store.clone(anew=True) as first, store.clone(anew=True) as second, first.clone() as third:
+    with (
+        store.clone(accept_new_data=True) as first,
+        store.clone(accept_new_data=True) as second,
+        first.clone() as third,
+    ):
         first.set("key", b"new")
         assert second.get("key") == third.get("key") == b"new"
     with pytest.raises(StoreError, match="keys have expired"):
@@ -112,7 +116,7 @@ def test_the_keys_are_kept_alive(server: RedisServer, job: str, monkeypatch: pyt
         return lives
 
     monkeypatch.setattr(RedisJob, "_keep_alive", noting)
-    monkeypatch.setattr(outside_job, "KEEPING", 0.01)
+    monkeypatch.setattr(outside_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
     with RedisStore(server.address, job, timeout=60) as store:
         server.ask("PEXPIRE", store.key, 50_000)
         while kept.acquire(blocking=False):
@@ -124,7 +128,7 @@ def test_the_keys_are_kept_alive(server: RedisServer, job: str, monkeypatch: pyt
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    outside_job.OUTLIVING = 5.0
+    outside_job.KEY_TTL_S = 5.0
     store = RedisStore(address, job, timeout=60)
     store.set("key", b"value")
     ready.send(None)
@@ -161,7 +165,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_link, "_GRACE", 0.05)
+    monkeypatch.setattr(redis_link, "_REPLY_MARGIN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StoreTimeout, match=r"did not answer within 0\.1 s \(Timeout reading"):
@@ -183,7 +187,7 @@ def test_a_server_that_goes_away_for_good_is_an_error_in_words(tmp_path: Path) -
 def test_what_became_of_a_write_whose_answer_was_lost_is_said_to_be_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_link, "_GRACE", 0.05)
+    monkeypatch.setattr(redis_link, "_REPLY_MARGIN_S", 0.05)
     with RedisServer(tmp_path) as server, RedisStore(server.address, timeout=60) as store:
         store.set("key", b"value")
         with server.suspended():

@@ -337,7 +337,7 @@ def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_wit
         until(lambda: len(server._waiting) == 5)
         waiters = set(server._sessions.values())
         writer = stack.enter_context(_client(server))
-        monkeypatch.setattr("shoal.net.server._ANSWERS_AT_ONCE", 2)
+        monkeypatch.setattr("shoal.net.server._MAX_ANSWERS_PER_TURN", 2)
         monkeypatch.setattr(tcp_server._StoreClient, "send", noted)
         monkeypatch.setattr(Server, "_send_some", next_turn)
         writer.set("start", b"now")
@@ -397,7 +397,7 @@ def test_a_server_without_descriptors_serves_those_it_has_and_takes_others_later
 
 
 def test_of_too_many_strangers_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.net.server._MOST_STRANGERS", 8)
+    monkeypatch.setattr("shoal.net.server._MAX_UNAUTHENTICATED", 8)
     with TCPStoreServer(secret=SECRET) as server, _client(server) as store, contextlib.ExitStack() as stack:
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))

@@ -8,7 +8,7 @@ import time
 from ..errors import UsageError
 
 #: seconds (23 days); about the maximum timeout of ``poll``
-_FOREVER = 2e6
+_MAX_TIMEOUT_S = 2e6
 
 
 class Deadline:
@@ -26,7 +26,7 @@ class Deadline:
     def __init__(self, timeout: float) -> None:
         if not isinstance(timeout, (int, float)) or timeout < 0 or math.isnan(timeout):
             raise UsageError(f"timeout={timeout!r}: expected a number of seconds from 0")
-        self.timeout = min(timeout, _FOREVER)
+        self.timeout = min(timeout, _MAX_TIMEOUT_S)
         self.at = time.monotonic() + self.timeout
 
     def remaining(self) -> float:

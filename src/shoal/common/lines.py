@@ -9,7 +9,7 @@ from collections.abc import Iterator
 _END = re.compile(rb"(\r\n|\n|\r)")
 
 #: bytes; longer lines are split, so that a rank cannot fill the launcher's memory
-LONGEST = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 
 #: number of last lines of a stream that the summary of a failure shows
 TAIL_LINES = 20
@@ -44,7 +44,7 @@ class Lines:
         if pieces[-1]:
             self._chunks.append(pieces[-1])
             self._length += len(pieces[-1])
-        if self._length > LONGEST:
+        if self._length > MAX_LINE_BYTES:
             yield self._finish(b"", b"\n")
 
     @property

@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, StoreError
 from .copy_refusal import refuses_copies
 
 _MODE = 0o600
-_TRIES = 100
+_MAX_ATTEMPTS = 100
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -70,7 +70,7 @@ def open_trusted(path: Path) -> OpenedFile:
     """
     try:
         # Another process of the job may create or remove the file concurrently.
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             try:
                 return _make(path)
             except FileExistsError:

@@ -13,7 +13,7 @@ from ..streams import DeviceEvents
 from .future import Future
 from .latch import Latch
 from .scope import derive_key
-from .state import WAIT_SLICE
+from .state import WAIT_SLICE_S
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
     deadline = None if timeout is None else time.monotonic() + timeout
     for position, future in enumerate(futures):
         while True:
-            left = WAIT_SLICE if deadline is None else max(0.0, deadline - time.monotonic())
-            if future.done() or future._complete(min(WAIT_SLICE, left)):
+            left = WAIT_SLICE_S if deadline is None else max(0.0, deadline - time.monotonic())
+            if future.done() or future._complete(min(WAIT_SLICE_S, left)):
                 break
             for other in futures[position + 1 :]:
                 if other.done():

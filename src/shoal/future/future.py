@@ -15,7 +15,7 @@ from ..streams import DeviceEvents
 from .callback import Callback
 from .pool import pool
 from .scope import derive_key
-from .state import WAIT_SLICE, FutureState
+from .state import WAIT_SLICE_S, FutureState
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -64,7 +64,7 @@ class Future(FutureState[T]):
         begun = 0.0 if timeout is None else time.monotonic()
         if not self._done:
             source = self._source
-            if timeout is None and source is not None and source.wait(WAIT_SLICE):
+            if timeout is None and source is not None and source.wait(WAIT_SLICE_S):
                 self._settle()
             del source
             if not self._done and not self._complete(timeout):

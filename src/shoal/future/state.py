@@ -44,7 +44,7 @@ _logger = logging.getLogger("shoal")
 _ONCE: tuple[tuple[()], ...] = ((),)
 
 #: Seconds for which a source blocks at a time, without the GIL.  Ctrl-C is handled in between.
-WAIT_SLICE = 0.1
+WAIT_SLICE_S = 0.1
 
 
 @refuses_copies(
@@ -84,11 +84,11 @@ class FutureState(_core.FutureFields, Generic[T]):
         if source is None:
             return self._block(timeout)
         if timeout is None:
-            while not source.wait(WAIT_SLICE):
+            while not source.wait(WAIT_SLICE_S):
                 pass
         else:
             deadline = time.monotonic() + timeout
-            while not source.wait(min(WAIT_SLICE, max(0.0, deadline - time.monotonic()))):
+            while not source.wait(min(WAIT_SLICE_S, max(0.0, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     return False
         self._settle()

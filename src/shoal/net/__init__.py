@@ -21,10 +21,10 @@ sockets that it inherits, so that peers detect the end of the parent at once.
 """
 
 from ..common.deadline import Deadline
-from .acceptor import MOST_PENDING, Acceptor
+from .acceptor import MAX_PENDING, Acceptor
 from .connection import DEFAULT_LIMIT, Connection
 from .frames import FrameReader, frame_header
-from .handshake import HANDSHAKE_TIMEOUT, PROTOCOL_VERSION, Handshake, build_version
+from .handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Handshake, build_version
 from .inherit import close_in_forked_child
 from .introduce import SharedMemory, be_introduced, introduce, share_memory
 from .pending import PendingHandshake
@@ -36,8 +36,8 @@ from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
 
 __all__ = [
     "DEFAULT_LIMIT",
-    "HANDSHAKE_TIMEOUT",
-    "MOST_PENDING",
+    "HANDSHAKE_TIMEOUT_S",
+    "MAX_PENDING",
     "PROTOCOL_VERSION",
     "Acceptor",
     "ByteStream",

@@ -13,14 +13,14 @@ from ..common.deadline import Deadline
 from ..common.wording import in_seconds
 from ..errors import WireError, WireTimeout
 from .connection import Connection
-from .handshake import HANDSHAKE_TIMEOUT
+from .handshake import HANDSHAKE_TIMEOUT_S
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
 from .sockets import prepare
 from .tls.encryption import encryption
 
 #: default maximum of concurrent handshakes, so that unauthenticated peers cannot use up the descriptors
-MOST_PENDING = 256
+MAX_PENDING = 256
 
 
 class Acceptor:
@@ -44,8 +44,8 @@ class Acceptor:
         *,
         secret: bytes,
         purpose: str,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
-        most_pending: int = MOST_PENDING,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
+        most_pending: int = MAX_PENDING,
         plain: bool = False,
     ) -> None:
         self._tls = None if plain else encryption(listener, connecting=False)

@@ -33,7 +33,7 @@ from ..errors import AuthenticationError, UsageError, VersionMismatch, WireError
 PROTOCOL_VERSION = 4
 
 #: seconds for the handshake of an accepted connection
-HANDSHAKE_TIMEOUT = 10.0
+HANDSHAKE_TIMEOUT_S = 10.0
 
 _MAGIC = b"\x89SHOAL\r\n"
 _GREETING = struct.Struct("<8sI64s15sB32s")

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from ..common.copy_refusal import refuses_copies
 from ..errors import OutOfResources, UsageError, WireError
 from .alarms import Alarms
-from .handshake import HANDSHAKE_TIMEOUT
+from .handshake import HANDSHAKE_TIMEOUT_S
 from .inherit import close_in_forked_child
 from .pending import PendingHandshake
 from .session import ClientConnection
@@ -38,21 +38,21 @@ logger = logging.getLogger(__name__)
 _ACCEPT_BATCH = 64
 
 #: maximum number of unauthenticated clients; more than the ranks of a job that connect at the same time
-_MOST_STRANGERS = 4096
+_MAX_UNAUTHENTICATED = 4096
 
 #: bytes; most messages are shorter, and are read with one system call
-_SHORT = 2**11
+_SHORT_MESSAGE_BYTES = 2**11
 
 #: maximum number of buffered messages of one client that are handled before the others are served
-_TURNS = 16
+_MAX_MESSAGES_PER_TURN = 16
 
 #: maximum number of events returned by one poll
-_EVENTS = 1024
+_MAX_EVENTS_PER_POLL = 1024
 #: the epoll masks for the events of a session
 _MASKS = {selectors.EVENT_READ: select.EPOLLIN, selectors.EVENT_WRITE: select.EPOLLOUT}
 
 #: maximum number of messages of :meth:`Server.send_later` that are sent before clients are served again
-_ANSWERS_AT_ONCE = 256
+_MAX_ANSWERS_PER_TURN = 256
 
 
 S = TypeVar("S", bound=ClientConnection)
@@ -91,7 +91,7 @@ class Server(abc.ABC, Generic[S]):
         purpose: str,
         limit: int,
         what: str,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._secret = secret
         self._purpose = purpose
@@ -100,11 +100,11 @@ class Server(abc.ABC, Generic[S]):
         self._handshake_timeout = handshake_timeout
         #: timers of authenticated sessions; :meth:`overdue` is called when one expires
         self.alarms: Alarms[S] = Alarms()
-        self._short = memoryview(bytearray(_SHORT))
+        self._short = memoryview(bytearray(_SHORT_MESSAGE_BYTES))
         self._sessions: dict[int, S] = {}  #: by descriptor
         self._strangers: dict[S, None] = {}  # unauthenticated sessions, the oldest first
         self._later: deque[tuple[S, bytes | bytearray]] = deque()
-        #: sessions with further buffered messages after ``_TURNS``
+        #: sessions with further buffered messages after ``_MAX_MESSAGES_PER_TURN``
         self._eager: dict[S, None] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -222,7 +222,7 @@ class Server(abc.ABC, Generic[S]):
         self._later.append((session, message))
 
     def _send_some(self) -> None:
-        for _ in range(min(len(self._later), _ANSWERS_AT_ONCE)):
+        for _ in range(min(len(self._later), _MAX_ANSWERS_PER_TURN)):
             session, message = self._later.popleft()
             if not session.closed:
                 self.send(session, message)
@@ -251,7 +251,10 @@ class Server(abc.ABC, Generic[S]):
             while not self._stopping:
                 at = 0.0 if self._later or self._eager else self.alarms.next()
                 # Look up all sessions first: the descriptor of a dropped client may be reused for a new one.
-                ready = [(fd, self._sessions.get(fd)) for fd, _ in self._poll.poll(_until(at), _EVENTS)]
+                ready = [
+                    (fd, self._sessions.get(fd))
+                    for fd, _ in self._poll.poll(_until(at), _MAX_EVENTS_PER_POLL)
+                ]
                 for descriptor, session in ready:
                     if session is not None:
                         self._serve(session)
@@ -312,7 +315,7 @@ class Server(abc.ABC, Generic[S]):
         self._poll.register(session.descriptor, _MASKS[session.watched])
         self.alarms.set(session, time.monotonic() + self._handshake_timeout)
         self._strangers[session] = None
-        if len(self._strangers) > _MOST_STRANGERS:
+        if len(self._strangers) > _MAX_UNAUTHENTICATED:
             self._drop_oldest_stranger()
 
     def _drop_oldest_stranger(self) -> None:
@@ -337,7 +340,7 @@ class Server(abc.ABC, Generic[S]):
             # of its handshake.
             turns = 0
             while session.authenticated and session.pending and not (session.closed or session.clogged):
-                if (turns := turns + 1) > _TURNS:
+                if (turns := turns + 1) > _MAX_MESSAGES_PER_TURN:
                     self._eager[session] = None
                     break
                 if (message := session.receive(self._short)) is not None:

@@ -10,7 +10,7 @@ from .frames import JOIN, FrameReader, frame_header, only_frame
 from .pending import PendingHandshake
 
 #: maximum bytes read from one client at a time, so that a large message does not delay other clients
-_SLICE = 2**20
+_MAX_READ_BYTES = 2**20
 
 
 class ClientConnection:
@@ -95,7 +95,7 @@ class ClientConnection:
                 return message
         taken = 0
         while True:
-            view = self._reader.view()[:_SLICE]
+            view = self._reader.view()[:_MAX_READ_BYTES]
             try:
                 count = self.stream.recv_into(view)
             except BlockingIOError:
@@ -104,7 +104,7 @@ class ClientConnection:
                 raise WireError("the client closed the connection")
             message = self._reader.advance(count)
             taken += count
-            if message is not None or taken >= _SLICE:
+            if message is not None or taken >= _MAX_READ_BYTES:
                 return message
 
     def send(self, message: bytes | bytearray) -> None:

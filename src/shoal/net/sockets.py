@@ -12,7 +12,7 @@ from ..errors import UsageError, WireError, WireTimeout
 from . import stream
 from .connection import DEFAULT_LIMIT, Connection
 from .credentials import refuse_other_users
-from .handshake import HANDSHAKE_TIMEOUT, Handshake
+from .handshake import HANDSHAKE_TIMEOUT_S, Handshake
 from .inherit import close_in_forked_child
 from .tls.encryption import encryption
 
@@ -106,7 +106,7 @@ def accept(
     """Accept one connection from a listener (TCP or unix) and authenticate it.
 
     A failed handshake raises and closes that connection, but not the listener: call again.  The handshake may
-    take at most ``HANDSHAKE_TIMEOUT`` seconds.
+    take at most ``HANDSHAKE_TIMEOUT_S`` seconds.
 
     Args:
         plain: see :func:`connect`.
@@ -128,7 +128,7 @@ def accept(
     except BaseException:
         sock.close()
         raise
-    handshake = Deadline(min(deadline.remaining(), HANDSHAKE_TIMEOUT))
+    handshake = Deadline(min(deadline.remaining(), HANDSHAKE_TIMEOUT_S))
     return authenticate(sock, False, secret, purpose, handshake, limit, plain)
 
 

@@ -21,7 +21,7 @@ from .inherit import close_in_forked_child
 from .sockets import BACKLOG, authenticate
 
 #: the kernel's limit for descriptors in one message (SCM_MAX_FD)
-_MOST_FDS = 253
+_MAX_FDS = 253
 _MARK = b"shoal fds\0\0\0"
 
 
@@ -88,8 +88,8 @@ def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None
         UsageError: not 1 to 253 descriptors.
         WireTimeout, WireError: see ``Connection.send``.
     """
-    if not 1 <= len(fds) <= _MOST_FDS:
-        raise UsageError(f"{len(fds)} descriptors: expected 1 to {_MOST_FDS}")
+    if not 1 <= len(fds) <= _MAX_FDS:
+        raise UsageError(f"{len(fds)} descriptors: expected 1 to {_MAX_FDS}")
     deadline = Deadline(timeout)
     while True:
         connection.wait_writable(deadline)

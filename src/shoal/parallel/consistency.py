@@ -17,7 +17,7 @@ from ..errors import ModelMismatch
 from ..group import ProcessGroup
 
 #: Maximum number of differences shown for one rank.
-_SHOWN = 5
+_MAX_NAMES_SHOWN = 5
 
 
 def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]]) -> None:
@@ -39,9 +39,9 @@ def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]])
     lines: list[str] = []
     for rank, description in enumerate(descriptions):
         found = _differences(descriptions[0], description)
-        lines += [f"  rank {rank}: {line}" for line in found[:_SHOWN]]
-        if len(found) > _SHOWN:
-            lines.append(f"  rank {rank}: and {len(found) - _SHOWN} more differences")
+        lines += [f"  rank {rank}: {line}" for line in found[:_MAX_NAMES_SHOWN]]
+        if len(found) > _MAX_NAMES_SHOWN:
+            lines.append(f"  rank {rank}: and {len(found) - _MAX_NAMES_SHOWN} more differences")
     raise ModelMismatch(
         f"the ranks {what} (seen by rank {group.rank}); build the same one everywhere:\n" + "\n".join(lines)
     )

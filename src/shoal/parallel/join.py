@@ -39,7 +39,7 @@ from ..group import ProcessGroup
 from ..group.group_argument import given_group
 
 #: Number of shadowed steps after which a rank warns of very uneven inputs.
-_MANY_STEPS = 1000
+_SKEW_WARNING_STEPS = 1000
 
 #: Errors that all ranks raise in the same collective, so that no rank waits for one that left the block.
 _RAISED_EVERYWHERE = (UnevenInputs, UnusedParameterError, OutOfStep, ModelMismatch)
@@ -281,7 +281,7 @@ class Join:
                 )
             if self._throw:
                 _raise_if_uneven(self._group, active)
-            if steps == _MANY_STEPS:
+            if steps == _SKEW_WARNING_STEPS:
                 self._warn()
             for hook in hooks:
                 hook.main_hook()
@@ -323,9 +323,9 @@ class Join:
 
     def _warn(self) -> None:
         warnings.warn(
-            f"Detected uneven input skew of greater than {_MANY_STEPS}. This means that rank "
-            f"{self._group.rank} has at least {_MANY_STEPS} fewer inputs than other currently-active ranks. "
-            "This level of skew could lead to performance degradation during training.",
+            f"Detected uneven input skew of greater than {_SKEW_WARNING_STEPS}. This means that rank "
+            f"{self._group.rank} has at least {_SKEW_WARNING_STEPS} fewer inputs than other currently-active "
+            "ranks. This level of skew could lead to performance degradation during training.",
             stacklevel=4,
         )
 

@@ -29,12 +29,12 @@ from .place import RendezvousPoint, checked_request, opened
 from .venue import Request, Venue, nothing
 
 #: seconds for the transition from one job's server to the next one's at the same address
-_SETTLING_TIME = 5.0
-_PAUSE = 0.02
+_SERVER_HANDOVER_S = 5.0
+_RETRY_INTERVAL_S = 0.02
 #: seconds for the others to read why the meeting failed, before the store ends with this rank
-_LETTING_GO = 3.0
+_FAILURE_READ_TIMEOUT_S = 3.0
 #: limits in seconds of the time in which the store must answer a rank that leaves
-_PROMPT, _LEAVING = 1.0, 5.0
+_MIN_LEAVE_TIMEOUT_S, _MAX_LEAVE_TIMEOUT_S = 1.0, 5.0
 
 
 def rendezvous(
@@ -98,10 +98,10 @@ def meet(request: Request) -> Membership:
             if place is not None:
                 place.close()
                 settled = None
-            settled = settled or Deadline(_SETTLING_TIME)
+            settled = settled or Deadline(_SERVER_HANDOVER_S)
             if not _store_went_away(error) or settled.expired or request.deadline.expired:
                 raise
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_INTERVAL_S)
 
 
 def _store_went_away(error: BaseException) -> bool:
@@ -179,7 +179,7 @@ def meet_beside(
         RendezvousError, StoreError: as of :func:`rendezvous`.
     """
     venue = replace(
-        place.venue, store=PrefixStore(name, place.store.clone(timeout, anew=True)), rank=rank, size=size,
+        place.venue, store=PrefixStore(name, place.store.clone(timeout, accept_new_data=True)), rank=rank, size=size,
         local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
     )  # fmt: skip
     request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))
@@ -199,7 +199,7 @@ def _membership(meeting: Meeting, place: RendezvousPoint, secret: bytes, interfa
 
     def abandon(error: BaseException) -> None:
         meeting.fail(error)
-        release(_LETTING_GO)
+        release(_FAILURE_READ_TIMEOUT_S)
 
     return Membership(
         rank=meeting.rank,
@@ -239,7 +239,7 @@ def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membersh
         membership,
         store=store,
         place=None,  # it is closed with the meeting
-        connected=partial(membership.release, _LEAVING),
+        connected=partial(membership.release, _MAX_LEAVE_TIMEOUT_S),
         release=lambda _: store.close(),
         abandon=abandon,
     )
@@ -247,9 +247,9 @@ def _lasting(membership: Membership, meeting: Meeting, venue: Venue) -> Membersh
 
 def _let_go(alone: Callable[[], bool]) -> None:
     """Serve the store until the others have read why the meeting failed."""
-    deadline = Deadline(_LETTING_GO)
+    deadline = Deadline(_FAILURE_READ_TIMEOUT_S)
     while not (alone() or deadline.expired):
-        time.sleep(_PAUSE)
+        time.sleep(_RETRY_INTERVAL_S)
 
 
 def _release(meeting: Meeting, place: RendezvousPoint) -> Callable[[float], None]:
@@ -262,7 +262,7 @@ def _release(meeting: Meeting, place: RendezvousPoint) -> Callable[[float], None
         try:
             # The store may have ended with its host: there is no rank left to notify.
             with contextlib.suppress(StoreError, WireError):
-                meeting.leave(min(max(timeout, _PROMPT), _LEAVING))
+                meeting.leave(min(max(timeout, _MIN_LEAVE_TIMEOUT_S), _MAX_LEAVE_TIMEOUT_S))
                 if place.venue.alone is not None:
                     meeting.wait_until_all_left(timeout, place.venue.alone)
         finally:

@@ -71,14 +71,14 @@ from .summary import Met, Present, call_off, decode_met, host_key, tell_if_all_c
 from .venue import START_AGAIN, nothing
 
 #: seconds between two checks of members that are leaving
-_LEAVING_CHECK = 0.5
+_LEAVE_POLL_INTERVAL_S = 0.5
 #: seconds between two checks of waiting members: the first, and the longest
-_FIRST_LOOK, _LOOK = 0.03, 0.25
+_FIRST_CHECK_INTERVAL_S, _CHECK_INTERVAL_S = 0.03, 0.25
 #: the same for each rank of the job, so that thousands of ranks do not overload the store
-_LOOK_PER_RANK = 0.002
+_CHECK_INTERVAL_PER_RANK_S = 0.002
 
 #: seconds until a process whose store was lost is seen dead, and between two checks of it
-_PATIENCE, _PAUSE = 0.2, 0.01
+_DEATH_TIMEOUT_S, _DEATH_POLL_INTERVAL_S = 0.2, 0.01
 
 _ANOTHER_PLACE = "another job name (shoal.init(job=...) or SHOAL_JOB), or another store"
 
@@ -242,7 +242,7 @@ class Meeting:
         """
         deadline = Deadline(timeout)
         while not (self._room.has_ended() or alone() or deadline.expired):
-            self._room.watch(min(_LEAVING_CHECK, deadline.remaining()))
+            self._room.watch(min(_LEAVE_POLL_INTERVAL_S, deadline.remaining()))
 
     def _await_all(self) -> Met:
         try:
@@ -251,11 +251,11 @@ class Meeting:
             return self._look_until_all_came()
         except StoreError as error:
             # The process that serves the store may be dying: its sockets close a moment before it ends.
-            patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
+            patience = Deadline(min(_DEATH_TIMEOUT_S, self._deadline.remaining()))
             while not (gone := self._room.neighbours.gone_of_known()):
                 if patience.expired:
                     raise
-                time.sleep(_PAUSE)
+                time.sleep(_DEATH_POLL_INTERVAL_S)
             named = ", ".join(map(str, gone))
             raise self._failed(
                 f"{named} died while the ranks were meeting, and the store is lost; {self._next_step}"
@@ -263,8 +263,8 @@ class Meeting:
 
     def _look_until_all_came(self) -> Met:
         store, mine = self._room.store, host_key(self._me.host, self._me.machine)
-        longest = max(_LOOK, _LOOK_PER_RANK * self.size)
-        pause = max(_FIRST_LOOK, longest - _LOOK)
+        longest = max(_CHECK_INTERVAL_S, _CHECK_INTERVAL_PER_RANK_S * self.size)
+        pause = max(_FIRST_CHECK_INTERVAL_S, longest - _CHECK_INTERVAL_S)
         while True:
             with contextlib.suppress(StoreTimeout):
                 return decode_met(store.get(mine, min(pause, self._deadline.remaining())))
@@ -429,7 +429,7 @@ class Meeting:
                     f"{ranks_named(members.keys() - gone)} did not leave it within "
                     f"{in_seconds(self._deadline.timeout)}; end them, or use {_ANOTHER_PLACE}"
                 )
-            self._room.watch(min(_LEAVING_CHECK, self._deadline.remaining()))
+            self._room.watch(min(_LEAVE_POLL_INTERVAL_S, self._deadline.remaining()))
 
     def _why_no_place(self, members: Mapping[int, MemberDescription]) -> str:
         if self._rank is None:

@@ -34,7 +34,7 @@ SET_A_SECRET = (
 )
 
 #: seconds for which another process of this user may take to write the secret
-_WRITING = 10.0
+_SECRET_WRITE_TIMEOUT_S = 10.0
 
 
 def user_secret() -> bytes:
@@ -47,7 +47,7 @@ def user_secret() -> bytes:
     """
     path = private_directory() / "secret"
     try:
-        with FileStore(path, timeout=_WRITING) as store:
+        with FileStore(path, timeout=_SECRET_WRITE_TIMEOUT_S) as store:
             try:
                 return store.get("secret", 0.0)
             except StoreTimeout:

@@ -31,9 +31,9 @@ from .private import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url, store_address
 
 #: seconds between two lookups of a name that is not known yet
-_NAME_PAUSE = 0.5
+_NAME_RETRY_INTERVAL_S = 0.5
 #: ranks that may connect to a store server in a second, and the job size from which this limit applies
-_A_SECOND, _LARGE = 2500, 500
+_CONNECTIONS_PER_S, _STAGGER_MIN_SIZE = 2500, 500
 
 
 def env(request: Request) -> Venue:
@@ -168,10 +168,10 @@ def outside(request: Request) -> Venue:
 def _before_first_try(request: Request) -> float:
     """Return the seconds until this rank connects, which spread the connections of a large job."""
     size = request.size or 0
-    if size < _LARGE:
+    if size < _STAGGER_MIN_SIZE:
         return 0.0
     rank = random.randrange(size) if request.rank is None else request.rank
-    return min(rank / _A_SECOND, request.deadline.remaining() / 4)
+    return min(rank / _CONNECTIONS_PER_S, request.deadline.remaining() / 4)
 
 
 def _host_and_port(request: Request) -> tuple[str, int]:
@@ -217,7 +217,7 @@ def _resolved(host: str, port: int, request: Request) -> str:
                     f"{host!r}, has been unknown: {error}.  In Kubernetes pods have names through a headless "
                     "Service with publishNotReadyAddresses: true, which the Job names as its subdomain"
                 ) from error
-        time.sleep(min(_NAME_PAUSE, request.deadline.remaining()))
+        time.sleep(min(_NAME_RETRY_INTERVAL_S, request.deadline.remaining()))
 
 
 def _means_loopback(host: str) -> bool:

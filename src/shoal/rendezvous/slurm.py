@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 #: upper bounds of the number of nodes of a job and of the length of a host name
-_MOST, _LONGEST = 1 << 16, 255
+_MAX_NODES, _MAX_NAME_LENGTH = 1 << 16, 255
 
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
@@ -31,9 +31,9 @@ def hosts_of(nodelist: str) -> list[str]:
 
     ``"rack[1-2]n[05,07]"`` gives ``rack1n05``, ``rack1n07``, ``rack2n05`` and ``rack2n07``.
     """
-    found = list(itertools.islice(_hosts(nodelist), _MOST + 1))
-    if len(found) > _MOST:
-        raise ValueError(f"more than {_MOST} hosts: {nodelist[:80]!r}")
+    found = list(itertools.islice(_hosts(nodelist), _MAX_NODES + 1))
+    if len(found) > _MAX_NODES:
+        raise ValueError(f"more than {_MAX_NODES} hosts: {nodelist[:80]!r}")
     return found
 
 
@@ -43,7 +43,7 @@ def counts_of(text: str) -> list[int]:
     for each in text.strip().split(","):
         match = _COUNT.fullmatch(each)
         times = int(match[2] or 1) if match is not None else 0
-        if match is None or len(found) + times > _MOST:
+        if match is None or len(found) + times > _MAX_NODES:
             raise ValueError(f"not a list of Slurm's counts: {text[:80]!r}")
         found += [int(match[1])] * times
     return found
@@ -54,7 +54,7 @@ def _hosts(nodelist: str) -> Iterator[str]:
         parts = [[literal] if literal else _numbers(inside, nodelist) for literal, inside in entry]
         for words in itertools.product(*parts):
             name = "".join(words)
-            if _NAME.fullmatch(name) is None or len(name) > _LONGEST:
+            if _NAME.fullmatch(name) is None or len(name) > _MAX_NAME_LENGTH:
                 raise _not_a_list(nodelist)
             yield name
 
@@ -85,7 +85,7 @@ def _numbers(inside: str, nodelist: str) -> list[str]:
         if match is None:
             raise _not_a_list(nodelist)
         low, high = int(match[1]), int(match[2] or match[1])
-        if high < low or len(found) + high - low >= _MOST:
+        if high < low or len(found) + high - low >= _MAX_NODES:
             raise _not_a_list(nodelist)
         found += [f"{number:0{len(match[1])}}" for number in range(low, high + 1)]
     return found

@@ -25,7 +25,7 @@ from .record import CalledOff, MemberDescription, Process, decode, decode_member
 MET = "met"
 
 #: maximum number of machines in :class:`Met`
-_NAMED = 8
+_MAX_MACHINES = 8
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +68,7 @@ def write_summary(room: Store, members: Sequence[MemberDescription]) -> None:
     for rank, each in enumerate(members):
         hosts.setdefault(each.host, []).append(rank)
         machines.setdefault(each.machine, []).append(Present(rank, each.process, each.at))
-    met = Met(sorted(machines)[:_NAMED])
+    met = Met(sorted(machines)[:_MAX_MACHINES])
     decode_met(room.compare_set(MET, b"", msgspec.json.encode(met)))
     for host, machine in {(each.host, each.machine): None for each in members}:
         here = msgspec.structs.replace(met, together=hosts[host], present=machines[machine])

@@ -46,17 +46,17 @@ from .connection.line import WorkerConnection
 from .connection.links import ConnectionManager
 from .connection.meeting import WorkerMeeting
 from .connection.post import Endpoint
-from .executor import PATIENCE, Executor
+from .executor import THREAD_START_DELAY_S, Executor
 from .peer import Peer
 from .recorder import CallRecorder
 
 _logger = logging.getLogger("shoal")
 #: seconds for closing each open agent when the process exits
-_EXIT_TIMEOUT = 5.0
+_EXIT_TIMEOUT_S = 5.0
 #: seconds for handlers to end after a close that is not graceful
-_LINGER = 0.5
+_UNGRACEFUL_TIMEOUT_S = 0.5
 #: seconds between two polls for the completion of all calls
-_PAUSE = 0.005
+_POLL_INTERVAL_S = 0.005
 
 
 @refuses_copies(
@@ -143,7 +143,7 @@ class Agent:
         try:
             self.executor.start()
             self.executor.consume(HOLDS)
-            self.endpoint.watch(PATIENCE, self.executor.grow)
+            self.endpoint.watch(THREAD_START_DELAY_S, self.executor.grow)
             self.links.start(self.worker)
             self.directory.claim(self.worker)
         except BaseException:
@@ -327,7 +327,7 @@ class Agent:
         with contextlib.ExitStack() as steps:  # runs in reverse order
             steps.callback(lambda: self._release(max(deadline.remaining(), 0.5)))
             # By now the calls of the remaining handlers are cancelled, and handlers that only wait end.
-            linger = math.inf if graceful else _LINGER
+            linger = math.inf if graceful else _UNGRACEFUL_TIMEOUT_S
             steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
             steps.callback(self.watch.close)
             steps.callback(self._end, deadline, graceful)
@@ -367,7 +367,7 @@ class Agent:
                 return stats["made"]
             if deadline.expired:
                 return None
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_INTERVAL_S)
 
     def reach(self, name: str, timeout: float) -> None:
         """Raise WorkerLost if a worker cannot be connected to; a timeout is not an error."""
@@ -453,4 +453,4 @@ _open: weakref.WeakSet[Agent] = weakref.WeakSet()
 def _close_at_exit() -> None:
     for agent in list(_open):
         with contextlib.suppress(Exception, ShoalError):
-            agent.close(_EXIT_TIMEOUT, graceful=False)
+            agent.close(_EXIT_TIMEOUT_S, graceful=False)

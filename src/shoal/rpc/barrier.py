@@ -13,8 +13,8 @@ from ..store import Store
 from .connection.directory import Directory, Worker, is_name
 
 #: seconds between two checks whether the missing workers still run
-_LOOK = 0.25
-_MANY = 64
+_LIVENESS_INTERVAL_S = 0.25
+_PRUNE_COUNTS_FROM = 64
 
 
 class Barriers:
@@ -35,7 +35,7 @@ class Barriers:
         #: number of barriers that this worker has entered, by the incarnations of the members
         self._counts: dict[tuple[str, ...], int] = {}
         #: number of counts at which those of workers that have ended are removed
-        self._limit = _MANY
+        self._limit = _PRUNE_COUNTS_FROM
 
     def wait(self, names: Iterable[str] | None, deadline: Deadline) -> None:
         """Wait at a barrier of the workers ``names``; see :meth:`Agent.barrier`."""
@@ -53,7 +53,7 @@ class Barriers:
         if len(self._counts) >= self._limit:
             alive = {worker.incarnation for worker in self._directory.workers()}
             self._counts = {each: count for each, count in self._counts.items() if alive.issuperset(each)}
-            self._limit = max(_MANY, 2 * len(self._counts))
+            self._limit = max(_PRUNE_COUNTS_FROM, 2 * len(self._counts))
         number = self._counts[who] = self._counts.get(who, 0) + 1
         start = f"{self._start}/{_digest(who)}/{number}/"
         try:
@@ -70,7 +70,9 @@ class Barriers:
         missing = members
         while missing:
             try:
-                self._store.wait([came + each for each in missing], min(_LOOK, deadline.remaining()))
+                self._store.wait(
+                    [came + each for each in missing], min(_LIVENESS_INTERVAL_S, deadline.remaining())
+                )
                 return
             except StoreTimeout:
                 missing = [each for each in missing if not self._store.check([came + each])]
@@ -83,7 +85,9 @@ class Barriers:
         """Wait for a worker with the name ``member``."""
         while True:
             try:
-                return self._directory.find(member, min(_LOOK, deadline.remaining()), self._me.name)
+                return self._directory.find(
+                    member, min(_LIVENESS_INTERVAL_S, deadline.remaining()), self._me.name
+                )
             except UnknownWorker:
                 worker = self._directory.look(member)
                 if worker is not None:

@@ -17,7 +17,7 @@ from .calls.current import served_by
 from .connection.post import Letter
 
 #: seconds between two polls for unfinished calls
-_PAUSE = 0.005
+_POLL_INTERVAL_S = 0.005
 
 
 def finish(agent: Any, deadline: Deadline) -> None:
@@ -34,7 +34,7 @@ def finish(agent: Any, deadline: Deadline) -> None:
 
     def wait_while(unfinished: Callable[[], object]) -> None:
         while unfinished() and not deadline.expired:
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_INTERVAL_S)
 
     def handle(letter: Letter) -> None:
         service.handle(letter)

@@ -1,10 +1,11 @@
 """The threads that run handlers, and the event loop for handlers that are coroutines.
 
 Threads of unordered calls block in the endpoint, which hands each message directly to one of them.  At first
-there is one thread.  When a message has waited for :data:`PATIENCE` with no thread free, the endpoint reports
-it and another thread starts: the running ones are probably blocked, for example in a nested call.  No thread
-is added while messages are taken at the rate of short calls.  So a burst of short calls uses one thread, and
-no set of calls can deadlock for lack of threads.  An added thread ends after it has been idle for a while.
+there is one thread.  When a message has waited for :data:`THREAD_START_DELAY_S` with no thread free, the
+endpoint reports it and another thread starts: the running ones are probably blocked, for example in a nested
+call.  No thread is added while messages are taken at the rate of short calls.  So a burst of short calls uses
+one thread, and no set of calls can deadlock for lack of threads.  An added thread ends after it has been idle
+for a while.
 
 Each ordered mailbox has one thread, which takes its messages in order.
 """
@@ -25,9 +26,9 @@ from ..errors import AgentClosed
 _logger = logging.getLogger("shoal")
 
 #: seconds that a message waits for a free thread before another thread is started
-PATIENCE = 0.002
+THREAD_START_DELAY_S = 0.002
 #: seconds of idleness after which an added thread ends
-_IDLE = 5.0
+_IDLE_TIMEOUT_S = 5.0
 #: mailbox of unordered calls
 CALLS = 0
 
@@ -75,7 +76,7 @@ class Executor:
             if self._serving >= self._most:
                 return
         try:
-            self._spawn(self._serve, _IDLE)
+            self._spawn(self._serve, _IDLE_TIMEOUT_S)
         except RuntimeError:  # no more threads: an existing one takes the message later
             _logger.warning("worker %r: cannot start another thread for a waiting call", self._name)
 

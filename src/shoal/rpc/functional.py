@@ -115,7 +115,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
                     meeting.leave()
             seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSING)
             try:
-                agent.close(max(seconds, _SHORT), graceful=graceful)
+                agent.close(max(seconds, _MIN_CLOSE_S), graceful=graceful)
             finally:
                 state.set(None)
 
@@ -193,7 +193,7 @@ def is_available() -> bool:
 # -- inside ----------------------------------------------------------------------------------------
 
 #: minimum seconds for closing an agent, whatever the timeout
-_SHORT = 0.5
+_MIN_CLOSE_S = 0.5
 
 
 def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
@@ -247,7 +247,7 @@ def _joined(
         meeting.join(deadline)
         place.venue.met()
     except BaseException:
-        agent.close(_SHORT, graceful=False)
+        agent.close(_MIN_CLOSE_S, graceful=False)
         raise
     return agent, meeting
 

@@ -24,7 +24,7 @@ from .connection.meeting import WorkerMeeting, keys_of
 #: default maximum number of handlers that run at once
 HANDLERS = 512
 #: seconds between two checks whether the others have left the store
-_PAUSE = 0.02
+_POLL_INTERVAL_S = 0.02
 
 
 def join(
@@ -123,7 +123,7 @@ def _leave(place: RendezvousPoint, timeout: float) -> None:
     """Close the store; if this process serves it, first wait (at most ``timeout``) until others left."""
     deadline = Deadline(timeout)
     while place.venue.alone is not None and not (place.venue.alone() or deadline.expired):
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL_S)
     place.close()
 
 

@@ -29,9 +29,9 @@ _logger = logging.getLogger("shoal")
 #: format version of a dump; incremented when its contents change meaning
 SCHEMA = "shoal.calls/1"
 #: number of calls of each kind that an error lists
-_NAMED = 3
+_MAX_LISTED_CALLS = 3
 #: seconds for which the list in an error is cached
-_STALE = 0.25
+_SUMMARY_CACHE_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class CallRecorder:
         self._agent = agent
         self._job = job
         self._words = ""
-        self._words_at = -_STALE
+        self._words_at = -_SUMMARY_CACHE_S
         self._dumped = threading.Lock()
         #: further fields of a dump: name -> function that returns the value
         self.also: dict[str, Callable[[], Any]] = {}
@@ -120,7 +120,7 @@ class CallRecorder:
 
     def words(self) -> str:
         """Return the oldest pending and served calls as text for an error; "" if there are none."""
-        if time.monotonic() - self._words_at > _STALE:  # cached for the case of many errors at once
+        if time.monotonic() - self._words_at > _SUMMARY_CACHE_S:  # cached for the case of many errors at once
             self._words = "".join(
                 f"; {what}: {', '.join(map(str, some))}" + (f" and {more} more" if more > 0 else "")
                 for what, some, more in (
@@ -190,7 +190,7 @@ class CallRecorder:
 
 
 def _oldest(found: list[Any]) -> tuple[list[Any], int]:
-    return found[:_NAMED], len(found) - _NAMED
+    return found[:_MAX_LISTED_CALLS], len(found) - _MAX_LISTED_CALLS
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -26,9 +26,9 @@ from .requests import StoreRequest
 T = TypeVar("T")
 
 #: limits in seconds of the pause between two polls, which is an eighth of the time waited so far
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.0005, 0.02
 #: number of attempts at a change before the store pauses between them
-_TRIES_AT_ONCE = 8
+_IMMEDIATE_ATTEMPTS = 8
 
 
 class RequestExecutor(abc.ABC):
@@ -65,13 +65,15 @@ class RequestExecutor(abc.ABC):
         This default makes the store poll: it returns after a pause that grows with the time waited so far.
         """
         left = deadline.remaining()
-        self.closed.wait(min(max((deadline.timeout - left) / 8, _SHORTEST_PAUSE), _LONGEST_PAUSE, left))
+        self.closed.wait(
+            min(max((deadline.timeout - left) / 8, _MIN_RETRY_DELAY_S), _MAX_RETRY_DELAY_S, left)
+        )
 
     @abc.abstractmethod
     def clone(self, timeout: float) -> RequestExecutor:
         """Return another executor of the same data, to be closed separately, within ``timeout`` seconds."""
 
-    def clone_anew(self, timeout: float) -> RequestExecutor:
+    def clone_accepting_new_data(self, timeout: float) -> RequestExecutor:
         """Like :meth:`clone`, but accept other data: the server may have restarted empty meanwhile."""
         return self.clone(timeout)
 
@@ -114,7 +116,7 @@ class Backing(Operations, RequestExecutor):
     def refused(self, key: str, times: int) -> None:
         """Pause after a failed :meth:`swap`, except the first few times. StoreTimeout at the deadline."""
         deadline = self._calls.deadline
-        if times <= _TRIES_AT_ONCE:
+        if times <= _IMMEDIATE_ATTEMPTS:
             return
         if deadline.expired:
             raise StoreTimeout(
@@ -122,5 +124,5 @@ class Backing(Operations, RequestExecutor):
                 f"{type(self).__name__}.swap returned False {times} times for the value that get_now had "
                 "just returned. Either other clients change the key constantly, or swap compares incorrectly"
             )
-        if self.closed.wait(min(_SHORTEST_PAUSE * times, _LONGEST_PAUSE, deadline.remaining())):
+        if self.closed.wait(min(_MIN_RETRY_DELAY_S * times, _MAX_RETRY_DELAY_S, deadline.remaining())):
             raise StoreError("closed")  # Store replaces the message

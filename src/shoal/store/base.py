@@ -178,25 +178,26 @@ class Store:
         Raises:
             StoreError: a call failed. The calls before it were executed, those after it were not.
         """
-        if len(calls) > requests.MOST_CALLS:
-            raise UsageError(f"together: {len(calls)} calls, at most {requests.MOST_CALLS}")
+        if len(calls) > requests.MAX_CALLS:
+            raise UsageError(f"together: {len(calls)} calls, at most {requests.MAX_CALLS}")
         outcome = self._now(requests.Together([self._call(each) for each in calls]))
         if outcome.failure:
             raise StoreError(outcome.failure)
         return outcome.results
 
-    def clone(self: _Self, timeout: float | None = None, *, anew: bool = False) -> _Self:
+    def clone(self: _Self, timeout: float | None = None, *, accept_new_data: bool = False) -> _Self:
         """Return an independent connection to the same data.
 
         Args:
             timeout: its default deadline in seconds, also for connecting; None: that of this store.
-            anew: also accept other data: the server may have lost its data and restarted empty.
+            accept_new_data: accept a server that has lost its data and restarted empty.
         """
         self._refuse()
         seconds = self.timeout if timeout is None else timeout
         other = type(self).__new__(type(self))
         backing = self._backing
-        Store.__init__(other, (backing.clone_anew if anew else backing.clone)(seconds), seconds)
+        clone = backing.clone_accepting_new_data if accept_new_data else backing.clone
+        Store.__init__(other, clone(seconds), seconds)
         return other
 
     def close(self) -> None:

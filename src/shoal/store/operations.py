@@ -15,7 +15,7 @@ R = TypeVar("R")
 MAX_VALUE = 64 * 2**20
 
 #: counters are in the range from -_MOST to _MOST - 1
-_MOST = 2**63
+_COUNTER_LIMIT = 2**63
 
 
 class ValueRefused(StoreError):
@@ -228,7 +228,7 @@ def counted(key: str, held: bytes | None, amount: int) -> int:
     if not held.removeprefix(b"-").isdigit() or len(held) > 20:
         raise ValueRefused(f"cannot add to key {key!r}: it holds {held[:40]!r}, which is no counter")
     total = int(held) + amount
-    if not -_MOST <= total < _MOST:
+    if not -_COUNTER_LIMIT <= total < _COUNTER_LIMIT:
         raise ValueRefused(f"cannot add {amount} to key {key!r}: {total} does not fit in 64 bits")
     return total
 

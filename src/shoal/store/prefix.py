@@ -60,8 +60,8 @@ class _View(RequestExecutor):
     def clone(self, timeout: float) -> _View:
         return _View(self.start, self.below.clone(timeout))
 
-    def clone_anew(self, timeout: float) -> _View:
-        return _View(self.start, self.below.clone(timeout, anew=True))
+    def clone_accepting_new_data(self, timeout: float) -> _View:
+        return _View(self.start, self.below.clone(timeout, accept_new_data=True))
 
     def close(self) -> None:
         self.below.close()

@@ -166,7 +166,7 @@ class Peek(_Keys[list[bytes | None]], frozen=True, array_like=True, tag=13):
 Call = Set | Add | CompareSet | Delete | Append
 #: limits: number of calls; bytes of their keys and values, and of a value that a CompareSet finds.
 #: They keep the replies that a server stores short, and other clients from waiting long.
-MOST_CALLS, SHORT = 16, 2**15
+MAX_CALLS, SHORT = 16, 2**15
 
 
 def _size(call: Call) -> int:
@@ -207,7 +207,7 @@ class Together(StoreRequest[TogetherResult], frozen=True, array_like=True, tag=1
     Atomic, with the exceptions that :meth:`shoal.store.Store.together` lists.
     """
 
-    requests: Annotated[list[Call], msgspec.Meta(max_length=MOST_CALLS)]
+    requests: Annotated[list[Call], msgspec.Meta(max_length=MAX_CALLS)]
 
     def apply(self, operations: Operations) -> TogetherResult:
         if (size := sum(map(_size, self.requests))) > SHORT:

@@ -24,9 +24,9 @@ MAX_FOREIGN_VALUE = 8 * 2**20
 #: longest key in bytes: a torch TCPStore takes 8 KB, with all prefixes
 MAX_FOREIGN_KEY = 4096
 #: maximum number of keys in one message
-_AT_ONCE = 10_000
+_MAX_KEYS_PER_CALL = 10_000
 #: up to this number, values are read one by one, which never blocks
-_FEW = 16
+_MAX_SINGLE_READS = 16
 #: a value that no client stores; see ``_Adapter.get_now``
 _ABSENT = b"\0shoal.store.foreign: there is no value\0"
 #: key of the index in stores that cannot list their keys: lines of JSON, one for each key ever set
@@ -125,10 +125,10 @@ class _Adapter(Backing):
         return [key for key in names if key not in absent]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        if len(keys) <= _FEW or not self._extended:
+        if len(keys) <= _MAX_SINGLE_READS or not self._extended:
             return super().get_many(keys)
         with self._calling() as foreign:
-            return foreign.multi_get(list(keys[:_AT_ONCE]))
+            return foreign.multi_get(list(keys[:_MAX_KEYS_PER_CALL]))
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         return super().get_many(keys)  # torch's multi_get waits for a missing key
@@ -196,7 +196,10 @@ class _Adapter(Backing):
 
     def _exist(self, keys: Sequence[str]) -> bool:
         with self._calling() as foreign:
-            parts = (list(keys[start : start + _AT_ONCE]) for start in range(0, len(keys), _AT_ONCE))
+            parts = (
+                list(keys[start : start + _MAX_KEYS_PER_CALL])
+                for start in range(0, len(keys), _MAX_KEYS_PER_CALL)
+            )
             return all(foreign.check(part) for part in parts)
 
     def _noted(self, *keys: str) -> None:

@@ -99,7 +99,7 @@ def test_only_the_section_between_the_markers_is_rewritten() -> None:
     assert readme.replace_section(once, "a", "new") == once
 
 
-def test_readme_has_a_place_for_both_tables_and_the_picture() -> None:
-    page = (ROOT / "README.md").read_text()
+def test_the_page_on_benchmarks_has_a_place_for_both_tables_and_the_picture() -> None:
+    page = (ROOT / readme.PAGE).read_text()
     for name in ("all_reduce-picture", *(setting.stem for setting in readme.SETTINGS)):
         assert "marker" in readme.replace_section(page, name, "marker")

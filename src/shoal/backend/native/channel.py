@@ -44,7 +44,7 @@ from .shapes import packed, unpacked
 T = TypeVar("T")
 
 _OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
-_DISPATCH = 1.0  # seconds between checks whether the backend is still open
+_DISPATCH_POLL_INTERVAL_S = 1.0  # seconds between checks whether the backend is still open
 
 _core.learn_tensors(torch.Tensor)
 check_codes()
@@ -231,7 +231,7 @@ class NativeBackend(Backend):
     def _dispatch(self) -> None:
         context = self._context
         while True:
-            tickets = context.completions(_DISPATCH)
+            tickets = context.completions(_DISPATCH_POLL_INTERVAL_S)
             for ticket in tickets:
                 with self._lock:
                     fn = self._callbacks.pop(ticket)

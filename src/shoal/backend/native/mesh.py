@@ -40,10 +40,10 @@ from ...net import Connection, Deadline
 from ..base import Membership
 
 _PURPOSE = "mesh"
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_ATTEMPT = 0.02  # seconds between checks whether accepting is still needed
-_LOOK = 0.25  # seconds between checks whether the awaited ranks are still running
-_PATIENCE = 1.0  # seconds to wait for the reason why a rank was lost
+_RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_ACCEPT_POLL_INTERVAL_S = 0.02  # seconds between checks whether accepting is still needed
+_PEER_CHECK_INTERVAL_S = 0.25  # seconds between checks whether the awaited ranks are still running
+_LOSS_REASON_TIMEOUT_S = 1.0  # seconds to wait for the reason why a rank was lost
 
 
 #: An offset or length in shared memory, in bytes.
@@ -215,7 +215,7 @@ class _Builder:
             store.set(f"mesh/{self._me.rank}", msgspec.msgpack.encode(mine))
             while True:
                 with contextlib.suppress(StoreTimeout):
-                    values = store.multi_get(keys, min(_LOOK, self._deadline.remaining()))
+                    values = store.multi_get(keys, min(_PEER_CHECK_INTERVAL_S, self._deadline.remaining()))
                     return [self._address(rank, value) for rank, value in enumerate(values)]
                 self._me.look()
                 if self._deadline.expired:
@@ -338,13 +338,13 @@ class _Builder:
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Accept the higher ranks on one of the two listeners, until all are connected through either."""
-        looked = Deadline(_LOOK)
+        looked = Deadline(_PEER_CHECK_INTERVAL_S)
         try:
             with wire.Acceptor(
                 listener,
                 secret=self._me.secret,
                 purpose=_PURPOSE,
-                most_pending=max(wire.MOST_PENDING, 2 * self._me.size),
+                most_pending=max(wire.MAX_PENDING, 2 * self._me.size),
                 plain=True,  # the core takes over the bare sockets
             ) as acceptor:
                 while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
@@ -352,9 +352,9 @@ class _Builder:
                         raise self._late(acceptor.refused)
                     if looked.expired:
                         self._me.look()
-                        looked = Deadline(_LOOK)
+                        looked = Deadline(_PEER_CHECK_INTERVAL_S)
                     try:
-                        self._introduce(acceptor.accept(_ATTEMPT), None)
+                        self._introduce(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
                     except WireError as error:
                         if lacking(error):
                             raise
@@ -381,7 +381,7 @@ class _Builder:
             theirs = wire.introduce(connection, self._hello(expected), timeout)
             self._check(connection, theirs, expected)
         else:
-            timeout = min(timeout, wire.HANDSHAKE_TIMEOUT)  # others wait to be accepted
+            timeout = min(timeout, wire.HANDSHAKE_TIMEOUT_S)  # others wait to be accepted
 
             def answer(theirs: _Hello) -> _Hello:
                 self._check(connection, theirs, None)
@@ -434,13 +434,13 @@ class _Builder:
         )
 
     def _look_for_reason(self, ranks: Sequence[int]) -> None:
-        """Raise the reason why one of the ranks was lost, if it is found within ``_PATIENCE`` seconds."""
-        patience = Deadline(min(_PATIENCE, self._deadline.remaining()))
+        """Raise the reason why one of the ranks was lost, if it is found within ``_LOSS_REASON_TIMEOUT_S`` seconds."""
+        patience = Deadline(min(_LOSS_REASON_TIMEOUT_S, self._deadline.remaining()))
         while True:
             self._me.look(ranks)
             if patience.expired:
                 return
-            time.sleep(_ATTEMPT)
+            time.sleep(_ACCEPT_POLL_INTERVAL_S)
 
     def _remaining(self, rank: int) -> float:
         remaining = self._deadline.remaining()
@@ -460,7 +460,7 @@ class _Builder:
 def lacking(error: BaseException) -> OSError | None:
     """Return the system's error for a lack of descriptors or memory, if ``error`` is or was caused by one."""
     for cause in (error, error.__cause__):
-        if isinstance(cause, OSError) and cause.errno in _LACKING:
+        if isinstance(cause, OSError) and cause.errno in _RESOURCE_ERRNOS:
             return cause
     return None
 

@@ -334,7 +334,7 @@ class _Release:
 
 def _store_of(place: RendezvousPoint) -> Store:
     """The store at ``place`` as it is now: it may have begun anew since the others met there."""
-    return place.store.clone(PATIENCE, anew=True)
+    return place.store.clone(PATIENCE, accept_new_data=True)
 
 
 def _can_be_told(group: ProcessGroup) -> bool:

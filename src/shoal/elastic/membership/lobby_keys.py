@@ -101,7 +101,7 @@ def keys_of(place: RendezvousPoint) -> Store:
     Raises:
         StoreError, WireError: there is none, or it does not answer.
     """
-    return PrefixStore(LOBBY, place.store).clone(PATIENCE, anew=True)
+    return PrefixStore(LOBBY, place.store).clone(PATIENCE, accept_new_data=True)
 
 
 def beat_key(ident: str) -> str:

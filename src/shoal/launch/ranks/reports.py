@@ -10,7 +10,7 @@ import socket
 import time
 
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...failure_report import LONGEST, Report, descriptor_name
+from ...failure_report import MAX_REPORT_BYTES, Report, descriptor_name
 
 #: maximum number of reports to read from one rank until it reports that it has rebuilt a group
 _MAX_REPORTS = 24
@@ -52,7 +52,7 @@ class Reports:
         """Read the reports that have come since the last call; never blocks."""
         while self._left > 0:
             try:
-                data, _, flags, _ = self._mine.recvmsg(LONGEST)
+                data, _, flags, _ = self._mine.recvmsg(MAX_REPORT_BYTES)
             except BlockingIOError:
                 break
             except OSError:

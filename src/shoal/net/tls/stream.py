@@ -25,7 +25,7 @@ _LEAST_READ, _MOST_READ = 2**12, 2**18
 #: maximum bytes that TLS adds to a record
 _OVERHEAD = 512
 #: maximum unsent bytes: more than a chunk are TLS answers that the other side provokes but does not receive
-_MOST_UNSENT = 4 * _CHUNK
+_MAX_UNSENT_BYTES = 4 * _CHUNK
 
 _CUT = "the connection was cut: it did not end as TLS ends"
 
@@ -253,7 +253,7 @@ class TlsStream:
         if self._unsent:
             with contextlib.suppress(BlockingIOError):
                 self._flush()
-        if len(self._unsent) > _MOST_UNSENT:
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
             raise ConnectionAbortedError(errno.ECONNABORTED, "the other side does not receive TLS answers")
 
     def _flush(self) -> None:

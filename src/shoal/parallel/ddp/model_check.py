@@ -26,7 +26,7 @@ from .members import ModuleTensors, is_scripted
 _dtype = attrgetter("dtype")
 
 #: Maximum number of tensors named in one error.
-_SHOWN = 10
+_MAX_NAMES_SHOWN = 10
 
 
 def check_same_model(
@@ -74,10 +74,12 @@ def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
         if reason is not None:
             lines.append(f"  {name}: {reason}")
     if lines:
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        more = [f"  and {len(lines) - _MAX_NAMES_SHOWN} more"] if len(lines) > _MAX_NAMES_SHOWN else []
         raise UsageError(
             f"DistributedDataParallel cannot send these tensors of the module on rank {group.rank} to other "
-            "ranks:\n" + "\n".join(lines[:_SHOWN] + more) + "\nMake them dense tensors that have values, or "
+            "ranks:\n"
+            + "\n".join(lines[:_MAX_NAMES_SHOWN] + more)
+            + "\nMake them dense tensors that have values, or "
             "pass their names in params_and_buffers_to_ignore=[...], which keeps them local to each rank"
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 #: Up to this rank a sum of outer products is faster than a matrix product.
-_FEW = 8
+_MAX_OUTER_PRODUCT_RANK = 8
 
 
 def orthogonalize(rows: torch.Tensor, epsilon: float = 0) -> None:
@@ -46,7 +46,7 @@ def right_factor(m: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
 
 def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """M = P^T Q."""
-    if p.shape[1] > _FEW:
+    if p.shape[1] > _MAX_OUTER_PRODUCT_RANK:
         torch.bmm(p.mT, q, out=out)
         return
     torch.mul(p[:, 0, :, None], q[:, 0, None, :], out=out)
@@ -56,7 +56,7 @@ def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
 
 def residual(m: torch.Tensor, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """M - P^T Q."""
-    if p.shape[1] > _FEW:
+    if p.shape[1] > _MAX_OUTER_PRODUCT_RANK:
         torch.baddbmm(m, p.mT, q, alpha=-1, out=out)
         return
     torch.addcmul(m, p[:, 0, :, None], q[:, 0, None, :], value=-1, out=out)

@@ -26,7 +26,7 @@ from .contract import group_of
 
 _STEPS = 255
 #: Number of elements processed at a time.
-_PIECE = 2**15
+_PIECE_ELEMENTS = 2**15
 
 
 def quantization_pertensor_hook(state: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -143,9 +143,9 @@ def _pieces(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield the four tensors in pieces of several rows, or of several columns of one row."""
     rows, columns = values.shape
-    together = max(1, _PIECE // columns)
+    together = max(1, _PIECE_ELEMENTS // columns)
     for top in range(0, rows, together):
         some = slice(top, top + together)
-        for left in range(0, columns, _PIECE):
-            part = slice(left, left + _PIECE)
+        for left in range(0, columns, _PIECE_ELEMENTS):
+            part = slice(left, left + _PIECE_ELEMENTS)
             yield values[some, part], scales[some], zeros[some], steps[some, part]

@@ -25,7 +25,7 @@ from ...group import ProcessGroup
 from .buckets import Bucket, BucketSet, build_buckets, renew_bucket
 
 #: An address that no gradient has.
-_NOWHERE = 1
+_NO_ADDRESS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Gradients:
         several: whether there is more than one copy.
         copied: the parameters whose averages are copied out of the buckets (others get views of them).
         views: the value of ``parameter.grad`` while the gradient is in its bucket; never replaced.
-        addresses: the addresses of ``views``, ``_NOWHERE`` for parameters in ``copied``; never replaced.
+        addresses: the addresses of ``views``, ``_NO_ADDRESS`` for parameters in ``copied``; never replaced.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Gradients:
             before = list(self.views)
             self.views[:] = map(_gradient_at, new.views)
             self.addresses[:] = [
-                _NOWHERE if index in self.copied else place.data_ptr()
+                _NO_ADDRESS if index in self.copied else place.data_ptr()
                 for index, place in enumerate(new.views)
             ]
             if before:
@@ -201,7 +201,7 @@ class Gradients:
             self.addresses[index] = place.data_ptr()
         self.copied |= kept
         for index in kept:
-            self.addresses[index] = _NOWHERE
+            self.addresses[index] = _NO_ADDRESS
         self._references[number] = None
 
     # -- into the buckets ------------------------------------------------------------------------

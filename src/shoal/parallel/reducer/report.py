@@ -10,7 +10,7 @@ from ...errors import OutOfStep, UnusedParameterError
 from ...group import ProcessGroup
 
 #: Maximum number of parameters named for one rank.
-_SHOWN = 20
+_MAX_NAMES_SHOWN = 20
 
 
 def explain(
@@ -89,5 +89,5 @@ def unexpected(where: str, *, static: bool, tolerant: bool) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    return shown + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else "")

@@ -9,7 +9,7 @@ import torch
 from ...group import ProcessGroup
 
 #: A rank is preferred for its host while its load is at most this multiple of the mean.
-_FOR_ITS_HOST = 4 / 3
+_HOST_LOAD_LIMIT = 4 / 3
 
 
 class Partition:
@@ -99,7 +99,7 @@ class Partition:
         limits = {}
         for trained, loads in self._loads.items():
             added = sum(size for kind, size in zip(kinds, sizes, strict=True) if kind is trained)
-            limits[trained] = _FOR_ITS_HOST * (sum(loads) + self._copies * added) / self._size
+            limits[trained] = _HOST_LOAD_LIMIT * (sum(loads) + self._copies * added) / self._size
         return limits
 
     def _chosen(

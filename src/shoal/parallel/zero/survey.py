@@ -21,7 +21,7 @@ from .partition import Partition
 _TAG = 0x2E5A45B1
 
 #: Maximum number of parameters named in an error.
-_NAMED = 5
+_MAX_NAMES_SHOWN = 5
 
 
 class Gathers(NamedTuple):
@@ -158,5 +158,9 @@ def move(
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more parameters"
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    return (
+        shown
+        if len(names) <= _MAX_NAMES_SHOWN
+        else f"{shown} and {len(names) - _MAX_NAMES_SHOWN} more parameters"
+    )

@@ -29,7 +29,7 @@ from ..codec.pickled import EncodedValue, decode, encode
 from ..connection.line import WorkerConnection
 from ..connection.numbering import NONE
 from ..connection.post import Call, CallEnd, Endpoint, Letter
-from .leases import LEASE
+from .leases import LEASE_S
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +45,7 @@ PINS = 4
 _LASTING = frozenset({FunctionType, type})
 #: cached names of called functions: both ends list each call by name
 _names: dict[Callable[..., Any], str] = {}
-_MOST_NAMES = 4096
+_MAX_NAMES = 4096
 
 
 class CallFailure(msgspec.Struct):
@@ -86,7 +86,7 @@ def name_of(fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> str:
         # A function pickled by value is a new object each time: do not cache it.
         lasts = getattr(sys.modules.get(fn.__module__), fn.__qualname__, None) is fn
         if lasts and "_shoal_shown" not in fn.__dict__:
-            if len(_names) >= _MOST_NAMES:
+            if len(_names) >= _MAX_NAMES:
                 _names.clear()
             _names[fn] = name
     return name
@@ -178,7 +178,7 @@ def post(
     finally:
         line.sent.over(ticket)
     if message.travellers:
-        endpoint.keep(LEASE, message.travellers)
+        endpoint.keep(LEASE_S, message.travellers)
     if not sent:
         why = endpoint.post.lost(line.number)
         if why is not None:
@@ -354,7 +354,7 @@ class _Landing(_CallSource):
 def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:
     """Release the references in a call's arguments when it has ended; after a reply the callee holds them."""
     if isinstance(future.exception(), (CallTimeout, CallCancelled)):
-        endpoint.keep(LEASE, travellers)  # the callee may be receiving them
+        endpoint.keep(LEASE_S, travellers)  # the callee may be receiving them
 
 
 def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException:

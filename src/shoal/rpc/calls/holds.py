@@ -24,12 +24,12 @@ from ..connection.line import WorkerConnection
 from ..connection.post import Call, CallEnd
 from .call import PINS
 from .current import current
-from .leases import LEASE, Ledger, Owned
+from .leases import LEASE_S, Ledger, Owned
 
 #: mailbox of the messages about holds
 HOLDS = 1
 #: minimum number of calls with discarded futures at which they are checked for completed ones
-_FEW = 256
+_MIN_UNREAD_CHECKED = 256
 #: attempts to send a message about a hold, when the connection is lost meanwhile
 _ATTEMPTS = 3
 
@@ -82,7 +82,7 @@ class References:
         self._pinned: dict[tuple[int, int], Sequence[Any]] = {}
         #: calls with discarded futures: connection, call, and whether its reply is known to pin references
         self._unread: deque[tuple[WorkerConnection, Call, bool]] = deque()
-        self._most_unread = _FEW
+        self._most_unread = _MIN_UNREAD_CHECKED
         self._pid = os.getpid()
         self._look = agent.endpoint.lasting(partial(pool.submit, self._look_at_unread))
         self._ticket = agent.endpoint.lasting(partial(pool.submit, self._flush))
@@ -244,9 +244,9 @@ class References:
             self._agent.tell(owner, resume, me, mine)
 
     def _begin_lease(self, holder: str) -> None:
-        """Remove the holds of ``holder`` after :data:`LEASE` seconds unless it is connected then."""
+        """Remove the holds of ``holder`` after :data:`LEASE_S` seconds unless it is connected then."""
         self._losses[holder] = loss = object()
-        self._agent.endpoint.after(LEASE, partial(self._end_lease, holder, loss))
+        self._agent.endpoint.after(LEASE_S, partial(self._end_lease, holder, loss))
 
     def _end_lease(self, holder: str, loss: object) -> None:
         if self._losses.get(holder) is not loss:
@@ -313,7 +313,7 @@ class References:
                 self._unread.append((line, call, False))
             elif pins or _may_pin(call):
                 pinned.setdefault(line, []).append(call.number)
-        self._most_unread = 2 * len(self._unread) + _FEW
+        self._most_unread = 2 * len(self._unread) + _MIN_UNREAD_CHECKED
         for line, numbers in pinned.items():
             self._agent.acknowledge(line, *numbers)
 

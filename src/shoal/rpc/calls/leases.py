@@ -2,7 +2,7 @@
 
 A worker that receives a reference sends ``hold`` to the owner before it uses the reference, and ``drop`` when
 its last reference to the object was released.  They arrive in order, so duplicates do no harm.  The holds of
-a lost worker last for another :data:`LEASE` seconds: the receivers of references that it passed on shortly
+a lost worker last for another :data:`LEASE_S` seconds: the receivers of references that it passed on shortly
 before can still send ``hold``, and if only a connection broke, it reconnects and sends ``resume``.
 """
 
@@ -18,11 +18,11 @@ from ...errors import RpcError, WorkerLost
 from ...future import Future
 
 #: seconds that the holds of a lost worker last, and references in messages without a confirmation
-LEASE = 10.0
+LEASE_S = 10.0
 #: maximum number of released objects that are remembered
-_REMEMBERED = 1 << 16
+_MAX_RELEASED = 1 << 16
 #: text of the error for a use of such an object
-_ENDED = f"was released: it had no holders left, or its holder was unreachable for more than {LEASE:.0f} s"
+_ENDED = f"was released: it had no holders left, or its holder was unreachable for more than {LEASE_S:.0f} s"
 #: lower mailboxes have other purposes
 _FIRST_MAILBOX = 16
 
@@ -172,5 +172,5 @@ class Ledger:
     def _end(self, ident: str, kind: type[RpcError], why: str) -> None:
         self._owned.pop(ident, None)
         self._ended[ident] = kind, why
-        if len(self._ended) > _REMEMBERED:
+        if len(self._ended) > _MAX_RELEASED:
             del self._ended[next(iter(self._ended))]

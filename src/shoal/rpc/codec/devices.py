@@ -35,7 +35,7 @@ HIGH = 1
 #: flag of a reply: it has tensors that arrive on devices
 LANDS = 2
 #: seconds between two polls of events: doubled while none has occurred, and longer when polling is slow
-_FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
+_MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 50e-6, 1e-3
 
 
 class EventWatcher:
@@ -65,7 +65,7 @@ class EventWatcher:
             self._waiting.append((events, fn))
             begins, self._asking = not self._asking, True
         if begins:
-            self._endpoint.after(0.0, partial(self._ask, _FIRST_PAUSE))
+            self._endpoint.after(0.0, partial(self._ask, _MIN_POLL_INTERVAL_S))
 
     def _ask(self, pause: float) -> None:
         begun = time.monotonic()
@@ -77,7 +77,7 @@ class EventWatcher:
             self._asking = bool(self._waiting)
             if not self._asking:
                 return
-        pause = _FIRST_PAUSE if len(left) < len(asked) else min(2 * pause, _LONGEST_PAUSE)
+        pause = _MIN_POLL_INTERVAL_S if len(left) < len(asked) else min(2 * pause, _MAX_POLL_INTERVAL_S)
         spent = time.monotonic() - begun
         self._endpoint.after(max(pause, 4 * spent), partial(self._ask, pause))
 

@@ -22,17 +22,17 @@ from ...common.decoding import msgpack_decoder
 from ...common.wording import in_words
 from ...errors import RpcError, UsageError
 from .pickled import EncodedValue
-from .tensors import MOST_PARTS, Part, check, check_count
+from .tensors import MAX_PARTS, Part, check, check_count
 
 #: maximum nesting of lists and dicts
-DEPTH = 64
+MAX_DEPTH = 64
 #: maximum values in one message, including items and keys: an empty list takes 72 bytes of memory, but only
 #: one byte of a message
-MOST_VALUES = 1 << 18
+MAX_VALUES = 1 << 18
 #: maximum dimensions of a tensor
-_DIMENSIONS = 64
+_MAX_DIMENSIONS = 64
 #: upper bound of the elements of a tensor, where a dimension of size 0 counts as one of size 1
-_MOST_ELEMENTS = 2**48
+_MAX_ELEMENTS = 2**48
 #: msgpack extension code of a tensor
 _TENSOR = 1
 #: key of the number of tensors without elements, in the dict of unused parts
@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
-_Sizes = Annotated[list[_Size], msgspec.Meta(max_length=_DIMENSIONS)]
+_Sizes = Annotated[list[_Size], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
 
 
 class _Layout(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -134,8 +134,8 @@ class _Packer:
         if is_tensor(value):
             self.layouts += 1
             return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_laid_out(value, self.tensors)))
-        if depth == DEPTH:
-            raise UsageError(f"a value has more than {DEPTH} nested lists and dicts")
+        if depth == MAX_DEPTH:
+            raise UsageError(f"a value has more than {MAX_DEPTH} nested lists and dicts")
         if type(value) in (list, tuple):
             return [self.packed(each, depth + 1) for each in value]
         if type(value) is dict and all(type(key) is str for key in value):
@@ -149,9 +149,9 @@ class _Packer:
 
     def _count(self, more: int) -> None:
         self._values += more
-        if self._values > MOST_VALUES:
+        if self._values > MAX_VALUES:
             raise UsageError(
-                f"more than {MOST_VALUES} values in one message to or from a restricted worker: send numbers "
+                f"more than {MAX_VALUES} values in one message to or from a restricted worker: send numbers "
                 "as a tensor, and text as one str"
             )
 
@@ -169,7 +169,7 @@ def _laid_out(x: torch.Tensor, tensors: list[torch.Tensor]) -> _Layout:
             "only plain, dense tensors on the CPU can"
         )
     x = x.detach().resolve_conj().resolve_neg()
-    if math.prod(max(size, 1) for size in x.shape) >= _MOST_ELEMENTS:
+    if math.prod(max(size, 1) for size in x.shape) >= _MAX_ELEMENTS:
         raise UsageError(f"a tensor of shape {tuple(x.shape)} is too large for a restricted worker")
     if not x.numel():
         return _Layout(0, _NAMES[x.dtype], list(x.shape), [0] * x.dim())
@@ -196,14 +196,14 @@ def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _check_values(head: Any) -> None:
     """Raise for too many values, before decoding the message would allocate memory for all of them."""
-    if len(head) <= MOST_VALUES:  # each takes at least one byte
+    if len(head) <= MAX_VALUES:  # each takes at least one byte
         return
     view = memoryview(head)
     at, count, end = 0, 0, len(view)
     while at < end:
         count += 1
-        if count > MOST_VALUES:
-            raise _InvalidBytes(f"more than {MOST_VALUES} values")
+        if count > MAX_VALUES:
+            raise _InvalidBytes(f"more than {MAX_VALUES} values")
         width, fixed = _LENGTHS[view[at]]
         at += 1
         if width:
@@ -241,8 +241,8 @@ def _check(value: Any, depth: int) -> None:
     kind = type(value)
     if kind in _PLAIN or kind is torch.Tensor:
         return
-    if depth == DEPTH:
-        raise _InvalidBytes(f"more than {DEPTH} nested lists and dicts")
+    if depth == MAX_DEPTH:
+        raise _InvalidBytes(f"more than {MAX_DEPTH} nested lists and dicts")
     if kind is list:
         for each in value:
             _check(each, depth + 1)
@@ -265,12 +265,12 @@ def _tensor(code: int, data: memoryview, left: dict[int, Any]) -> torch.Tensor:
         raise _InvalidBytes(f"unknown dtype {layout.dtype!r}")
     if len(layout.strides) != len(layout.shape):
         raise _InvalidBytes(f"{len(layout.strides)} strides for {len(layout.shape)} dimensions")
-    if math.prod(max(size, 1) for size in layout.shape) >= _MOST_ELEMENTS:
+    if math.prod(max(size, 1) for size in layout.shape) >= _MAX_ELEMENTS:
         raise _InvalidBytes(f"a tensor of shape {layout.shape}")
     if 0 in layout.shape:
         left[_EMPTY] = left.get(_EMPTY, 0) + 1
-        if left[_EMPTY] > MOST_PARTS:
-            raise _InvalidBytes(f"more than {MOST_PARTS} tensors without elements")
+        if left[_EMPTY] > MAX_PARTS:
+            raise _InvalidBytes(f"more than {MAX_PARTS} tensors without elements")
         return torch.empty(layout.shape, dtype=dtype, device="cpu")
     part = left.pop(layout.part, None)
     count = math.prod(layout.shape)

@@ -18,7 +18,7 @@ Part = tuple[int, int]
 #: bytes; spans begin at a multiple of this, so that elements of every dtype stay aligned
 _ALIGNMENT = 16
 #: maximum number of tensors and buffers of one value
-MOST_PARTS = 65_535
+MAX_PARTS = 65_535
 _NAMES = {
     value: name
     for name, value in vars(torch).items()
@@ -42,9 +42,9 @@ def kind_of(x: torch.Tensor) -> str:
 
 def check_count(parts: Sequence[object]) -> None:
     """Raise UsageError for more tensors and buffers than one message can have."""
-    if len(parts) > MOST_PARTS:
+    if len(parts) > MAX_PARTS:
         raise UsageError(
-            f"{len(parts)} tensors and buffers; one value may have at most {MOST_PARTS}: stack them"
+            f"{len(parts)} tensors and buffers; one value may have at most {MAX_PARTS}: stack them"
         )
 
 

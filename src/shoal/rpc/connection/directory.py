@@ -22,9 +22,9 @@ from ...rendezvous.host import process_is_gone
 from ...store import PrefixStore, Store
 
 #: seconds between two polls for the replacement of a worker that has ended
-_PAUSE = 0.02
+_POLL_INTERVAL_S = 0.02
 #: bytes
-_LONGEST_NAME = 256
+_MAX_NAME_BYTES = 256
 
 
 class Worker(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ def incarnation() -> str:
 
 
 def is_name(name: object) -> TypeGuard[str]:
-    return isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= _LONGEST_NAME
+    return isinstance(name, str) and name.isprintable() and 1 <= len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def checked_name(name: object) -> str:
@@ -70,7 +70,7 @@ def checked_name(name: object) -> str:
     if is_name(name):
         return name
     raise UsageError(
-        f"name={name!r}: expected 1 to {_LONGEST_NAME} bytes of printable text as a worker's name"
+        f"name={name!r}: expected 1 to {_MAX_NAME_BYTES} bytes of printable text as a worker's name"
     )
 
 
@@ -141,7 +141,7 @@ class Directory:
                     )
                 if deadline.expired:
                     break
-                time.sleep(_PAUSE)  # stores cannot notify of a changed value
+                time.sleep(_POLL_INTERVAL_S)  # stores cannot notify of a changed value
         except StoreTimeout:
             worker = None
         there = sorted(each.name for each in self.workers())

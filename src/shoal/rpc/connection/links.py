@@ -46,11 +46,11 @@ _logger = logging.getLogger("shoal")
 
 _PURPOSE = "rpc"
 #: maximum number of lost connections that are remembered, for their messages that are not handled yet
-_REMEMBERED = 1024
+_MAX_LOST_CONNECTIONS = 1024
 #: maximum seconds that a listener's thread waits for a connection
-_LONG = 3600.0
+_ACCEPT_TIMEOUT_S = 3600.0
 #: seconds before accepting is retried after a failure
-_PAUSE = 0.1
+_ACCEPT_RETRY_DELAY_S = 0.1
 
 
 class ConnectionManager:
@@ -324,7 +324,7 @@ class ConnectionManager:
         while earlier := [each for each in others() if not each.ended and each.nth < line.nth]:
             for each in earlier:
                 self._endpoint.post.sever(each.number)
-            if not self._over.wait(wire.HANDSHAKE_TIMEOUT):
+            if not self._over.wait(wire.HANDSHAKE_TIMEOUT_S):
                 raise WireError(f"an earlier connection of {line.worker.name!r} has not ended in time")
         if any(each.nth > line.nth for each in others()):
             raise WireError(f"{line.worker.name!r} has made a newer connection")
@@ -337,7 +337,7 @@ class ConnectionManager:
             if self._out.get(line.worker.name) is line:
                 del self._out[line.worker.name]
             self._ended.append(line.number)
-            if len(self._ended) > _REMEMBERED:
+            if len(self._ended) > _MAX_LOST_CONNECTIONS:
                 self._lines.pop(self._ended.pop(0), None)
         self._lost(line)
 
@@ -352,14 +352,14 @@ class ConnectionManager:
     def _accept(self, acceptor: wire.Acceptor) -> None:
         while not self._closed:
             try:
-                connection = acceptor.accept(_LONG)
+                connection = acceptor.accept(_ACCEPT_TIMEOUT_S)
             except WireTimeout:
                 continue
             except WireError as error:
                 if not self._closed:
                     # Probably out of file descriptors: retry after a pause.
                     _logger.warning("worker %r: %s", self._me.name, error)
-                    time.sleep(_PAUSE)
+                    time.sleep(_ACCEPT_RETRY_DELAY_S)
                 continue
             # In another thread, as the peer may send nothing.
             pool.submit(partial(self._be_introduced, connection))
@@ -376,6 +376,6 @@ class ConnectionManager:
 
         devices: list[DeviceMap | None] = []
         with contextlib.closing(connection), contextlib.suppress(ShoalError):
-            theirs = wire.be_introduced(connection, WorkerHello, answer, wire.HANDSHAKE_TIMEOUT)
+            theirs = wire.be_introduced(connection, WorkerHello, answer, wire.HANDSHAKE_TIMEOUT_S)
             if devices:
-                self._attach(connection, theirs, devices[0], False, wire.HANDSHAKE_TIMEOUT)
+                self._attach(connection, theirs, devices[0], False, wire.HANDSHAKE_TIMEOUT_S)

@@ -43,11 +43,11 @@ from ...rendezvous.host import Here, process_is_gone
 from ...store import PrefixStore, Store
 
 #: seconds between two polls of an entry
-_PAUSE = 0.005
+_POLL_INTERVAL_S = 0.005
 #: seconds between two checks for ended and failed workers
-_LOOK = 0.25
+_LIVENESS_INTERVAL_S = 0.25
 #: seconds for which a failed worker waits until the others have read its reason
-_HEARING = 5.0
+_FAILURE_NOTICE_S = 5.0
 
 
 def keys_of(store: Store, kind: str, count: int) -> Store:
@@ -211,9 +211,9 @@ class WorkerMeeting:
 
     def _await(self, rank: int, deadline: Deadline, joined: bool) -> WorkerEntry:
         """Wait for the entry of ``rank``, or until that worker has ``joined``; return the entry."""
-        listens = time.monotonic() + _LOOK
+        listens = time.monotonic() + _LIVENESS_INTERVAL_S
         while True:
-            entry = self._there(rank, min(_LOOK, deadline.remaining()))
+            entry = self._there(rank, min(_LIVENESS_INTERVAL_S, deadline.remaining()))
             if entry is None and joined:
                 entry = self._ended(rank)
             if entry is not None and (entry.joined or not joined):
@@ -224,8 +224,8 @@ class WorkerMeeting:
                 raise absent
             if time.monotonic() >= listens or (joined and entry is not None and entry.failed):
                 self._listen(joined)
-                listens = time.monotonic() + _LOOK
-            time.sleep(_PAUSE)
+                listens = time.monotonic() + _LIVENESS_INTERVAL_S
+            time.sleep(_POLL_INTERVAL_S)
 
     def _ended(self, rank: int) -> WorkerEntry | None:
         """Return the entry of ``rank`` if it joined this meeting and then ended; calls to it will fail."""
@@ -242,14 +242,14 @@ class WorkerMeeting:
 
     def _pass_on(self, reason: str) -> None:
         """Write the reason of the failure, and wait a moment until all running workers have, too."""
-        deadline = Deadline(_HEARING)
+        deadline = Deadline(_FAILURE_NOTICE_S)
         with contextlib.suppress(StoreError):  # the process that serves it knew the reason and has ended
             self._tell(failed=reason)
             while not deadline.expired:
                 there = [self._there(rank) for rank in range(self._size)]
                 if all(entry is None or entry.failed for entry in there):
                     return
-                time.sleep(_PAUSE)
+                time.sleep(_POLL_INTERVAL_S)
 
     def _absent(self, deadline: Deadline) -> RendezvousTimeout:
         missing = [str(rank) for rank in range(self._size) if not self._store.check([str(rank)])]
@@ -266,7 +266,9 @@ class WorkerMeeting:
         missing = list(keys)
         while missing:
             try:
-                self._store.wait([keys[rank] for rank in missing], min(_LOOK, deadline.remaining()))
+                self._store.wait(
+                    [keys[rank] for rank in missing], min(_LIVENESS_INTERVAL_S, deadline.remaining())
+                )
                 break
             except StoreTimeout:
                 missing = [rank for rank in missing if not self._store.check([keys[rank]])]
@@ -300,7 +302,7 @@ class WorkerMeeting:
                 f"worker {self._name!r}: {entry.name!r} ended before {self._end}", entry.name
             ) from because
         if entry.name != self._name:
-            agent.reach(entry.name, _LOOK)
+            agent.reach(entry.name, _LIVENESS_INTERVAL_S)
 
     def _who(self, rank: int) -> str:
         entry = self._seen.get(rank)

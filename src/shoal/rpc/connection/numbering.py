@@ -28,7 +28,7 @@ MOST = 4096
 #: sent instead of a number: the function is in the pickle and gets no number
 NONE = 0xFFFFFFFF
 #: number of slots that are freed at a time
-_AT_ONCE = 256
+_SLOTS_FREED_AT_ONCE = 256
 #: maximum number of slots of posted functions
 _POSTED = MOST // 2
 #: number of functions from which on they are kept in order of their last calls
@@ -128,19 +128,19 @@ class Sent:
     def _make_room(self) -> None:
         """Free the slots of the least recently called functions."""
         out = []
-        for fn in list(itertools.islice(self._entries, 2 * _AT_ONCE + self._posted)):
+        for fn in list(itertools.islice(self._entries, 2 * _SLOTS_FREED_AT_ONCE + self._posted)):
             entry = self._entries[fn]
             if not entry.posted:
                 entry.found = False
                 del self._entries[fn]
                 out.append((fn, entry))
-            if len(out) == 2 * _AT_ONCE:
+            if len(out) == 2 * _SLOTS_FREED_AT_ONCE:
                 break
         # New calls cannot use them now; earlier calls are in _making or in _in_use().
         busy = {*self._making.copy().values(), *self._in_use()}
         back = []
         for fn, entry in out:
-            if entry.number in busy or len(self._free) >= _AT_ONCE:
+            if entry.number in busy or len(self._free) >= _SLOTS_FREED_AT_ONCE:
                 back.append((fn, entry))
             else:
                 self._places[entry.number % MOST] = None

@@ -36,18 +36,18 @@ _Self = TypeVar("_Self", bound="JsonStream")
 Body = Mapping[str, object]
 
 #: seconds beyond a deadline for which a call still waits for an answer
-_GRACE = 2.0
+_REPLY_MARGIN_S = 2.0
 #: timeouts in seconds of one server: for a connection, and for an answer. A server that is cut off from the
 #: others reports that after 7.
-_CONNECTING, _ANSWERING = 3.0, 9.0
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 9.0
 #: the answer timeout in seconds of the first attempt at a read, if there are several servers
-_LOOKING = 2.0
+_FIRST_READ_TIMEOUT_S = 2.0
 #: limits in seconds of the pause between two rounds of all servers, before randomization
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 #: number of times in a row that a new token may be refused
-_TOKENS = 3
+_MAX_TOKEN_REFUSALS = 3
 #: number of idle connections kept for each server
-_KEPT = 8
+_MAX_IDLE_CONNECTIONS = 8
 
 # Status codes of gRPC.
 _DENIED, _FAILED, _UNAUTHENTICATED = 7, 9, 16
@@ -129,7 +129,9 @@ class Gateway:
         self._answered = False
         self._token: str | None = None
         self._lock = threading.Lock()
-        self._pool = self._http.PoolManager(len(servers), maxsize=_KEPT, retries=False, ssl_context=tls)
+        self._pool = self._http.PoolManager(
+            len(servers), maxsize=_MAX_IDLE_CONNECTIONS, retries=False, ssl_context=tls
+        )
 
     def __str__(self) -> str:
         return self._name
@@ -171,17 +173,21 @@ class Gateway:
             AuthenticationError: user, password or certificate are wrong.
         """
         raw = msgspec.json.encode(body)
-        patience = Deadline(deadline.remaining() + _GRACE)
-        pause, tries, refused, token = _SHORTEST_PAUSE, 0, 0, ""
+        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        pause, tries, refused, token = _MIN_RETRY_DELAY_S, 0, 0, ""
         while True:
             at = self._at
             try:
                 token = self._logged_in(at, patience)
-                longest = _ANSWERING if writes or len(self._urls) == 1 else _LOOKING * 2 ** min(tries, 4)
+                longest = (
+                    _ANSWER_TIMEOUT_S
+                    if writes or len(self._urls) == 1
+                    else _FIRST_READ_TIMEOUT_S * 2 ** min(tries, 4)
+                )
                 return _decoded(self._ask(at, path, raw, patience, token, longest), answer)
             except _TokenRefused as error:
                 refused += 1
-                if refused > _TOKENS:
+                if refused > _MAX_TOKEN_REFUSALS:
                     raise AuthenticationError(f"{self} refuses the tokens that it issued: {error}") from None
                 self._log_out(token)
                 continue
@@ -203,7 +209,7 @@ class Gateway:
             if tries % len(self._urls) == 0:
                 if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
                     raise StoreError("closed")  # Store replaces the message
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _MAX_RETRY_DELAY_S)
 
     def stream(self, path: str, bodies: Sequence[Body], silence: float) -> JsonStream:
         """Send a request whose answer is an endless stream of documents.
@@ -246,9 +252,15 @@ class Gateway:
                 self._token = None
 
     def _ask(
-        self, at: int, path: str, raw: bytes, patience: Deadline, token: str, longest: float = _ANSWERING
+        self,
+        at: int,
+        path: str,
+        raw: bytes,
+        patience: Deadline,
+        token: str,
+        longest: float = _ANSWER_TIMEOUT_S,
     ) -> bytes:
-        seconds = min(patience.remaining(), longest, _ANSWERING)
+        seconds = min(patience.remaining(), longest, _ANSWER_TIMEOUT_S)
         response = self._send(at, path, raw, seconds, token, whole=True)
         data = response.data
         if response.status == HTTPStatus.OK:
@@ -295,7 +307,9 @@ class Gateway:
         self, at: int, path: str, raw: bytes, seconds: float, token: str | None, *, whole: bool
     ) -> urllib3.BaseHTTPResponse:
         errors = self._http.exceptions
-        timeout = self._http.Timeout(connect=max(min(seconds, _CONNECTING), 0.001), read=max(seconds, 0.001))
+        timeout = self._http.Timeout(
+            connect=max(min(seconds, _CONNECT_TIMEOUT_S), 0.001), read=max(seconds, 0.001)
+        )
         headers = {"Content-Type": "application/json"}
         if token:
             headers["Authorization"] = token

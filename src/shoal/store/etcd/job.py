@@ -15,7 +15,7 @@ from ..external.job import OutsideJob, WriteChannel
 from .gateway import Body, Full, Gateway, LeaseGone, Unclear
 
 #: limits in seconds of the pause between two checks whether an earlier life of the job has ended
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.001, 0.1
 
 
 class KeyValue(msgspec.Struct):
@@ -131,11 +131,11 @@ class EtcdJob(OutsideJob[EtcdLine]):
                     if mine and lease != mine:
                         self._revoke(mine, deadline)
                     return lease, found[0].create_revision
-                self._ended.wait(random.uniform(_SHORTEST_PAUSE, _LONGEST_PAUSE))
+                self._ended.wait(random.uniform(_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S))
             elif full is not None:
                 raise full
             else:
-                wanted = {"TTL": int(outside_job.OUTLIVING)}
+                wanted = {"TTL": int(outside_job.KEY_TTL_S)}
                 mine = mine or call("lease/grant", wanted, _Lease, deadline, self._ended).ID
                 begin = {
                     "compare": [created(self.life, 0)],

@@ -58,11 +58,11 @@ MAX_ETCD_BATCH = MAX_ETCD_VALUE
 #: longest key in bytes: a write names it four times
 MAX_ETCD_KEY = 16 * 2**10
 #: maximum number of operations in a transaction of etcd, less the store's own one
-_OPERATIONS = 128 - 1
+_MAX_OPERATIONS = 128 - 1
 #: maximum bytes of keys in one request
-_KEYS = 2**20
+_MAX_KEY_BYTES_PER_REQUEST = 2**20
 #: maximum number of values that are read in one message, each of up to 1 MB
-_VALUES = 64
+_MAX_VALUES_PER_REQUEST = 64
 
 
 class _Events(msgspec.Struct):
@@ -156,13 +156,13 @@ class _EtcdClient(Transactions):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        found = self._read([at(self._name(key)) for key in keys[:_VALUES]])
+        found = self._read([at(self._name(key)) for key in keys[:_MAX_VALUES_PER_REQUEST]])
         return [value_of(each.only) for each in found]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
         first = 0
-        for part in parts(keys, _OPERATIONS, _KEYS):
+        for part in parts(keys, _MAX_OPERATIONS, _MAX_KEY_BYTES_PER_REQUEST):
             found = self._read([{**at(self._name(key)), "count_only": True} for key in part])
             missing += [key for key, each in zip(part, found, strict=True) if not each.count]
             first = first or self._seen.revision
@@ -214,10 +214,10 @@ class _EtcdClient(Transactions):
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
         values = dict(items)
         length = sum(len(key.encode()) + len(value) for key, value in values.items())
-        if len(values) > _OPERATIONS or (len(values) > 1 and length > MAX_ETCD_BATCH):
+        if len(values) > _MAX_OPERATIONS or (len(values) > 1 and length > MAX_ETCD_BATCH):
             raise StoreError(
                 f"cannot set {counted(len(values), 'key')} and {length} bytes at once: etcd accepts at most "
-                f"{_OPERATIONS} keys and {MAX_ETCD_BATCH} bytes in one step; set them in several calls"
+                f"{_MAX_OPERATIONS} keys and {MAX_ETCD_BATCH} bytes in one step; set them in several calls"
             )
         if values:
             puts = [put(self._name(key), stored(value), self.job.lease) for key, value in values.items()]

@@ -23,7 +23,7 @@ _Self = TypeVar("_Self", bound="OutsideClient[Any]")
 #: seconds without an event after which a watch ends and the store reads again: its server may be cut off
 SILENCE = 5.0
 #: limits in seconds of the pause between two attempts at a change, or between a broken watch and a read
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.001, 0.1
 
 
 class CancellableWait(Protocol):
@@ -51,7 +51,7 @@ class OutsideClient(Backing, Generic[J]):
     def clone(self: _Self, timeout: float) -> _Self:
         return type(self)(self.job)
 
-    def clone_anew(self: _Self, timeout: float) -> _Self:
+    def clone_accepting_new_data(self: _Self, timeout: float) -> _Self:
         return type(self)(self.job.again(Deadline(timeout)))
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class OutsideClient(Backing, Generic[J]):
 
     def _paused(self, deadline: Deadline, times: int = 4) -> bool:
         """Pause for a moment; return whether the store was closed meanwhile."""
-        longest = min(_SHORTEST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
+        longest = min(_MIN_RETRY_DELAY_S * 2 ** min(times, 10), _MAX_RETRY_DELAY_S)
         return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
 
 

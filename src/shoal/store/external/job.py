@@ -1,7 +1,7 @@
 """The state that the stores of one job on external servers (Redis or etcd) share in a process.
 
 Each process that has a store open keeps the job's keys alive from a background thread; they expire
-:data:`OUTLIVING` seconds after the last call. The time from the creation of the keys to their expiry is a
+:data:`KEY_TTL_S` seconds after the last call. The time from the creation of the keys to their expiry is a
 *life* of the job. A store belongs to one life and never confuses it with a later one of the same name.
 
 Writes are sent on *write channels*, one at a time, and are numbered. The server stores the number of each
@@ -22,11 +22,11 @@ from ...errors import AuthenticationError, StoreError
 from ...net import Deadline
 
 #: seconds for which all keys outlive the last process that has the store open
-OUTLIVING = 60.0
-#: seconds between two keep-alive calls: a third of OUTLIVING
-KEEPING = 20.0
+KEY_TTL_S = 60.0
+#: seconds between two keep-alive calls: a third of KEY_TTL_S
+KEEP_ALIVE_INTERVAL_S = 20.0
 #: seconds for which closing waits for a keep-alive call
-_CLOSING = 2.0
+CLOSE_TIMEOUT_S = 2.0
 
 _Self = TypeVar("_Self", bound="OutsideJob[WriteChannel]")
 
@@ -90,7 +90,7 @@ class OutsideJob(abc.ABC, Generic[L]):
             if self._users:
                 return
         self._ended.set()
-        self._keeper.join(_CLOSING)
+        self._keeper.join(CLOSE_TIMEOUT_S)
         with contextlib.suppress(StoreError, AuthenticationError):  # the keys then expire
             self._leave([line.name for line in self._idle], Deadline(0.0))  # one attempt
         self.disconnect()
@@ -114,7 +114,7 @@ class OutsideJob(abc.ABC, Generic[L]):
         """Return the error of a store whose keys have expired."""
         return StoreError(
             f"{self}: all its keys have expired, because no process of the job has kept them alive for "
-            f"{in_seconds(OUTLIVING)}: this process and the others were suspended or cut off from the server"
+            f"{in_seconds(KEY_TTL_S)}: this process and the others were suspended or cut off from the server"
             f"{self.other_ends}.  Start the job again"
         )
 
@@ -122,14 +122,14 @@ class OutsideJob(abc.ABC, Generic[L]):
     other_ends = ""
 
     def _keep(self) -> None:
-        pause = KEEPING
+        pause = KEEP_ALIVE_INTERVAL_S
         while not self._ended.wait(pause):
             try:
-                if not self._keep_alive(Deadline(KEEPING)):
+                if not self._keep_alive(Deadline(KEEP_ALIVE_INTERVAL_S)):
                     return  # the next call of a store raises the error
-                pause = KEEPING
+                pause = KEEP_ALIVE_INTERVAL_S
             except (StoreError, AuthenticationError):
-                pause = KEEPING / 20  # retry soon: the keys will expire
+                pause = KEEP_ALIVE_INTERVAL_S / 20  # retry soon: the keys will expire
 
     @abc.abstractmethod
     def disconnect(self) -> None:
@@ -141,7 +141,7 @@ class OutsideJob(abc.ABC, Generic[L]):
 
     @abc.abstractmethod
     def _keep_alive(self, deadline: Deadline) -> bool:
-        """Extend the life of the job to :data:`OUTLIVING` seconds from now; False: it has ended."""
+        """Extend the life of the job to :data:`KEY_TTL_S` seconds from now; False: it has ended."""
 
     @abc.abstractmethod
     def _lives(self, deadline: Deadline) -> bool:

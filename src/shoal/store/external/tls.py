@@ -8,7 +8,7 @@ import ssl
 from ...errors import ConfigurationError
 
 #: timeout in seconds for a connection, and for an answer on it
-_CONNECTING = 3.0
+_CONNECT_TIMEOUT_S = 3.0
 
 
 def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
@@ -70,7 +70,7 @@ def talks_plain(server: str, greeting: bytes, *answers: bytes) -> bool:
 
 def _connected(server: str) -> socket.socket:
     host, _, port = server.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), _CONNECTING)
+    return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S)
 
 
 def cause(error: Exception) -> str:

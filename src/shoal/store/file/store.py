@@ -22,7 +22,7 @@ from .log import LogFile
 T = TypeVar("T")
 
 #: seconds beyond its deadline for which a call waits for other threads
-_GRACE = 2.0
+_REPLY_MARGIN_S = 2.0
 
 
 class FileStore(Store):
@@ -118,7 +118,7 @@ class _File(RequestExecutor):
     def _exclusive(self, deadline: Deadline) -> Iterator[None]:
         """Exclude the other threads of this process."""
         # The holder may be waiting for another process, so even a call without time left waits for a while.
-        if not self._mutex.acquire(timeout=deadline.remaining() + _GRACE):
+        if not self._mutex.acquire(timeout=deadline.remaining() + _REPLY_MARGIN_S):
             raise StoreTimeout(
                 f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
             )

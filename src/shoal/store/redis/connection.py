@@ -30,20 +30,28 @@ if TYPE_CHECKING:
 Argument = bytes | str | int
 
 #: seconds beyond a deadline for which a call still waits for an answer
-_GRACE = 2.0
+_REPLY_MARGIN_S = 2.0
 #: timeouts in seconds: for a connection, and for the first answer; doubled for each further attempt
-_CONNECTING, _ANSWERING = 3.0, 10.0
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 10.0
 #: limits in seconds of the pause between two attempts, before randomization
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 #: number of idle connections kept
-_KEPT = 8
+_MAX_IDLE_CONNECTIONS = 8
 #: number of times in a row that a server of a cluster may redirect a call
-_MOVES = 8
+_MAX_REDIRECTIONS = 8
 #: bytes per read
-_READING = 2**16
+_READ_SIZE = 2**16
 
 #: first words of the errors that mean: not executed, try again later
-_LATER = ("LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "ASK", "max number of clients")
+_RETRYABLE_ERRORS = (
+    "LOADING",
+    "BUSY",
+    "TRYAGAIN",
+    "CLUSTERDOWN",
+    "MASTERDOWN",
+    "ASK",
+    "max number of clients",
+)
 
 
 #: exceptions of redis-py's parser for bytes that Redis never sends
@@ -158,8 +166,8 @@ class RedisClient:
         writes: Callable[[], None] | None,
     ) -> Any:
         """Return the answer to ``words`` of an attempt, or to ``unknown`` if the server lacks the script."""
-        patience = Deadline(deadline.remaining() + _GRACE)
-        pause, tries, moves, attempt = _SHORTEST_PAUSE, 0, 0, -1
+        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        pause, tries, moves, attempt = _MIN_RETRY_DELAY_S, 0, 0, -1
         met: Counter[str] = Counter()
         refused = unclear = False
         while True:
@@ -168,7 +176,7 @@ class RedisClient:
                 with self._connection(patience) as (connection, reused):
                     began = True
                     attempt += 1
-                    seconds = min(patience.remaining(), _ANSWERING * 2 ** min(tries, 4))
+                    seconds = min(patience.remaining(), _ANSWER_TIMEOUT_S * 2 ** min(tries, 4))
                     try:
                         return self._exchange(connection, words(attempt), seconds)
                     except self._redis.exceptions.NoScriptError:
@@ -179,7 +187,7 @@ class RedisClient:
                 raise
             except _Moved as error:
                 moves += 1
-                if moves <= _MOVES:
+                if moves <= _MAX_REDIRECTIONS:
                     continue
                 why, moves, refused = str(error), 0, True
             except _Later as error:
@@ -200,7 +208,7 @@ class RedisClient:
                 )
             if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
                 raise StoreError("closed")  # Store replaces the message
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_RETRY_DELAY_S)
 
     @contextlib.contextmanager
     def subscribed(self, channel: str, deadline: Deadline) -> Iterator[Subscription]:
@@ -208,10 +216,12 @@ class RedisClient:
 
         Raises ConnectionLost, or StoreError or AuthenticationError if the server refuses.
         """
-        patience = Deadline(deadline.remaining() + _GRACE)
+        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
         with self._connection(patience) as (connection, _):
             try:
-                self._exchange(connection, ("SUBSCRIBE", channel), min(patience.remaining(), _CONNECTING))
+                self._exchange(
+                    connection, ("SUBSCRIBE", channel), min(patience.remaining(), _CONNECT_TIMEOUT_S)
+                )
                 try:
                     yield Subscription(self, connection)
                 except BaseException:
@@ -219,7 +229,7 @@ class RedisClient:
                     raise
                 if deadline.expired:
                     raise ConnectionLost("timed out")  # do not wait for a server that may be down
-                ending = Deadline(min(deadline.remaining(), _CONNECTING))
+                ending = Deadline(min(deadline.remaining(), _CONNECT_TIMEOUT_S))
                 reply = self._exchange(connection, ("UNSUBSCRIBE", channel), ending.remaining())
                 while not ending.expired and _kind(reply) == b"message":
                     reply = self._read(connection, ending.remaining())
@@ -241,7 +251,7 @@ class RedisClient:
         reused = connection is not None
         if connection is None:
             try:
-                connection = self._connected(min(patience.remaining(), _CONNECTING))
+                connection = self._connected(min(patience.remaining(), _CONNECT_TIMEOUT_S))
             except ConnectionLost:
                 self._server = self._named  # the server of the redirection may be down
                 raise
@@ -264,7 +274,7 @@ class RedisClient:
         host, port = _host_and_port(self._server)
         connection: redis.Connection = self._class(
             host=host, port=port, db=self._database, username=self._user, password=self._password,
-            socket_timeout=max(seconds, 0.001), protocol=2, driver_info=None, socket_read_size=_READING,
+            socket_timeout=max(seconds, 0.001), protocol=2, driver_info=None, socket_read_size=_READ_SIZE,
         )  # fmt: skip
         with self._in_words():
             connection.connect()  # type: ignore[no-untyped-call]
@@ -273,7 +283,7 @@ class RedisClient:
     def _give_back(self, connection: redis.Connection) -> None:
         with self._lock:
             if (
-                len(self._idle) < _KEPT
+                len(self._idle) < _MAX_IDLE_CONNECTIONS
                 and not self._closed
                 and connection.is_connected
                 and (connection.host, connection.port) == _host_and_port(self._server)
@@ -318,7 +328,7 @@ class RedisClient:
             self._answered = self._answered or isinstance(error, errors.ResponseError)
             code = getattr(error, "status_code", None) or ""
             text = f"{code} {error}".strip()
-            if text.startswith(_LATER) or text.removeprefix("ERR ").startswith(_LATER):
+            if text.startswith(_RETRYABLE_ERRORS) or text.removeprefix("ERR ").startswith(_RETRYABLE_ERRORS):
                 raise _Later(text) from error
             if isinstance(error, errors.ResponseError):
                 raise refused(str(self), self._user, text) from error

@@ -91,7 +91,7 @@ class RedisJob(OutsideJob[WriteChannel]):
         return WriteChannel("o" + ident)
 
     def _live(self, what: str, deadline: Deadline, *more: str) -> tuple[bytes, bytes]:
-        milliseconds = int(outside_job.OUTLIVING * 1000)
+        milliseconds = int(outside_job.KEY_TTL_S * 1000)
         arguments: tuple[Argument, ...] = (what, self._member, self.life, milliseconds, *more)
         # Not cancellable: no caller waits for it, and the server's next answer shows its effect.
         word, life = self.run(LIFE, arguments, bytes, deadline, threading.Event())

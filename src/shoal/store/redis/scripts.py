@@ -115,10 +115,10 @@ if redis.call('HGET', hash, 'life') ~= life then
 end
 local kept = redis.call('HGET', hash, line)
 if kept then
-    local last, heard, reply = string.match(kept, '^(%d+) (%d+)(.*)$')
+    local last, latest, reply = string.match(kept, '^(%d+) (%d+)(.*)$')
     if last == number and reply ~= '' then
         return {'done', string.sub(reply, 2)}
-    elseif tonumber(last) > tonumber(number) or (last == number and tonumber(heard) > tonumber(attempt)) then
+    elseif tonumber(last) > tonumber(number) or (last == number and tonumber(latest) > tonumber(attempt)) then
         return {'late'}
     end
 end

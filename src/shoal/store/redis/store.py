@@ -53,7 +53,7 @@ T = TypeVar("T")
 #: default port of Redis
 _PORT = 6379
 #: maximum number of keys in one request, and of their bytes
-_AT_ONCE, _KEYS = 100_000, 16 * 2**20
+_MAX_KEYS_PER_REQUEST, _KEYS = 100_000, 16 * 2**20
 #: maximum number of digits of a length or a number of keys
 _DIGITS = 18
 #: longest key in bytes
@@ -139,7 +139,7 @@ class _RedisClient(OutsideClient[RedisJob]):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
-        part = next(parts(keys, _AT_ONCE, _KEYS))
+        part = next(parts(keys, _MAX_KEYS_PER_REQUEST, _KEYS))
         found = self._read(list[bytes | None], "get", MAX_VALUE, *map(_field, part))
         if not 1 <= len(found) <= len(part):
             raise self.job.unreadable(found)
@@ -147,7 +147,7 @@ class _RedisClient(OutsideClient[RedisJob]):
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         missing: list[str] = []
-        for part in parts(keys, _AT_ONCE, _KEYS):
+        for part in parts(keys, _MAX_KEYS_PER_REQUEST, _KEYS):
             found = self._read(list[int], "missing", *map(_field, part))
             if any(not 0 <= place < len(part) for place in found):
                 raise self.job.unreadable(found)

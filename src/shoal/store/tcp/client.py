@@ -23,26 +23,26 @@ from msgspec.structs import replace
 from ... import config
 from ...common.wording import in_seconds
 from ...errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
-from ...net import HANDSHAKE_TIMEOUT, Connection, Deadline, connect
+from ...net import HANDSHAKE_TIMEOUT_S, Connection, Deadline, connect
 from ..backing import RequestExecutor
 from ..base import Store, timed_out
 from ..requests import Blocking, StoreRequest
 from .protocol import MAX_MESSAGE, MAX_WELCOME, PURPOSE, Welcome, decode_reply, decode_welcome, encode_request
-from .replies import REMEMBERED
+from .replies import CHANNEL_TTL_S
 
 T = TypeVar("T")
 
 #: seconds beyond a request's deadline for which the client waits for the server to name the missing keys
-_GRACE = 2.0
+_REPLY_MARGIN_S = 2.0
 
 #: number of idle connections kept
-_KEPT = 4
+_MAX_IDLE_CONNECTIONS = 4
 
 #: limits in seconds of the pause between two attempts to reach a server
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 
 #: seconds after which a write is not sent again: the server may soon forget that it was executed
-_LONGEST_REPEAT = REMEMBERED - 60.0
+_MAX_REPEAT_S = CHANNEL_TTL_S - 60.0
 
 
 class TCPStore(Store):
@@ -135,7 +135,7 @@ class _TcpClient(RequestExecutor):
     def clone(self, timeout: float) -> _TcpClient:
         return _TcpClient(self.host, self.port, self._secret, timeout, self._welcome, patient=False)
 
-    def clone_anew(self, timeout: float) -> _TcpClient:
+    def clone_accepting_new_data(self, timeout: float) -> _TcpClient:
         return _TcpClient(self.host, self.port, self._secret, timeout, patient=False)
 
     def close(self) -> None:
@@ -173,19 +173,19 @@ class _TcpClient(RequestExecutor):
             line.number += 1
         message = encode_request(request, line.name, line.number)
         first = time.monotonic()
-        patience = Deadline(deadline.remaining() + _GRACE)
+        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
         losses = 0
         while True:
             connection = line.connection
             if connection is None:
                 connection = self._reconnect(line, request, deadline, patience, losses)
-                if losses and request.writes and time.monotonic() - first > _LONGEST_REPEAT:
+                if losses and request.writes and time.monotonic() - first > _MAX_REPEAT_S:
                     raise self._silent(request, deadline)
                 if losses and isinstance(request, Blocking):
                     message = encode_request(replace(request, timeout=deadline.remaining()))
             try:
-                connection.send(message, deadline.remaining() + _GRACE)
-                return connection.recv(deadline.remaining() + _GRACE)
+                connection.send(message, deadline.remaining() + _REPLY_MARGIN_S)
+                return connection.recv(deadline.remaining() + _REPLY_MARGIN_S)
             except WireTimeout as error:
                 raise self._silent(request, deadline) from error
             except (WireError, OSError):
@@ -197,17 +197,17 @@ class _TcpClient(RequestExecutor):
     ) -> Connection:
         """Connect the channel as soon as the server can be reached, until ``patience`` expires."""
         # The first loss may be an accident: reconnect at once. After further losses, pause.
-        pause, failures = _SHORTEST_PAUSE * 2 ** min(losses, 6), max(0, losses - 1)
+        pause, failures = _MIN_RETRY_DELAY_S * 2 ** min(losses, 6), max(0, losses - 1)
         why = "its connections are lost again and again"
         while True:
             if failures:
                 if self.closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
                     raise StoreError("closed")  # Store replaces the message
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, _MAX_RETRY_DELAY_S)
             if losses + failures and patience.expired:
                 raise self._silent(request, deadline, why, sent=losses > 0)
             try:
-                connection = self._connect(min(patience.remaining(), HANDSHAKE_TIMEOUT))
+                connection = self._connect(min(patience.remaining(), HANDSHAKE_TIMEOUT_S))
             except (AuthenticationError, VersionMismatch) as error:
                 raise self._lost(error) from error
             except WireError as error:
@@ -234,7 +234,11 @@ class _TcpClient(RequestExecutor):
     def _put_back(self, line: _Connection) -> None:
         with self._lock:
             self._busy.discard(line)
-            if line.connection is not None and not self.closed.is_set() and len(self._idle) < _KEPT:
+            if (
+                line.connection is not None
+                and not self.closed.is_set()
+                and len(self._idle) < _MAX_IDLE_CONNECTIONS
+            ):
                 self._idle.append(line)
                 return
             connection, line.connection = line.connection, None
@@ -271,7 +275,7 @@ class _TcpClient(RequestExecutor):
 
     def _first_connection(self, deadline: Deadline, *, patient: bool) -> Connection:
         """Connect to the server; ``patient``: also if it starts later."""
-        pause = _SHORTEST_PAUSE
+        pause = _MIN_RETRY_DELAY_S
         while True:
             try:
                 return self._connect(deadline.remaining())
@@ -289,7 +293,7 @@ class _TcpClient(RequestExecutor):
                     raise  # the server there is not a store
             # Many ranks start at the same time: spread their attempts.
             time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_RETRY_DELAY_S)
 
     def _is_gone(self, error: WireError) -> bool:
         """Return whether the data is lost: no server listens, and the data was in memory."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ShoalError, StoreError, UsageError, WireError
-from ...net import HANDSHAKE_TIMEOUT
+from ...net import HANDSHAKE_TIMEOUT_S
 from ..operations import KeyTable
 from ..requests import MultiSet
 from .journal import InDoubt, Journal, NotWritten, Snapshot
@@ -31,7 +31,7 @@ from .server import TCPStoreServer, _StoreClient
 logger = logging.getLogger(__name__)
 
 #: seconds between two attempts to rewrite a log whose disk has failed
-_REPAIR_PAUSE = 1.0
+_REPAIR_INTERVAL_S = 1.0
 
 #: exceptions of a failed rewrite of the log
 _FAILURES = (OSError, ShoalError, InDoubt)
@@ -98,7 +98,7 @@ class DurableStoreServer(TCPStoreServer):
         secret: bytes = b"",
         *,
         records: Mapping[str, bytes] | None = None,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._taken: list[_Taken] = []
         self._kept: dict[bytes, LastWrite | None] = {}
@@ -219,7 +219,7 @@ class DurableStoreServer(TCPStoreServer):
             self._replies.restore(name, line)
         self._kept.clear()
         if in_doubt is not None:
-            self._broken, self._repair_at = why, time.monotonic() + _REPAIR_PAUSE
+            self._broken, self._repair_at = why, time.monotonic() + _REPAIR_INTERVAL_S
             self._in_doubt.update(decode_request(message)[1:] for message in in_doubt)
         logger.warning("store: a round of %d requests was %s", len(taken), why)
         refusal = encode_reply(Status.FAILED, why)
@@ -256,7 +256,7 @@ class DurableStoreServer(TCPStoreServer):
             self._journal.rewrite(self._snapshot())
         except _FAILURES as error:
             logger.warning("store: the log cannot be rewritten: %s", error)
-            self._repair_at = time.monotonic() + _REPAIR_PAUSE
+            self._repair_at = time.monotonic() + _REPAIR_INTERVAL_S
             return
         self._broken = ""
         self._in_doubt.clear()

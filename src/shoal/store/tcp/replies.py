@@ -21,10 +21,10 @@ from ..requests import CompareSet, StoreRequest
 from .protocol import Status, encode_reply
 
 #: seconds for which a channel is stored after its client has disconnected
-REMEMBERED = 600.0
+CHANNEL_TTL_S = 600.0
 
 #: longest reply in bytes of a CompareSet that is stored; other writes have shorter replies
-_LONGEST = 64 * 2**10
+_MAX_STORED_REPLY = 64 * 2**10
 
 
 class LastWrite(NamedTuple):
@@ -94,7 +94,7 @@ class Replies:
         if heard is None:
             heard = self._lines[name] = _Heard()
         heard.number = number
-        is_known = isinstance(request, CompareSet) and len(reply) > _LONGEST
+        is_known = isinstance(request, CompareSet) and len(reply) > _MAX_STORED_REPLY
         heard.reply = b"" if is_known else bytes(reply)
 
     def last(self, name: bytes) -> LastWrite | None:
@@ -109,12 +109,12 @@ class Replies:
             heard.number, heard.reply = (-1, b"") if line is None else line[1:]
 
     def gone(self, name: bytes, connection: int, now: float) -> None:
-        """Record that a connection has ended; forget channels without a client for ``REMEMBERED`` seconds."""
+        """Record the end of a connection; forget channels that had no client for ``CHANNEL_TTL_S``."""
         heard = self._lines.get(name)
         if heard is not None and heard.connection == connection:
             self._gone.pop(name, None)
             self._gone[name] = now
-        while self._gone and next(iter(self._gone.values())) <= now - REMEMBERED:
+        while self._gone and next(iter(self._gone.values())) <= now - CHANNEL_TTL_S:
             oldest = next(iter(self._gone))
             del self._gone[oldest], self._lines[oldest]
 

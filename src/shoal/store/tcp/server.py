@@ -16,7 +16,7 @@ import msgspec
 
 from ...errors import StoreError, WireError
 from ...net import (
-    HANDSHAKE_TIMEOUT,
+    HANDSHAKE_TIMEOUT_S,
     ClientConnection,
     Deadline,
     PendingHandshake,
@@ -73,7 +73,7 @@ class TCPStoreServer(Server[_StoreClient]):
         secret: bytes = b"",
         *,
         records: Mapping[str, bytes] | None = None,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
+        handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         checked = {checked_key(key): checked_value(value) for key, value in (records or {}).items()}
         self._welcome = msgspec.msgpack.encode(self._hold(checked))

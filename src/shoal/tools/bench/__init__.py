@@ -3,5 +3,5 @@
 A coordinator (:mod:`.command`, :mod:`.race`) starts each contender's ranks once (:mod:`.contenders`,
 :mod:`.running`) and sends them orders in turns. A rank (:mod:`.ranks`) executes an operation, checks its
 result and measures it. The :class:`.result.BenchResult` of a run is the source of tables, pictures and
-README's section.
+the section of docs/benchmark.md.
 """

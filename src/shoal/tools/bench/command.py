@@ -79,7 +79,11 @@ def _ranks(word: str) -> int:
 @click.option("--rounds", type=click.IntRange(min=1), help="Number of samples per cell.  [default: 11]")
 @click.option("--quick", is_flag=True, help="Two ranks, fp32, few sizes and rounds: one or two minutes.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("out"), show_default=True)
-@click.option("--readme", is_flag=True, help="In a checkout of shoal: update README's tables and picture.")
+@click.option(
+    "--readme",
+    is_flag=True,
+    help="In a checkout of shoal: update the tables and the picture of docs/benchmark.md.",
+)
 @click.pass_context
 def bench(
     context: click.Context,

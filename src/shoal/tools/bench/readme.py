@@ -1,4 +1,4 @@
-"""Update of README's tables and picture from a run."""
+"""Update of the tables and the picture of docs/benchmark.md from a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .table import markdown
 
 SIZES = [Size.parse(text) for text in ("8", "16K", "1M", "25M", "64M", "256M")]
 SETTINGS = [Setting("all_reduce", "fp32", ranks) for ranks in (2, 4)]
+PAGE = "docs/benchmark.md"
 PICTURE = "docs/all_reduce.png"
 
 
 def rewrite(result: BenchResult, root: Path) -> None:
-    """Write the measured tables into README.md, and the picture if all settings were measured."""
-    page = root / "README.md"
+    """Write the measured tables into the page, and the picture if all settings were measured."""
+    page = root / PAGE
     text = page.read_text()
     measured = [setting for setting in SETTINGS if setting in result.cells]
     for setting in measured:
@@ -25,7 +26,9 @@ def rewrite(result: BenchResult, root: Path) -> None:
         text = replace_section(text, setting.stem, markdown(result, setting, sizes))
     if measured == SETTINGS:
         draw(result, SETTINGS, root / PICTURE)
-        text = replace_section(text, "all_reduce-picture", f"![all_reduce: time and bandwidth]({PICTURE})")
+        text = replace_section(
+            text, "all_reduce-picture", "![all_reduce: time and bandwidth](all_reduce.png)"
+        )
     page.write_text(text)
 
 

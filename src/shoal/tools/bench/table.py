@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -109,12 +110,15 @@ def facts(result: BenchResult) -> list[str]:
 
 
 def markdown(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> str:
-    """README's table of one setting."""
+    """Return the table of one setting for docs/benchmark.md."""
     body = rows(result, setting, sizes)
     lines = [
-        f"`{setting.operation}` of {setting.dtype}, {setting.ranks} ranks on {description()}: median of "
-        f"{result.rounds} samples on the slowest rank, ± half the interquartile range. "
-        "The lower rows say how many times as fast shoal is.",
+        *textwrap.wrap(
+            f"`{setting.operation}` of {setting.dtype}, {setting.ranks} ranks on {description()}: median of "
+            f"{result.rounds} samples on the slowest rank, ± half the interquartile range. "
+            "The lower rows say how many times as fast shoal is.",
+            width=110,
+        ),
         "",
         "| " + " | ".join(["", *(size_name(size) for size in sizes)]) + " |",
         "| --- |" + " ---: |" * len(sizes),
