@@ -178,8 +178,9 @@ def meet_beside(
     Raises:
         RendezvousError, StoreError: as of :func:`rendezvous`.
     """
+    store = PrefixStore(name, place.store.clone(timeout, accept_new_data=True))
     venue = replace(
-        place.venue, store=PrefixStore(name, place.store.clone(timeout, accept_new_data=True)), rank=rank, size=size,
+        place.venue, store=store, rank=rank, size=size,
         local_rank=None, local_size=None, alone=None, met=nothing, close=nothing,
     )  # fmt: skip
     request = replace(place.request, rank=rank, size=size, deadline=Deadline(timeout))

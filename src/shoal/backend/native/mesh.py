@@ -434,7 +434,7 @@ class _Builder:
         )
 
     def _look_for_reason(self, ranks: Sequence[int]) -> None:
-        """Raise the reason why one of the ranks was lost, if it is found within ``_LOSS_REASON_TIMEOUT_S`` seconds."""
+        """Raise the reason why one of the ranks was lost, if it is found in ``_LOSS_REASON_TIMEOUT_S``."""
         patience = Deadline(min(_LOSS_REASON_TIMEOUT_S, self._deadline.remaining()))
         while True:
             self._me.look(ranks)
