@@ -149,7 +149,8 @@ def _wide(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _without_code(text: str) -> str:
-    return re.sub(r"(`+)[^`]*?\1", lambda found: re.sub(r"[^\n]", "_", found.group()), text)
+    """Blank out code in backquotes, and quoted words such as ``'gone'``."""
+    return re.sub(r"(`+)[^`]*?\1|'\w+'", lambda found: re.sub(r"[^\n]", "_", found.group()), text)
 
 
 def files(paths: list[Path]) -> Iterator[Path]:
@@ -157,8 +158,9 @@ def files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
             for suffix in ("py", "md", "cc", "h"):
-                yield from sorted(path.rglob(f"*.{suffix}"))
-        else:
+                found = sorted(path.rglob(f"*.{suffix}"))
+                yield from (each for each in found if each != Path(__file__).resolve())
+        elif path != Path(__file__).resolve():  # which has the phrases themselves
             yield path
 
 

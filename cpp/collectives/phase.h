@@ -15,7 +15,6 @@ class Phase {
  public:
   explicit Phase(Operation& op);
 
-  Team& team() const { return team_; }
   int self() const { return team_.self(); }
   int size() const { return team_.size(); }
 

@@ -55,7 +55,6 @@ class Arrivals {
   void ask(const std::shared_ptr<Piece>& piece);
   void finish(Piece& piece);
   void complete(Arriving& whole);
-  void deliver(const std::shared_ptr<Arriving>& whole);
   void advance_mailbox(std::uint32_t mailbox);
   void give_up(Arriving& whole);
   void refuse(Arriving& whole, std::uint64_t bytes);

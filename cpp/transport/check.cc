@@ -12,8 +12,6 @@ constexpr auto kLastCollective = static_cast<std::uint8_t>(Kind::kBarrier);
 constexpr auto kLastError = static_cast<std::uint16_t>(ErrorCode::kWire);
 constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
-enum class Content { kNothing, kCall, kCallOrShape, kOfItsMessage };
-
 // The kind of links on which frames of a type are allowed.
 enum class Between { kAll, kRanks, kPosts };
 
@@ -26,37 +24,28 @@ struct Limits {
   bool message;
   std::uint64_t total;  // maximum
   bool step;
-  Content content;
   Between between = Between::kRanks;
 };
 
 const Limits* limits_of(FrameType type) {
-  //                       codes      payload      member channel message total     step   content
+  //                       codes      payload      member channel message total     step
   static constexpr Limits kTable[] = {
-      {{0, kLent}, kEager, true, true, true, kLongest, true, Content::kCallOrShape, Between::kAll},
-      {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Content::kOfItsMessage, Between::kAll},
-      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Content::kNothing, Between::kAll},  // grant
-      {{kNotArrived, kKnown}, 0, true, true, false, 0, false, Content::kCall},                    // query
-      {{kNotArrived, kPassed}, 0, true, true, false, 0, false, Content::kCall},                   // reply
-      {{1, kLastError}, kTextLimit, true, false, false, 0, false, Content::kNothing},             // broken
-      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false, Content::kNothing},            // closed
-      {{kByChoice, kProgramEnded},
-       0,
-       false,
-       false,
-       false,
-       0,
-       false,
-       Content::kNothing,
-       Between::kAll},                                                                          // bye
-      {{0, 0}, 0, false, false, false, 0, false, Content::kNothing, Between::kAll},             // beat
-      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Content::kNothing, Between::kAll},  // credit
-      {{kLeaves, kFinished}, 0, true, true, true, 0, false, Content::kNothing},                 // closing
-      {{0, 0}, 0, true, true, true, 0, false, Content::kNothing, Between::kAll},                // withdrawn
-      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // cancel
-      {{0, 0}, 0, false, true, false, 0, false, Content::kNothing, Between::kPosts},            // ask
-      {{0, 1}, kTextLimit, false, true, false, 0, false, Content::kNothing, Between::kPosts},   // tell
-      {{0, 0}, kAgreeLimit, true, true, false, 0, false, Content::kNothing},                    // agree
+      {{0, kLent}, kEager, true, true, true, kLongest, true, Between::kAll},
+      {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Between::kAll},
+      {{kWanted, kDeclined}, 0, false, false, true, 0, false, Between::kAll},         // grant
+      {{kNotArrived, kKnown}, 0, true, true, false, 0, false},                        // query
+      {{kNotArrived, kPassed}, 0, true, true, false, 0, false},                       // reply
+      {{1, kLastError}, kTextLimit, true, false, false, 0, false},                    // broken
+      {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false},                   // closed
+      {{kByChoice, kProgramEnded}, 0, false, false, false, 0, false, Between::kAll},  // bye
+      {{0, 0}, 0, false, false, false, 0, false, Between::kAll},                      // beat
+      {{0, 0}, 0, false, false, false, kUnreadLimit, false, Between::kAll},           // credit
+      {{kLeaves, kFinished}, 0, true, true, true, 0, false},                          // closing
+      {{0, 0}, 0, true, true, true, 0, false, Between::kAll},                         // withdrawn
+      {{0, 0}, 0, false, true, false, 0, false, Between::kPosts},                     // cancel
+      {{0, 0}, 0, false, true, false, 0, false, Between::kPosts},                     // ask
+      {{0, 1}, kTextLimit, false, true, false, 0, false, Between::kPosts},            // tell
+      {{0, 0}, kAgreeLimit, true, true, false, 0, false},                             // agree
   };
   const auto index = static_cast<std::size_t>(type) - 1;
   return index < std::size(kTable) ? &kTable[index] : nullptr;

@@ -19,12 +19,6 @@ from .common.torch_features import premul_factor
 from .common.wording import counted
 from .errors import UsageError
 
-
-def encodable(text: str) -> str:
-    r"""Make ``text`` encodable as UTF-8: a lone surrogate, as in an undecodable name, becomes ``\udcff``."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 #: A :class:`ReduceOp`, its name in any case, or a value of ``torch.distributed.ReduceOp``.
 ReduceOpLike: TypeAlias = Any
 

@@ -26,10 +26,11 @@ from ..backend.base import Backend, GroupSpec, ident_of
 from ..common.copy_refusal import refuses_copies
 from ..common.keywords import explained, named
 from ..common.uncompiled import uncompiled
+from ..common.wording import encodable
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..links import Links, connect_some
 from ..recorder import FlightRecorder
-from ..spec import DTYPE_CODES, encodable
+from ..spec import DTYPE_CODES
 from ..store import PrefixStore, Store
 from ..world import World, remaining
 from .batch import Batch

@@ -10,7 +10,7 @@ resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for u
 from ..store.urls import OUTSIDE, register_place
 from .environment import Launch
 from .host import LOOPBACK, loopback_trouble
-from .meet import attend, meet_at, meet_beside, rendezvous
+from .meet import meet_at, meet_beside, rendezvous
 from .membership import Membership
 from .place import RendezvousPoint, open_place
 from .private import default_secret, private_directory, user_secret
@@ -41,7 +41,6 @@ __all__ = [
     "RendezvousPoint",
     "Request",
     "Venue",
-    "attend",
     "default_secret",
     "job_record",
     "loopback_trouble",

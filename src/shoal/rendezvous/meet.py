@@ -110,11 +110,6 @@ def _store_went_away(error: BaseException) -> bool:
     return isinstance(error, (StoreError, WireError))
 
 
-def attend(venue: Venue, request: Request) -> Membership:
-    """Same as ``meet_at(RendezvousPoint.at(venue, request))``."""
-    return meet_at(RendezvousPoint.at(venue, request))
-
-
 def meet_at(place: RendezvousPoint, look: Callable[[], None] = nothing) -> Membership:
     """Meet the other ranks of the job, whose number is fixed, at an open rendezvous point.
 

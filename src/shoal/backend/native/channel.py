@@ -19,7 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ... import _core, config, failure_report
-from ...common.wording import counted
+from ...common.wording import counted, encodable
 from ...errors import (
     CollectiveMismatch,
     GroupClosed,
@@ -31,7 +31,7 @@ from ...errors import (
 )
 from ...future import Future, scope_variable
 from ...recorder import FlightRecorder
-from ...spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp, encodable
+from ...spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp
 from ..agreements import Agreeing, Op
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .agreement import NativeAgreement

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ... import config
 from ...errors import ConfigurationError, LaunchError
+from ..output.causes import shell_code
 from .hosts import Host
 from .link import Descriptors, socket_pair_end
 from .stderr_tail import StderrTail
@@ -85,4 +86,4 @@ class Client:
             self._process.wait()
             code = None
         self._said.close()
-        return code if code is None or code >= 0 else 128 - code
+        return None if code is None else shell_code(code)

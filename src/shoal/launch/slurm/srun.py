@@ -12,6 +12,7 @@ from contextlib import suppress
 from ... import config
 from ...errors import LaunchError, UsageError
 from ...net import Connection
+from ..output.causes import shell_code
 from ..remote.hosts import Host
 from ..remote.link import StreamCarrier
 from ..remote.stderr_tail import StderrTail
@@ -72,7 +73,7 @@ class Srun:
     def code(self) -> int | None:
         """Its exit code, as a shell gives it; None while it runs."""
         code = self._process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return None if code is None else shell_code(code)
 
     def watch(self, selector: selectors.BaseSelector | None) -> None:
         """Handle events in the loop of ``selector``, which calls the data of ready keys; None: in no loop."""

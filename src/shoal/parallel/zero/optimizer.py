@@ -24,7 +24,7 @@ from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook, takes_named_options
 from .arguments import DIFFER, check_can_be_sent, check_copies, checked_parameters, describe_all
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
-from .shares import Shares
+from .shares import Shares, all_parameters
 from .survey import Gathers, gather_again
 
 #: Arguments of the constructor that are not passed to the inner optimiser.
@@ -121,7 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "copies": repr(copies),
         }
         self._check_same(0, self._settings)
-        self._shares.add(_parameters(self.param_groups))
+        self._shares.add(all_parameters(self.param_groups))
         self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
         self.defaults = self.optim.defaults
         self.state = self.optim.state
@@ -169,7 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self._consolidated = None
         added = self.param_groups[index:]
-        self._shares.add(_parameters(added))
+        self._shares.add(all_parameters(added))
         self.optim.add_param_group(self._own_part(added[0]))
         _copy_options(self.optim.param_groups, self.param_groups)
 
@@ -205,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result = self._consolidated
-        if result is None and all(map(self._shares.is_own, _parameters(self.param_groups))):
+        if result is None and all(map(self._shares.is_own, all_parameters(self.param_groups))):
             result = packed(self._own_state(self._shares.is_own), self.param_groups)
         if result is None:
             raise UsageError(
@@ -401,7 +401,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the state of this rank's ``chosen`` parameters, by parameter number."""
         own = [
             (number, parameter)
-            for number, parameter in enumerate(_parameters(self.param_groups))
+            for number, parameter in enumerate(all_parameters(self.param_groups))
             if self._shares.is_own(parameter)
         ]
         state = self.optim.state_dict()["state"]
@@ -430,10 +430,6 @@ class _ZeroHook(JoinHook):
 
     def main_hook(self) -> None:
         self._optimizer.step()
-
-
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -108,7 +108,7 @@ class Shares:
     def prepare_load(self, groups: Sequence[dict[str, Any]], inside: torch.optim.Optimizer) -> None:
         """Prepare loading a whole state: while owners are not known, this rank owns all parameters."""
         if self._group is None or not self.is_settled:
-            self._take(set(_parameters(groups)), groups, inside)
+            self._take(set(all_parameters(groups)), groups, inside)
             self.steps, self.is_whole = 0, True
 
     def settle(
@@ -133,7 +133,7 @@ class Shares:
             The holdings of all ranks.
         """
         group = self.group
-        parameters = _parameters(groups)
+        parameters = all_parameters(groups)
         form = describe_shapes(groups, settings)
         mine = self._holding(parameters, inside, form, gathers)
         holdings: list[Holding] = group.all_gather_object(mine).wait()
@@ -205,5 +205,6 @@ class Shares:
             its.update({name: part[name] for name in PER_PARAMETER if name in part})
 
 
-def _parameters(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+def all_parameters(groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
     return [parameter for group in groups for parameter in group["params"]]

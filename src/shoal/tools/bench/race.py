@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import psutil
 
-from . import plan
 from .case import Case
 from .contenders import Contender, Variant
 from .environments import Absent
@@ -140,11 +139,6 @@ class Race:
                     self._result.futex.append(max(answer["seconds"] for answer in answers[:2]))
             except Unmeasured as reason:
                 self._absent(running.contender.name, "futex round trip", str(reason))
-
-    def seconds(self, case: Case, rounds: int) -> float:
-        """Estimate the duration of :meth:`measure` in seconds."""
-        variants = [v for r in self._running for v in r.contender.variants if v.takes(case)]
-        return plan.seconds(case, self._ranks, len(variants), rounds)
 
     def _lose(self, running: RunningContender, case: str, reason: str) -> None:
         self._running.remove(running)
