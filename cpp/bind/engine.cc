@@ -85,7 +85,8 @@ OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::u
   request.peer = peer;
   request.tag = tag;
   request.shape.dtype = static_cast<std::uint8_t>(dtype);
-  if (dims.size() > kMaxDims) throw std::invalid_argument("a message has at most 8 dimensions; pack more of them");
+  if (dims.size() > kMaxDims)
+    throw std::invalid_argument("a message has at most 8 dimensions; pack more of them");
   request.shape.dims = static_cast<std::uint8_t>(dims.size());
   std::ranges::copy(dims, request.shape.sizes);
   if (request.kind == Kind::kSend) {
@@ -442,14 +443,14 @@ void bind_engine(nb::module_& m) {
       .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
            "All ranks that are lost by now.")
       .def(
-          "sever", [](Context& context, int peer) { context.peers().sever(peer); }, nb::arg("peer"),
+          "disconnect", [](Context& context, int peer) { context.peers().disconnect(peer); }, nb::arg("peer"),
           "Cut the connection to a peer, for tests.")
       .def("held", &Context::held,
            "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
            "bytes of the peers' windows in use.")
       .def(
-          "hush", [](Context& context, bool silent) { context.peers().hush(silent); }, nb::arg("silent"),
-          "Stop sending heartbeats, for tests.")
+          "pause_heartbeats", [](Context& context, bool silent) { context.peers().pause_heartbeats(silent); },
+          nb::arg("silent"), "Stop sending heartbeats, for tests.")
       .def(
           "die_at", [](Context& context, Fault point) { context.die_at(point); }, nb::arg("point"),
           "Be killed where an operation reaches a point, for tests; see cpp/engine/context.h.");

@@ -487,9 +487,10 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("peer"))
       .def(
-          "sever", [](Endpoint& self, int peer) { self.use().sever(peer); }, nb::arg("peer"))
+          "disconnect", [](Endpoint& self, int peer) { self.use().disconnect(peer); }, nb::arg("peer"))
       .def(
-          "hush", [](Endpoint& self, bool silent) { self.use().hush(silent); }, nb::arg("silent"))
+          "pause_heartbeats", [](Endpoint& self, bool silent) { self.use().pause_heartbeats(silent); },
+          nb::arg("silent"))
       .def(
           "close",
           [](Endpoint& self, double timeout) {

@@ -87,7 +87,7 @@ Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
     if (any(now) || now_ns() >= until) return now;
     Doorbell::Sleeper sleeper(group_.context().bell(), Wake::Any);
     if (now = news(); any(now)) return now;
-    group_.context().rouse();
+    group_.context().wake_monitor();
     sleeper.sleep(std::min(until - now_ns(), 20 * kMillisecond));
   }
 }

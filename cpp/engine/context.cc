@@ -85,7 +85,7 @@ void Context::close(std::int64_t deadline) {
 
 void Context::disown() {
   forked_ = true;
-  drowsy_ = false;
+  monitor_idle_ = false;
   arena_->disown();
   peers_.disown();
   // The threads exist only in the parent.
@@ -181,7 +181,7 @@ void Context::tell_groups(const std::vector<Loss>& losses) {
   for (auto& group : groups()) silent |= group->on_peers_lost(losses);
   for (const Loss& loss : losses) {
     messenger_.gone(loss.peer);
-    if (silent && peers_.remote(loss.peer)) peers_.sever(loss.peer);
+    if (silent && peers_.remote(loss.peer)) peers_.disconnect(loss.peer);
   }
   bell().wake();  // receives may have been posted again
   drop_groups();
@@ -204,7 +204,7 @@ std::vector<int> Context::all_lost() {
 void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
   if (end == LinkEnd::kGone) return lost({link.peer(), why});
   lost({link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire});
-  peers_.sever(link.peer());  // notifies it immediately, although its data is no longer read
+  peers_.disconnect(link.peer());  // notifies it immediately, although its data is no longer read
 }
 
 // A peer has closed a group.

@@ -64,7 +64,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   bool wait(Operation& op, std::int64_t until);
   // Makes the watch thread check peers often.  Called before a thread sleeps to wait for peers, so that waits
   // without a sleep do not pay for it.
-  void rouse();
+  void wake_monitor();
   void close(std::int64_t deadline);
   // The program ends: closing is reported to the peers with this reason from now on.
   void program_ends() { program_ends_.store(true); }
@@ -162,12 +162,12 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   std::thread progress_thread_, watch_thread_;
   // State with which threads in wait() and the watch thread share the TCP sockets (waiting.cc).
-  std::atomic<int> drivers_{0};           // threads in wait() that poll them
-  std::atomic<std::uint64_t> drives_{0};  // number of times a thread began to
-  std::atomic<int> asleep_{0};            // threads in wait() that sleep
-  std::atomic<bool> parked_{false};       // the watch thread leaves the sockets to the drivers
-  std::atomic<int> telling_{0};           // threads that are reporting a loss
-  std::atomic<bool> drowsy_{false};       // nothing is pending: the watch thread checks local peers rarely
+  std::atomic<int> drivers_{0};            // threads in wait() that poll them
+  std::atomic<std::uint64_t> drives_{0};   // number of times a thread began to
+  std::atomic<int> asleep_{0};             // threads in wait() that sleep
+  std::atomic<bool> parked_{false};        // the watch thread leaves the sockets to the drivers
+  std::atomic<int> telling_{0};            // threads that are reporting a loss
+  std::atomic<bool> monitor_idle_{false};  // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};
   std::atomic<std::uint64_t> submissions_{0};

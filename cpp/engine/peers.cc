@@ -344,17 +344,17 @@ std::vector<int> Peers::all_lost() const {
   return ranks;
 }
 
-void Peers::sever(int rank) {
+void Peers::disconnect(int rank) {
   Peer& peer = at(rank);
   if (peer.tcp != nullptr)
-    peer.tcp->sever();
+    peer.tcp->disconnect();
   else if (peer.socket >= 0)
     shutdown(peer.socket, SHUT_RDWR);
 }
 
-void Peers::sever_remote() {
+void Peers::disconnect_remote() {
   for (int rank = 0; rank < size(); ++rank)
-    if (remote(rank)) sever(rank);
+    if (remote(rank)) disconnect(rank);
 }
 
 std::uint64_t Peers::lent() const {

@@ -101,10 +101,10 @@ class Peers {
   // All ranks that this rank, or one that reported it, has lost.
   std::vector<int> all_lost() const;
 
-  void sever(int rank);                         // cuts the connection to a peer
-  void sever_remote();                          // cuts the connections to other hosts
-  void hush(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
-  std::uint64_t lent() const;                   // bytes lent by all peers
+  void disconnect(int rank);                                // cuts the connection to a peer
+  void disconnect_remote();                                 // cuts the connections to other hosts
+  void pause_heartbeats(bool silent) { silent_ = silent; }  // fault injection: stop sending heartbeats
+  std::uint64_t lent() const;                               // bytes lent by all peers
 
   // Notifies all peers that this rank leaves, after everything that was sent.
   void say_goodbye(Departure why, std::int64_t deadline);

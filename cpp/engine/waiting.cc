@@ -81,7 +81,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
     driving.pause();
     moved = op.group().lanes().drive(op) || peers_.poll_rings();
     if (op.done()) return true;
-    rouse();
+    wake_monitor();
     if (!moved) sleeper.sleep(next - now);
     driving.resume();
     idle = moved ? 0 : spins_;  // woken: the event is there, or it is for another thread
@@ -111,7 +111,7 @@ void Context::progress_loop() {
       bool moved = progress(still);
       if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
-        if (waiting) rouse();
+        if (waiting) wake_monitor();
         std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
         sleeper.sleep(std::min(nap, next - now));
       }
@@ -164,26 +164,26 @@ std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
     peers_.give_up(peer);  // before any process acts on it
     reached(Fault::kGaveUp);
     lost(std::move(loss));
-    peers_.sever(peer);  // notifies it when it continues, whichever groups exist
+    peers_.disconnect(peer);  // notifies it when it continues, whichever groups exist
   }
   // Peers on other hosts need not wait for the heartbeat limit.
-  if (given_up() && !std::exchange(retired_, true)) peers_.sever_remote();
+  if (given_up() && !std::exchange(retired_, true)) peers_.disconnect_remote();
   return busy() ? look_out_ : look_out_idle_;
 }
 
 // Whether operations or agreements are pending.  If not, a later waiter wakes the watch thread.
 bool Context::busy() {
-  drowsy_.store(true, std::memory_order_seq_cst);
+  monitor_idle_.store(true, std::memory_order_seq_cst);
   for (auto& group : groups()) {
     if (!group->lanes().pending() && !group->agreements().awaited()) continue;
-    drowsy_.store(false, std::memory_order_relaxed);
+    monitor_idle_.store(false, std::memory_order_relaxed);
     return true;
   }
   return false;
 }
 
-void Context::rouse() {
-  if (drowsy_.load(std::memory_order_seq_cst) && drowsy_.exchange(false)) peers_.wake();
+void Context::wake_monitor() {
+  if (monitor_idle_.load(std::memory_order_seq_cst) && monitor_idle_.exchange(false)) peers_.wake();
 }
 
 // While a thread in wait() polls the sockets, the watch thread would only take its core at every segment.  So

@@ -146,12 +146,12 @@ void Post::drop(int id, std::string why) {
   auto found = peers_.find(id);
   if (found == peers_.end()) return;
   dropped_.emplace(id, std::move(why));
-  found->second->link.sever();
+  found->second->link.disconnect();
 }
 
-void Post::sever(int id) {
+void Post::disconnect(int id) {
   std::lock_guard lock(peers_mutex_);
-  if (auto found = peers_.find(id); found != peers_.end()) found->second->link.sever();
+  if (auto found = peers_.find(id); found != peers_.end()) found->second->link.disconnect();
 }
 
 std::string Post::why_lost(int id) {

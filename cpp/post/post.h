@@ -96,8 +96,8 @@ class Post final : public FrameSink, public Correspondence {
     Handling::Standing standing;
   };
   std::vector<Handled> handled();
-  void sever(int peer);
-  void hush(bool silent) { silent_ = silent; }
+  void disconnect(int peer);
+  void pause_heartbeats(bool silent) { silent_ = silent; }
   // Sends queued letters and closes; returns the peers that did not take all of them before the deadline.
   std::vector<int> close(std::int64_t deadline);
 

@@ -34,7 +34,7 @@ void take_part(Context& context, Group& group, Random random, const Fate& fate, 
     if (chance(random, 2)) std::this_thread::sleep_for(std::chrono::microseconds(pick(random, 1, 2000)));
     if (goes && i == fate.after) {
       for (int other = 0; other < group.size() && !fate.leaves; ++other)
-        if (other != group.rank()) context.peers().sever(other);
+        if (other != group.rank()) context.peers().disconnect(other);
       break;
     }
     const std::string vote(static_cast<std::size_t>(group.rank()) * 100, 'x');

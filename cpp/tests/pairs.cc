@@ -211,7 +211,7 @@ class PairRank {
       std::vector<std::byte> half(300'000);
       auto unread = message(Kind::kSend, neighbour(1), kNever, &half);
       for (int r = 0; r < world_.size(); ++r)
-        if (r != rank_) context().peers().sever(r);
+        if (r != rank_) context().peers().disconnect(r);
       auto receive = message(Kind::kRecv, -1, kNever, nullptr);
       check(!finish(receive) && receive->error().code == ErrorCode::kPeerLost,
             "a rank without peers receives");

@@ -244,7 +244,7 @@ void posts(std::uint64_t seed, Tally& tally) {
     const auto from = static_cast<std::size_t>(pick(random, 0, kStations - 1));
     const auto to = static_cast<std::size_t>(pick(random, 0, kStations - 1));
     if (chance(random, 2))
-      stations[from]->post->sever(names[from][to]);
+      stations[from]->post->disconnect(names[from][to]);
     else
       stations[from]->post->drop(names[from][to], "the test drops it");
     connect(from, to);

@@ -182,7 +182,7 @@ class Rank {
         group->fail({ErrorCode::kAborted, "the stress test aborts", {group->rank()}}, true);
     } else {
       for (int r = 0; r < round_.world.size(); ++r)
-        if (r != rank_) context().peers().sever(r);
+        if (r != rank_) context().peers().disconnect(r);
     }
   }
 

@@ -40,7 +40,7 @@ void SocketLink::disown() {
   fd_ = -1;
 }
 
-void SocketLink::sever() { shutdown(fd_, SHUT_RDWR); }
+void SocketLink::disconnect() { shutdown(fd_, SHUT_RDWR); }
 
 void SocketLink::drain(std::int64_t deadline, std::int64_t patience) {
   if (broken()) return;

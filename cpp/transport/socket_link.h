@@ -18,7 +18,7 @@ class SocketLink final : public Link {
   // In a forked child: closes the descriptor without notifying the peer.
   void disown();
   // Ends the connection without a goodbye, like a cut cable (fault injection).
-  void sever();
+  void disconnect();
 
  protected:
   std::ptrdiff_t write_some(const iovec* parts, int count) override;

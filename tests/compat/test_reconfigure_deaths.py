@@ -120,7 +120,7 @@ def cut_off(context):
         base = dist.group.WORLD._reconfigurer._connections.base
         before = me.handles("before")
         if context.rank == 0:
-            base._links.backend.sever(1)
+            base._links.backend.disconnect(1)
         deadline = time.monotonic() + 20
         while not base._links.lost():
             assert time.monotonic() < deadline

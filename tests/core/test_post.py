@@ -339,7 +339,7 @@ def test_silence_counts_as_death_where_no_process_is_watched() -> None:
     with no_leaks():
         two = Two("tcp", heartbeat=0.4)
         call = two.call()
-        two.callee.hush(True)
+        two.callee.pause_heartbeats(True)
         end, text = outcome(call) or (None, "")
         assert end is CallEnd.LOST
         assert text.startswith("nothing was heard from its host for ")

@@ -278,7 +278,7 @@ def divided(group: ProcessGroup, sides: str, timeout: float) -> Any:
     group.store.wait(["all came"])
     for other in range(group.size):
         if sides[other] != sides[group.rank]:
-            faults.sever(group, other)
+            faults.disconnect(group, other)
     while group.state == "open":
         time.sleep(0.001)
     return outcome(group, timeout)

@@ -21,7 +21,7 @@ import torch
 from shoal import ANY_SOURCE, GroupAborted, GroupClosed, OperationTimeout, PeerLost, ProcessGroup, WaitTimeout
 from shoal.errors import GroupError
 from shoal.testing import no_leaks, processes, run_processes, run_threads
-from shoal.testing.faults import hush, sever
+from shoal.testing.faults import disconnect, pause_heartbeats
 from tests.support.debugger import held
 from tests.support.topologies import TOPOLOGIES, topology_options
 from tests.support.waiting import until
@@ -351,7 +351,7 @@ def test_a_host_that_falls_silent_is_lost() -> None:
     def fn(group: ProcessGroup) -> tuple[int, ...]:
         group.barrier().wait()
         never = group.recv(None, 1 - group.rank)
-        hush(group, group.rank == 1)
+        pause_heartbeats(group, group.rank == 1)
         with pytest.raises(PeerLost) as caught:
             never.wait()
         assert group.state == "broken"
@@ -409,7 +409,7 @@ def test_a_cut_connection_is_a_loss_on_both_sides(topology: str) -> None:
         group.store.set(f"ready/{group.rank}", b"")
         group.store.wait(["ready/0", "ready/1"])
         if group.rank == 0:
-            sever(group, 1)
+            disconnect(group, 1)
         with pytest.raises(PeerLost) as caught:
             never.wait()
         assert group.state == "broken"

@@ -156,7 +156,7 @@ def test_a_receive_from_anybody_ends_when_nobody_is_left(transport: str) -> None
             waiting = pairs.recv(None)
             both.wait(PATIENCE)
             if group.rank == 0:
-                group._backend.sever(1)  # type: ignore[attr-defined]
+                group._backend.disconnect(1)  # type: ignore[attr-defined]
             with pytest.raises(PeerLost) as caught:
                 waiting.wait(PATIENCE)
             assert pairs.state == "open"

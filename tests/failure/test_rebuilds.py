@@ -273,8 +273,8 @@ def test_who_is_cut_off_is_evicted_and_hears_it() -> None:
         group.store.set(f"here/{group.rank}", b"")
         group.store.wait([f"here/{each}" for each in range(3)])
         if group.rank == 2:
-            faults.sever(group, 0)
-            faults.sever(group, 1)
+            faults.disconnect(group, 0)
+            faults.disconnect(group, 1)
         while group.state == "open":
             time.sleep(0.001)
         try:

@@ -202,7 +202,7 @@ def test_one_block_raises_the_loss_of_a_peer_that_no_call_has_met() -> None:
                 until(lambda: part.state == group.state == "broken")
 
         if group.rank == 1:
-            faults.sever(group, 0)
+            faults.disconnect(group, 0)
         with pytest.raises(PeerLost, match=r"world/split:.*' on rank . is broken: "):
             end()
 

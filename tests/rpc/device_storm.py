@@ -53,7 +53,7 @@ def storm(a: Agent, b: Peer, held_call: HeldCall) -> None:
                 stream.fail(RuntimeError("it burnt"))
             stream.release()
         if number % 20 == 19 and (line := a.links.existing("b")) is not None:
-            a.endpoint.post.sever(line.number)
+            a.endpoint.post.disconnect(line.number)
     for stream in streams:
         stream.release()
     kept = 0

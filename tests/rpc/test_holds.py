@@ -67,7 +67,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
 def cut(agent: Agent) -> None:
     """Break all connections of an agent."""
     for number in list(agent.links._lines):
-        agent.endpoint.post.sever(number)
+        agent.endpoint.post.disconnect(number)
 
 
 def test_a_hold_that_was_given_back_while_the_connection_broke_ends(
@@ -167,7 +167,7 @@ def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.Mon
         become(["RRef of Table: held by 'holder'"], owner.leaks)
         # Only the connections break: the holder comes again, so the end of a lease takes nothing from it.
         for number in list(owner.links._lines):
-            owner.endpoint.post.sever(number)
+            owner.endpoint.post.disconnect(number)
         become([1, 1], lambda: _tried(holder))
         again = owner.line("holder", PATIENCE).worker
         become(True, lambda: again.incarnation in owner.references._losses)

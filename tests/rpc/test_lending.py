@@ -120,7 +120,7 @@ def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Agents, a: Agent) -
     b = a.peer("b")
     b.call(keep, "x", torch.ones(LARGE)).wait()
     before = lent(a)
-    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
     becomes(lambda: not a.links.connected(b._agent.directory.look("b").incarnation))  # type: ignore[union-attr]
     for _ in range(10):
         assert b.call(torch.sum, torch.zeros(LARGE)).wait() == 0

@@ -94,7 +94,7 @@ def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
     meeting.join("b", **how)
     b = a.peer("b")
     future = blocked(b, "x")
-    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
     with pytest.raises(WorkerLost, match=r"wait_for at 'b'"):
         future.wait(PATIENCE)
     assert b.call(handlers.echo, 1).wait() == 1
@@ -181,7 +181,7 @@ def test_who_serves_stays_until_another_worker_has_ended(meeting: Agents, a: Age
     else:
         if end != "leaves":
             line = a.line("chief", PATIENCE)
-            a.endpoint.post.sever(line.number)
+            a.endpoint.post.disconnect(line.number)
             while a.links.existing("chief") in (None, line):
                 time.sleep(0.001)
             assert not ended.is_set()
@@ -230,7 +230,7 @@ def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Agents, a
     a.peer("b").post(handlers.note, "posted")
     while b.stats()["letters"] < 6:
         time.sleep(0.001)
-    a.endpoint.post.sever(a.line("b", PATIENCE).number)
+    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
     for future in (running, *queued):
         with pytest.raises(WorkerLost):
             future.wait()

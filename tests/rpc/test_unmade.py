@@ -74,7 +74,7 @@ def cancel(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
 def cut_off(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
     for number, line in list(owner.links._lines.items()):
         if line.worker.name == "maker":
-            owner.endpoint.post.sever(number)
+            owner.endpoint.post.disconnect(number)
     assert ref.created is not None
     with pytest.raises(WorkerLost):
         ref.created.wait()

@@ -9,7 +9,7 @@ import torch
 
 from shoal import PeerLost, ProcessGroup
 from shoal.testing import no_leaks, processes, run_threads
-from shoal.testing.faults import sever
+from shoal.testing.faults import disconnect
 
 
 def test_a_severed_connection_is_noticed_on_both_sides() -> None:
@@ -18,7 +18,7 @@ def test_a_severed_connection_is_noticed_on_both_sides() -> None:
         group.store.set(f"ready/{group.rank}", b"")
         group.store.wait(["ready/0", "ready/1"])
         if group.rank == 0:
-            sever(group, 1)
+            disconnect(group, 1)
         with pytest.raises(PeerLost) as caught:
             never.wait()
         return caught.value.ranks

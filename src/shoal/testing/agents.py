@@ -229,7 +229,7 @@ class Agents:
         if not pairs:
             return faults.cut(self._process(name).child.pid, self._process(other).child.pid, local=True)
         lines = [line for agent, two in pairs for line in agent.links.with_worker(two)]
-        count = faults.sever(*pairs[0])
+        count = faults.disconnect(*pairs[0])
         end = time.monotonic() + _PATIENCE
         while not all(line.ended for line in lines) and time.monotonic() < end:  # the agents notice it
             time.sleep(_PAUSE)

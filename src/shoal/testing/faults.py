@@ -89,7 +89,7 @@ def cut(pid: int, other: int, *, local: bool = False) -> int:
     return len(copies)
 
 
-def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
+def disconnect(whose: ProcessGroup | Agent, other: int | str) -> int:
     """Break the connections of a group's member, or of an agent, to a peer, like a broken cable.
 
     Args:
@@ -102,20 +102,20 @@ def sever(whose: ProcessGroup | Agent, other: int | str) -> int:
     if isinstance(whose, Agent):
         lines = whose.links.with_worker(str(other))
         for line in lines:
-            whose.endpoint.post.sever(line.number)
+            whose.endpoint.post.disconnect(line.number)
         return len(lines)
     backend: Any = whose._backend
-    backend.sever(whose._links.ranks.index(whose._spec.ranks[int(other)]))
+    backend.disconnect(whose._links.ranks.index(whose._spec.ranks[int(other)]))
     return 1
 
 
-def hush(whose: ProcessGroup | Agent, silent: bool = True) -> None:
+def pause_heartbeats(whose: ProcessGroup | Agent, silent: bool = True) -> None:
     """Suppress heartbeats to other hosts, like a hanging host; ``silent=False`` resumes them."""
     if isinstance(whose, Agent):
-        whose.endpoint.post.hush(silent)
+        whose.endpoint.post.pause_heartbeats(silent)
         return
     backend: Any = whose._backend
-    backend.hush(silent)
+    backend.pause_heartbeats(silent)
 
 
 def die_at(group: ProcessGroup, point: str) -> None:

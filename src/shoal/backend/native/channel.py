@@ -243,9 +243,9 @@ class NativeBackend(Backend):
 
     # -- fault injection, for shoal.testing ----------------------------------------------------
 
-    def sever(self, rank: int) -> None:
+    def disconnect(self, rank: int) -> None:
         """Break the connection to a rank, as a broken cable would."""
-        self._context.sever(rank)
+        self._context.disconnect(rank)
 
     def held(self) -> tuple[int, int, int, int]:
         """Return the numbers of remembered groups, unread messages, frames for groups that do not exist yet,
@@ -254,9 +254,9 @@ class NativeBackend(Backend):
         held: tuple[int, int, int, int] = self._context.held()
         return held
 
-    def hush(self, silent: bool = True) -> None:
+    def pause_heartbeats(self, silent: bool = True) -> None:
         """Stop sending heartbeats, or resume with ``silent=False``."""
-        self._context.hush(silent)
+        self._context.pause_heartbeats(silent)
 
     def die_at(self, point: str) -> None:
         """Kill this process when an operation reaches ``point``; see :func:`shoal.testing.faults.die_at`."""

@@ -323,7 +323,7 @@ class ConnectionManager:
 
         while earlier := [each for each in others() if not each.ended and each.nth < line.nth]:
             for each in earlier:
-                self._endpoint.post.sever(each.number)
+                self._endpoint.post.disconnect(each.number)
             if not self._over.wait(wire.HANDSHAKE_TIMEOUT_S):
                 raise WireError(f"an earlier connection of {line.worker.name!r} has not ended in time")
         if any(each.nth > line.nth for each in others()):
