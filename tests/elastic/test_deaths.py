@@ -151,4 +151,4 @@ def below_the_least(group: ProcessGroup) -> str:
 def test_fewer_ranks_than_the_session_may_have_raise() -> None:
     with no_leaks(), processes(below_the_least, 2, timeout=PATIENCE) as ranks:
         (said,) = survivors(ranks.join(), 1)
-    assert "of 2 ranks 1 would go on, and min_size is 2" in str(said)
+    assert "1 of 2 ranks would remain, and min_size is 2" in str(said)

@@ -73,7 +73,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 def test_ranks_must_agree_on_how_many_are_active() -> None:
     def rank(group: ProcessGroup) -> None:
-        with pytest.raises(StateDiverged, match="rank 1 has other parameters, optimisers or samples"):
+        with pytest.raises(StateDiverged, match="rank 1 has different parameters, optimisers or samples"):
             trained(group, 1 + group.rank)
 
     run_threads(rank, 2)

@@ -240,7 +240,7 @@ def test_what_a_loader_cannot_use_is_refused(owner: Owner) -> None:
     step = Step(owner)
     with pytest.raises(UsageError, match=r"batch of step 0: it is called in the block of the step"):
         loader.batch(step)
-    with pytest.raises(UsageError, match="deals out 30 samples, and the data set has 29"), step:
+    with pytest.raises(UsageError, match="Samples has 30 samples, and the data set has 29"), step:
         loader.batch(step)
     loader = Loader(Items())
     with contextlib.suppress(LostError), Step(owner) as step:

@@ -130,7 +130,7 @@ def test_ranks_that_hold_different_states_all_hear_of_it_before_they_change() ->
         return str(caught.value)
 
     for said in run_threads(rank, 3):
-        assert "rank 1 has other parameters, optimisers or samples than rank 0" in said
+        assert "rank 1 has different parameters, optimisers or samples than rank 0" in said
         assert "rank 2" not in said.partition(":")[2]
 
 
@@ -142,7 +142,9 @@ def test_a_rank_that_moves_in_its_samples_is_found() -> None:
             training.samples.offset += group.rank == 1 and step.number == 1
             step.commit()
 
-        with pytest.raises(StateDiverged, match=r"commit of step 1 .*: rank 1 has other samples than rank 0"):
+        with pytest.raises(
+            StateDiverged, match=r"commit of step 1 .*: rank 1 has different samples than rank 0"
+        ):
             every_step(training.state, commit, group)
 
     run_threads(rank, 2)
@@ -205,11 +207,11 @@ def test_what_a_session_cannot_use_is_refused() -> None:
             Session(arguments[0], **dict(zip(("min", "group"), arguments[1:], strict=False)))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has its group within its block"):
         Session(training.state).group  # noqa: B018
-    with pytest.raises(UsageError, match="min=2, and there are 1 ranks"), Session(training.state, min=2):
+    with pytest.raises(UsageError, match="min=2, and the group's size is 1"), Session(training.state, min=2):
         pass
     other = nn.Linear(2, 2)
     with Session(training.state) as session:
-        with pytest.raises(UsageError, match="the module is no part of the State"):
+        with pytest.raises(UsageError, match="the module is not part of the State"):
             session.parallel(other)
         with pytest.raises(UsageError, match="leave group= out"):
             session.parallel(training.net, group=session.group)

@@ -302,7 +302,7 @@ def test_ranks_with_other_states_or_options_hear_of_it() -> None:
     for said in run_threads(rank, 2, "state"):
         assert said.startswith("ranks 0 and 1 own parameter 2 of group 0, and have different states of it")
     for said in run_threads(rank, 2, "options"):
-        assert "rank 1 has other parameters, optimisers or samples than rank 0" in said
+        assert "rank 1 has different parameters, optimisers or samples than rank 0" in said
 
 
 def test_what_a_session_cannot_do_with_it_is_refused() -> None:

@@ -28,7 +28,7 @@ def test_parts_are_attributes_and_plain_values_can_be_set() -> None:
         state.bset = 1.0
     with pytest.raises(AttributeError, match="no part 'other'"):
         state.other  # noqa: B018
-    with pytest.raises(UsageError, match="'model' is a Linear, which stays the same"):
+    with pytest.raises(UsageError, match="'model' is a Linear, which cannot be replaced"):
         state.model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="cannot become a Linear"):
         state.best = nn.Linear(2, 2)

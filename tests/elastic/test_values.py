@@ -171,7 +171,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"a": [0, (1, Colour.RED)]}, r"x\['a'\]\[1\]\[1\] is of type .*Colour"),
     ({np.int64(1): 2}, r"x key np\.int64\(1\) is of type numpy\.int64 .*; use x\.tolist"),
     ({(1, Colour.RED)}, r"x element .*\[1\] is of type .*Colour"),
-    ({"a": {"b": nn.Linear(1, 1)}}, r"x\['a'\]\['b'\] is of type .*Linear, .*; use a name of its own"),
+    (
+        {"a": {"b": nn.Linear(1, 1)}},
+        r"x\['a'\]\['b'\] is of type .*Linear, .*; use a part for it, State\(name=x\)",
+    ),
     ({"shoal.numpy.ndarray": 1}, "which shoal itself uses"),
 ]
 

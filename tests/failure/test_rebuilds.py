@@ -171,7 +171,7 @@ def test_messages_of_the_old_group_never_arrive_in_the_new_one() -> None:
 
 def test_too_few_ranks_leave_the_group_as_it_was() -> None:
     def rank(group: ProcessGroup) -> None:
-        with pytest.raises(TooFewRanks, match="of 2 ranks 1 would go on, and min_size is 2: rank 0 leaves"):
+        with pytest.raises(TooFewRanks, match="1 of 2 ranks would remain, and min_size is 2: rank 0 leaves"):
             group.rebuild(min_size=2 if group.rank else 1, leave=group.rank == 0)
         works(group)
         with pytest.raises(UsageError, match="min_size=3: expected 1 to 2"):

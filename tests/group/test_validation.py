@@ -107,7 +107,7 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     (
         "gather sizes",
         lambda g: g.gather(ones, root=1, sizes=[2**64, 4, 4, 4]),
-        "which no memory has so many of",
+        "must be counts of elements that fit in memory",
     ),
     (
         "gather sizes",
@@ -126,7 +126,7 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     (
         "indivisible",
         lambda g: g.all_to_all_single(torch.ones(6), torch.ones(6)),
-        "4 ranks do not divide; pass input_splits",
+        "is not divisible by 4 ranks; pass input_splits",
     ),
     ("wrong splits", lambda g: g.all_to_all_single(ones, ones, [1, 1, 1, 2]), "output_splits add up to 5"),
     ("negative splits", lambda g: g.all_to_all_single(ones, ones, [1, -1, 2, 2]), "none negative"),

@@ -1,4 +1,4 @@
-"""Training that goes on through deaths: a dead process costs one step."""
+"""Elastic training: a session continues when processes fail, and new processes can join it."""
 
 from .attempt import Attempt
 from .data.loader import Loader

@@ -13,32 +13,30 @@ from .samples import seed_of
 
 
 class AttemptOwner(step.StepOwner, Protocol):
-    """The part of a session that an attempt uses: that of a step, and what follows."""
+    """The interface of a session that an attempt uses."""
 
     def attempt_begins(self, attempt: Attempt) -> None:
-        """The block of ``attempt`` begins."""
+        """Note that the block of ``attempt`` begins."""
 
     def exchange_after_block(self) -> None:
-        """Wait until every rank has come to the end of the block.
+        """Wait until every rank has reached the end of the block.
 
-        Raises:
-            GroupError: one is lost, or another error of the group.
-            StateDiverged: another rank is elsewhere.
+        Raises GroupError, or StateDiverged if another rank is at another point of the program.
         """
 
     def attempt_counts(self) -> None:
-        """A block counts."""
+        """Count a completed block."""
 
 
 @refuses_copies("an Attempt", "its place in a session", "Copy what the block computes")
 class Attempt:
-    """One run of a block, from ``session.attempts()``: a lost rank ends it, and it comes again.
+    """One run of a block, from ``session.attempts()``; it is repeated if a rank is lost.
 
     Args:
-        session: that it belongs to.
+        session: its session.
 
     Attributes:
-        counts: whether the block is done, on this rank and all others.
+        counts: whether all ranks have completed the block.
     """
 
     def __init__(self, session: AttemptOwner) -> None:
@@ -48,12 +46,12 @@ class Attempt:
 
     @property
     def entered(self) -> bool:
-        """Whether its block has begun."""
+        """Whether the block has begun."""
         return self._phase != "new"
 
     @property
     def running(self) -> bool:
-        """Whether its block has begun and not ended."""
+        """Whether the block is running."""
         return self._phase == "running"
 
     def __enter__(self) -> Attempt:

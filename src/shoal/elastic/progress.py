@@ -1,11 +1,11 @@
-"""How far each survivor had come, and which step the survivors go on with.
+"""The progress of each surviving rank, and the step with which they continue.
 
-A rank has *prepared* a step when it has called ``commit``: all averaged gradients are there.  It has
-*committed* the step when the exchange in ``commit`` has come to its end: this proves that every rank had
-prepared it.  Each survivor gives both as its note in the rebuild, so all of them decide alike.
+A rank has *prepared* a step when it has called ``commit``: it holds all averaged gradients.  It has
+*committed* the step when the exchange in ``commit`` is complete, which proves that every rank had prepared
+it.  Each surviving rank sends both as its note in the rebuild, so all ranks decide alike.
 
-The blocks of ``session.attempts()`` between two steps are numbered with the steps, and prepared and committed
-at their end: what is called a step here is either.
+In this module a step may also be a block of ``session.attempts()``: blocks are numbered with the steps, and
+prepared and committed at their end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NONE = -1
 
 
 class RankProgress(NamedTuple):
-    """How far one rank has come.
+    """The progress of one rank.
 
     Attributes:
-        committed: how many steps and blocks count, as far as it knows; the next one has this number.  -1: it
-            has joined, and does not hold the state yet.
+        committed: number of steps and blocks that it knows to be completed, which is also the number of the
+            next one.  -1: it has joined, and does not hold the state yet.
         prepared: the number of the step that it has prepared and not committed, or -1.
-        epoch: of the group in which it has prepared that step.  A rank may vote with a note of the epoch
-            before, when a second death repeats its rebuild.
-        ends: whether the session ends here, because too few ranks would be left.
+        epoch: the epoch of the group in which it prepared that step.  After a second loss during a rebuild, a
+            rank may vote with a note of the previous epoch.
+        ends: whether the session ends because too few ranks would remain.
     """
 
     committed: int
@@ -36,25 +36,25 @@ class RankProgress(NamedTuple):
     ends: bool = False
 
     def encode(self) -> bytes:
-        """The note for a rebuild."""
+        """Return the note for a rebuild."""
         return _NOTE.pack(*self)
 
     @classmethod
     def decode(cls, note: bytes) -> RankProgress:
-        """The progress of which ``note`` tells."""
+        """Return the progress in ``note``."""
         return cls(*_NOTE.unpack(note))
 
 
-#: of a rank that has joined and does not hold the state yet
+#: the progress of a rank that has joined and does not hold the state yet
 NOTHING = RankProgress(_NONE)
 
 
 def steps_that_count(survivors: Iterable[RankProgress]) -> int:
-    """How many steps count (-1: nobody knows): what some survivor has committed, and what all have prepared.
+    """Return the number of completed steps, or -1 if no rank holds the state.
 
-    A step that all survivors have prepared counts although a rank that died may not have committed it: no
-    averaged gradient is lost.  One that only some have prepared is computed again: had any rank committed it,
-    all would have prepared it.  Ranks that do not hold the state do not count.
+    A step is completed if any rank has committed it or all have prepared it, as all averaged gradients exist
+    then.  A step that only some have prepared is repeated: if any rank had committed it, all would have
+    prepared it.  Ranks that do not hold the state are ignored.
     """
     known = [each for each in survivors if each.committed >= 0]
     if not known:

@@ -1,4 +1,4 @@
-"""What a session remembers of a group that became smaller or larger."""
+"""The event for a change of a session's group."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """The session has gone on in a new group.
+    """A change of the session's group.
 
     Attributes:
-        step: number of the next step, which is the first to run in the new group.
+        step: number of the next step, the first to run in the new group.
         again: whether that step had begun in the old group.
-        epoch: of the new group.
-        rank: of this process in the new group.
-        size: of the new group.
-        previous_size: of the old group.
+        epoch: epoch of the new group.
+        rank: rank of this process in the new group.
+        size: size of the new group.
+        previous_size: size of the old group.
         lost: ranks of the old group that were lost, ascending.
         left: ranks of the old group that have left it, ascending.
         joined: ranks of the new group that were not in the old one, ascending.
-        seconds: for which this rank did not train: from the error, or from the end of the step before, to the
-            new group, with the state of those that joined.
+        seconds: duration for which this rank did not train, from the error, or the end of the step before, to
+            the new group, including the transfer of the state to ranks that joined.
     """
 
     step: int

@@ -1,7 +1,8 @@
-"""Which samples a step takes, whatever the number of ranks.
+"""The distribution of samples over steps and ranks, independent of the number of ranks.
 
-A permutation of all samples, one for each pass over them, follows from the seed alone.  A step takes the next
-ones; only a step that counts moves the position.  So every sample counts once a pass, whoever dies.
+Each pass (epoch of the data set) has a permutation of all samples, computed from the seed.  A step takes the
+next samples of it, and only a completed step advances the position.  So every sample is used exactly once in
+each pass, even if ranks fail.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class SampleShare:
     """The samples of one rank in one step.
 
     Attributes:
-        rank: that takes it; in a hot spare, the one that it computes with.
-        size: how many ranks take a share.
-        indices: of this rank's samples, ``int64``.
-        weight: for the mean loss over ``indices``; the mean of the weighted losses over all ranks is then the
-            mean over the whole batch, however unevenly it is shared out.  0.0 in a hot spare.
-        batch: how many samples the step takes on all ranks.
+        rank: the rank that takes the share; on a hot spare, the rank whose share it duplicates.
+        size: number of ranks that take a share.
+        indices: indices of the samples, ``int64``.
+        weight: factor for the mean loss over ``indices``, so that the average over all ranks is the mean over
+            the whole batch even if shares differ in size.  0.0 on a hot spare.
+        batch: number of samples that the step takes on all ranks together.
     """
 
     rank: int
@@ -38,20 +39,20 @@ class SampleShare:
 
 
 class Samples:
-    """The order of the samples ``0`` to ``length - 1``, and how far training has come in it.
+    """The order of the samples ``0`` to ``length - 1``, and the position of training in it.
 
-    Every step takes a full batch: the last one of a pass takes its other samples from the next pass.
+    Every step takes a full batch: the last one of a pass is filled with samples of the next pass.
 
     Args:
-        length: how many samples there are.
-        batch: how many a step takes, on all ranks together; at least one a rank.
-        per_rank: how many a step takes on each rank, in the place of ``batch``: the batch then shrinks with
-            the group, and ``session.on_resize`` is where a learning rate can follow.
-        seed: of the permutations; the same on every rank.
+        length: number of samples.
+        batch: number of samples per step on all ranks together; at least one per rank.
+        per_rank: number of samples per step on each rank, instead of ``batch``.  The batch then changes with
+            the group; use ``session.on_resize`` to adapt the learning rate.
+        seed: seed of the permutations; the same on every rank.
 
     Attributes:
-        passes: how many passes have been completed.
-        offset: how many samples of the present pass have been used.
+        passes: number of completed passes.
+        offset: number of samples used in the current pass.
 
     Raises:
         UsageError: not exactly one of ``batch`` and ``per_rank`` is given, or a number is out of range.
@@ -77,23 +78,23 @@ class Samples:
         self.batch(1)
 
     def batch(self, size: int) -> int:
-        """How many samples a step takes on ``size`` ranks.
+        """Return the number of samples that a step takes on ``size`` ranks.
 
         Raises:
-            UsageError: more than there are, or fewer than one a rank.
+            UsageError: it exceeds ``length``, or is less than one sample per rank.
         """
         count = self._batch if self._batch is not None else (self._per_rank or 0) * size
         if not size <= count <= self.length:
             raise UsageError(
                 f"Samples: a batch of {count} of {self.length} samples cannot be shared out over {size} "
-                "ranks: it must have one for each rank, and no more than there are"
+                "ranks: it must have at least one sample per rank, and at most all samples"
             )
         return count
 
     def share(self, rank: int, size: int, *, active: int | None = None, after: int = 0) -> SampleShare:
-        """What ``rank`` of ``size`` takes in the next step, or ``after`` steps later if the ranks stay.
+        """Return the share of ``rank`` in the next step, or ``after`` steps later in the same group.
 
-        The ranks from ``active`` on are hot spares: they take what others take too, with a weight of 0.
+        The ranks from ``active`` on are hot spares: they duplicate shares of other ranks with a weight of 0.
         """
         taking = size if active is None else min(active, size)
         batch = self.batch(taking)
@@ -108,32 +109,32 @@ class Samples:
         return SampleShare(part, taking, indices, weight, batch)
 
     def advance(self, batch: int) -> None:
-        """A step that took ``batch`` samples counts."""
+        """Move the position by one completed step of ``batch`` samples."""
         ended, self.offset = divmod(self.offset + batch, self.length)
         self.passes += ended
         self._orders = {number: order for number, order in self._orders.items() if number >= self.passes}
 
     def state_dict(self) -> dict[str, int]:
-        """The position, for a checkpoint."""
+        """Return the position, for a checkpoint."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position.
+        """Continue from a position.
 
         Raises:
-            UsageError: it belongs to another number of samples, or to another seed.
+            UsageError: the position was saved with another number of samples, or with another seed.
         """
         for what, mine in (("length", self.length), ("seed", self.seed)):
             if state.get(what) != mine:
                 raise UsageError(
-                    f"Samples: the position is one with {what}={state.get(what)!r}, here it is {mine}: the "
-                    "same samples would not come once each"
+                    f"Samples: the position was saved with {what}={state.get(what)!r}, here it is {mine}: "
+                    "samples would be repeated or left out"
                 )
         self.passes, self.offset = int(state["passes"]), int(state["offset"])
         self._orders.clear()
 
     def _order(self, number: int) -> torch.Tensor:
-        """The permutation of the pass ``number``."""
+        """Return the permutation of pass ``number``."""
         if number not in self._orders:
             generator = torch.Generator().manual_seed(seed_of(self.seed, "pass", number))
             self._orders[number] = torch.randperm(self.length, generator=generator, device="cpu")
@@ -141,6 +142,6 @@ class Samples:
 
 
 def seed_of(*parts: object) -> int:
-    """A seed of 63 bits for a generator of random numbers, the same for the same parts."""
+    """Return a seed of 63 bits for a random generator, determined by ``parts``."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,8 +1,8 @@
-"""Training that goes on through deaths: the steps, the models, and the group that shrinks and grows.
+"""The elastic training session: its steps, its models, and its group, which shrinks and grows.
 
-A step changes parameters only after its commit, and every rank commits it or none does.  So survivors of a
-death hold the same parameters: nothing is rolled back, and nothing is sent but the notes of the rebuild.
-Newcomers join between two steps; then they receive the state from all the others.
+A step changes parameters only after its commit, and either all ranks commit it or none.  So after a failure
+all surviving ranks hold the same parameters: nothing is rolled back, and only the notes of the rebuild are
+sent.  New processes join between two steps, and receive the state from the other ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .state.transfer import receive_state, send_state
 from .step import Step
 from .stragglers import Stragglers
 
-_LEAVING = 5.0  # seconds for closing the group of a program that fails
+_LEAVING = 5.0  # seconds to close the group of a program that failed
 
 
 @refuses_copies(
@@ -43,7 +43,7 @@ _LEAVING = 5.0  # seconds for closing the group of a program that fails
     "Keep it outside of the object that you copy; its state can be saved with State.save()",
 )
 class Session:
-    """Ranks that train together, and go on without those that die.
+    """Ranks that train together, and continue without the ranks that fail.
 
         with Session(state, min=2) as session:
             model = session.parallel(net)
@@ -55,27 +55,27 @@ class Session:
                     opt.step()
                     opt.zero_grad()
 
-    A rank whose program leaves the block by an exception leaves the training; the others go on as after a
-    death.  A process with ``SHOAL_JOIN=1`` in its environment joins the session that runs at its place; with
-    ``SHOAL_JOIN=auto`` it begins one if there is none, and the others join that.
+    A rank whose block ends with an exception leaves the session; the others continue as after a failure.  A
+    process with ``SHOAL_JOIN=1`` in its environment joins the session of its job.  With ``SHOAL_JOIN=auto``
+    it starts a session if there is none.
 
-    SIGTERM makes a rank leave at the end of the step, as :meth:`leave` does; a second one does what it did
-    before.  Within a job of Slurm, SIGUSR1 does too.
+    On SIGTERM a rank leaves at the end of the step, as after :meth:`leave`; a second SIGTERM has the effect
+    it had before the session.  In a Slurm job SIGUSR1 works in the same way.
 
     Args:
-        state: what is trained; the same on every rank.
-        min: with fewer ranks the survivors raise TooFewRanks.
-        max: no process joins so many ranks; None: as many as ``SHOAL_SESSION_SIZE`` says, which ``shoal run
-            --spares`` sets, or as many as come.
-        active: so many ranks share the samples; those above are hot spares, which compute what others do
-            with a weight of 0, and take the places of ranks that die.  None: all share them.
-        group: the ranks; the session uses it up.  None: ``shoal.init()``, closed at the end of the block.
+        state: the state to train; the same on every rank.
+        min: minimum number of ranks; with fewer, the surviving ranks raise TooFewRanks.
+        max: maximum number of ranks that processes may join up to.  None: ``SHOAL_SESSION_SIZE``, which
+            ``shoal run --spares`` sets, or no limit.
+        active: number of ranks that share the samples.  The ranks above it are hot spares: they compute the
+            same as another rank with a weight of 0, and replace ranks that fail.  None: all ranks share.
+        group: the ranks to start with; it cannot be used after the session.  None: ``shoal.init()``, closed
+            at the end of the block.
 
     Attributes:
-        state: what is trained.
-        active: how many ranks share the samples, if so many live; None: all.
-        group: the ranks that live, a new group after every death and whenever processes have joined.  In a
-            process that joins it is a group of one until the first step.
+        state, active: as above.
+        group: the current ranks.  It is replaced when a rank is lost or leaves, and when processes join.  In
+            a joining process it is a group of size 1 until the first step.
         events: every change of the group, in order.
     """
 
@@ -106,7 +106,7 @@ class Session:
         self.events = self._members.events
         self._given, self._own = group, group is None
         self._following: list[Regroupable] = []
-        #: the models that begin with what rank 0 holds, and how many of them have done so here
+        #: the models whose parameters rank 0 broadcasts, and how many of them this rank has synchronised
         self._to_synchronise: list[DistributedDataParallel] = []
         self._synchronised = 0
         self._stragglers = Stragglers()
@@ -114,63 +114,65 @@ class Session:
         self._told = 0
         self._step: Step | None = None
         self._attempt: Attempt | None = None
-        #: how many blocks of ``attempts()`` count, in all of the session
+        #: number of completed blocks of ``attempts()``
         self._blocks = 0
         self._hooks: list[RemovableHandle] = []
-        #: The first commit in a group compares everything; later ones what was dealt.
+        #: Whether a commit in this group has compared the whole state; later ones compare only the samples.
         self._compared = False
-        #: of the present group, from its first commit on
+        #: of the current group, from its first commit on
         self._table: CommitTable | None = None
-        #: Whether nothing has been done yet in the present group.
+        #: Whether the current group still has to share the state.
         self._is_new = False
         self._holds_state = True
         self._sharded = Sharded(state.all_optimizers())
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that live."""
+        """The current ranks."""
         return self._members.group
 
     @property
     def position(self) -> int:
-        """How many steps, and blocks of :meth:`attempts` between them, count."""
+        """Number of completed steps and blocks of :meth:`attempts`."""
         return self.state.steps + self._blocks
 
     @property
     def left(self) -> bool:
-        """Whether the steps came to their end because this rank has left, or because all end.
+        """Whether ``steps`` ended because this rank left, or because too many ranks left.
 
-        All do when fewer than ``min`` would train on without those that were told to leave.
+        The session ends on all ranks if fewer than ``min`` would remain.
         """
         return self._members.left
 
     @property
     def waiting(self) -> int:
-        """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
+        """Number of processes that wait to join, on rank 0; 0 on the other ranks."""
         return self._members.waiting
 
     @property
     def stragglers(self) -> tuple[int, ...]:
-        """The ranks that computed more than 1.5 times as long as the others, in the last 20 steps."""
+        """The ranks that computed for more than 1.5 times as long as the others, in the last 20 steps."""
         return self._stragglers.found
 
     def parallel(self, module: nn.Module, **options: Any) -> DistributedDataParallel:
-        """Wrap a model; the wrapped one follows the session from group to group.
+        """Wrap a model for data-parallel training; the wrapper is moved to each new group of the session.
 
-        Every rank calls it.  It sends nothing: ranks begin with what rank 0 holds, and compare their models,
-        when the next step begins, so that a rank which dies meanwhile is one that dies in a step.
+        Every rank calls it.  It does not communicate: the parameters of rank 0 are broadcast, and the models
+        compared, when the next step begins.  So a rank that fails meanwhile fails in a step.
 
         Args:
             module: a part of the state, or a module inside one.
-            options: those of :class:`shoal.DistributedDataParallel`, but for ``group``.
+            options: options of :class:`shoal.DistributedDataParallel`, except ``group``.
 
         Raises:
-            UsageError: the module is not in the state, or what it carries cannot follow.
+            UsageError: the module is not in the state, or it cannot be moved to another group.
         """
         if "group" in options:
-            raise UsageError("session.parallel: the group is that of the session; leave group= out")
+            raise UsageError("session.parallel: leave group= out; the model uses the session's group")
         if not any(module is each for part in self.state.all_models() for each in part.modules()):
-            raise UsageError("session.parallel: the module is no part of the State: State(model=module, ...)")
+            raise UsageError(
+                "session.parallel: the module is not part of the State: State(model=module, ...)"
+            )
         synchronise = options.pop("init_sync", True)
         model = DistributedDataParallel(module, group=self.group, init_sync=False, **options)
         model.check_regroup()
@@ -181,25 +183,25 @@ class Session:
         return model
 
     def on_resize(self, fn: Callable[[Resize], None]) -> None:
-        """Call ``fn`` after the group has become smaller or larger, before the next step begins.
+        """Call ``fn`` before the next step when the size of the group has changed.
 
-        On every rank but those that have just joined.  The place to scale a learning rate, where the batch
-        changes with the group.
+        It is called on every rank except those that have just joined, for example to scale the learning rate
+        where the batch changes with the group.
         """
         self._callbacks.append(fn)
 
     def leave(self) -> None:
-        """Leave the session when the next step has been committed: ``steps`` ends, and the others go on.
+        """Leave the session after the next commit: ``steps`` ends, and the other ranks continue.
 
-        Where fewer than ``min`` ranks would be left, all end there, with a group that is whole.
+        If fewer than ``min`` ranks would remain, ``steps`` ends on all ranks, and the group is still usable.
         """
         self._members.notice.given = True
 
     def steps(self, until: int | None = None) -> Iterator[Step]:
-        """The steps that are to be done, from ``state.steps`` on; one that was lost comes again.
+        """Yield the steps from ``state.steps`` on; a step in which a rank was lost may be repeated.
 
         Args:
-            until: as many count at the end; None: without an end.
+            until: number of completed steps at which to stop; None: no end.
         """
         while True:
             self.settle()
@@ -219,26 +221,28 @@ class Session:
             step = Step(self)
             yield step
             if not step.entered:
-                raise UsageError(f"step {step.number} was not used: the loop's body is `with step:`")
+                raise UsageError(
+                    f"step {step.number} was not used: the body of the loop must be `with step:`"
+                )
 
     def attempts(self) -> Iterator[Attempt]:
-        """Runs of a block between two steps in which ranks communicate, such as an evaluation.
+        """Yield the runs of a block between two steps in which ranks communicate, such as an evaluation.
 
             for attempt in session.attempts():
                 with attempt:
                     rank, size = session.group.rank, session.group.size
                     right = session.group.all_reduce(count_right(net, x[rank::size], y[rank::size])).wait()
 
-        Every rank comes to it after the same step.  Mostly the block runs once.  If a rank is lost in it, the
-        others run it again, in the group that is left, with the buffers and plain values of the state as they
-        were; gradients, and what else the program has changed, are not put back.  When the loop ends, the
-        block has come to its end on every rank that lives.
+        Every rank calls it after the same step.  Usually the block runs once.  If a rank is lost in it, the
+        surviving ranks run it again in their new group, with the buffers and plain values of the state
+        restored; gradients and other changes of the program are not restored.  When the loop ends, every
+        surviving rank has completed the block.
 
-        In a process that has not joined yet the block runs alone, in a group of one.  A rank that the others
-        go on without, as it leaves, gets none.
+        In a process that has not joined yet the block runs in a group of size 1.  A rank that has left the
+        session gets no attempt.
 
         Raises:
-            UsageError: it is called in the block of a step or of an attempt.
+            UsageError: called in the block of a step or of an attempt.
         """
         while not self._members.is_out:
             if not self._members.is_joining:
@@ -246,17 +250,16 @@ class Session:
             attempt = Attempt(self)
             yield attempt
             if not attempt.entered:
-                raise UsageError("an attempt was not used: the loop's body is `with attempt:`")
+                raise UsageError("an attempt was not used: the body of the loop must be `with attempt:`")
             if attempt.counts:
                 break
         if not self._members.is_joining and not self._members.is_out:
             self.settle()
             self._tell_of_events()
 
-    # -- what a step and an attempt ask for ----------------------------------------------------
+    # -- calls of Step and Attempt -------------------------------------------------------------
 
     def begins(self, step: Step) -> None:
-        """The block of ``step`` begins."""
         self._step = step
         self._stragglers.begin(self._following)
         if not self._compared:
@@ -264,7 +267,6 @@ class Session:
                 each.check_regroup()
 
     def exchange(self, step: Step) -> None:
-        """Wait until every rank has called ``commit``, and compare what they have done."""
         group, state = self.group, self.state
         samples = None if state.samples is None else state.samples.state_dict()
         same = repr((group.size, step.number, self.active, samples))
@@ -279,7 +281,6 @@ class Session:
         self._stragglers.add(rows, group.rank)
 
     def attempt_begins(self, attempt: Attempt) -> None:
-        """The block of ``attempt`` begins."""
         if self._step is not None and self._step.in_block:
             raise UsageError("session.attempts() is for what happens between two steps, not in one")
         if self._attempt is not None and self._attempt.running:
@@ -287,13 +288,11 @@ class Session:
         self._attempt = attempt
 
     def exchange_after_block(self) -> None:
-        """Wait until every rank has come to the end of the block."""
         digest = hashlib.blake2b(repr(self.position).encode(), digest_size=16).digest()
         mine = CommitRecord.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)
         self._exchange(mine, f"end of a block of attempts() after {self.state.steps} steps")
 
     def attempt_counts(self) -> None:
-        """A block counts."""
         self._blocks += 1
 
     def _exchange(self, mine: CommitRecord, what: str) -> list[CommitRecord]:
@@ -305,7 +304,7 @@ class Session:
         return rows
 
     def recover(self, error: BaseException, progress: RankProgress) -> int | None:
-        """Rebuild the group without the ranks that are lost; the new position, None: none is lost."""
+        """Rebuild the group without the lost ranks; return the new position, or None if no rank is lost."""
         if not self._members.is_of_a_loss(error):
             return None
         began = time.monotonic()
@@ -316,12 +315,12 @@ class Session:
         before = self.group
         rebuilt = self._members.rebuild(progress, min(self._members.least, before.size))
         if not rebuilt.lost and not rebuilt.left:
-            raise error  # of the program, which would meet it again
+            raise error  # caused by the program: a repetition would fail too
         counts = steps_that_count(map(RankProgress.decode, rebuilt.notes.values()))
         if self._holds_state and counts > progress.committed + prepared:
             raise StateDiverged(
-                f"rank {before.rank} of group {before.name!r} had not come to the end of what follows "
-                f"{self.state.steps} steps when it counted on another rank"
+                f"rank {before.rank} of group {before.name!r} has not reached the end of the step or block "
+                f"after {self.state.steps} steps, and another rank has completed it"
             )
         again = self._step is not None and self._step.entered and counts == self._step.position
         in_step = self._step is not None and self._step.running
@@ -338,8 +337,8 @@ class Session:
         try:
             if members.may_begin and self._sharded.optimizer is not None:
                 raise UsageError(
-                    "SHOAL_JOIN=auto: the process that begins the session would hold all of the state, and "
-                    "the State has a ZeroRedundancyOptimizer; start the first ranks with SHOAL_RANK and "
+                    "SHOAL_JOIN=auto: the State has a ZeroRedundancyOptimizer, and the process that starts "
+                    "the session would hold all of its state; start the first ranks with SHOAL_RANK and "
                     "SHOAL_SIZE, and the others with SHOAL_JOIN=1"
                 )
             if not members.is_joining:
@@ -379,7 +378,7 @@ class Session:
                 self.group.close()
 
     def _end_together(self) -> None:
-        """Wait until all have come to the end: one in its last commit may need what this rank knows."""
+        """Wait until all ranks have ended: a rank in its last commit may need this rank for its rebuild."""
         while True:
             self.settle()
             try:
@@ -391,17 +390,15 @@ class Session:
             try:
                 self._members.rebuild(RankProgress(self.position), 1)
             except GroupError:
-                return  # this rank has all that counts, and the others have ended
+                return  # this rank has all completed steps, and the other ranks have ended
 
     # -- another group -------------------------------------------------------------------------
 
     def goes_on(self, error: GroupError) -> bool:
-        """Go on after a loss that was met after a commit; False: it was none."""
         return self.recover(error, RankProgress(self.position)) is not None
 
     def settle(self) -> None:
-        """Begin in a new group: ranks that do not hold the state yet receive it, and what differs by rank is
-        brought in order."""
+        """Share the state in a new group: joined ranks receive it, and sharded state is redistributed."""
         if self._members.join():
             self._holds_state = True
         while self._is_new:
@@ -429,8 +426,8 @@ class Session:
         others = [rank for rank, (holds, _, _) in enumerate(table.tolist()) if not holds]
         if not holders:
             raise StateLost(
-                f"rank {group.rank} of {group.size} joined a session whose other ranks died before it had "
-                "received their state; start again from a checkpoint"
+                f"rank {group.rank} of {group.size} joined a session, and all ranks that held its state were "
+                "lost before they had sent it; start again from a checkpoint"
             )
         if self._holds_state and others:
             send_state(self.state, group, holders, others)
@@ -438,13 +435,13 @@ class Session:
             receive_state(self.state, group, holders)
             self._holds_state, self._blocks = True, int(table[holders[0], 2])
         else:
-            # A loss may have met some ranks in this and others behind it: all repeat what one has not done.
+            # After a loss, models that any rank has not synchronised are synchronised again on all ranks.
             for model in self._to_synchronise[int(table[:, 1].min()) :]:
                 model.synchronise()
         self._synchronised = len(self._to_synchronise)
 
     def _grow(self) -> None:
-        """Take in those that wait, unless they have gone."""
+        """Admit the processes that wait to join, if they are still there."""
         began, before = time.monotonic(), self.group
         grown = self._members.meet()
         if grown is None:
@@ -452,11 +449,11 @@ class Session:
         self._detach_gradients(keep=True)
         self._members.go_over(grown)
         place = len(self.events)
-        self.settle()  # in which ranks may be lost again
+        self.settle()  # ranks may be lost in it
         self._members.tell(self.state.steps, before, began, None, group=grown, place=place)
 
     def _follow(self, group: ProcessGroup) -> None:
-        """Go over to a new group."""
+        """Move the models and the commit records to a new group."""
         self._is_new, self._compared, self._table = True, False, None
         self._stragglers.begin_anew()
         for each in self._following:
@@ -469,7 +466,7 @@ class Session:
     # -- inside --------------------------------------------------------------------------------
 
     def _detach_gradients(self, *, keep: bool) -> None:
-        """Let go of the memory of the group in which gradients are."""
+        """Copy the gradients out of the memory of the group, which is released with it, or drop them."""
         for model in self.state.all_models():
             for parameter in model.parameters():
                 gradient = parameter.grad
@@ -478,13 +475,13 @@ class Session:
     def _refuse_early_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._attempt is not None and self._attempt.running:
             raise UsageError(
-                f"{type(optimizer).__name__} stepped in a block of attempts(), which comes again if a rank "
-                "is lost: parameters change in steps"
+                f"{type(optimizer).__name__} stepped in a block of attempts(), which is repeated if a rank "
+                "is lost: change parameters in steps only"
             )
         if self._step is not None and self._step.running:
             raise UsageError(
                 f"{type(optimizer).__name__} stepped before step.commit(): if a rank were lost now, the "
-                "others could not tell whether to do the step again.  Call step.commit() first; optimisers "
+                "others could not know whether to repeat the step.  Call step.commit() first; optimisers "
                 "that step in backward cannot be used"
             )
         self._sharded.steps(optimizer, self._step)

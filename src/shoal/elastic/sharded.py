@@ -1,9 +1,9 @@
-"""The optimiser of a session whose state is distributed over the ranks, if the state has one.
+"""The `ZeroRedundancyOptimizer` of a session, whose state is distributed over the ranks.
 
-After a loss its ranks have something to say to each other: who owns what, and which parameters are newest.
-They do so at one point of the program, at which all have computed equally many updates.  A rank that has lost
-another one in its exchange is at this point; so is one that is to begin the next step.  One that was in the
-commit comes to it by the optimiser's step, at the end of which it waits for the others.
+After a loss its ranks exchange which rank owns which part, and which parameters are newest, at a point of the
+program where all have computed equally many updates.  A rank that detects the loss in the optimiser's
+exchange, or before the next step, is at this point.  A rank that detects it in the commit reaches the point
+with the optimiser's step, at the end of which it waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from .step import Step
 
 
 class Sharded:
-    """What a session does for the optimiser.
-
-    Args:
-        optimizers: of the state.
+    """The sharded optimiser of a session.
 
     Attributes:
-        optimizer: the one; None: there is none.
+        optimizer: the ``ZeroRedundancyOptimizer`` among the session's optimisers, or None.
 
     Raises:
         UsageError: there are several.
@@ -38,20 +35,15 @@ class Sharded:
             raise UsageError(
                 "Session: the State has several ZeroRedundancyOptimizers, and a session takes one: after a "
                 "loss ranks could wait for each other in different ones.  Give one of them all parameters, "
-                "in groups with options of their own"
+                "in parameter groups with different options"
             )
         self.optimizer = found[0] if found else None
         self._stepped: Step | None = None
 
     def begin(self, group: ProcessGroup, leader: Leader, *, joins: bool) -> None:
-        """Give it the group of the session.
+        """Set the optimiser's group to that of the session ``leader``; raises UsageError if it has another.
 
-        Args:
-            leader: the session.
-            joins: whether this rank is to receive what the others have.
-
-        Raises:
-            UsageError: it has another group.
+        ``joins``: this rank receives the state from other ranks.
         """
         if self.optimizer is None:
             return
@@ -59,7 +51,7 @@ class Sharded:
         if before is not None and before is not group and before.state != "closed":
             raise UsageError(
                 "Session: the ZeroRedundancyOptimizer of the State has another group than the session; make "
-                "it without group=, or give both the same"
+                "it without group=, or pass the same group to both"
             )
         self.optimizer.regroup(group)
         self.optimizer.follow(leader)
@@ -67,36 +59,32 @@ class Sharded:
             self.optimizer.hold_nothing()
 
     def end(self) -> None:
-        """The session is over."""
+        """Detach the optimiser from the session, which has ended."""
         if self.optimizer is not None:
             self.optimizer.follow(None)
 
     @property
     def most_that_leave(self) -> int | None:
-        """So many ranks can leave at once, and no part of the state with them; None: all."""
+        """Maximum number of ranks that can leave at once without loss of state; None: no limit."""
         return None if self.optimizer is None else self.optimizer.copies - 1
 
     def settle(self) -> None:
-        """Bring in order what the ranks hold.  Collective, at a point to which all come.
+        """Redistribute the optimiser's state over the ranks.  Collective.
 
         Raises:
             GroupError: a rank is lost.
-            StateLost: all owners of a parameter are.
+            StateLost: all owners of a parameter are lost.
         """
         if self.optimizer is not None:
             self.optimizer.settle()
 
     def steps(self, optimizer: torch.optim.Optimizer, step: Step | None) -> None:
-        """An optimiser begins its step.
-
-        Raises:
-            UsageError: it is this one, for the second time after one commit.
-        """
+        """Raise UsageError if a second step of the sharded optimiser begins after one commit."""
         if optimizer is not self.optimizer or step is None:
             return
         if self._stepped is step:
             raise UsageError(
                 f"the ZeroRedundancyOptimizer stepped twice after the commit of step {step.number}: after a "
-                "loss ranks could not tell in which of the two they are; one step() belongs to one commit"
+                "loss ranks could not know which of the two they are in; call step() once after each commit"
             )
         self._stepped = step

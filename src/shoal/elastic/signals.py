@@ -1,4 +1,4 @@
-"""Signals that tell a process to leave its session, at the end of a step."""
+"""Signals that ask a process to leave its session at the end of a step."""
 
 from __future__ import annotations
 
@@ -11,32 +11,29 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-#: seconds in which a signal to all processes of a job reaches the last of them
+#: seconds within which a signal that is sent to all processes of a job reaches all of them
 _SPREADING = 5.0
 
 
 class Notice:
-    """Whether this process shall leave.
-
-    Args:
-        can_wait: whether there will be the end of a step; if not, a signal does what it did before.
+    """A request to leave the session, made by a signal or by the program.
 
     Attributes:
-        given: whether it shall.
+        given: whether this process was asked to leave.
     """
 
     def __init__(self, can_wait: Callable[[], bool]) -> None:
         self.given = False
-        self._can_wait = can_wait
+        self._can_wait = can_wait  # whether a step will end; if not, a signal has its former effect
         self._signalled = False
         self._former: dict[int, Any] = {}
-        #: until when a signal is that of which this process has heard from others
+        #: until this time a signal is taken for the one that other ranks have already received
         self._known_until: float | None = None
 
     def listen(self) -> None:
-        """Take SIGTERM, and within a job of Slurm SIGUSR1, for the notice; in the main thread alone.
+        """Handle SIGTERM, and in a Slurm job SIGUSR1, as a request to leave; in the main thread only.
 
-        Signals that are ignored stay ignored, and those whose handler Python does not know as they are.
+        Ignored signals, and signals with a handler that was not installed from Python, are left as they are.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -47,11 +44,10 @@ class Notice:
                 signal.signal(number, self._heard)
 
     def close(self, *, others_were_told: bool) -> None:
-        """Let signals do what they did before.
+        """Restore the former handlers.
 
-        Args:
-            others_were_told: this process ends because others were told to leave.  Where all of them were,
-                its own signal may still be on its way, and is no second one.
+        ``others_were_told``: this process ends because other ranks were asked to leave.  If all ranks were
+        signalled, its own signal may still arrive, and is not a second one.
         """
         if others_were_told:
             self._known_until = time.monotonic() + _SPREADING
@@ -66,7 +62,7 @@ class Notice:
                 signal.signal(number, former)
 
     def _ignore(self) -> None:
-        """The interpreter ends, and would give up the handlers before the process has ended."""
+        """Ignore the signals at exit: the interpreter restores default handlers before the process ends."""
         for number in self._former:
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, signal.SIG_IGN)
@@ -84,5 +80,5 @@ class Notice:
 
 
 def _numbers() -> tuple[int, ...]:
-    # Slurm gives notice with that of `--signal=USR1@60`; elsewhere programs have uses of their own for it.
+    # Slurm sends SIGUSR1 before the time limit with `--signal=USR1@60`; elsewhere programs may use it.
     return (signal.SIGTERM, signal.SIGUSR1) if "SLURM_JOB_ID" in os.environ else (signal.SIGTERM,)

@@ -1,4 +1,4 @@
-"""One step of training: its samples, and the exchange after which it counts."""
+"""One training step: its samples, and its commit."""
 
 from __future__ import annotations
 
@@ -17,38 +17,30 @@ from .state.state import State
 
 
 class StepOwner(Protocol):
-    """The part of a session that a step uses."""
+    """The interface of a session that a step uses."""
 
     state: State
     active: int | None
 
     @property
     def position(self) -> int:
-        """How many steps, and blocks of ``attempts()`` between them, count."""
+        """Number of completed steps and blocks of ``attempts()``."""
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that live."""
+        """The current ranks."""
 
     def begins(self, step: Step) -> None:
-        """The block of ``step`` begins."""
+        """Note that the block of ``step`` begins."""
 
     def exchange(self, step: Step) -> None:
-        """Wait until every rank has called ``commit``.
-
-        Raises:
-            GroupError: one is lost, or another error of the group.
-            StateDiverged: the ranks have not done the same so far.
-        """
+        """Wait until every rank has called ``commit``; raises GroupError, or StateDiverged if they differ."""
 
     def recover(self, error: BaseException, progress: RankProgress) -> int | None:
-        """Go on without the ranks that are lost.
+        """Continue without the lost ranks; raises GroupError if that fails.
 
         Returns:
-            The new ``position``.  None: ``error`` tells of no lost rank, and nothing was done.
-
-        Raises:
-            GroupError: the survivors cannot go on.
+            The new ``position``; None: ``error`` was not caused by a lost rank, and nothing was changed.
         """
 
 
@@ -58,15 +50,15 @@ class StepOwner(Protocol):
     "Copy step.number and step.indices",
 )
 class Step:
-    """One step, from ``session.steps()``: a block that a lost rank ends, and that comes again.
+    """One step, from ``session.steps()``; its block is repeated if a rank is lost before the commit.
 
     Args:
-        session: that it belongs to.
+        session: its session.
 
     Attributes:
-        number: of the step, from 0.
-        position: of the step among all steps and blocks of the session.
-        committed: whether it counts.
+        number: the number of the step, from 0.
+        position: its index among all steps and blocks of ``attempts()`` of the session.
+        committed: whether the step is completed.
     """
 
     def __init__(self, session: StepOwner) -> None:
@@ -87,7 +79,7 @@ class Step:
 
     @property
     def share(self) -> SampleShare:
-        """What this rank takes of the samples: :attr:`indices`, :attr:`weight`, and of which group."""
+        """This rank's share of the samples: :attr:`indices`, :attr:`weight`, and the ranks that share."""
         if self._share is None:
             group = self._session.group
             self._share = self.samples.share(group.rank, group.size, active=self._session.active)
@@ -100,36 +92,37 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """What to multiply this rank's mean loss by, so that the average over ranks is that of the batch.
+        """Factor for this rank's mean loss, so that the average over all ranks is the mean over the batch.
 
-        0.0 in a hot spare: its gradients are zeros.
+        0.0 on a hot spare: its gradients are zeros.
         """
         return self.share.weight
 
     @property
     def entered(self) -> bool:
-        """Whether its block has begun."""
+        """Whether the block has begun."""
         return self._phase != "new"
 
     @property
     def running(self) -> bool:
-        """Whether its block has begun, and it does not count yet."""
+        """Whether the block has begun, and the step is not committed yet."""
         return self._phase == "running" and not self.committed
 
     @property
     def in_block(self) -> bool:
-        """Whether its block has begun and not ended."""
+        """Whether the block has begun and not ended."""
         return self._phase in ("running", "lost")
 
     def commit(self) -> None:
-        """Wait until every rank has all averaged gradients; then the step counts.
+        """Wait until every rank has all averaged gradients; then the step is completed.
 
-        Called once in each step, after backward and before the optimiser.  When it returns, the step counts
-        on every survivor, also if a rank died meanwhile.  If it does not count, the block ends.
+        Call it once in each step, after backward and before the optimiser's step.  When it returns, the step
+        is completed on every surviving rank, even if a rank failed meanwhile.  Otherwise it ends the block
+        with an exception, and the session repeats the step.
 
         Raises:
-            StateDiverged: on every rank; they have not done the same so far.
-            UsageError: it is called outside of the block, or twice.
+            StateDiverged: on every rank; they have not executed the same steps or hold different states.
+            UsageError: called outside the block, or twice.
         """
         if not self.running:
             raise UsageError(
@@ -155,11 +148,11 @@ class Step:
             raise UsageError(f"step {self.number} has been used: session.steps() gives one for each block")
         self._phase = "running"
         self._session.begins(self)
-        # Blocks may have counted, and ranks may have been lost, since the step was made.
+        # Since the step was made, blocks may have been completed, and ranks may have been lost.
         self.position = self._session.position
         self._share = None
         if self._session.state.samples is not None:
-            self.share  # noqa: B018 - of this group, whatever becomes of it
+            self.share  # noqa: B018 - computed for this group, even if it changes during the step
         self._session.state.hold()
         self._seed()
         return self
@@ -186,7 +179,7 @@ class Step:
         return True
 
     def _seed(self) -> None:
-        """Begin random numbers anew: a step that comes again draws what it drew before."""
+        """Seed the random generators, so that a repeated step draws the same numbers."""
         state = self._session.state
         seed = 0 if state.samples is None else state.samples.seed
         rank = self._session.group.rank if self._share is None else self._share.rank
@@ -194,8 +187,8 @@ class Step:
 
 
 def seed_generators(seed: int) -> None:
-    """Begin the random numbers of torch and Python anew."""
-    # torch.manual_seed writes down a traceback for each kind of device that there may be.
+    """Seed the random generators of torch and Python."""
+    # torch.manual_seed formats a stack trace for each device type that is not initialised.
     torch.default_generator.manual_seed(seed)
     for devices in (torch.cuda, torch.xpu):
         if devices.is_initialized():

@@ -1,4 +1,4 @@
-"""Which ranks make the others wait, from what they tell in the commits."""
+"""Detection of ranks that make the others wait, from the times in the records of commits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
 from .record import CommitRecord
 
-_STEPS = 20  # after so many ranks are compared
+_STEPS = 20  # steps per comparison
 _FACTOR = 1.5
-_LEAST = 0.02  # seconds: what a step takes longer for less than that is of no use to know
+_LEAST = 0.02  # seconds; smaller differences per step are not reported
 
 
 class Stragglers:
-    """Ranks that have computed longer than the others.
+    """Detector of ranks that compute for longer than the others.
 
     Attributes:
-        found: those of the last 20 steps that were compared, ascending.
+        found: the stragglers of the last 20 steps that were compared, ascending.
     """
 
     def __init__(self) -> None:
@@ -30,27 +30,27 @@ class Stragglers:
         self._began = 0.0
 
     def begin(self, following: Iterable[Regroupable]) -> None:
-        """A step of this rank begins, which uses ``following``."""
+        """Note that a step of this rank begins, which uses ``following``."""
         self._began = _clock(following)
 
     def computed(self, following: Iterable[Regroupable]) -> float:
-        """The seconds since the step began, without those in which backward waited for other ranks."""
+        """Return the seconds since the step began, less the time in which backward waited for other ranks."""
         return _clock(following) - self._began
 
     def begin_anew(self) -> None:
-        """The group has changed, and ranks may have other numbers."""
+        """Discard all measurements: in a new group ranks may have other numbers."""
         self.found = ()
         self._rows.clear()
         self._named.clear()
 
     def add(self, rows: Sequence[CommitRecord], rank: int) -> None:
-        """What all ranks have told in one commit; rank 0 warns of each straggler once."""
+        """Add the records of one commit; rank 0 warns of each straggler once."""
         if len(rows) == 1:
             return
         self._rows.append([row.busy for row in rows])
         if len(self._rows) < _STEPS:
             return
-        # The median of a rank's steps: one in which it was held up makes no straggler.
+        # The median ignores single slow steps.
         usual = [median(each) / 1e6 for each in zip(*self._rows, strict=True)]
         self._rows.clear()
         slow = {each: others for each in range(len(usual)) if (others := _others(usual, each)) is not None}
@@ -72,6 +72,6 @@ def _clock(following: Iterable[Regroupable]) -> float:
 
 
 def _others(usual: Sequence[float], rank: int) -> float | None:
-    """What the others take for a step, if ``rank`` is slow beside them."""
+    """Return the seconds that the other ranks take for a step, or None if ``rank`` is not slower."""
     others = median(each for index, each in enumerate(usual) if index != rank)
     return others if usual[rank] > max(_FACTOR * others, others + _LEAST) else None

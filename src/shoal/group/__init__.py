@@ -1,4 +1,4 @@
-"""Process groups: validate, number, record and dispatch; the only caller of backends."""
+"""Process groups, which validate, number, record and dispatch operations; the only caller of backends."""
 
 from .agreement import Agreement
 from .batch import Batch

@@ -1,8 +1,8 @@
-"""Agreements: the ranks that live settle on one value, and on who they are.
+"""Agreements of the surviving ranks on one value and on the set of survivors.
 
-The protocol is the channel's (``cpp/agreement`` for the native one).  What is here turns values into votes
-and decisions into values, and runs the *witness*, which a group asks of which exactly half is left: a key of
-the group's store, changed by compare-and-set.  Only a rank that has called ``agree`` asks it.
+The channel implements the protocol (``cpp/agreement`` for the native backend).  This module converts values
+to votes and decisions to values, and runs the *witness*: a key of the group's store, changed by
+compare-and-set, which decides if exactly half of the ranks are left.  Only ranks that call ``agree`` use it.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ T_co = TypeVar("T_co", covariant=True)
 _OPS = {op.name.lower(): op for op in (Op.AND, Op.OR, Op.MIN, Op.MAX, Op.SUM, Op.COMMON, Op.GATHER)}
 _INTEGER = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
-_LOOK = 60.0  # seconds between looks at an agreement that says nothing
-#: of the witness: seconds that one request may take, and until the next try
+_LOOK = 60.0  # seconds between two polls of an agreement without news
+#: of the witness: timeout of one request, and delay before the next attempt, in seconds
 _PATIENCE = 2.0
 _PAUSE = 0.1
 
 
 class OpsDiffer(GroupError):
-    """A rank that rebuilds the group met others that called something else; its next call may meet them."""
+    """Other ranks called another operation than ``rebuild``; the next call of this rank may match theirs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement(Generic[T_co]):
-    """What the ranks of a group have agreed on; the same on every rank that gets it.
+    """The result of ``agree``; the same on every rank that gets it.
 
     Attributes:
-        value: made of the votes of ``ranks``: an integer; the integers that are in all votes, ascending
+        value: the combined votes of ``ranks``: an integer; the integers that are in all votes, ascending
             (``"common"``); or the votes themselves, in the order of ``ranks`` (``"gather"``).
-        ranks: who goes on, ascending.
+        ranks: the surviving ranks, ascending.
         lost: all other ranks of the group.
     """
 
@@ -94,16 +94,16 @@ class Agreements(Submitter):
 
     @explained(called)
     def agree(self, value: Any, op: str = "and", *, timeout: float | None = None) -> Future[Agreement[Any]]:
-        """Settle on one value with all ranks that live, and on who they are.
+        """Agree with all surviving ranks on one value, and on the set of survivors.
 
-        It works on a group that is open, broken or aborted, and every rank that lives calls it; the k-th call
-        of a rank belongs to the k-th of every other.  Whoever gets a result gets the same one, whatever dies
-        meanwhile.  Without a death it takes four messages a rank.
+        It works on a group that is open, broken or aborted.  Every surviving rank calls it; the k-th calls of
+        all ranks belong together.  All ranks that get a result get the same one, even if ranks fail
+        meanwhile.  Without a failure it takes four messages per rank.
 
         Args:
-            value: this rank's vote: an integer of 64 bits (or a bool); for ``"common"`` several of them; for
-                ``"gather"`` bytes.  A vote has room for 4 KiB, less in groups of more than 1,024 ranks.
-            op: how votes become one value: ``"and"``, ``"or"`` (of the bits), ``"min"``, ``"max"``, ``"sum"``
+            value: this rank's vote: an integer of 64 bits (or a bool); for ``"common"`` several integers; for
+                ``"gather"`` bytes.  At most 4 KiB, less in groups of more than 1,024 ranks.
+            op: the reduction of the votes: ``"and"``, ``"or"`` (bitwise), ``"min"``, ``"max"``, ``"sum"``
                 (modulo 2**64), ``"common"`` or ``"gather"``.
             timeout: in seconds, for the decision; None: that of the group plus ``SHOAL_VOTE_TIMEOUT``.
 
@@ -111,21 +111,21 @@ class Agreements(Submitter):
             A future of an :class:`Agreement`.
 
         Raises:
-            UsageError: the value is no vote for this ``op``.
+            UsageError: the value is not a valid vote for this ``op``.
             UnsupportedOperation: the backend of the group has no agreements.
             GroupClosed: this rank has closed the group.
-            Evicted: through the future; the others go on without this rank.
+            Evicted: through the future; the other ranks continue without this rank.
             QuorumLost: through the future; too few ranks can be reached to decide.
             OperationTimeout: through the future; a rank that can be reached did not answer in time.
-            RebuildCalled: through the future; another rank calls :meth:`~shoal.ProcessGroup.rebuild` already.
-            CollectiveMismatch: through the future; the ranks gave different values of ``op``.
+            RebuildCalled: through the future; another rank has called :meth:`~shoal.ProcessGroup.rebuild`.
+            CollectiveMismatch: through the future; the ranks passed different values of ``op``.
 
-        ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote, ranks that have not voted are left out.  The
-        algorithm is Paxos (L. Lamport, "The Part-Time Parliament", 1998) with one leader; what it is for, and
-        that it also works on a broken group, are from ULFM's ``MPI_Comm_agree``.
+        Ranks that have not voted ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote are excluded.  The
+        algorithm is Paxos (L. Lamport, "The Part-Time Parliament", 1998) with one leader.  Its purpose, and
+        its use on a broken group, are those of ULFM's ``MPI_Comm_agree``.
         """
         call = self._call("agree")
-        # Plus the time for late votes, or the ranks that vote would fail before a late one is left out.
+        # Plus the time for late votes: otherwise all ranks time out before a late rank is excluded.
         default = self._timeout + config.VOTE_TIMEOUT.get()
         seconds = default if timeout is None else self._checked_timeout(timeout)
         limit = self._vote_limit()
@@ -139,36 +139,28 @@ class Agreements(Submitter):
     def _agree(self, op: Op, vote: bytes, timeout: float) -> Future[Agreement[Any]]:
         """Vote in the next agreement.
 
-        Raises:
-            OpsDiffer: through the future; ``op`` is REBUILD, and other ranks called something else.
+        With ``op`` REBUILD the future raises OpsDiffer if other ranks called another operation.
         """
         with self._submitting:
             self._refuse_if_closed()
-            self._channel.reported = True  # the agreement says who is lost
+            self._channel.reported = True  # the agreement reports the lost ranks
             agreeing = self._channel.agree(op, vote, timeout)
         following = _Following(agreeing, self._spec, op, timeout, self._store, self._reports_evictions())
         return in_background(following.run)
 
     def _agree_to_grow(self, can: bool) -> Future[Agreement[int]]:
-        """Settle with all ranks that live whether they take others in.
+        """Agree whether the group grows: the value is 1 if ``can`` is true on all surviving ranks.
 
-        It waits for them as a collective does, and leaves none of them out.
-
-        Args:
-            can: whether this rank can.
-
-        Raises:
-            RebuildCalled: through the future; another rank rebuilds the group, so nobody is taken in.
-            GroupError: through the future; as of :meth:`agree`.
+        It waits for all of them, as a collective does.  Errors in the future are those of :meth:`agree`.
         """
         return self._agree(Op.GROW, _INTEGER.pack(can), self._timeout)
 
     @abc.abstractmethod
     def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
-        """A function that reports the lost ranks of a decision, given those that are dead or have left."""
+        """Return a function that reports lost ranks, given those of them that have failed or left."""
 
     def _vote_limit(self) -> int:
-        """The most bytes of a vote; raises if there can be none."""
+        """Return the maximum size of a vote in bytes; raises if the group cannot vote."""
         self._refuse_if_closed()
         try:
             return self._channel.vote_limit()
@@ -192,13 +184,13 @@ def _vote(call: OperationCall, value: Any, op: Op) -> bytes:
     if isinstance(value, (bytes, str)) or not isinstance(value, Iterable):
         call.refuse(f"op='common' takes integers, got {type(value).__name__}")
     integers = {_integer(call, each, "op='common' takes several, each") for each in value}
-    ordered = sorted(integers, key=lambda each: each % 2**64)  # as the core does: without their sign
+    ordered = sorted(integers, key=lambda each: each % 2**64)  # as unsigned integers, like the core
     return b"".join(map(_INTEGER.pack, ordered))
 
 
 def _call(op: Op) -> str:
-    """What a rank called, as a program writes it."""
-    names = {Op.REBUILD: "rebuild()", Op.GROW: "agree() to take others in"}
+    """Return the call of a rank as source code, for messages."""
+    names = {Op.REBUILD: "rebuild()", Op.GROW: "agree() to admit processes"}
     return names.get(op) or f"agree(op={op.name.lower()!r})"
 
 
@@ -225,7 +217,7 @@ def _parts(value: bytes) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _Following:
-    """This rank follows an agreement in which it has voted, to its end."""
+    """The wait for an agreement in which this rank has voted."""
 
     agreeing: Agreeing
     spec: GroupSpec
@@ -252,13 +244,13 @@ class _Following:
             raise self._undecided(where, failure) from failure
         if news.outcome is AgreementOutcome.LEFT_OUT and not news.ranks:
             raise Evicted(
-                f"{where}: this process was stopped for so long that the others on its host gave it up, and "
+                f"{where}: this process was stopped for too long; the other ranks on its host evicted it and "
                 "go on without it"
             )
         if news.outcome is AgreementOutcome.LEFT_OUT:
             raise Evicted(
-                f"{where}: {ranks_named(news.ranks)} decided to go on without this rank, which they had lost "
-                "or which had not voted in time",
+                f"{where}: {ranks_named(news.ranks)} decided to go on without this rank, because they had "
+                "lost it or it had not voted in time",
                 news.ranks,
             )
         assert news.op is not None
@@ -288,10 +280,10 @@ class _Following:
         reached = size - len(lost)
         within = f"{where}: no decision within {in_seconds(self.timeout)}"
         if len(lost) == len(dead) or 2 * reached > size:
-            return OperationTimeout(f"{within}: a rank that can be reached has not voted, or not answered")
+            return OperationTimeout(f"{within}: a rank that can be reached has not voted or has not answered")
         apart = [rank for rank in lost if rank not in dead]
         return QuorumLost(
-            f"{within}: {ranks_named(apart)} cannot be reached and may live, and this side has "
+            f"{within}: {ranks_named(apart)} cannot be reached and may be running, and this side has "
             f"{'exactly' if 2 * reached == size else 'less than'} half of the {size} ranks"
             + (f"; the store could not be asked: {in_words(failure)}" if failure else ""),
             lost,
@@ -299,10 +291,10 @@ class _Following:
 
 
 class _Witness:
-    """Brings the requests of a leader to the store, each in a thread of its own.
+    """Sends the requests of a leader to the store, each in its own thread.
 
     Attributes:
-        failure: why the latest one could not be answered yet.
+        failure: the last error of a request that could not be answered yet.
     """
 
     def __init__(self, agreeing: Agreeing, store: Store) -> None:
@@ -317,12 +309,12 @@ class _Witness:
         self.failure: Exception | None = None
 
     def ask(self, request: WitnessRequest) -> None:
-        """Answer the request as soon as the store does, if no other one comes before."""
+        """Answer the request as soon as the store does, unless a newer request replaces it."""
         self._latest = request
         in_background(lambda: self._answer(request))
 
     def close(self) -> None:
-        """The agreement is over; whoever waits for the store gives up."""
+        """End all requests: the agreement has completed."""
         with self._lock:
             self._over = True
             clone = self._clone
@@ -335,24 +327,24 @@ class _Witness:
                 self._agreeing.tell_witness(request, self._ask(self._connected(), request))
                 self.failure = None
                 return
-            except Exception as error:  # the store may come back, and its key may have been damaged
+            except Exception as error:  # the store may become reachable, and its key may be damaged
                 if not self._over:
                     self.failure = error
                 time.sleep(_PAUSE)
 
     def _connected(self) -> Store:
-        """A connection to the store of its own, whose calls end when it is closed."""
+        """Return a separate connection to the store; closing it ends its calls."""
         with self._connecting:
             if self._clone is None:
                 clone = self._store.clone(_PATIENCE)
-                with self._lock:  # which close() takes: not while connecting to a store that does not answer
+                with self._lock:  # not held while connecting, as close() takes it
                     self._clone = clone
             if self._over:
                 self._clone.close()
             return self._clone
 
     def _ask(self, store: Store, request: WitnessRequest) -> bytes:
-        """Ask the witness; returns what it had kept before."""
+        """Ask the witness; returns the value that it had before."""
         kept = b""
         while True:
             wanted = self._agreeing.ask_witness(request, kept)

@@ -1,13 +1,11 @@
-"""Several sends and receives, submitted together.
-
-Exchanges in which everybody sends and receives are written without thinking about order:
+"""Sends and receives that are submitted together, so that their order does not matter.
 
     with group.batch() as batch:
         batch.send(mine, right)
         batch.recv(theirs, left)
     batch.wait()
 
-Nothing is sent before the block ends, and nothing at all if it raises or if one argument is wrong.
+Nothing is sent before the block ends, or if it raises or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 @refuses_copies(
     "a Batch",
     "operations of a group",
-    "Make another one",
+    "Make another Batch",
 )
 class Batch:
     """Collects point-to-point operations; made by ``ProcessGroup.batch``."""
@@ -43,7 +41,7 @@ class Batch:
         self._futures: list[Future[Any]] | None = None
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
-        """Add a send; arguments as for ``ProcessGroup.send``."""
+        """Add a send; arguments as in ``ProcessGroup.send``."""
         self._open()
         call = self._group._call("batch.send")
         self._operations.append(self._group._send_operation(call, x, dst, tag, timeout))
@@ -57,7 +55,7 @@ class Batch:
         *,
         timeout: float | None = None,
     ) -> None:
-        """Add a receive; arguments as for ``ProcessGroup.recv``."""
+        """Add a receive; arguments as in ``ProcessGroup.recv``."""
         self._open()
         staging = Staging()
         call = self._group._call("batch.recv")
@@ -68,7 +66,7 @@ class Batch:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """After the block: one future per operation, in the order in which they were added."""
+        """One future per operation, in the order in which they were added; available after the block."""
         if self._futures is None:
             raise UsageError("a batch has its futures when its `with` block has ended")
         return self._futures

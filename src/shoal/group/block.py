@@ -1,4 +1,4 @@
-"""The end of a group's ``with`` block: an abort after an exception, and failures that no call has raised."""
+"""The end of a group's ``with`` block: the abort after an exception, and failures that no call has raised."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def end_block(
         error: the exception that leaves the block.
         may_abort: whether the group is neither closed nor aborted.
         is_first: whether it is the group of all ranks: then an exception ends all groups and connections.
-        goes_on: whether a rebuild has replaced the group by another, whose end tells what failed.
+        goes_on: whether a rebuild has replaced the group, so that the new group reports the failure.
 
     Raises:
-        GroupError: what ended the group, or was found when it was closed, if no call has raised it and no
+        GroupError: the failure of the group, also one detected on closing, if no call has raised it and no
             exception leaves the block.
     """
     orderly = error is None or (isinstance(error, SystemExit) and not error.code)
@@ -36,10 +36,10 @@ def end_block(
 
 
 def _unseen_failure(group: Watched) -> GroupError | None:
-    """The failure of an open group if no call has raised it.
+    """Return the failure of an open group if no call has raised it.
 
-    A lost rank is reported once, by whichever group of the world meets it; where an agent uses the world, the
-    agent's calls report it.
+    A lost rank is reported once, by the first group of the world that detects it, or by calls of an RPC agent
+    that uses the world.
     """
     if group.state not in ("broken", "aborted") or group._channel.reported:
         return None

@@ -1,4 +1,4 @@
-"""The choices that a group does not take from the group that it is made from."""
+"""The properties of a new group that differ from those of its parent."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Choices:
     Attributes:
         scope: "pair", or None for "all".
         concurrency: number of lanes.
-        backend: name of another backend, or of the same one for connections of the group's own.
-        options: of the backend.
+        backend: name of another backend, or of the same one for separate connections.
+        options: options of the backend.
     """
 
     scope: str | None = None
@@ -35,14 +35,9 @@ class Choices:
         return ", ".join(f"{name}={value!r}" for name, value in sorted({**named, **self.options}.items()))
 
     def checked(self, where: str, others: Sequence[str], parent: Links) -> Choices:
-        """Refuse what cannot be right.
+        """Raise UsageError for invalid values.
 
-        Args:
-            where: the function that was given the options, for the message.
-            others: what it takes beside them.
-
-        Raises:
-            UsageError: naming what was expected.
+        ``where`` is the function that takes the options, for the message, and ``others`` its other arguments.
         """
         if self.concurrency is not None:
             lanes(self.concurrency)
@@ -55,13 +50,13 @@ class Choices:
 
     @property
     def code(self) -> int:
-        """A number that is equal where the choices are."""
+        """A hash of the choices, equal on all ranks that passed the same ones."""
         digest = hashlib.blake2b(str(self).encode("utf-8", "backslashreplace"), digest_size=8).digest()
         return int.from_bytes(digest, "little", signed=True)
 
     @property
     def own_links(self) -> bool:
-        """Whether the group needs connections of its own."""
+        """Whether the group needs separate connections."""
         return self.backend is not None or bool(self.options)
 
     def engine(self, parent: Links) -> tuple[BackendFactory, dict[str, Any]]:

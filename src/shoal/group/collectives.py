@@ -1,10 +1,8 @@
-"""The collective operations: every rank of the group calls the same ones in the same order.
+"""The collective operations, which every rank of the group calls in the same order.
 
-Each validates its arguments, replaces tensors that are not contiguous, and submits.  ``op=`` takes a
-:class:`~shoal.ReduceOp`, its name, or torch's; ``timeout=`` is in seconds from the call and defaults
-to the group's; when it runs out the group is broken.  All of them return a
-:class:`~shoal.Future` at once; bad arguments raise at once, before anything is sent.
-``docs/operations.md`` has the table of arguments, values and legal dtypes.
+They return a :class:`~shoal.Future` immediately; invalid arguments raise before anything is sent.  ``op=`` is
+a :class:`~shoal.ReduceOp`, its name, or torch's.  ``timeout=`` is in seconds from the call and defaults to
+the group's; a timeout breaks the group.  ``docs/operations.md`` lists arguments, values and legal dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from .staging import Staging, readable, readable_beside
 from .submission import Submitter, called, mapped
 from .validation.arguments import warn_of_gradients
 
-# Looking a member up in an enumeration costs more than a small message.
+# Looking up a member of an enumeration takes longer than a small message.
 _ALL_REDUCE = OpKind.ALL_REDUCE
 _BROADCAST = OpKind.BROADCAST
 _ALL_GATHER = OpKind.ALL_GATHER
@@ -37,7 +35,7 @@ _PREMUL_SUM = PREMUL_SUM.code
 class Collectives(Submitter):
     """The collective operations of a group."""
 
-    #: torch's own functions over a group give no such warnings
+    #: False for torch's functions over a group
     _warns_of_gradients = True
 
     def _warn_of_gradients(self, name: str, *inputs: torch.Tensor) -> None:
@@ -50,15 +48,15 @@ class Collectives(Submitter):
         """Reduce ``x`` over all ranks, in place on every rank.
 
         Args:
-            x: same dtype and element count everywhere.
+            x: a tensor with the same dtype and number of elements on all ranks.
             op: the reduction.
 
         Returns:
             A future of ``x``.  The result is bitwise equal on all ranks.
 
         Raises:
-            UsageError: a tensor that cannot be sent.
-            UnsupportedOperation: a reduction without meaning for the dtype.
+            UsageError: the tensor cannot be sent.
+            UnsupportedOperation: the reduction is not defined for the dtype.
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
         if unknown:
@@ -85,13 +83,13 @@ class Collectives(Submitter):
         dst: int | None = None,
         timeout: float | None = None,
     ) -> Future[torch.Tensor | None]:
-        """Reduce ``x`` over all ranks into ``x`` of rank ``root``; elsewhere ``x`` is only read.
+        """Reduce ``x`` over all ranks into ``x`` of rank ``root``; other ranks' ``x`` is not changed.
 
         Args:
             dst: torch's name for ``root``.
 
         Returns:
-            A future of ``x`` on ``root`` and of None elsewhere.
+            A future of ``x`` on ``root`` and of None on other ranks.
         """
         call = self._call("reduce")
         root = call.named_root(root, "dst", dst)
@@ -116,7 +114,7 @@ class Collectives(Submitter):
         timeout: float | None = None,
         **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
-        """Copy ``x`` of rank ``root`` into ``x`` of all others.
+        """Copy ``x`` of rank ``root`` into ``x`` of all other ranks.
 
         Args:
             src: torch's name for ``root``.
@@ -152,12 +150,12 @@ class Collectives(Submitter):
         *,
         timeout: float | None = None,
     ) -> Future[list[torch.Tensor]]:
-        """Bring the tensors of all ranks to all ranks.
+        """Gather the tensors of all ranks on all ranks.
 
         Args:
             x: this rank's part.
-            out: one tensor per rank, as large as that rank's part; sizes may differ from rank to rank.
-                None makes tensors like ``x``, for parts that are all of one shape.
+            out: one tensor per rank, as large as that rank's part; sizes may differ between ranks.  None:
+                allocate tensors like ``x``, if all parts have the same shape.
 
         Returns:
             A future of the list ``out``: element *r* is the part of rank *r*.
@@ -177,11 +175,11 @@ class Collectives(Submitter):
     def all_gather_single(
         self, out: torch.Tensor, x: torch.Tensor, *, timeout: float | None = None, **unknown: NoReturn
     ) -> Future[torch.Tensor]:
-        """Bring the tensors of all ranks to all ranks, one after another in ``out``.
+        """Gather the tensors of all ranks on all ranks, concatenated in ``out``.
 
         Args:
-            out: ``size`` times as many elements as ``x``; its shape does not matter.
-            x: this rank's part, equally large everywhere.
+            out: a tensor of any shape with ``size`` times as many elements as ``x``.
+            x: this rank's part, of the same size on all ranks.
 
         Returns:
             A future of ``out``.
@@ -215,7 +213,7 @@ class Collectives(Submitter):
 
         Args:
             out: receives this rank's part.
-            inputs: one tensor per rank; sizes may differ within the list, not between ranks.
+            inputs: one tensor per rank; sizes may differ within the list, but not between ranks.
             op: the reduction.
 
         Returns:
@@ -247,7 +245,7 @@ class Collectives(Submitter):
 
         Args:
             out: receives this rank's part.
-            x: ``size`` times as many elements as ``out``; its shape does not matter.
+            x: a tensor of any shape with ``size`` times as many elements as ``out``.
             op: the reduction.
 
         Returns:
@@ -282,18 +280,18 @@ class Collectives(Submitter):
         sizes: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Future[list[torch.Tensor] | None]:
-        """Bring the tensors of all ranks to rank ``root``.
+        """Gather the tensors of all ranks on rank ``root``.
 
         Args:
             x: this rank's part.
-            out: on ``root`` one tensor per rank, or None to have them made; None elsewhere.
-            root: the rank that gets all parts.
+            out: on ``root`` one tensor per rank, or None to allocate them; None on other ranks.
+            root: the rank that receives all parts.
             dst: torch's name for ``root``.
-            sizes: the element count of every rank's part, given on all ranks alike; needed only when
-                they differ.
+            sizes: number of elements of every rank's part, the same list on all ranks; needed only if the
+                parts differ in size.
 
         Returns:
-            A future of the list ``out`` on ``root`` and of None elsewhere.
+            A future of the list ``out`` on ``root`` and of None on other ranks.
         """
         call = self._call("gather")
         root = call.named_root(root, "dst", dst)
@@ -325,15 +323,15 @@ class Collectives(Submitter):
         sizes: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Future[torch.Tensor]:
-        """Hand one tensor from rank ``root`` to every rank.
+        """Send one tensor from rank ``root`` to each rank.
 
         Args:
             out: receives this rank's part.
-            inputs: on ``root`` one tensor per rank; None elsewhere.
-            root: the rank that hands out the parts.
+            inputs: on ``root`` one tensor per rank; None on other ranks.
+            root: the rank that sends the parts.
             src: torch's name for ``root``.
-            sizes: the element count of every rank's part, given on all ranks alike; needed only when
-                they differ.
+            sizes: number of elements of every rank's part, the same list on all ranks; needed only if the
+                parts differ in size.
 
         Returns:
             A future of ``out``.
@@ -364,11 +362,11 @@ class Collectives(Submitter):
         *,
         timeout: float | None = None,
     ) -> Future[list[torch.Tensor]]:
-        """Send ``inputs[r]`` to rank *r* and receive what rank *r* sends here in ``out[r]``.
+        """Send ``inputs[r]`` to rank *r*, and receive from rank *r* in ``out[r]``.
 
         Args:
-            out, inputs: one tensor per rank.  Sizes are free, as long as ``out[r]`` here is as large as
-                the part that rank *r* sends.
+            out, inputs: one tensor per rank.  Sizes may differ; ``out[r]`` must have the size of the part
+                that rank *r* sends.
 
         Returns:
             A future of the list ``out``.
@@ -392,12 +390,12 @@ class Collectives(Submitter):
         timeout: float | None = None,
         **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
-        """Cut ``x`` along its first dimension, send part *r* to rank *r*, join what arrives in ``out``.
+        """Split ``x`` along its first dimension, send part *r* to rank *r*, and concatenate in ``out``.
 
         Args:
-            out, x: part *r* of ``out`` has as many elements as what rank *r* sends here.
-            output_splits, input_splits: the length of each rank's part along the first dimension;
-                None means equal parts.
+            out, x: part *r* of ``out`` has as many elements as the part that rank *r* sends.
+            output_splits, input_splits: length of each rank's part along the first dimension; None: equal
+                parts.
 
         Returns:
             A future of ``out``.
@@ -431,7 +429,7 @@ class Collectives(Submitter):
         return self._scatter_gather(OpKind.ALL_TO_ALL, inputs, outputs, out, timeout, staging=staging)
 
     def barrier(self, *, timeout: float | None = None, **unknown: NoReturn) -> Future[None]:
-        """Complete when every rank of the group has called it."""
+        """Return a future that completes when every rank of the group has called this."""
         if unknown:
             self._refuse_keywords("barrier", unknown)
         seconds = self._timeout if timeout is None else timeout
@@ -465,7 +463,7 @@ class Collectives(Submitter):
         sizes: Sequence[int] = (),
         staging: Staging | None = None,
     ) -> Future[Any]:
-        """Submit an operation whose inputs and outputs are different tensors; its value is ``value``."""
+        """Submit an operation with separate inputs and outputs; the future's value is ``value``."""
         staging = staging or Staging()
         targets = [staging.writable(x) for x in outputs]
         if op.code == _PREMUL_SUM:
@@ -480,7 +478,7 @@ class Collectives(Submitter):
         return future
 
     def _check_usable(self, timeout: float | None) -> None:
-        """Refuse what a submission would refuse, before tensors are multiplied for it."""
+        """Raise the errors of a submission before tensors are multiplied for it."""
         if timeout is not None:
             self._checked_timeout(timeout)
         if self._state != "open" or self._channel.failure() is not None:

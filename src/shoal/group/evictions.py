@@ -1,4 +1,4 @@
-"""Reports of ranks that an agreement leaves out, for the launcher, which ends their processes."""
+"""Reports of evicted ranks to the launcher, which ends their processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ..links import Links
 def eviction_report(
     spec: GroupSpec, links: Links, meeting: str
 ) -> Callable[[Sequence[int], Collection[int]], None]:
-    """Return a function that reports the lost ranks of a decision, given those that are dead or have left.
+    """Return a function that reports the lost ranks of a decision, given those that have failed or left.
 
-    Args:
-        meeting: in which the ranks of the world have met.
+    ``meeting``: the rendezvous of the world's ranks.
     """
 
     def report(lost: Sequence[int], dead: Collection[int]) -> None:
-        unreachable = links.lost() if config.QUORUM.get() == "any" else ()  # which then count as dead
+        unreachable = links.lost() if config.QUORUM.get() == "any" else ()  # they then count as failed
         evicted = [spec.ranks[rank] for rank in lost if rank not in dead or spec.ranks[rank] in unreachable]
         failure_report.evicted(evicted, meeting)
 

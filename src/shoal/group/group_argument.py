@@ -1,7 +1,7 @@
-"""The group that a caller means by ``group=``.
+"""The resolution of the argument ``group=``.
 
-It is one of ours; or something that stands on one, as the groups do that torch.distributed makes with the
-backend "shoal"; or None for the default group.
+It may be a `ProcessGroup`, an object based on one, such as a group of torch.distributed with the backend
+"shoal", or None for the default group.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Callable
 from ..errors import UsageError
 from .process_group import ProcessGroup
 
-#: The attribute under which an object that stands on one of our groups gives it.
+#: The attribute with the `ProcessGroup` of an object that is based on one.
 STANDS_ON = "__shoal_group__"
-#: The value that torch gives instead of a group to a rank that is not in it.
+#: The value that torch returns instead of a group to a rank that is not in it.
 NON_GROUP_MEMBER = -100
 
-#: Each gives the default group of one API, or None while there is none; they add themselves when imported.
+#: Functions that return the default group of an API, or None; each API adds its own on import.
 default_groups: list[Callable[[], ProcessGroup | None]] = []
 
 
 def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
-    """The group that ``group`` stands for.
+    """Return the `ProcessGroup` of an argument ``group=``.
 
     Args:
         group: a :class:`~shoal.ProcessGroup`, a group of torch.distributed over the backend "shoal", or
             None for the default group of ``torch.distributed`` or ``shoal.distributed``.
-        taker: the function or class that takes it, for errors.
-        what: the name of the argument.
+        taker: name of the function or class, for error messages.
+        what: name of the argument.
 
     Raises:
-        UsageError: it is something else, or None and there is no default group, or two.
+        UsageError: ``group`` is another object, or None and there are no or two default groups.
     """
     if isinstance(group, ProcessGroup):
         return group
@@ -44,22 +44,22 @@ def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
 
 
 def has_default_group() -> bool:
-    """Whether this process has a default group, of whichever API."""
+    """Whether this process has a default group of any API."""
     return any(find() is not None for find in default_groups)
 
 
 def adopted(group: object) -> ProcessGroup | None:
-    """Our group that ``group`` is or stands on, or None."""
+    """Return the `ProcessGroup` that ``group`` is or is based on, or None."""
     found = group if isinstance(group, ProcessGroup) else getattr(group, STANDS_ON, None)
     return found if isinstance(found, ProcessGroup) else None
 
 
 def not_ours(group: object, taker: str, what: str = "group") -> UsageError:
-    """The error for an argument that is no group, or none of ours."""
+    """Return the error for an argument that is not based on a `ProcessGroup`."""
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return UsageError(
             f"{taker}: this rank is not a member of the {what} that was given (GroupMember.NON_GROUP_MEMBER, "
-            "as new_group gives to ranks that are not in it); only its members can take part"
+            "which new_group returns to ranks that are not in it); call it on the members only"
         )
     backend = backend_of(group)
     if backend is not None:
@@ -90,8 +90,8 @@ def _default(taker: str, what: str) -> ProcessGroup:
 
 
 def backend_of(group: object) -> str | None:
-    """The backend of a group of torch.distributed; None if ``group`` is no such group."""
-    # Known by its name: only shoal.compat imports torch.distributed.
+    """Return the backend of a group of torch.distributed; None if ``group`` is another object."""
+    # Identified by its class name, as only shoal.compat imports torch.distributed.
     kinds = type(group).__mro__
     if not any(kind.__name__ == "ProcessGroup" and "distributed" in kind.__module__ for kind in kinds):
         return None

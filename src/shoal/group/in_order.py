@@ -1,14 +1,12 @@
-"""One order of operations on every rank, for channels that can take them in no other.
+"""The same order of operations on all ranks, for channels that match operations by order alone.
 
-A communicator of NCCL or MPI matches operations by their order alone.  Numbered operations come in one order
-on every rank, operations issued in callbacks do not: these get a channel of their own and the order in
-which rank 0 issues them.  Rank 0 writes their keys into the group's store, one after another; the others
-submit operation *n* when its key is known and it was issued here too.  Nothing deadlocks: where one
-operation is issued because another one is complete, that is so on rank 0 as well.
+NCCL and MPI communicators do.  Numbered operations have the same order on all ranks, but operations issued in
+callbacks do not: they use a second channel, in the order in which rank 0 issues them.  Rank 0 writes their
+keys to the group's store one by one; the other ranks submit operation *n* when they know its key and have
+issued it too.  This cannot deadlock: an operation issued on completion of another one is so on rank 0 too.
 
-The two channels fail together: what breaks one ends what is pending in the other.
-
-A feeder also connects a channel that needs all members for that, in a thread, at its first operation.
+A failure of one channel breaks the other one too.  A `Feeder` also connects a channel whose connection needs
+all members, in a thread, at its first operation.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from ..spec import Operation, OpKind, ReduceOp
 from ..store import PrefixStore, Store
 from ..streams import DeviceEvents, events_behind
 
-#: Seconds between two looks at deadlines and failures while a feeder waits.
+#: Seconds between two checks of deadlines and failures while a feeder waits.
 _LOOK = 0.1
-#: Keys that are removed from the store together, when every rank has read them.
+#: Number of keys that are removed from the store together, when every rank has read them.
 _PAGE = 256
-#: Stands for a key where rank 0 issues nothing more.
+#: Replaces a key when rank 0 issues no more operations.
 _END = 0
 
 
 def channel_of(backend: Backend, spec: GroupSpec, store: Store) -> DataChannel:
-    """The channel of a group, which takes operations in any order whatever the backend's can do."""
+    """Return a channel for a group that takes operations in any order, with any backend."""
     channel = backend.channel(spec)
     if channel.ordered or channel.collective:
         return InOrder(channel, backend, spec, store)
@@ -48,7 +46,7 @@ def channel_of(backend: Backend, spec: GroupSpec, store: Store) -> DataChannel:
 
 
 class InOrder(DataChannel):
-    """A channel, and one more for keyed operations if it takes them in one order only."""
+    """A channel, with a second one for keyed operations if its operations must have the same order."""
 
     def __init__(self, channel: DataChannel, backend: Backend, spec: GroupSpec, store: Store) -> None:
         self.devices = channel.devices
@@ -60,7 +58,7 @@ class InOrder(DataChannel):
         self._making = threading.Lock()
         self._closed = False
         self._keyed: Feeder | None = None
-        #: The first failure of the callbacks' channel: the other one is aborted because of it.
+        #: The first failure of the callbacks' channel, for which the other one is aborted.
         self._cause: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -82,7 +80,7 @@ class InOrder(DataChannel):
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
         if self._main is None:
             return self._channel.shortcut(lock, recorder)
-        return super().shortcut(lock, recorder)  # there is no short way to what is not connected yet
+        return super().shortcut(lock, recorder)  # no fast path before the channel is connected
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return self._channel.empty(nbytes, device)
@@ -103,7 +101,7 @@ class InOrder(DataChannel):
     def abort(self, reason: str) -> None:
         self._channel.abort(reason)
         if self._channel.ordered:
-            # Others may have operations in that channel, though none was issued in a callback here.
+            # Other ranks may have operations in that channel even if this rank has none.
             with suppress(GroupError):  # the group is closed, or the backend has no connections left
                 self._feeder_of_callbacks().channel.abort(reason)
 
@@ -126,7 +124,7 @@ class InOrder(DataChannel):
             self._order.end()
 
     def _channels(self) -> list[DataChannel]:
-        """The channel of numbered operations, and that of callbacks if there is one."""
+        """The channel of numbered operations, and the one of callbacks if it exists."""
         return [self._channel] if self._keyed is None else [self._channel, self._keyed.channel]
 
     def _feeder_of_callbacks(self) -> Feeder:
@@ -160,13 +158,12 @@ class Order:
         self._known: int | None = None
 
     def next_key(self, issued: Sequence[int]) -> int | None:
-        """The key of the next operation; None if rank 0 has not said it within a moment.
+        """Return the key of the next operation; None if rank 0 has not written it within ``_LOOK`` seconds.
 
-        Args:
-            issued: the keys of those that this rank has issued and not submitted yet, in that order.
+        ``issued`` has the keys of operations that this rank has issued and not submitted yet, in that order.
 
         Raises:
-            GroupClosed: there is none, because rank 0 closed the group.
+            GroupClosed: rank 0 closed the group, and issues no more operations.
         """
         if self._known is None:
             if self._rank == 0:
@@ -176,11 +173,11 @@ class Order:
                 with suppress(StoreTimeout):
                     self._known = int(self._store.get(str(self._next), timeout=_LOOK))
         if self._known == _END:
-            raise GroupClosed("rank 0 closed the group and will not issue what was issued in a callback here")
+            raise GroupClosed("rank 0 closed the group without an operation that a callback here has issued")
         return self._known
 
     def go_on(self) -> None:
-        """The next operation was submitted."""
+        """Advance to the next operation; deletes keys that all ranks have read."""
         self._known = None
         self._next += 1
         page, rest = divmod(self._next, _PAGE)
@@ -190,20 +187,20 @@ class Order:
             self._store.delete(f"read {page}")
 
     def end(self) -> None:
-        """This rank issues nothing more."""
+        """Note, on rank 0, that no more operations are issued."""
         if self._rank == 0:
-            with suppress(StoreError):  # nobody is left to read it
+            with suppress(StoreError):  # no rank needs it any more
                 self._store.set(str(self._next), str(_END))
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The part of a group that a feeder of operations of callbacks needs to know of its group.
+    """The interface of a group for the feeder of operations issued in callbacks.
 
     Attributes:
-        order: of the operations.
-        failure: of the channel of numbered operations; it ends those of callbacks too.
-        failed: told why the channel of callbacks failed.
+        order: the order of the operations.
+        failure: returns the failure of the channel of numbered operations, which ends those of callbacks too.
+        failed: called with the failure of the channel of callbacks.
     """
 
     order: Order
@@ -211,10 +208,10 @@ class Callbacks:
     failed: Callable[[GroupError], None]
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error that broke the group, where an operation of a callback failed with ``error``.
+        """Return the error that broke the group, if an operation of a callback failed with ``error``.
 
-        A channel that was aborted was so because the other one failed.  If a peer did that, the failure may
-        still be on its way here.
+        This channel is aborted because the other one failed.  If a peer aborted it, this rank may detect the
+        failure of the other one a little later.
         """
         deadline = time.monotonic() + _LOOK
         while isinstance(error, GroupAborted):
@@ -228,16 +225,15 @@ class Callbacks:
 
 
 class Feeder:
-    """Gives operations to a channel when it can take them; they wait in a queue until then.
+    """A queue of operations that are submitted to a channel when it can take them.
 
-    Args:
-        callbacks: the operations are those of callbacks; None: their order is that in which they come.
+    ``callbacks`` is given for operations issued in callbacks; None: they keep the order of ``submit``.
     """
 
     def __init__(self, channel: DataChannel, name: str, callbacks: Callbacks | None = None) -> None:
         self.channel = channel
         self._name, self._callbacks = name, callbacks
-        #: Operations of callbacks that the channel has been given and that may not be complete.
+        #: Operations of callbacks that were submitted to the channel and may be pending.
         self._begun: list[_Queued] = []
         self._condition = threading.Condition()
         self._queue: deque[_Queued] = deque()
@@ -286,7 +282,7 @@ class Feeder:
                 if not self._ready:
                     self._connect(queued.operation.timeout)
                     self._ready = True
-                # It leaves the queue afterwards: what is submitted meanwhile must not overtake it.
+                # Removed from the queue afterwards: operations submitted meanwhile must not overtake it.
                 queued.start(self.channel)
                 with self._condition:
                     self._queue.remove(queued)
@@ -298,7 +294,7 @@ class Feeder:
         except Exception as error:
             cause = error if self._callbacks is None else self._callbacks.cause_of(error)
             ended = cause if isinstance(cause, GroupError) else GroupError(f"{self._name}: {cause}")
-            ended.__traceback__ = None  # it holds the frame of this thread
+            ended.__traceback__ = None  # it refers to the frame of this thread
             if not isinstance(ended, GroupClosed):
                 self._failure = ended
                 if self._callbacks is not None:
@@ -312,7 +308,7 @@ class Feeder:
             each.fail(ended)
 
     def _connect(self, timeout: float) -> None:
-        """Connect the channel; as soon as the channel of numbered operations fails, that fails too."""
+        """Connect the channel; fails as soon as the channel of numbered operations fails."""
         if self._callbacks is None:
             return self.channel.connect(timeout)
         connected, failure_of_other = threading.Event(), self._callbacks.failure
@@ -332,9 +328,9 @@ class Feeder:
             watcher.join()
 
     def _next(self) -> _Queued | None:
-        """The operation that comes next; None at the end."""
+        """Return the next operation; None when the thread can end."""
         while True:
-            # Before failures are looked at, since an operation that has failed is complete.
+            # Before the check for failures, since an operation that has failed is complete.
             self._begun = [each for each in self._begun if not each.done()]
             other = None if self._callbacks is None else self._callbacks.failure()
             if (failure := other or self.channel.failure()) is not None:
@@ -342,7 +338,7 @@ class Feeder:
             with self._condition:
                 if not (self._queue or self._closed):
                     if self._callbacks is None:
-                        return None  # from now on the channel is given everything at once
+                        return None  # from now on operations are submitted directly
                     self._condition.wait(_LOOK if self._begun else None)
                     continue
                 if self._closed:
@@ -358,7 +354,7 @@ class Feeder:
                     operation = queued.operation
                     raise OperationTimeout(
                         f"{operation.kind.name.lower()} in a callback ({self._name}): rank 0 did not issue "
-                        f"it, or this rank not what comes before it, within {operation.timeout:g} s"
+                        f"it, or this rank did not issue an earlier one, within {operation.timeout:g} s"
                     )
             with self._condition:
                 if key is not None and len(self._queue) == len(queue) and not self._closed:
@@ -366,13 +362,13 @@ class Feeder:
 
 
 class _Queued:
-    """An operation that the channel is given later, as a source."""
+    """An operation that is submitted later; the source of its future."""
 
     def __init__(self, operation: Operation, callbacks: Callbacks | None) -> None:
         self.operation = operation
         self._callbacks = callbacks
         self.deadline = time.monotonic() + operation.timeout
-        #: The work that the caller has enqueued, on which the operation depends.
+        #: Device work that the caller has enqueued and on which the operation depends.
         self._before = events_behind((operation.inputs, operation.outputs), None, None)
         self._lock = threading.Lock()
         self._started = threading.Event()
@@ -383,7 +379,7 @@ class _Queued:
         return Future(self, finish=lambda: self._given().value(), keep=self.operation)
 
     def start(self, channel: DataChannel) -> None:
-        """Give the operation to ``channel``."""
+        """Submit the operation to ``channel``."""
         tensors = (self.operation.inputs, self.operation.outputs)
         with nullcontext() if self._before is None else self._before.streams_behind(tensors):
             self._go_on(channel.submit(self.operation))

@@ -1,11 +1,11 @@
-"""The barrier that names the missing ranks.
+"""A barrier that reports the missing ranks, like ``torch.distributed.monitored_barrier``.
 
-Every rank reports to rank 0, which answers when all have come.  If some have not come in time, the
-answer holds their ranks; the others confirm it, and only then rank 0 aborts the group, so that the list
-reaches every rank that can still listen.  The idea is that of ``torch.distributed.monitored_barrier``.
+Every rank sends a message to rank 0, which answers when all have arrived.  If some have not arrived in time,
+the answer contains their ranks.  The other ranks confirm it before rank 0 aborts the group, so that the list
+reaches all of them.
 
-The messages are submitted in the caller's thread, so that barriers issued one after another match in that
-order; only the waiting happens elsewhere.
+Messages are submitted in the caller's thread, so that successive barriers match in order; only the waiting
+happens in another thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ARRIVED = MAX_TAG + 1
 _ANSWER = MAX_TAG + 2
 _CONFIRMED = MAX_TAG + 3
 _Received: TypeAlias = Future[tuple[torch.Tensor, int, int]]
-#: Seconds that rank 0 gives the ranks that came to hear which did not.
+#: Seconds to wait for confirmations of the list of missing ranks, and for the abort that follows.
 _LAST_WORDS = 2.0
 
 
@@ -38,16 +38,16 @@ class MonitoredBarrier(Submitter):
 
     @explained(called)
     def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
-        """A barrier that says on every rank which ranks did not come in time.
+        """A barrier that reports, on every rank, the ranks that did not arrive in time.
 
-        It costs more than :meth:`barrier` (two messages a rank, all through rank 0).
+        It costs more than :meth:`barrier`: two messages per rank, all with rank 0.
 
         Raises:
-            OperationTimeout: through the future; ``ranks`` are all those that did not come within
-                ``timeout``.  The group is aborted then, and the late ranks are told why.
+            OperationTimeout: through the future; ``ranks`` has all ranks that did not arrive within
+                ``timeout``.  The group is then aborted with this reason.
         """
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        # One rank may be early by the whole timeout and then wait as long again for rank 0's answer.
+        # A rank may arrive a whole timeout before rank 0, which then waits for another timeout.
         patience = 2 * seconds + _LAST_WORDS
         if self._rank == 0:
             arrivals = self._receive(range(1, self._size), _ARRIVED, patience)
@@ -57,7 +57,7 @@ class MonitoredBarrier(Submitter):
         return in_background(lambda: self._report(sent, answer, seconds, patience))
 
     def _collect(self, arrivals: list[_Received], seconds: float, patience: float) -> None:
-        """The part of rank 0: find the missing ranks, and tell the others."""
+        """Find the missing ranks, and send them to the other ranks; runs on rank 0."""
         deadline = time.monotonic() + seconds
         came: list[int] = []
         missing: list[int] = []
@@ -71,7 +71,7 @@ class MonitoredBarrier(Submitter):
             raise error
 
     def _report(self, sent: Future[None], answered: _Received, seconds: float, patience: float) -> None:
-        """The part of every other rank: say that it came, and hear which ranks did not."""
+        """Wait for rank 0's answer, with the missing ranks; runs on the other ranks."""
         sent.wait()
         try:
             answer, _, _ = answered.wait()
@@ -80,7 +80,7 @@ class MonitoredBarrier(Submitter):
         missing = answer.tolist()
         if missing:
             self._send([], [0], _CONFIRMED, patience)[0].wait()
-            # Rank 0 sends nothing more but the abort, so the group has ended when this error is seen.
+            # Rank 0 sends only the abort now: wait for it, so that the group has ended when this raises.
             with contextlib.suppress(GroupError):
                 _give_time(self._receive([0], _CONFIRMED, patience), _LAST_WORDS)
             raise self._timed_out(missing, seconds)

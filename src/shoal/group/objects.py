@@ -1,13 +1,11 @@
-"""Operations on any picklable Python object.
+"""Operations on picklable Python objects.
 
-Objects are pickled, and pickles run code when they are loaded.  They travel in the traffic of the group
-alone, never through the store: every connection was authenticated with the job's secret before its
-first byte was read, so they come from the job's own processes.
+Loading a pickle can run code.  Pickles are sent over the group's connections only, never through the store:
+every connection is authenticated with the job's secret, so they come from processes of the job.
 
-Each collective is two operations, the sizes first and then the bytes.  The second is issued in a callback
-of the first, where operations are matched by key: neither blocks the caller, and other
-operations may be submitted meanwhile, in any order that agrees across ranks.  A future must
-complete before its group is closed.
+Each collective consists of two operations: sizes, then bytes.  The second is issued in a callback of the
+first, where operations are matched by key.  So neither blocks the caller, and other operations may be
+submitted meanwhile in the same order on all ranks.  Futures must complete before the group is closed.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class Objects(Collectives, PointToPoint):
 
     @explained(called)
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
-        """Bring the picklable objects of all ranks to all ranks; the value is their list."""
+        """Gather picklable objects of all ranks on all ranks; the future's value is their list."""
         left = self._countdown(timeout)
         payload = self._pickled(obj)
         sizes = self._exchange_sizes(payload, timeout)
@@ -50,7 +48,7 @@ class Objects(Collectives, PointToPoint):
     def gather_object(
         self, obj: Any, root: int = 0, *, dst: int | None = None, timeout: float | None = None
     ) -> Future[list[Any] | None]:
-        """Bring the picklable objects of all ranks to rank ``root``; None elsewhere."""
+        """Gather picklable objects of all ranks on rank ``root``; the value is None on other ranks."""
         root = self._call("gather_object").named_root(root, "dst", dst)
         left = self._countdown(timeout)
         payload = self._pickled(obj)
@@ -67,10 +65,7 @@ class Objects(Collectives, PointToPoint):
     def broadcast_object(
         self, obj: Any = None, root: int = 0, *, src: int | None = None, timeout: float | None = None
     ) -> Future[Any]:
-        """Bring the picklable object of rank ``root`` to all ranks; ``obj`` of the others is ignored.
-
-        The root gets its own object back, not a copy.
-        """
+        """Broadcast a picklable object of rank ``root``; there the future's value is ``obj``, not a copy."""
         root = self._call("broadcast_object").named_root(root, "src", src)
         left = self._countdown(timeout)
         is_root = self._rank == root
@@ -93,9 +88,9 @@ class Objects(Collectives, PointToPoint):
         src: int | None = None,
         timeout: float | None = None,
     ) -> Future[Any]:
-        """Hand ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on the others.
+        """Send ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on other ranks.
 
-        The root gets its own object back, not a copy.
+        The root gets its own object, not a copy.
         """
         call = self._call("scatter_object")
         root = call.named_root(root, "src", src)
@@ -121,14 +116,14 @@ class Objects(Collectives, PointToPoint):
     @explained(called)
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
         """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
-        # One message: its header says how long it is.
+        # One message, as its header contains the length.
         return self.send(self._pickled(obj), dst, tag, timeout=timeout)
 
     @explained(called)
     def recv_object(
         self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
     ) -> Future[Any]:
-        """Receive what :meth:`send_object` sent; the value is the object."""
+        """Receive an object sent by :meth:`send_object`."""
         content = self.recv(None, src, tag, timeout=timeout)
         return content.then(lambda done: received(done.value(), self._rank))
 
@@ -153,13 +148,13 @@ class Objects(Collectives, PointToPoint):
         return torch.tensor(values, dtype=torch.int64, device=self._scratch_device)
 
     def _countdown(self, timeout: float | None) -> Callable[[], float]:
-        """The rest of the timeout, for the second operation: the timeout begins at the call."""
+        """Return a function for the remaining timeout, which the second operation uses."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         return lambda: max(deadline - time.monotonic(), 1e-3)
 
 
 def received(content: torch.Tensor, rank: int) -> Any:
-    """The object in a message that :meth:`Objects.send_object` sent to ``rank``.
+    """Return the object in a message that :meth:`Objects.send_object` sent to ``rank``.
 
     Raises:
         UsageError: the message is an ordinary tensor.

@@ -1,7 +1,7 @@
-"""Point-to-point messages: matched by sender and tag, in the order in which they were sent.
+"""Point-to-point messages, which are matched by sender and tag, in the order in which they were sent.
 
-Messages have no place in the numbering of collectives: they may be sent at any time, from any thread.
-A receiver need not know what will arrive, for dtype and shape travel with every message.
+Messages are not numbered with the collectives: they may be sent at any time, from any thread.  Each message
+contains its dtype and shape, so the receiver need not know them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class PointToPoint(Submitter):
         Args:
             x: any dense tensor.  It must not be changed before the future completes.
             dst: a rank of the group, other than this one.
-            tag: 0 to 2**30 - 1; the receiver asks for the same.
+            tag: 0 to 2**30 - 1; the receiver must pass the same tag.
 
         Returns:
-            A future that completes when ``x`` may be changed again, which does not mean that it arrived.
+            A future that completes when ``x`` may be changed; the message may not have arrived yet.
         """
         return self._submit_messages([self._send_operation(self._call("send"), x, dst, tag, timeout)])[0]
 
@@ -55,13 +55,13 @@ class PointToPoint(Submitter):
         """Receive a tensor from rank ``src``.
 
         Args:
-            x: the tensor to fill; dtype and element count must be those of the message.  None makes a tensor
-                of the dtype and shape that arrive.
+            x: the tensor to fill, with the dtype and number of elements of the message.  None: allocate a
+                tensor with the dtype and shape of the message.
             src: a rank of the group, other than this one, or ANY_SOURCE (-1).
-            tag: as the sender gave it.
+            tag: the tag of the message.
 
         Returns:
-            A future of the tensor.  :meth:`recv_message` also tells which rank sent it.
+            A future of the tensor.  :meth:`recv_message` also returns the rank of the sender.
         """
         return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
 
@@ -74,10 +74,10 @@ class PointToPoint(Submitter):
         *,
         timeout: float | None = None,
     ) -> Future[Message]:
-        """Receive as :meth:`recv` does; the future's value is a :class:`Message` that names the sender."""
+        """Receive like :meth:`recv`; the future's value is a :class:`Message` with the sender's rank."""
         return self._recv("recv_message", x, src, tag, timeout, lambda message: message)
 
-    # -- shared with batches and object forms --------------------------------------------------
+    # -- shared with batches and operations on objects -----------------------------------------
 
     def _recv(
         self, name: str, x: torch.Tensor | None, src: int, tag: int, timeout: float | None, value: Any

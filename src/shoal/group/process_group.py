@@ -1,9 +1,9 @@
-"""A group of processes: its identity, its life and end, and the groups made from it.
+"""The process group: its identity, its lifetime, and the groups made from it.
 
 The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects``,
-``monitored_barrier``, ``agreement`` and ``rebuild``; what is here decides whether they may be used.
-A group is independent of the groups made from it: each has a data channel of its own, is closed,
-aborted and broken by itself.  The connections that all of them use go with the last group of their world.
+``monitored_barrier``, ``agreement`` and ``rebuild``.  A group is independent of the groups made from it: each
+has its own data channel, and is closed, aborted or broken independently.  The connections, which they share,
+are closed with the last group of the world.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from .validation.arguments import OperationCall
     "Keep it outside of the object that you copy; another process makes its own with shoal.init()",
 )  # fmt: skip
 class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
-    """The processes that communicate with each other, seen from one of them.
+    """A group of processes that communicate with each other.
 
-    Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group as long
-    as the order in which they submit collectives agrees across ranks.  As a context manager it is closed at
-    the end of the block, or aborted first if an exception leaves it.  A block without an exception raises
-    what ended the group in it (such as a lost peer) unless a call has raised that.
+    Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group if all
+    ranks submit collectives in the same order.  As a context manager it is closed at the end of the block,
+    and aborted first if an exception leaves the block.  If the group failed in the block, such as by a lost
+    peer, and no call has raised that error, the end of the block raises it.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         """Make a channel and wrap it; users call :func:`shoal.init` instead.
 
         Args:
-            spec: who the members are.
-            world: that the group belongs to.
-            links: the connections that it uses.
-            store: for the members of this group alone.
-            timeout: default of operations, in seconds.
+            spec: the members.
+            world: the world of the group.
+            links: its connections.
+            store: a store for its members only.
+            timeout: default timeout of operations, in seconds.
             parent: the group that this one is made from; None: it is the first of its world.
         """
         super().__init__(spec, channel_of(links.backend, links.numbered(spec), store), timeout=timeout)
@@ -86,9 +86,9 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         self._store = store
         self._closing = threading.Lock()
         self._made: Counter[tuple[Any, ...]] = Counter()
-        #: Whether it is the group of all ranks: what ends its block ends the groups made in it.
+        #: Whether it is the group of all ranks: an exception in its block ends all groups of the world.
         self._is_first = parent is None
-        #: Finds out that members gave different lists; shared by all groups of the world.
+        #: Detects that members passed different lists; shared by all groups of the world.
         self._lists: ListWatch = ListWatch() if parent is None else parent._lists
 
     @classmethod
@@ -102,7 +102,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         timeout: float,
         parent: ProcessGroup | None = None,
     ) -> ProcessGroup:
-        """A group that its world knows."""
+        """Make a group and register it with its world."""
         group = world.make(links, lambda: cls(spec, world, links, store, timeout=timeout, parent=parent))
         if group is None:  # the world was closed meanwhile
             raise GroupClosed(f"{spec.name!r} cannot be made on rank {spec.rank}: its world is closed")
@@ -113,37 +113,37 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
 
     @property
     def rank(self) -> int:
-        """The rank of this process in this group."""
+        """Rank of this process in this group."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """The number of members."""
+        """Number of ranks in this group."""
         return self._size
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process among those that the launcher placed on this host."""
+        """Rank of this process among those that the launcher started on this host."""
         return self._world.membership.local_rank
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the world group that it was made from, in the order of their ranks here."""
+        """The members' ranks in the world group, in the order of their ranks in this group."""
         return self._spec.ranks if self._spec.world_ranks is None else self._spec.world_ranks
 
     @property
     def name(self) -> str:
-        """Unique in the job and equal on all members."""
+        """Name of the group, unique in the job and equal on all members."""
         return self._spec.name
 
     @property
     def world(self) -> World:
-        """The part of this process in its job; all groups made of one :func:`shoal.init` share it."""
+        """The world of this process, which all groups made from one :func:`shoal.init` share."""
         return self._world
 
     @property
     def store(self) -> Store:
-        """A key-value store that the members share; other groups do not see its keys."""
+        """A key-value store of the members; other groups do not see its keys."""
         return self._store
 
     @property
@@ -157,20 +157,20 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         return self._recorder
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write what this rank knows of the group to a file, for programs: see ``docs/recorder.md``.
+        """Write the state of the group on this rank to a JSON file; ``docs/recorder.md`` has the format.
 
-        Any thread may call it at any time, whatever became of the group.  It sends nothing and waits for
-        nobody.  With ``SHOAL_DUMP_DIR`` it is done on every rank when the group fails.
+        Any thread may call it at any time, in any state of the group.  It does not communicate.  With
+        ``SHOAL_DUMP_DIR`` every rank does this when the group fails.
 
         Args:
-            path: of the file; or of a directory, in which the file gets a name of its own; None:
+            path: path of the file, or of a directory, in which a file with a unique name is written; None:
                 ``SHOAL_DUMP_DIR``, or the working directory.
 
         Returns:
             The path of the file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         return dumps.write(self, path)
 
@@ -178,8 +178,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     def state(self) -> str:
         """``"open" "closing" "closed" "aborted" "broken"`` or, in a forked child, ``"forked"``.
 
-        Aborted means that some rank called :meth:`abort`; broken, that something else ended the group: a
-        lost peer, a timeout, a mismatch.
+        Aborted: a rank called :meth:`abort`.  Broken: the group failed for another reason, such as a lost
+        peer, a timeout or a mismatch.
         """
         if self._state != "open":
             return self._state
@@ -200,15 +200,15 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
-        """An uninitialised tensor in memory that the backend uses without copies.
+        """Allocate an uninitialised tensor in memory that the backend uses without copies.
 
-        With the native backend this is memory that the whole group on this host can see, in which an
-        all-reduce is fastest.  Not a collective: any rank may call it, any number of times.
+        With the native backend it is shared memory of the ranks on this host, where an all-reduce is fastest.
+        Not a collective: any rank may call it, any number of times.
 
         Args:
-            shape: as for ``torch.empty``.
-            dtype: one that can be sent.
-            device: one whose tensors the group takes; None: the CPU, if it is one of them.
+            shape: as in ``torch.empty``.
+            dtype: a dtype that can be sent.
+            device: a device that the group supports; None: the CPU, if it is supported.
 
         Raises:
             OutOfSharedMemory: there is no memory left; the group stays usable.
@@ -245,21 +245,21 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         backend: str | None = None,
         **options: Any,
     ) -> ProcessGroup | None:
-        """Cut the group into groups of the ranks that give the same ``color``.
+        """Split the group into groups of ranks with the same ``color``.
 
-        A collective: every rank of this group calls it.  It waits for the others.
+        A collective: every rank of this group calls it, and it waits for the other ranks.
 
         Args:
-            color: any integer, or None to be in no group.
-            key: ranks in the new group follow it, and the order in this group where keys are equal.
-            timeout: of this call, and the new group's default for operations, in seconds.
-            scope, concurrency, backend, options: as of :meth:`subgroup`.
+            color: any integer, or None to be in no new group.
+            key: ranks in the new group are ordered by it, and by rank in this group where keys are equal.
+            timeout: timeout of this call, and default of operations in the new group, in seconds.
+            scope, concurrency, backend, options: as in :meth:`subgroup`.
 
         Returns:
-            The new group that this rank is in, or None without a color.
+            The new group of this rank, or None if ``color`` is None.
 
         Raises:
-            UsageError: ranks of one color gave different values of these.
+            UsageError: ranks of one color passed different values of the arguments in the last line.
             GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
@@ -275,7 +275,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         rows = future.wait().tolist()
         codes = {(their_color, code) for joins, their_color, _, code in rows if joins}
         differing = {one for one, count in Counter(each for each, _ in codes).items() if count > 1}
-        # Every rank sees the same table, so all take part in this or none does.
+        # All ranks have the same table, so either all of them call this or none.
         given = self.all_gather_object(str(choices), timeout=timeout).wait() if differing else []
         if color is None:
             return None
@@ -287,7 +287,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         if color in differing:
             said = [f"rank {rank} gave {given[rank] or 'nothing'}" for rank in sorted(r for _, r in members)]
             call.refuse(f"the ranks of color {color} asked for different groups: {'; '.join(said)}")
-        # The key of the exchange tells this split from all others, and is equal on all ranks.
+        # The key of the exchange is unique to this split, and equal on all ranks.
         return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}", seconds, choices)
 
     def subgroup(
@@ -301,26 +301,26 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         backend: str | None = None,
         **options: Any,
     ) -> ProcessGroup:
-        """A group of some members of this one.  No communication: only the members call it.
+        """Make a group of some ranks of this one, without communication; only its members call this.
 
         Args:
-            ranks: ranks in this group, in the order of their ranks in the new one; the same list on
-                every member.  Members that call it several times do so in the same order.
+            ranks: ranks in this group, in the order of their ranks in the new one; the same list on all
+                members.  Members that make several groups make them in the same order.
             name: part of the new group's name.
-            timeout: the new group's default for operations, in seconds; None: that of this group.
-            scope: what a failure ends, the same on every member.  ``"all"``: the group.  ``"pair"``: what the
-                two ranks exchange between which it happened; such a group carries messages and no
+            timeout: default timeout of operations in the new group, in seconds; None: that of this group.
+            scope: the extent of a failure, the same on all members.  ``"all"``: it breaks the group.
+                ``"pair"``: it ends only messages between two ranks; such a group has messages, but no
                 collectives.  None: as in this group.
-            concurrency: its number of lanes; None: that of this group.
-            backend: the name of a backend of its own; None: that of this group.
-            options: of the backend, such as ``transport="tcp"``, in addition to those of this group.
+            concurrency: number of lanes; None: that of this group.
+            backend: name of the backend; None: that of this group.
+            options: options of the backend, such as ``transport="tcp"``, in addition to those of this group.
 
-        With another backend, or other options, the new group has connections of its own: its members meet
-        through this group's store, and the call waits for them, for ``timeout`` at most.
+        With another backend or other options the new group has its own connections: the members connect
+        through this group's store, and the call waits for them for at most ``timeout``.
 
-        Members that gave different lists, or other values than the others, wait for one another in different
-        groups.  About a second after the first collective or receive of each, both raise GroupAborted with
-        what they gave; a call that waits for the members raises UsageError.
+        Members that pass different lists, or other different arguments, wait in different groups.  About a
+        second after the first collective or receive in each, both raise GroupAborted with the arguments; a
+        call that waits for the members raises UsageError.
         """
         call = self._call("subgroup")
         seconds = None if timeout is None else self._checked_timeout(timeout)
@@ -344,7 +344,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         *,
         asked: str | None = None,
     ) -> ProcessGroup:
-        """:meth:`subgroup`, whatever became of this group; ``asked``: the choices of another rank."""
+        """:meth:`subgroup`, in any state of this group; ``asked``: the choices of another rank."""
         asked = str(choices) if asked is None else asked
         with self._submitting:
             identity = (name, asked, *members)
@@ -365,7 +365,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         backend: str | None,
         options: dict[str, Any],
     ) -> Choices:
-        """The choices of a new group, checked."""
+        """Return the validated choices of a new group."""
         scope = self._spec.scope if scope is None else scope
         if scope not in ("all", "pair"):
             call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
@@ -407,7 +407,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     def _connected(
         self, ranks: tuple[int, ...], store: Store, timeout: float, choices: Choices, given: Given | None
     ) -> Links:
-        """Connections as ``choices`` asks for: those of this group, or new ones."""
+        """Return connections for ``choices``: those of this group, or new ones."""
         if not choices.own_links:
             return self._links
         factory, options = choices.engine(self._links)
@@ -437,19 +437,19 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     # -- the end -------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Send what was submitted, tell the others, and release everything.  Any number of times.
+        """Complete submitted operations, notify the other ranks, and release all resources.
 
-        Not a collective; a hung peer does not delay it beyond ``timeout``.  It waits for what can still be
-        completed, and for ranks that have not finished the collectives which this one has called; what only
-        ranks could complete that close the group too ends with GroupClosed at once.
-        Groups made from this one go on, also those of the group of all ranks: the connections are closed with
-        the last group.  In a forked child it does nothing.
+        It may be called several times, and is not a collective: a hung peer delays it by at most ``timeout``.
+        It waits for operations that can still complete, and for ranks that have not finished collectives that
+        this rank has called; operations that need a rank that closes the group too fail with GroupClosed.
+        Groups made from this one stay open; the connections are closed with the last group.  In a forked
+        child it does nothing.
 
         Args:
-            timeout: in seconds; None means the group's default.
+            timeout: in seconds; None: the group's default.
 
         Raises:
-            CollectiveMismatch: the ranks called different things, and no operation has said so on this one.
+            CollectiveMismatch: the ranks called different operations, and no operation has raised it here.
         """
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
         if self._state == "forked":
@@ -461,7 +461,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             dumps.closing(self)
             self._begin_close()
             self._close_pending(remaining(deadline))
-            with ExitStack() as steps:  # the last that is pushed comes first, and each comes
+            with ExitStack() as steps:  # runs all callbacks, in reverse order, even if one raises
                 steps.callback(dumps.closed)
                 steps.callback(lambda: self._world.discard(self, remaining(deadline)))
                 steps.callback(self._has_closed)
@@ -473,7 +473,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         self._state = "closed"
 
     def _become_forked(self) -> None:
-        # The locks may have been held by threads that the child does not have.
+        # The locks may be held by threads that do not exist in the child.
         self._submitting = threading.Lock()
         self._closing = threading.Lock()
         self._lists = ListWatch()
@@ -488,7 +488,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     ) -> None:
         successor = None if self._line is None or self._line.newest is self else self._line.newest
         try:
-            if successor is not None:  # the block is of that one
+            if successor is not None:  # the block now belongs to the rebuilt group
                 successor.__exit__(kind, error, trace)
         finally:
             may_abort = self._state == "open"

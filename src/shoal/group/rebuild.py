@@ -1,8 +1,8 @@
-"""Rebuilding: the ranks that go on make a new group, over the connections that they have.
+"""Rebuilding: the surviving ranks make a new group over their existing connections.
 
-An agreement decides who they are, and each rank computes the same plan from it: nothing else is exchanged.
-Another one, in the new group, shows whether that is whole; if ranks have died meanwhile, it is rebuilt in its
-turn.  Where that fails, by a timeout say, the next call goes on with the newest group: others may have it.
+An agreement decides which ranks survive, and each rank computes the same plan from it.  A second agreement in
+the new group checks that it is complete; if ranks have failed meanwhile, it is rebuilt too.  If that raises,
+for example after a timeout, the next call continues with the newest group, which other ranks may have.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from .submission import called
 
 R = TypeVar("R", bound="Rebuilding")
 
-#: of a vote: the last collective that has completed, the newest epoch, the least size, whether the rank
-#: leaves, whether its program has the group already, how many it names
+#: the fields of `_Vote` (``is_in_use``: the program already has the group), with a count for ``without``
 _HEAD = struct.Struct("<qIIBBH")
 _RANK = struct.Struct("<I")
-_SHORTEST = 0.001  # seconds for what is left of a rebuild
+_SHORTEST = 0.001  # minimum timeout in seconds for the rest of a rebuild
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """How a group came of the one before it.
+    """The relation of a rebuilt group to the old group.
 
     Attributes:
-        previous: the rank in the old group of each rank of the new one, in the order of the new ones.
+        previous: the old rank of each new rank.
         lost: the ranks of the old group that were lost, ascending.
-        left: those that left, or were named in ``without=``.
-        notes: what the ranks that took part gave as ``note=``, by their ranks in the old group.
-        completed: the lowest and the highest over the ranks of a number: that of the last collective that
-            had completed in the old group, together with all before it; -1: none had.
+        left: the old ranks that left, or were named in ``without=``.
+        notes: the ``note=`` of each participating rank, by old rank.
+        completed: minimum and maximum over the ranks of the number of the last collective up to which all had
+            completed in the old group; -1: none had.
     """
 
     previous: tuple[int, ...]
@@ -54,7 +53,7 @@ class Rebuilt:
     completed: tuple[int, int]
 
     def after(self, earlier: Rebuilt | None) -> Rebuilt:
-        """This one as it is seen from the group before ``earlier``, whose call went on with this."""
+        """Compose this rebuild with ``earlier``, which it followed in the same call."""
         if earlier is None:
             return self
         old = earlier.previous
@@ -68,13 +67,13 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class _Lineage:
-    """What all groups have in common that came of one by rebuilds.
+    """The common state of a group and all groups rebuilt from it.
 
     Attributes:
-        spec, store: of the first of them.
-        is_world: whether they are groups of all ranks.
-        epoch: the newest that this rank knows of.
-        newest: the last of them that the program has; None: the first.
+        spec, store: those of the first group.
+        is_world: whether the first group has all ranks.
+        epoch: the newest epoch that this rank knows.
+        newest: the last group that ``rebuild`` has returned; None: the first group.
     """
 
     spec: GroupSpec
@@ -101,8 +100,8 @@ class _Vote(NamedTuple):
 
 
 def _decoded(vote: bytes, rank: int, size: int) -> _Vote:
-    """The vote of ``rank`` in a group of ``size``."""
-    flaw = f"rank {rank} sent a vote for a rebuild that is none"
+    """Decode the vote of ``rank`` in a group of ``size``."""
+    flaw = f"rank {rank} sent an invalid vote for a rebuild"
     if len(vote) < _HEAD.size:
         raise ProtocolError(flaw, [rank])
     completed, epoch, min_size, leaves, is_in_use, count = _HEAD.unpack_from(vote)
@@ -119,10 +118,10 @@ def _decoded(vote: bytes, rank: int, size: int) -> _Vote:
 
 
 def new_ranks(stays: Sequence[int]) -> tuple[int, ...]:
-    """The old rank of each new one, of those that stay, which are ascending.
+    """Return the old rank of each new rank, given the surviving ranks, ascending.
 
-    Who can keeps its rank, so that shares of data and of optimiser state move as little as possible; the
-    others fill the holes.
+    Ranks below the new size keep their numbers, so that as little data and optimiser state as possible moves;
+    the other ranks fill the gaps.
     """
     size = len(stays)
     movers = iter(rank for rank in stays if rank >= size)
@@ -134,14 +133,14 @@ class Rebuilding(Agreements):
     """The operation ``rebuild`` of a group.
 
     Attributes:
-        epoch: greater than that of the group before it; 0: it was not rebuilt.
-        rebuilt: how it came of the one before it; None: it was not rebuilt.
+        epoch: greater than that of the old group; 0: it was not rebuilt.
+        rebuilt: its relation to the old group; None: it was not rebuilt.
     """
 
     epoch: int = 0
     rebuilt: Rebuilt | None = None
     _line: _Lineage | None = None
-    #: what it would have become but for an error
+    #: the new group of a rebuild that failed before it was complete
     _pending: Any = None
 
     @explained(called)
@@ -154,37 +153,36 @@ class Rebuilding(Agreements):
         note: bytes = b"",
         timeout: float | None = None,
     ) -> R | None:
-        """Make a group of the ranks that live, and close this one.
+        """Make a group of the surviving ranks, and close this one.
 
-        Every rank that lives calls it, whatever became of the group; it waits for the others.  The new group
-        uses the connections that there are, so it takes milliseconds.  Who can keeps its rank; the highest
-        ranks fill the places of those that are gone.  Nothing that was sent in the old group arrives in the
-        new one, and what is still under way in it fails with GroupClosed.  Groups made from this one stay as
-        they are.  Processes of lost ranks on the same host, should they live, are ended by SIGKILL: they
-        could write into memory of the others.
+        Every surviving rank calls it, in any state of the group; it waits for the others.  The new group uses
+        the existing connections, so this takes milliseconds.  Ranks below the new size keep their numbers;
+        the highest ranks replace lost ones.  Messages of the old group never arrive in the new one, and its
+        pending operations fail with GroupClosed.  Subgroups of this group are not changed.  Processes of lost
+        ranks that still run on the same host are ended by SIGKILL, as they could write into shared memory.
 
         Args:
-            min_size: with fewer ranks nothing is made; where ranks differ, the largest counts.
-            without: ranks that do not go on, though they live, because they are slow, say.  They call it too.
-            leave: whether this rank does not go on.
-            note: for all others to read, in ``rebuilt.notes`` of the new group; up to 4,000 bytes, less in
+            min_size: minimum size of the new group; if ranks pass different values, the largest counts.
+            without: ranks to exclude, for example because they are slow.  They call ``rebuild`` too.
+            leave: whether this rank leaves.
+            note: bytes for all other ranks, in ``rebuilt.notes`` of the new group; at most 4,000, fewer in
                 groups of more than 1,000 ranks.
             timeout: in seconds; None: that of the group plus twice ``SHOAL_VOTE_TIMEOUT``.
 
         Returns:
-            The new group, with a greater ``epoch``, a store of its own, and the timeout of this one; None:
-            this rank has left.
+            The new group, with a greater ``epoch``, a new store, and the timeout of this one; None: this rank
+            has left.
 
         Raises:
-            TooFewRanks: fewer than ``min_size`` ranks would go on.
-            Evicted: the others go on without this rank.
+            TooFewRanks: fewer than ``min_size`` ranks would remain.
+            Evicted: the other ranks continue without this rank.
             QuorumLost: too few ranks can be reached to decide.
             OperationTimeout: a rank that can be reached did not answer in time.
             GroupClosed: this rank has closed the group.
             UnsupportedOperation: the backend of the group has no agreements.
 
-        After an error this group is as it was, and can be rebuilt again by the same ranks.  What the result
-        is for is from ULFM's ``MPI_Comm_shrink``.
+        After an error this group is unchanged, and the same ranks can call it again.  Compare ULFM's
+        ``MPI_Comm_shrink``.
         """
         call = self._call("rebuild")
         default = self._timeout + 2 * config.VOTE_TIMEOUT.get()  # there are two agreements at least
@@ -219,7 +217,7 @@ class Rebuilding(Agreements):
             if living := group._channel.fence(plan.lost, left()):
                 raise OperationTimeout(
                     f"rebuild on rank {group._rank} of group {group._spec.name!r}: SIGKILL did not end "
-                    f"{ranks_named(living)}, without which the group goes on; it may still write to it",
+                    f"{ranks_named(living)}, which the group has lost; it may still write to shared memory",
                     living,
                 )
             older, group = group, group._succeed(plan)
@@ -230,7 +228,7 @@ class Rebuilding(Agreements):
             asks = asks._replace(leaves=False, is_in_use=False, without=frozenset())
 
     def _agree_on_plan(self, asks: _Vote, timeout: float) -> tuple[Rebuilt, bool]:
-        """What all that go on compute from one decision, and whether they can take this group as it is."""
+        """Return the plan that all surviving ranks compute, and whether this group is complete and unused."""
         line = self._line_of_it()
         vote = asks._replace(completed=self._channel.last_completed(), epoch=line.epoch)
         agreed = self._agree_with_all(vote.encode(), Deadline(timeout))
@@ -251,8 +249,8 @@ class Rebuilding(Agreements):
                 if ranks
             ]
             raise TooFewRanks(
-                f"rebuild on rank {self._rank} of group {self._spec.name!r}: of {self._size} ranks "
-                f"{len(stays)} would go on, and min_size is {least}: {' and '.join(gone)}"
+                f"rebuild on rank {self._rank} of group {self._spec.name!r}: {len(stays)} of {self._size} "
+                f"ranks would remain, and min_size is {least}: {' and '.join(gone)}"
             )
         completed = [each.completed for each in votes.values()]
         plan = Rebuilt(
@@ -262,10 +260,10 @@ class Rebuilding(Agreements):
         return plan, is_whole
 
     def _agree_with_all(self, vote: bytes, deadline: Deadline) -> Agreement[tuple[bytes, ...]]:
-        """The votes of all that go on.
+        """Return the votes of all surviving ranks.
 
-        A rank that has not heard of a loss may have called ``agree``, or asked whether its session grows.  It
-        is told of this call by RebuildCalled, and its next call meets the next one of this rank.
+        A rank that has not detected the loss may have called ``agree``, also for the growth of its session.
+        That call raises RebuildCalled, and the rank's next call matches the next one of this rank.
         """
         while True:
             with contextlib.suppress(OpsDiffer):
@@ -277,7 +275,7 @@ class Rebuilding(Agreements):
         return self._line
 
     def _succeed(self: R, plan: Rebuilt) -> R:
-        """The group of ``plan``."""
+        """Make the group of ``plan``."""
         line = self._line_of_it()
         ranks = tuple(self._spec.ranks[rank] for rank in plan.previous)
         label = f"{line.spec.ident:x}@{line.epoch}:{','.join(map(str, ranks))}"
@@ -294,15 +292,15 @@ class Rebuilding(Agreements):
 
     @abc.abstractmethod
     def _made_again(self: R, spec: GroupSpec, store: Store) -> R:
-        """A group over the same connections."""
+        """Make a group over the same connections."""
 
     def _become(self: R, successor: R) -> None:
-        """``successor`` takes the place of this group, which is closed next."""
+        """Replace this group, which is closed next, by ``successor``."""
         self._line_of_it().newest, self._pending = successor, None
         failure_report.rebuilt()
 
     def _goes_on_from(self, epoch: int) -> None:
-        """This group, which is new, takes the place of one of ``epoch``, of which it was not rebuilt."""
+        """Set the epoch of this new group, which replaces one of ``epoch`` without a rebuild."""
         self.epoch = epoch + 1
         self._line_of_it().epoch = self.epoch
 

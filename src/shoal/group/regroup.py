@@ -1,4 +1,4 @@
-"""What follows a session from group to group."""
+"""Interfaces of objects that move to a new group after a rebuild."""
 
 from __future__ import annotations
 
@@ -9,44 +9,38 @@ from .process_group import ProcessGroup
 
 
 class Regroupable(Protocol):
-    """It works over a group, and goes on over the group that :meth:`~shoal.ProcessGroup.rebuild` gives."""
+    """An object that uses a group and can move to the result of :meth:`~shoal.ProcessGroup.rebuild`."""
 
     def check_regroup(self) -> None:
-        """Find out whether :meth:`regroup` can work, long before it must.
-
-        Raises:
-            UsageError: it cannot; the message says why.
-        """
+        """Raise UsageError if :meth:`regroup` cannot work, before it is needed."""
 
     def regroup(self, group: ProcessGroup) -> None:
-        """Work over ``group`` from now on.  Every rank of it calls this; nothing is sent.
+        """Use ``group`` from now on, on every rank of it; does not communicate.
 
-        Whatever was under way in the group before is dropped.
+        Pending operations in the old group are dropped.
         """
 
 
 class Leader(Protocol):
-    """Who makes new groups, for something that communicates at times of its own."""
+    """The owner of the group, which makes a new group after a failure (a session)."""
 
     def goes_on(self, error: GroupError) -> bool:
         """After ``error``, make a new group and call :meth:`Regroupable.regroup`; False: no rank is lost."""
 
     def settle(self) -> None:
-        """Begin in the new group with all that has to: calls :meth:`Settling.settle`, and goes on by itself
-        when more ranks are lost."""
+        """Call :meth:`Settling.settle` in the new group, and handle further losses."""
 
 
 class Settling(Regroupable, Protocol):
-    """What ranks hold differs, so they have something to say to each other in a new group."""
+    """An object whose state differs between ranks, and must be redistributed in a new group."""
 
     def settle(self) -> None:
-        """Bring in order what ranks hold, if the group is new.
+        """Redistribute the state, if the group is new.
 
-        Collective: every rank calls it at the same point of the program, at which the others have done the
-        same as this one.
+        Collective: every rank calls it at the same point of the program, after the same updates.
 
         Raises:
             GroupError: a rank is lost; call it again after the next :meth:`regroup`.
-            StateLost: no rank has what is needed.
+            StateLost: no rank has a part of the state.
             StateDiverged: ranks that hold the same part hold different values.
         """

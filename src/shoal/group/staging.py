@@ -1,8 +1,7 @@
-"""Contiguous stand-ins for tensors whose memory a backend cannot use as it is.
+"""Contiguous copies of tensors whose memory a backend cannot use directly.
 
-A backend reads and writes plain memory.  A transposed view, a column of a matrix, a lazily
-conjugated or negated tensor: each is replaced by a contiguous copy before the operation, and what was
-written is copied back before anybody sees the future complete.
+A backend reads and writes plain memory.  Transposed views, columns of matrices, and lazily conjugated or
+negated tensors are replaced by contiguous copies.  Results are copied back before the future completes.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from .validation.overlap import share_memory
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether the memory of ``x`` holds its elements in order, as they are."""
+    """Whether the memory of ``x`` holds the values of its elements in order."""
     return x.is_contiguous() and not x.is_neg() and not (x.is_complex() and x.is_conj())
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a plain copy of it."""
+    """Return ``x``, or a plain copy of it."""
     if is_plain(x):
         return x
     with torch.no_grad():
@@ -28,10 +27,9 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def readable_beside(xs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Plain versions of ``xs`` that share no memory with ``outputs``.
+    """Return plain versions of ``xs`` that share no memory with ``outputs``.
 
-    Gathering into a buffer that already holds one's own part, or exchanging a tensor with itself, is
-    written by ranks at different speeds while others still read: the inputs that overlap are copied.
+    Inputs that overlap an output are copied, as the output is written while other ranks still read the input.
     """
     plain = [readable(x) for x in xs]
     if not share_memory(plain, outputs):
@@ -41,7 +39,7 @@ def readable_beside(xs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor])
 
 
 class Staging:
-    """The stand-ins for the outputs of one operation."""
+    """The contiguous copies of the outputs of one operation."""
 
     __slots__ = ("_copies",)
 
@@ -49,9 +47,9 @@ class Staging:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def writable(self, x: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
-        """``x``, or a contiguous stand-in that :meth:`copy_back` writes to ``x``.
+        """Return ``x``, or a contiguous copy that :meth:`copy_back` writes to ``x``.
 
-        With ``keep`` the stand-in starts with the values of ``x``, for an operation in place.
+        With ``keep`` the copy has the values of ``x``, for an operation in place; else it is uninitialised.
         """
         if is_plain(x):
             return x
@@ -65,8 +63,8 @@ class Staging:
         return bool(self._copies)
 
     def copy_back(self) -> None:
-        # Some thread runs this that knows nothing of the caller's modes: inference mode is what allows
-        # writing to leaves that require gradients and to inference tensors alike.
+        # This thread may not have the caller's modes.  Inference mode allows writing to leaves that require
+        # gradients, and to inference tensors.
         with torch.inference_mode():
             for x, stand_in in self._copies:
                 x.copy_(stand_in)

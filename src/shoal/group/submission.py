@@ -1,9 +1,8 @@
-"""The one way from a group to its data channel: number an operation, hand it over, name its future.
+"""The submission of operations from a group to its data channel.
 
-The number and the submission happen in one critical section, so that the order of the numbers is the
-order in which the channel sees the operations, whichever threads submit them.  Operations issued in
-the callbacks of a future run in different orders on different ranks; they get no number but the key
-that :mod:`shoal.future` derives for them, which is equal on all ranks.
+An operation is numbered and submitted in one critical section, so that the channel receives operations in the
+order of their numbers, from any thread.  Operations issued in callbacks of futures run in different orders on
+different ranks: instead of a number they get a key from :mod:`shoal.future`, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from .validation.arguments import OperationCall
 T = TypeVar("T")
 
 _MASK = 2**64 - 1
-#: Odd, so that the multiples of it are all different modulo 2**64 (the golden ratio, as in splitmix64).
+#: Odd, so that its multiples are all different modulo 2**64 (the golden ratio, as in splitmix64).
 _ODD = 0x9E3779B97F4A7C15
-#: Stands for the tensor that an operation does not have, in its record.
+#: Placeholder in the record of an operation without a tensor.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def called(name: str, group: Submitter, *_: object) -> str:
-    """Rank and operation, for errors about the keywords of an operation."""
+    """Return operation and rank, for errors about keyword arguments."""
     return f"{name} on rank {group._rank}"
 
 
 class Submitter:
-    """The part of a group that its operations stand on."""
+    """The base class of a group's operations."""
 
     _is_first: bool
     #: The :class:`shoal.Join` whose block this rank is in.
@@ -53,24 +52,23 @@ class Submitter:
         self._size = len(spec.ranks)
         self._cpu = "cpu" in channel.devices
         self._submitting = threading.Lock()
-        #: Called with this group and the future of its first numbered operation, and with that of its first
-        #: receive where that comes before.
+        #: Called with this group and the future of its first numbered operation, and of an earlier receive.
         self._on_first: Callable[[Any, Future[Any]], None] | None = None
         self._has_received = False
         self._calls: dict[str, OperationCall] = {}
         records = config.RECORDER_SIZE.get()
         self._recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
-        #: Numbers the calls, and submits the usual ones by itself.
+        #: The fast path of the channel: it numbers calls, and submits common ones without Python.
         self._shortcut = channel.shortcut(self._submitting, self._recorder)
         self._state = "open"
         self._ended = False
         self._abort_reason = ""
-        #: whether a thread is in abort(), and the others have not heard of that yet
+        #: whether a thread is in abort(), and the other ranks have not been notified yet
         self._aborting = False
 
     @property
     def _state(self) -> str:
-        """``open``, ``closing``, ``closed``, ``aborted`` or ``forked``: what was done to the group here."""
+        """``open``, ``closing``, ``closed``, ``aborted`` or ``forked``, from the calls on this rank only."""
         return self._done_to_it
 
     @_state.setter
@@ -83,7 +81,7 @@ class Submitter:
         """The number of the next call."""
         return self._shortcut.number
 
-    # -- what operations use -------------------------------------------------------------------
+    # -- for operations ------------------------------------------------------------------------
 
     def _call(self, name: str) -> OperationCall:
         call = self._calls.get(name)
@@ -101,7 +99,7 @@ class Submitter:
         root: int = -1,
         sizes: Sequence[int] = (),
     ) -> Future[Any]:
-        """Submit a collective; the value of the future is the channel's (see ``DataChannel.submit``)."""
+        """Submit a collective; the value of the future is as in ``DataChannel.submit``."""
         seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
         with self._submitting:
             channel = self._channel
@@ -125,14 +123,13 @@ class Submitter:
                 self._recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
             if number == 0 and self._on_first is not None:
                 self._on_first(self, future)
-                self._on_first = None  # it keeps the group that this one was made from
+                self._on_first = None  # it has a reference to the parent group
         return future
 
     def _submit_messages(self, operations: Sequence[Operation]) -> list[Future[Any]]:
-        """Submit point-to-point operations together, in order; :meth:`_message` has checked each of them.
+        """Submit point-to-point operations, checked by :meth:`_message`, together and in order.
 
-        Their futures have no key: no two ranks see the same messages, so there is nothing from which keys
-        of operations in their callbacks could be derived.  Such operations are numbered like all others.
+        Their futures have no key, as ranks see different messages: operations in callbacks are numbered.
         """
         with self._submitting:
             if self._state != "open" or self._channel.failure() is not None:
@@ -167,7 +164,7 @@ class Submitter:
         return operation
 
     def _check(self, operation: Operation) -> None:
-        """Refuse what the channel cannot carry."""
+        """Raise UnsupportedOperation if the channel does not support ``operation``."""
         x = next(iter((*operation.inputs, *operation.outputs)), None)
         dtype, op = None if x is None else x.dtype, operation.op if operation.kind in REDUCING else None
         if not self._channel.supports(operation.kind, dtype, op):
@@ -185,19 +182,19 @@ class Submitter:
         return torch.device("cpu" if self._cpu else min(self._channel.devices))
 
     def abort(self, reason: str = "") -> None:
-        """End the group at once, on all ranks and from any thread.
+        """Abort the group on all ranks, from any thread.
 
-        Every pending operation fails with GroupAborted, and so does every later one.  Groups made from this
-        one go on.  :meth:`close` still has to release what the group holds.
+        All pending and later operations fail with GroupAborted.  Groups made from this one are not affected.
+        The group must still be closed, to release its resources.
 
         Args:
-            reason: what the other ranks are told.
+            reason: part of the error message on the other ranks.
         """
         if self._state not in ("open", "closing"):
             return
         if self._state == "open" and self._channel.failure() is None:
             self._abort_reason, self._aborting = reason, True
-            self._channel.reported = True  # this rank need not learn of it
+            self._channel.reported = True  # this rank already knows
             self._state = "aborted"
             if self._ended:  # another thread has closed the group meanwhile
                 self._state = "closed"
@@ -208,28 +205,28 @@ class Submitter:
             self._aborting = False
 
     def _begin_close(self) -> None:
-        """Nothing is submitted from now on, and the others hear of that."""
+        """Refuse further operations, and notify the other ranks."""
         with self._submitting:
             if self._state in ("closed", "forked"):
                 return
             self._state = "closing"
         if self._is_first:
             failure_report.left()
-        if self._aborting:  # in another thread: the others hear of that first
+        if self._aborting:  # in another thread: notify the other ranks of the abort first
             self._channel.abort(self._abort_reason)
         self._channel.begin_close()
 
     # -- refusals ------------------------------------------------------------------------------
 
     def _refuse_keywords(self, name: str, unknown: Iterable[str]) -> NoReturn:
-        """For operations on which small messages depend: they spare themselves ``keywords.explained``."""
+        """Raise for unknown keywords, in latency-critical operations, which avoid ``keywords.explained``."""
         raise misspelt(called(name, self), unknown, named(getattr(type(self), name)))
 
     def _checked_timeout(self, timeout: float) -> float:
         return checked_seconds("timeout", timeout, f" on rank {self._rank}")
 
     def _raise_refusal(self) -> None:
-        """Raise why nothing can be submitted any more."""
+        """Raise the reason why the group accepts no operations."""
         where = f"group {self._spec.name!r} on rank {self._rank}"
         if self._state == "forked":
             raise ForkedProcess(
@@ -244,11 +241,11 @@ class Submitter:
         raise GroupAborted(f"{where} was aborted here: {self._abort_reason}")
 
     def _reported(self, failure: GroupError) -> GroupError:
-        """The exception for a call that meets the failure of the group."""
+        """Return the exception to raise in a call for the failure of the group."""
         self._channel.report(failure)
         if self._channel.on_failure is not None:
             self._channel.on_failure()
-        # A copy: one exception for all calls would collect every caller's frames.
+        # A copy: a shared exception would collect the frames of every caller.
         raised = copy(failure).with_traceback(None)
         ended = "was aborted" if isinstance(failure, GroupAborted) else "is broken"
         raised.args = (f"group {self._spec.name!r} on rank {self._rank} {ended}: {failure}",)
@@ -256,10 +253,10 @@ class Submitter:
 
 
 def mapped(future: Future[Any], finish: Callable[[Any], Any]) -> Future[Any]:
-    """A future like ``future`` with the value ``finish(value)``.
+    """Return a future like ``future`` with the value ``finish(value)``.
 
-    ``finish`` runs once, in the thread that first sees the completion, before anybody sees it.  Unlike
-    ``then`` this takes no callback thread, and the future keeps its key.
+    ``finish`` runs once, in the first thread that observes the completion, before any caller gets the value.
+    Unlike ``then`` this takes no callback thread, and the future keeps its key.
     """
     result: Future[Any] = Future(Completion(future), finish=lambda: finish(future.value()))
     result.key = future.key
@@ -267,7 +264,7 @@ def mapped(future: Future[Any], finish: Callable[[Any], Any]) -> Future[Any]:
 
 
 def in_background(body: Callable[[], T]) -> Future[T]:
-    """A future of what ``body`` returns or raises, which runs in a thread of callbacks and may wait there."""
+    """Run ``body``, which may block, in a callback thread, and return the future of its result."""
     start: Future[None] = Future()
     start.set_result(None)
     return start.then(lambda _: body())

@@ -1,7 +1,7 @@
-"""Reading ahead: the batches of a session's steps, from workers that know which steps are likely to come.
+"""The data loader of a session, whose workers read the batches of later steps ahead.
 
-A loader cannot know the steps to come: one may come again, and the group may change its size.  So it orders
-the samples of those that come if nothing happens, and compares what it has ordered with what each step takes.
+A step may be repeated, and the group may change its size.  So the loader requests the samples of the steps
+that follow if no rank is lost, and compares its requests with the samples that each step takes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .reading import BatchReader, ReadBatch, Wanted, unchanged
 _REFUSED = {
     "batch_size": "Samples has it: Samples(batch=...) for all ranks together, or Samples(per_rank=...)",
     "shuffle": "Samples has a permutation for each pass",
-    "sampler": "which samples a step takes is what Samples says, and every one comes once a pass",
-    "batch_sampler": "which samples a step takes is what Samples says, and every one comes once a pass",
-    "drop_last": "batches are always full: one at the end of a pass begins the next",
+    "sampler": "Samples determines the samples of each step, so that each is used once per pass",
+    "batch_sampler": "Samples determines the samples of each step, so that each is used once per pass",
+    "drop_last": "batches are always full: the last one of a pass is filled from the next pass",
     "in_order": "steps take their batches in order",
-    "persistent_workers": "workers stay as long as the loader does",
+    "persistent_workers": "workers run until the loader is closed",
 }
 
 
 @refuses_copies(
     "a Loader",
     "worker processes",
-    "Make another one of the same data set",
+    "Make another Loader of the same data set",
 )
 class Loader:
     """The batches of a session's steps, read ahead by workers.
@@ -45,23 +45,23 @@ class Loader:
                 with step:
                     x, y = loader.batch(step)
 
-    It works as a :class:`torch.utils.data.DataLoader` that is given ``step.indices`` in each step.  When a
-    step comes again, or the group changes, what was read for other steps is dropped; workers stay.  They
-    start with the first batch, and end with the loader or with this process, however it dies.
+    It works as a :class:`torch.utils.data.DataLoader` that receives ``step.indices`` in each step.  When a
+    step is repeated or the group changes, batches of other steps are dropped, and the workers are kept.  They
+    start with the first batch, and end when the loader is closed or released, or when this process ends.
 
-    What a worker draws from torch's, Python's and NumPy's generators begins anew in each step, and follows
-    from the seed of the samples, the number of the step, and the rank.
+    In each step the workers seed the generators of torch, Python and NumPy from the seed of the samples, the
+    number of the step, and the rank.
 
     Args:
         dataset: has ``dataset[index]``, or ``__getitems__`` for a list of indices; no ``IterableDataset``.
-        num_workers: how many processes read; with 0 :meth:`batch` reads itself, and nothing is read ahead.
+        num_workers: number of worker processes; with 0 :meth:`batch` reads, and nothing is read ahead.
         collate_fn: makes a batch of a list of samples; None: ``torch.utils.data.default_collate``.
         worker_init_fn: runs once in each worker.
-        options: all others of ``DataLoader``, such as ``prefetch_factor`` and ``pin_memory``, but for those
-            that ``Samples`` decides.
+        options: other options of ``DataLoader``, such as ``prefetch_factor`` and ``pin_memory``, except those
+            that ``Samples`` determines.
 
     Raises:
-        UsageError: an option or a data set cannot be used here; the message says why.
+        UsageError: an option or the data set cannot be used here; the message says why.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Loader:
                 raise UsageError(f"Loader: leave {name}= out: {_REFUSED[name]}")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
-                f"Loader: a {type(dataset).__name__} has no samples with numbers, of which each rank could "
-                "take its share; give it a data set with __getitem__"
+                f"Loader: a {type(dataset).__name__} has no samples with numbers, which ranks could share; "
+                "pass a data set with __getitem__"
             )
         self._dataset = dataset
         reader = BatchReader(dataset, collate_fn or default_collate, worker_init_fn)
-        # A generator of its own: to start workers draws a number, which would be one of the first step's.
+        # A separate generator: starting workers draws a number, which would change those of the first step.
         options.setdefault("generator", torch.Generator().manual_seed(0))
         self._orders = _Orders()
         self._batches: DataLoader[ReadBatch] | None = DataLoader(
@@ -101,16 +101,16 @@ class Loader:
         self._last: Step | None = None
 
     def batch(self, step: Step) -> Any:
-        """The samples of this rank in ``step``, collated.
+        """Return the samples of this rank in ``step``, collated.
 
         Args:
-            step: whose block runs; once for each, before its commit.
+            step: the step whose block is running.  Call this once per step, before its commit.
 
         Raises:
-            UsageError: it is called elsewhere, twice in a step, or the data set has fewer samples than
-                ``Samples`` deals out.
-            RuntimeError: a worker has died, or the ``timeout`` of the options is over.
-            Exception: whatever the data set raises.
+            UsageError: called elsewhere, or twice in a step; or the data set has fewer samples than
+                ``Samples``.
+            RuntimeError: a worker has died, or the ``timeout`` in ``options`` has expired.
+            Exception: any exception of the data set.
         """
         self._check(step)
         assert self._batches is not None
@@ -128,7 +128,7 @@ class Loader:
         return batch.data
 
     def close(self) -> None:
-        """End the workers; they end with the loader too, and with this process."""
+        """End the workers; they also end when the loader is released or this process ends."""
         if self._reader is not None:
             self._reader.drop_before(self._orders.serial)
         self._reading = self._batches = self._reader = self._last = None
@@ -143,19 +143,19 @@ class Loader:
             raise UsageError(f"{where}: it gives the batch of a step once; keep it in a variable")
         if hasattr(self._dataset, "__len__") and len(self._dataset) < step.samples.length:
             raise UsageError(
-                f"{where}: Samples deals out {step.samples.length} samples, and the data set has "
+                f"{where}: Samples has {step.samples.length} samples, and the data set has "
                 f"{len(self._dataset)}"
             )
 
 
 class _Orders:
-    """What the DataLoader takes for its sampler: the batches that are likely to come, without an end.
+    """The sampler of the DataLoader: an infinite iterator over requests for the expected steps.
 
-    It knows nothing of the loader, which then ends with its last reference.
+    It holds no reference to the loader, so that the loader is released with its last reference.
 
     Attributes:
-        wanted: serial number of the order for the present step; those before it are not wanted.
-        serial: of the next order.
+        wanted: serial number of the request for the current step; earlier ones are dropped.
+        serial: serial number of the next request.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _Orders:
         self._next = 0
 
     def come_to(self, step: Step) -> None:
-        """From now on the batch of ``step`` is wanted, whether it has been ordered or not."""
+        """Make ``step`` the current step; its batch may already have been requested."""
         self._present = step.number, step.share, step.samples
         while self._ordered:
             serial, number, indices = self._ordered.popleft()
@@ -179,9 +179,9 @@ class _Orders:
             yield self._order()
 
     def _order(self) -> Wanted:
-        """The next batch to be read, if nothing happens.
+        """Return the request for the next expected step.
 
-        It follows from where the samples are now: the DataLoader asks within a step, before the commit.
+        It is computed from the current position of the samples: the DataLoader calls this before the commit.
         """
         assert self._present is not None
         present, share, samples = self._present

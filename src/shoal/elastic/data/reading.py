@@ -1,7 +1,6 @@
-"""The half of a loader that runs in its workers: reading the samples of one step.
+"""The part of a loader that runs in its workers: reading the samples of one step.
 
-A worker reads for the rank that started it, and ends with it.  It has no part in the group: a child of a fork
-inherits none.
+A worker reads for the rank that started it, and ends with it.  It has no access to the group.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch.utils.data import get_worker_info
 
 
 class Wanted(NamedTuple):
-    """The samples of one rank in one step.
+    """A request for the samples of one rank in one step.
 
     Attributes:
-        serial: number of this order; later ones have higher numbers.
-        seed: for the random numbers that a worker draws while it reads them.
-        indices: of the samples.
+        serial: serial number of the request, ascending.
+        seed: seed of the random generators while the samples are read.
+        indices: indices of the samples.
     """
 
     serial: int
@@ -36,12 +35,12 @@ class Wanted(NamedTuple):
 
 
 class ReadBatch(NamedTuple):
-    """What became of a :class:`Wanted`.
+    """The response to a :class:`Wanted`.
 
     Attributes:
-        serial: of the order.
-        data: the samples, collated; None if they were not wanted any more, or could not be read.
-        error: why they could not be read.
+        serial: serial number of the request.
+        data: the collated samples; None if the request was dropped or failed.
+        error: the exception of a failed request.
     """
 
     serial: int
@@ -50,16 +49,7 @@ class ReadBatch(NamedTuple):
 
 
 class BatchReader(torch.utils.data.Dataset[ReadBatch]):
-    """A data set whose items are batches.
-
-    Args:
-        dataset: of the samples.
-        collate: makes a batch of a list of samples.
-        init: the program's ``worker_init_fn``.
-
-    Attributes:
-        dataset: of the samples.
-    """
+    """A data set whose items are batches of ``dataset``; ``init`` is the user's ``worker_init_fn``."""
 
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], init: Callable[[int], None] | None
@@ -67,19 +57,19 @@ class BatchReader(torch.utils.data.Dataset[ReadBatch]):
         self.dataset = dataset
         self._collate = collate
         self._init = init
-        # Written by the rank alone, in one store: without a lock, which a rank that is killed would keep.
+        # Only the rank writes it, with a single store; a lock would stay locked if the rank were killed.
         self._oldest = torch.zeros((), dtype=torch.int64, device="cpu")
         self._oldest.share_memory_()  # type: ignore[no-untyped-call]
 
     def drop_before(self, serial: int) -> None:
-        """Have all workers skip what was ordered before ``serial``, also in the midst of it."""
+        """Make all workers skip requests before ``serial``, including one that they are reading."""
         self._oldest.fill_(serial)
 
     def begin(self, worker: int) -> None:
-        """Run once in each worker, before it reads."""
+        """Initialise a worker; runs once in each worker before it reads."""
         info = get_worker_info()
         assert info is not None
-        object.__setattr__(info, "dataset", self.dataset)  # it is frozen; the program looks for its own there
+        object.__setattr__(info, "dataset", self.dataset)  # frozen; programs expect their data set in it
         _end_with_the_rank()
         if self._init is not None:
             self._init(worker)
@@ -110,7 +100,7 @@ class BatchReader(torch.utils.data.Dataset[ReadBatch]):
 
 
 def unchanged(batch: Any) -> Any:
-    """The ``collate_fn`` for items that are batches."""
+    """Return ``batch``: the ``collate_fn`` for items that are batches."""
     return batch
 
 
@@ -120,7 +110,7 @@ def _where() -> str:
 
 
 def _begin_random(seed: int) -> None:
-    """Seed whatever a data set may draw from: the same step draws the same, whichever worker reads it."""
+    """Seed all generators, so that a step draws the same numbers in any worker."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -129,10 +119,9 @@ def _begin_random(seed: int) -> None:
 
 
 def _end_with_the_rank() -> None:
-    """End this process when the rank does, however that dies.
+    """End this process when the rank ends, even if it is killed.
 
-    torch looks for the rank every 5 s, and not while a worker waits to hand over a large batch that nobody
-    takes any more.
+    torch checks every 5 s whether the rank is alive, but not while a worker waits to pass on a large batch.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None

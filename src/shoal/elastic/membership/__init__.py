@@ -1,1 +1,1 @@
-"""The members of a session: which processes join, which leave, and where they wait."""
+"""The members of a session: processes that join, ranks that leave, and the keys in the store for both."""

@@ -1,12 +1,11 @@
-"""How a session takes in processes that wait in the lobby.
+"""Growth of a session: the admission of processes that wait to join.
 
-At the end of a step all ranks of the group wait for each other; then they and the candidates that rank 0
-invites meet anew beside the group, which stays as it is.  Then its ranks agree whether every one of them got
-through: if so, all go over to the new group; if not, all stay.  So a candidate that dies on the way costs a
-moment and nothing else, and a rank that is busy is waited for as in any collective.
+After a barrier at the end of a step, the ranks and the candidates that rank 0 invites make a new group, while
+the old one stays open.  The ranks agree whether all of them have connected: if so, all move to the new group;
+otherwise all keep the old one.  So a candidate that fails costs only time.
 
-If a rank of the group is lost on the way, some of the others may be in this agreement and others already in a
-rebuild.  An agreement of both kinds decides nothing: those of the first kind hear of the rebuild and join it.
+If a rank is lost meanwhile, some ranks may be in this agreement and others already in a rebuild.  Then the
+agreement fails with RebuildCalled on the former, which join the rebuild.
 """
 
 from __future__ import annotations
@@ -35,20 +34,17 @@ from .lobby import Lobby
 from .lobby_keys import LOOK, PATIENCE, Invitation
 from .waiting import Begun, WaitingProcess
 
-#: for closing what came to nothing
+#: seconds to close a group that was not used
 _SHORT = 1.0
-#: how often a newcomer tries, as each try makes the others wait; and seconds between the first two
+#: maximum number of attempts to join, as each makes the ranks wait; seconds between the first two
 _ATTEMPTS, _PAUSE = 5, 0.5
 _TAKEN, _REFUSED = b"1", b"0"
 
 
 class Door:
-    """The ranks' side: one of a session.
+    """The admission of candidates, on the ranks of a session.
 
-    Args:
-        place: where the ranks have met.
-        fits: whether the session can go on with so many ranks.
-        wanted: as of :class:`Lobby`.
+    ``fits``: whether the session may have the given number of ranks; ``wanted``: as in :class:`Lobby`.
     """
 
     def __init__(self, place: RendezvousPoint, fits: Callable[[int], bool], wanted: int | None) -> None:
@@ -66,11 +62,9 @@ class Door:
         begins: bool,
         ident: int = 0,
     ) -> Door | None:
-        """The door of a group; None: nobody can find the place where its ranks have met.
+        """Return the `Door` of a group; None: other processes cannot find or join its rendezvous point.
 
-        Args:
-            begins: whether the session begins with this group.
-            ident: of the session, if the others know it already.
+        ``begins``: the session starts with this group; ``ident``: its identifier, if it is published.
         """
         place = group.world.membership.place
         if place is None or not group._is_first or not _can_be_told(group):
@@ -83,31 +77,28 @@ class Door:
         return door
 
     def follow(self, group: ProcessGroup) -> None:
-        """``group`` is that of the session from now on."""
+        """Start to look for candidates if this process is rank 0 of ``group``, the current group."""
         if group.rank == 0:
             self._lobby.listen()
 
     @property
     def waiting(self) -> int:
-        """How many candidates this rank knows of: on rank 0 all, on the others none."""
+        """Number of candidates, on rank 0; 0 on the other ranks."""
         return self._lobby.waiting
 
     def is_wanted(self, group: ProcessGroup) -> bool:
-        """Whether somebody waits who can be taken in."""
+        """Whether a candidate waits that can be admitted."""
         return self._lobby.waiting > 0 and self._fits(group.size + 1)
 
     def grow(self, group: ProcessGroup) -> ProcessGroup | None:
-        """Meet those that wait; a collective of ``group``.
+        """Make a new group with the candidates that wait; a collective of ``group``; raises its GroupError.
 
         Returns:
-            The group of all, in which the ranks of ``group`` keep theirs; None: ``group`` stays.
-
-        Raises:
-            GroupError: of ``group``.
+            The new group, in which the ranks of ``group`` keep their numbers; None: ``group`` is kept.
         """
         lobby = self._lobby
-        within = config.VOTE_TIMEOUT.get() / 2  # who is in the meeting is not late for a rebuild
-        group.barrier().wait()  # a rank may be busy with something of its own: nobody is invited before
+        within = config.VOTE_TIMEOUT.get() / 2  # so that no rank is late for a rebuild
+        group.barrier().wait()  # candidates are invited only when no rank is busy
         mine = [0, 0, 0, 0]
         if group.rank == 0:
             token = secrets.randbits(62)
@@ -123,12 +114,12 @@ class Door:
 
         def look() -> None:
             if group.state != "open":
-                raise RendezvousError(f"rank {group.rank} has heard that a rank of the session is lost")
+                raise RendezvousError(f"rank {group.rank} has detected that a rank of the session is lost")
             if group.rank == 0:
                 lobby.check_invited()
 
         try:
-            with contextlib.suppress(ShoalError, OSError):  # the others hear of it in the agreement
+            with contextlib.suppress(ShoalError, OSError):  # the agreement reports it to the other ranks
                 grown, release = meeting.connect(self._place, group.rank, group.size + count, look)
             agreed = group._agree_to_grow(grown is not None).wait()
             taken = bool(agreed.value) and not agreed.lost
@@ -136,18 +127,16 @@ class Door:
                 store.set(meeting.verdict, _TAKEN if taken else _REFUSED)
             if grown is None or release is None or not taken:
                 return None
-            group.world.enter()  # the new world goes with its place, which is that of the old one
+            group.world.enter()  # the new world uses the old one's rendezvous point, which must stay open
             release.then = group.world.exit
             return grown
         finally:
             if grown is not None and not taken:
                 grown.world.close(_SHORT)
-            failure_report.rebuilt()  # whatever became of the meeting, this rank has not failed
+            failure_report.rebuilt()  # even if the admission failed, this rank has not
 
     def close(self, *, over: bool, void: bool) -> None:
-        """Nobody is let in any more; ``over``: because the session has come to its end; ``void``: before its
-        first step.
-        """
+        """Stop admitting candidates; ``over``: the session has ended; ``void``: before its first step."""
         self._lobby.close(over=over, void=void)
 
     def _fits(self, size: int) -> bool:
@@ -167,14 +156,11 @@ class Door:
 
 
 class Newcomer:
-    """The side of a process that joins a session: alone at first, so that it can make its models.
-
-    Args:
-        begins: it begins the session if there is none.
+    """A process that joins a session; it has a group of size 1 until it is admitted, to make its models.
 
     Attributes:
-        begins: as above.
-        begun: the session that it has begun; 0: it joins that of others.
+        begins: whether it starts a session if there is none.
+        begun: identifier of the session that it has started; 0: it joins a running session.
     """
 
     def __init__(self, *, begins: bool = False) -> None:
@@ -184,16 +170,16 @@ class Newcomer:
         self.alone = init(store=self._store, rank=0, size=1)
 
     def join(self, timeout: float) -> ProcessGroup:
-        """Wait until the session takes this process in; its group.
+        """Wait until the session admits this process, and return its group.
 
         Args:
-            timeout: seconds until there must be a session.
+            timeout: seconds within which a session must be found.
 
         Raises:
-            SystemExit: with the exit code 0; it is over.
-            RendezvousError: there is none, or this process cannot connect to its ranks.
-            StateLost: as of :meth:`WaitingProcess.await_invitation`.
-            StoreError: the store is gone.
+            SystemExit: with exit code 0; the session has ended.
+            RendezvousError: there is no session, or this process cannot connect to its ranks.
+            StateLost: as in :meth:`WaitingProcess.await_invitation`.
+            StoreError: the store is not reachable.
         """
         deadline = Deadline(timeout)
         place = open_place(timeout=timeout)
@@ -204,27 +190,27 @@ class Newcomer:
                 if isinstance(invitation, Begun):
                     self.begun = invitation.ident
                     return _alone(place, invitation.ident)
-                # Where the store is gone, it is waited for with the next invitation.
+                # If the store is not reachable, the next await_invitation waits for it.
                 with contextlib.suppress(GroupError, RendezvousError, StoreError, WireError):
                     if (group := self._met(place, invitation)) is not None:
                         failure_report.taken_in()
                         return group
                 time.sleep(_PAUSE * 2**attempt)
             raise RendezvousError(
-                f"job {place.job!r}: the session invited this process {_ATTEMPTS} times, and each time not "
-                "all could connect"
+                f"job {place.job!r}: the session invited this process {_ATTEMPTS} times, and each time some "
+                "processes could not connect"
             )
         except BaseException:
             place.close()
             raise
 
     def close(self) -> None:
-        """Let go of the group of one, which another one has taken the place of."""
+        """Close the group of size 1, which has been replaced."""
         self.alone.close()
         self._store.close()
 
     def _met(self, place: RendezvousPoint, said: Invitation) -> ProcessGroup | None:
-        """The group of an invitation; None: its ranks went on without this process."""
+        """Return the group of an invitation; None: the ranks continued without this process."""
         meeting = _Meeting(**{each.name: getattr(said, each.name) for each in fields(_Meeting)})
         group, release = meeting.connect(place, said.rank, said.size)
         try:
@@ -239,7 +225,7 @@ class Newcomer:
         return group
 
     def _verdict(self, store: Store, meeting: _Meeting, group: ProcessGroup) -> bytes:
-        """What the ranks have agreed on: they wait for the last of them as long as in any collective."""
+        """Return the decision of the ranks; they may wait for a slow rank as long as in any collective."""
         deadline = Deadline(meeting.timeout)
         while group.state == "open" and not deadline.expired:
             with contextlib.suppress(StoreTimeout):
@@ -249,14 +235,7 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """A meeting of ranks and newcomers, and the group that is to come of it.
-
-    Attributes:
-        meeting: its name, by which all find it in the store.
-        epoch: of the group before.
-        name, timeout, concurrency, backend, options: of the new group.
-        within: seconds until all must be connected.
-    """
+    """A rendezvous of ranks and candidates, and the new group; attributes as in :class:`Invitation`."""
 
     meeting: str
     epoch: int
@@ -269,7 +248,7 @@ class _Meeting:
 
     @classmethod
     def of(cls, group: ProcessGroup, meeting: str, within: float) -> _Meeting:
-        """The meeting of a group's ranks with others."""
+        """Return the rendezvous in which ``group`` grows."""
         line, links = group._line, group._links
         name = group.name if line is None else line.spec.name
         return cls(
@@ -279,13 +258,13 @@ class _Meeting:
 
     @property
     def verdict(self) -> str:
-        """The key under which the ranks say whether they have taken the new group."""
+        """The key of the ranks' decision for or against the new group."""
         return f"{self.meeting}/verdict"
 
     def connect(
         self, place: RendezvousPoint, rank: int, size: int, look: Callable[[], None] = nothing
     ) -> tuple[ProcessGroup, _Release]:
-        """The new group, after all its ranks have shown that they are connected; ``look``: as of Meeting."""
+        """Make the new group and wait until all its ranks are connected; ``look``: as in `meet_beside`."""
         deadline = Deadline(self.within)
         membership = meet_beside(place, self.meeting, rank=rank, size=size, timeout=self.within, look=look)
         release = _Release(membership.release)
@@ -298,14 +277,14 @@ class _Meeting:
             group._goes_on_from(self.epoch)
             group.barrier(timeout=max(deadline.remaining(), _SHORT)).wait()
         except BaseException:
-            # No abort: others may have got through, and would lose their session.
+            # No abort, which would break the session of ranks that have connected.
             group.world.close(_SHORT)
             raise
         return group, release
 
 
 def _alone(place: RendezvousPoint, ident: int) -> ProcessGroup:
-    """A group of this process alone, which others can join: the beginning of a session."""
+    """Return a group of size 1 that other processes can join: the first group of a session."""
     timeout = config.TIMEOUT.get()
     membership = meet_beside(place, f"{LOBBY}/{ident:016x}/alone", rank=0, size=1, timeout=timeout)
     release = _Release(membership.release)
@@ -317,7 +296,7 @@ def _alone(place: RendezvousPoint, ident: int) -> ProcessGroup:
 
 
 class _Release:
-    """Releases the membership of a new world, and then what the world was made from."""
+    """Releases the membership of a new world, and then the resources that it was made from."""
 
     def __init__(self, first: Callable[[float], None]) -> None:
         self._first = first
@@ -333,12 +312,12 @@ class _Release:
 
 
 def _store_of(place: RendezvousPoint) -> Store:
-    """The store at ``place`` as it is now: it may have begun anew since the others met there."""
+    """Connect to the store at ``place``, which may have been restarted since the ranks met."""
     return place.store.clone(PATIENCE, accept_new_data=True)
 
 
 def _can_be_told(group: ProcessGroup) -> bool:
-    """Whether a process elsewhere can make the backend of this group's world."""
+    """Whether another process can make the backend of this group's world from its name and options."""
     links = group._links
     try:
         return (

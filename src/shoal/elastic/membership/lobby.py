@@ -1,8 +1,8 @@
-"""The lobby as the ranks of a session see it: rank 0 reads there which processes wait to join.
+"""Discovery of candidates by rank 0 of a session, and their invitation.
 
-It reads in a thread of its own; when rank 0 has died, the new rank 0 does.  The thread outlives the store: it
-looks for one that is gone until it is back, and what the lobby keeps there it writes again if that is lost.
-Training does not wait for any of it.
+Rank 0 reads the candidates from the store in a thread; after a failure the new rank 0 continues.  The thread
+reconnects to a store that is not reachable, and writes the session's keys again if they are lost.  Training
+never waits for the store.
 """
 
 from __future__ import annotations
@@ -45,28 +45,23 @@ _logger = logging.getLogger("shoal")
 
 
 class Lobby:
-    """The lobby of a session's ranks.
+    """The candidates of a session, as rank 0 knows them.
 
-    Args:
-        place: where they have met.
-        wanted: how many ranks the session shall have, until the launcher says otherwise; None: as many as
-            come.
+    No method raises if the store is not reachable: no process can join until it is back.
 
     Attributes:
-        wanted: as above, as far as this rank knows.
-
-    Nothing here raises because the store is gone: then nobody can come until it is back.
+        wanted: number of ranks to grow to, until the launcher writes another number; None: no limit.
+        ident: identifier of the session; 0: not known to this rank.
     """
 
     def __init__(self, place: RendezvousPoint, wanted: int | None = None) -> None:
         self._place = place
         self.wanted = wanted
-        #: what a launcher has written about it
+        #: the value of ``wanted`` that the launcher has written
         self._said = b""
         self._machine = place.here.machine
-        #: of the session; 0: not known to this rank
         self.ident = 0
-        #: whether the session begins with this rank, and the store does not know it yet
+        #: whether this rank starts the session, and has not published it yet
         self._begins = False
         self._reader = LobbyReader()
         self._lock = threading.Lock()
@@ -74,47 +69,42 @@ class Lobby:
         self._invited: list[Candidate] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        #: the thread's connection, while the store is there
+        #: the thread's connection, while the store is reachable
         self._store: Store | None = None
 
     def open(self) -> None:
-        """Begin a session at this place; for one rank, before the others use it."""
+        """Start and publish a session; called by one rank, before others use it."""
         self.ident = secrets.randbits(62)
         self._begins = True
         with contextlib.suppress(*_LOST), keys_of(self._place) as store:
             self._announce(store)
 
     def listen(self) -> None:
-        """Look for candidates from now on; on one rank.  It may be called again."""
+        """Start to look for candidates, on rank 0; later calls have no effect."""
         if self._thread is None:
             self._closing.clear()
             self._thread = threading.Thread(target=self._run, name="shoal-lobby", daemon=True)
             self._thread.start()
 
     def name_of_meeting(self, token: int) -> str:
-        """The name of a meeting with candidates; its keys go when the next session begins here."""
+        """Return the name of a rendezvous; its keys are deleted when the next session of the job starts."""
         return f"{LOBBY}/{self._name}/meeting/{token:x}"
 
     @property
     def waiting(self) -> int:
-        """How many candidates wait.  Cheap."""
+        """Number of candidates, without access to the store."""
         return len(self._waiting)
 
     def look_up_wanted(self) -> None:
-        """Learn what the launcher has said by now."""
+        """Update ``wanted`` from the store."""
         if (store := self._store) is not None:
             with contextlib.suppress(*_LOST):
                 self._look_up_wanted(store)
 
     def invite(self, most: int, compose: Callable[[int, int], Invitation]) -> int:
-        """Invite candidates that live.
+        """Invite at most ``most`` candidates whose processes are alive, and return their number.
 
-        Args:
-            most: so many.
-            compose: the invitation of the candidate with this number among so many.
-
-        Returns:
-            How many were invited.
+        ``compose`` returns an invitation, given the index of the candidate and the number of candidates.
         """
         with self._lock:
             store = self._store
@@ -127,26 +117,20 @@ class Lobby:
                 for index, number in enumerate(numbers):
                     store.set(go_key(self._name, number), msgspec.json.encode(compose(index, len(numbers))))
             except _LOST:
-                self._waiting.clear()  # or the next step would wait for the store again
+                self._waiting.clear()  # so that the next step does not wait for the store again
                 return 0
             self._invited = [self._waiting.pop(number) for number in numbers]
         return len(numbers)
 
     def check_invited(self) -> None:
-        """Find out whether those that were invited last may still come.
-
-        Raises:
-            RendezvousError: one has died.
-        """
+        """Raise RendezvousError if one of the candidates invited last has died."""
         if gone := sum(map(self._is_gone, self._invited)):
-            raise RendezvousError(f"{counted(gone, 'newcomer')} died after the invitation")
+            raise RendezvousError(f"{counted(gone, 'candidate')} died after the invitation")
 
     def close(self, *, over: bool, void: bool = False) -> None:
-        """Look for candidates no more.
+        """Stop looking for candidates; if the session has ended, notify them, on rank 0.
 
-        Args:
-            over: the session has come to its end; who still waits is told so, by the rank that listens.
-            void: it has ended before its first step; who still waits may begin another one.
+        ``over``: the session has ended; ``void``: before its first step, so candidates may start another one.
         """
         if self._thread is None:
             return
@@ -161,8 +145,8 @@ class Lobby:
                 found = self._session(store)
                 session = self._reader.session(found) if found else None
                 if session is not None and not self.ident and not (session.over or session.void):
-                    self.ident = int(session.ident, 16)  # the thread had not come so far
-                if session is None or session.ident == self._name:  # another one may have begun meanwhile
+                    self.ident = int(session.ident, 16)  # the thread had not read it yet
+                if session is None or session.ident == self._name:  # another session may have replaced it
                     ended = SessionNote(self._name, over=over, void=void)
                     store.compare_set(SESSION, found, msgspec.json.encode(ended))
                 for key in store.list_keys(start := candidate_key(self._name)):
@@ -195,19 +179,20 @@ class Lobby:
                     return
                 if not warned:
                     _logger.warning(
-                        "nobody can join the session until its store is back; training goes on (%s)", error
+                        "no process can join the session until its store is back; training continues (%s)",
+                        error,
                     )
                     warned = True
             finally:
                 with self._lock:
                     self._store = None
-                    self._waiting.clear()  # they come again, or are found again
+                    self._waiting.clear()  # candidates register again, or are found again
             self._closing.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _serve(self, store: Store) -> None:
-        """Find candidates, until the store is gone or closed."""
-        #: numbers of candidates that were read, and numbers under which a candidate is late to write
+        """Find candidates, until the store is closed or not reachable."""
+        #: numbers of candidates that were read, and of candidates whose key is overdue
         seen: set[int] = set()
         late: set[int] = set()
         beaten = -BEAT
@@ -226,10 +211,10 @@ class Lobby:
                 store.wait([candidate_key(self._name, awaited)], LOOK)
             except StoreTimeout:
                 if self._arrivals(store, seen) > awaited:
-                    late.add(awaited)  # it died on the way, or stands still
+                    late.add(awaited)  # it died before it wrote, or hangs
 
     def _announce(self, store: Store) -> None:
-        """See to it that newcomers find the session, also in a store that began anew or holds junk."""
+        """Publish the session, also in a store that was restarted or holds invalid values."""
         if self._begins:
             with contextlib.suppress(StoreTimeout):
                 if (before := self._reader.session(store.get(SESSION, 0.0))) is not None:
@@ -247,8 +232,8 @@ class Lobby:
         elif session.ident != self._name:
             self._reader.passes_over(
                 "session",
-                "another one began here when this one had not been seen for a minute; nobody can join this "
-                "one any more, and both train: end one of them",
+                "another session was started when this one had not been seen for a minute; no process can "
+                "join this one any more, and both are training: end one of them",
             )
 
     def _session(self, store: Store) -> bytes:
@@ -269,13 +254,13 @@ class Lobby:
             self.wanted, self._said = wanted, said
 
     def _numbers(self, store: Store) -> list[int]:
-        """Those under which candidates have written."""
+        """Return the numbers of the candidates in the store."""
         start = candidate_key(self._name)
         found = (self._reader.number("candidate", key[len(start) :]) for key in store.list_keys(start))
         return sorted(number for number in found if number is not None)
 
     def _arrivals(self, store: Store, seen: set[int]) -> int:
-        """How many have come; a count that is none is mended, or nobody could come any more."""
+        """Return the number of registered candidates; repair an invalid count, which blocks all others."""
         try:
             raw = store.get(key := arrivals_key(self._name), 0.0)
         except StoreTimeout:
@@ -287,11 +272,11 @@ class Lobby:
         return count
 
     def _read(self, store: Store, number: int) -> None:
-        with contextlib.suppress(StoreTimeout):  # it has been deleted
+        with contextlib.suppress(StoreTimeout):  # the key has been deleted
             candidate = self._reader.candidate(store.get(candidate_key(self._name, number), 0.0))
             if candidate is None or store.check([go_key(self._name, number)]):
                 return
             with self._lock:
                 for other in [n for n, each in self._waiting.items() if each.process == candidate.process]:
-                    del self._waiting[other]  # it has come again
+                    del self._waiting[other]  # the process has registered again
                 self._waiting[number] = candidate

@@ -1,14 +1,14 @@
-"""The keys of the lobby, in the store of the job, and the one place where what stands there is checked.
+"""The keys in the job's store for processes that join a session, and the validation of their values.
 
-    wanted                        how many ranks the session shall have, if a launcher has said so
-    session                       the session at this place: its ident, and whether it is over, or void
-    IDENT/beat                    changes every few seconds, as long as rank 0 of the session lives
-    IDENT/arrivals                counts those that have come
-    IDENT/candidate/N             the N-th of them, which waits for the next key
-    IDENT/go/N                    its invitation; "again": it shall come once more; empty: the session is over
+    wanted                        number of ranks that the launcher wants, if it has written it
+    session                       the job's session: its identifier, and whether it has ended or is void
+    IDENT/beat                    changes every few seconds while rank 0 of the session is alive
+    IDENT/arrivals                number of candidates that have registered
+    IDENT/candidate/N             candidate N, which waits for the next key
+    IDENT/go/N                    its invitation; "again": register again; empty: the session has ended
 
-Whatever holds the job's secret can write there: another version, another program, a mistake.  A value that
-cannot be right is as good as none, and one warning tells of the first of each kind.
+Any process with the job's secret can write these keys, also one of another version or program.  Invalid
+values are ignored, with one warning for each kind.
 """
 
 from __future__ import annotations
@@ -28,33 +28,28 @@ T = TypeVar("T")
 
 SESSION = "session"
 AGAIN = b"again"
-#: seconds for which one request waits; it is made again
+#: seconds for which one request waits before it is repeated
 LOOK = 1.0
-#: seconds between two signs of life of a session; and seconds without one after which there is no session
+#: seconds between two heartbeats of a session; seconds without one after which the session is lost
 BEAT, SILENCE = 5.0, 60.0
-#: seconds in which the store must answer
+#: seconds within which the store must answer
 PATIENCE = 5.0
-#: seconds between two attempts to reach a store that is gone
+#: seconds between two attempts to reach a store that is not reachable
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
 
-#: largest number that a rank, a size or a count of lanes can be
+#: largest valid rank, size or number of lanes
 _MOST = 2**31
 _NUMBER = re.compile(rb"0|[1-9][0-9]{0,17}")
 _logger = logging.getLogger("shoal")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-#: an option of a backend that can be told to others
+#: an option of a backend that can be sent to other processes
 Option = str | int | float | bool | None
 
 
 class SessionNote(msgspec.Struct, frozen=True):
-    """The session at this place.
-
-    Attributes:
-        over: it has come to its end.
-        void: it has ended before its first step, so another one may begin in its place.
-    """
+    """The job's session; ``over``: it has ended; ``void``: before its first step, so it may be replaced."""
 
     ident: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
     over: bool = False
@@ -62,21 +57,21 @@ class SessionNote(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A process that waits: as of :class:`shoal.rendezvous.host.Here`."""
+    """A process that waits to join; attributes as in :class:`shoal.rendezvous.host.Here`."""
 
     machine: Text
     process: Process
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """What a candidate needs in order to meet the ranks of the session.
+    """The information that a candidate needs to connect to the ranks of the session.
 
     Attributes:
-        meeting: its name, by which :func:`shoal.rendezvous.meet_beside` finds the others.
-        rank, size: of the candidate, and of the group with it.
-        epoch: of the group that invites.
-        name, timeout, concurrency, backend, options: of the new group.
-        within: seconds until all must have met.
+        meeting: name of the rendezvous, for :func:`shoal.rendezvous.meet_beside`.
+        rank, size: rank of the candidate in the new group, and its size.
+        epoch: epoch of the old group.
+        name, timeout, concurrency, backend, options: properties of the new group.
+        within: seconds within which all must be connected.
     """
 
     meeting: Text
@@ -96,46 +91,42 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 def keys_of(place: RendezvousPoint) -> Store:
-    """The lobby's keys, over a connection of their own to the store that is there now.
-
-    Raises:
-        StoreError, WireError: there is none, or it does not answer.
-    """
+    """Return the store of these keys over a new connection; raises StoreError or WireError."""
     return PrefixStore(LOBBY, place.store).clone(PATIENCE, accept_new_data=True)
 
 
 def beat_key(ident: str) -> str:
-    """The sign of life of a session."""
+    """Return the key of a session's heartbeat."""
     return f"{ident}/beat"
 
 
 def arrivals_key(ident: str) -> str:
-    """Counts the candidates of a session."""
+    """Return the key that counts the candidates of a session."""
     return f"{ident}/arrivals"
 
 
 def candidate_key(ident: str, number: int | None = None) -> str:
-    """A candidate's own; None: what those of all begin with."""
+    """Return the key of candidate ``number``; None: the common prefix of all candidates' keys."""
     return f"{ident}/candidate/" + ("" if number is None else str(number))
 
 
 def go_key(ident: str, number: int) -> str:
-    """Where a candidate is answered."""
+    """Return the key of the response to a candidate."""
     return f"{ident}/go/{number}"
 
 
 class LobbyReader:
-    """Reads what stands under the keys, for one process; warns once of each kind that cannot be right."""
+    """Decodes the values of the keys, or returns None for invalid ones, with one warning for each kind."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def session(self, raw: bytes) -> SessionNote | None:
-        """None: it is none, here and below."""
+        """Decode the value of ``session``."""
         return self._checked(SESSION, raw, SessionNote)
 
     def wanted(self, raw: bytes) -> int | None:
-        """How many ranks a launcher wants."""
+        """Decode the number of ranks that the launcher wants."""
         count = self._checked(WANTED, raw, int)
         if count is None or 1 <= count <= _MOST:
             return count
@@ -143,26 +134,26 @@ class LobbyReader:
         return None
 
     def candidate(self, raw: bytes) -> Candidate | None:
-        """A process that waits."""
+        """Decode a candidate."""
         return self._checked("candidate", raw, Candidate)
 
     def invitation(self, raw: bytes) -> Invitation | None:
-        """The answer to a candidate."""
+        """Decode the response to a candidate."""
         return self._checked("go", raw, Invitation)
 
     def number(self, what: str, raw: bytes | str) -> int | None:
-        """A count, or the number in a key."""
+        """Decode a count, or the number in a key."""
         text = raw if isinstance(raw, bytes) else raw.encode()
         if _NUMBER.fullmatch(text):
             return int(text)
-        self.passes_over(what, f"{text[:40]!r} is no number")
+        self.passes_over(what, f"{text[:40]!r} is not a number")
         return None
 
     def passes_over(self, what: str, why: object) -> None:
-        """Warn, once, that something is as good as not there."""
+        """Warn, once for each ``what``, that a value is ignored."""
         if what not in self._warned:
             self._warned.add(what)
-            _logger.warning("the session's lobby passes over a %s in the store that is none: %s", what, why)
+            _logger.warning("the session ignores a value of '%s' in the store: %s", what, why)
 
     def _checked(self, what: str, raw: bytes, kind: type[T]) -> T | None:
         try:

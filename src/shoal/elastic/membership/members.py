@@ -1,7 +1,7 @@
-"""The ranks of a session: the group of those that live, who joins it, and who leaves it.
+"""The ranks of a session: their group, and its changes when ranks are lost, leave or join.
 
-What the ranks have to say about that stands in the record of each commit.  So all of them know at the same
-point, between two steps, that processes wait or that ranks leave.
+Ranks announce waiting processes and their own leaving in the record of each commit.  So all ranks know of
+them at the same point, between two steps.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..resize import Resize
 from ..signals import Notice
 from .growth import Door, Newcomer
 
-#: seconds between two looks at who has come
+#: seconds between two checks for processes that wait to join
 _LOOK = 0.02
-#: errors after which the ranks that are left can go on, if one is lost
+#: errors that the loss of a rank can cause, after which the surviving ranks can continue
 _OF_LOSSES = (PeerLost, ProtocolError, OperationTimeout, GroupClosed)
 
 
@@ -44,16 +44,16 @@ class SessionMembers:
 
     Args:
         least, most: ``min`` and ``max`` of the session.
-        check: raises UsageError if the session cannot do with so many ranks.
-        follow: brings what works over the group over to a new one.
+        check: raises UsageError if the session cannot work with the given number of ranks.
+        follow: moves the session's models and optimisers to a new group.
 
     Attributes:
         events: every change of the group, in order.
-        notice: whether this rank shall leave.
+        notice: the request to leave.
         leavers: the ranks that leave before the next step.
         asked_to_admit: whether processes wait that the session has room for.
-        left: whether the steps are over because this rank leaves, or because all end.
-        is_out: whether the others go on without this rank.
+        left: whether ``steps`` ends because this rank leaves, or because too few ranks would remain.
+        is_out: whether the other ranks continue without this rank.
     """
 
     def __init__(
@@ -73,52 +73,52 @@ class SessionMembers:
         self.asked_to_admit = False
         self._door: Door | None = None
         self._newcomer: Newcomer | None = None
-        #: the group before one that has grown, until all ranks are known to have gone over
+        #: the group before it grew, until all ranks are known to have moved to the new one
         self._older: ProcessGroup | None = None
         self._wanted = config.SESSION_SIZE.get() if most is None else None
-        #: whether this process has begun the session alone, and may have to wait for others
+        #: whether this process has started the session alone, and may have to wait for others
         self._gathers = False
         self._gathered_by = Deadline(0.0)
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that live."""
+        """The current ranks."""
         if self._group is None:
             raise UsageError("a Session has its group within its block: with Session(state) as session")
         return self._group
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process is alone so far, and joins the others before its first step."""
+        """Whether this process is not a member yet, and joins the session before its first step."""
         return self._newcomer is not None
 
     @property
     def may_begin(self) -> bool:
-        """Whether this process begins the session if there is none to join."""
+        """Whether this process starts a session if there is none to join."""
         return self._newcomer is not None and self._newcomer.begins
 
     @property
     def waiting(self) -> int:
-        """How many processes wait to join, as rank 0 knows; 0 on the other ranks."""
+        """Number of processes that wait to join, on rank 0; 0 on the other ranks."""
         return 0 if self._door is None else self._door.waiting
 
     # -- the beginning and the end -------------------------------------------------------------
 
     def begin(self, group: ProcessGroup | None) -> None:
-        """Begin with these ranks; None: those that meet, or this process alone if it is to join others."""
+        """Begin with ``group``; None: ``init()``, or a group of size 1 if ``SHOAL_JOIN`` is set."""
         if group is None and (joins := config.JOIN.get()):
             self._newcomer = Newcomer(begins=joins == "auto")
             group = self._newcomer.alone
         self._group = init() if group is None else group
 
     def open(self) -> None:
-        """Let others find the session, which begins; and be told by signals to leave."""
+        """Publish the session to processes that join, and handle signals that ask this rank to leave."""
         if not self.is_joining:
             self._door = Door.of(self.group, self.fits, wanted=self._wanted, begins=True)
         self.notice.listen()
 
     def close(self, *, over: bool) -> None:
-        """Let nobody in any more; ``over``: because the session has come to its end."""
+        """Stop admitting processes; ``over``: the session has ended."""
         self.notice.close(others_were_told=self.left and not self.notice.given)
         if self._door is not None:
             self._door.close(over=over and not self._gathers, void=self._gathers)
@@ -131,14 +131,14 @@ class SessionMembers:
     # -- a commit ------------------------------------------------------------------------------
 
     def wish(self) -> Wish:
-        """What this rank asks for in the next commit."""
+        """Return the requests of this rank in the next commit."""
         wish = Wish.LEAVE if self.notice.given else Wish.NONE
         if self._door is not None and self._door.is_wanted(self.group):
             wish |= Wish.ADMIT
         return wish
 
     def hear(self, rows: Sequence[CommitRecord]) -> None:
-        """Take to heart what all ranks have asked for."""
+        """Store the requests of all ranks."""
         self.asked_to_admit, self.leavers = False, ()
         if any(row.wishes for row in rows):
             self.asked_to_admit, self.leavers = Wish.ADMIT in all_wishes(rows), leavers(rows)
@@ -146,11 +146,11 @@ class SessionMembers:
     # -- another group -------------------------------------------------------------------------
 
     def is_of_a_loss(self, error: BaseException) -> bool:
-        """Whether ``error`` may tell that a rank is lost."""
+        """Whether ``error`` may have been caused by the loss of a rank."""
         return isinstance(error, _OF_LOSSES) and self.group.state == "broken"
 
     def rebuild(self, progress: RankProgress, least: int) -> Rebuilt:
-        """Go over to the group of those that are left; raises GroupError."""
+        """Move to a group of the surviving ranks; raises GroupError."""
         group = self.group.rebuild(min_size=least, note=progress.encode())
         assert group is not None
         assert group.rebuilt is not None
@@ -159,35 +159,28 @@ class SessionMembers:
         return group.rebuilt
 
     def part(self, position: int, steps: int, most_that_leave: int | None) -> None:
-        """Go on without the ranks that leave; or end with them, if fewer than ``min`` would be left.
+        """Continue without the ranks that leave, or end on all ranks if fewer than ``min`` would remain.
 
-        A rebuild, as after a death: so it meets that of a rank which has lost another one in the commit.
-
-        Args:
-            position, steps: how many steps and blocks count, and how many steps.
-            most_that_leave: so many may leave at once; the others leave after the next step.
+        It calls ``rebuild``, as after a loss, so it matches the call of a rank that detected a loss in the
+        commit.  At most ``most_that_leave`` ranks leave now, the others after the next step.
         """
         began, before = time.monotonic(), self.group
         least = min(self.least, before.size)
         ends = before.size - len(self.leavers) < least
         progress = RankProgress(position, ends=ends)
-        with contextlib.suppress(GroupError):  # or a rank that is busy would be late for the rebuild
+        with contextlib.suppress(GroupError):  # wait for busy ranks, which would be late for the rebuild
             before.barrier().wait()
-        # The others ask again in the next commit, when others hold what those that leave now have held.
+        # Ranks above the limit ask again in the next commit, when the state has been redistributed.
         if before.rank in self.leavers[:most_that_leave] and not ends:
             self.left = self.is_out = True
-            with contextlib.suppress(GroupError):  # it is their matter
+            with contextlib.suppress(GroupError):  # it concerns only the ranks that continue
                 before.rebuild(min_size=least, leave=True, note=progress.encode())
         else:
             rebuilt = self.rebuild(progress, 1 if ends else least)
             self.tell(steps, before, began, rebuilt)
 
     def join(self) -> bool:
-        """In a process that is to join the others: wait until they take it in.
-
-        Returns:
-            Whether it has begun the session instead, as there was none.
-        """
+        """If this process is to join, wait for admission; return whether it has started a session instead."""
         if self._newcomer is None:
             return False
         self._take(self._newcomer.join(config.TIMEOUT.get()))
@@ -196,12 +189,14 @@ class SessionMembers:
         return self._gathers
 
     def gather(self) -> bool:
-        """In a process that has begun the session alone: wait until so many others have come that they can
-        train; whether they are still to be met.
+        """If this process has started the session alone, wait for ``min`` - 1 other processes.
+
+        Returns:
+            Whether they still have to be admitted, or this process leaves.
 
         Raises:
-            RendezvousTimeout: they have not come.
-            UsageError: so many can never train together.
+            RendezvousTimeout: too few processes came in time.
+            UsageError: the session cannot work with ``min`` ranks.
         """
         group, door = self.group, self._door
         if not self._gathers or group.size >= self.least or door is None:
@@ -210,10 +205,10 @@ class SessionMembers:
         self._check(self.least)
         if self._wanted is not None and self._wanted < self.least:
             raise UsageError(
-                f"Session: min={self.least}, and {config.SESSION_SIZE.name}={self._wanted} ranks are wanted"
+                f"Session: min={self.least} is more than {config.SESSION_SIZE.name}={self._wanted}"
             )
         while True:
-            time.sleep(_LOOK)  # also where those that came could not be met
+            time.sleep(_LOOK)  # also between failed attempts to admit processes
             if self.notice.given:
                 self.left = self.is_out = True
                 return True
@@ -221,31 +216,31 @@ class SessionMembers:
                 return True
             if self._gathered_by.expired:
                 raise RendezvousTimeout(
-                    f"this process began the session, which needs min={self.least} ranks: only "
+                    f"this process started the session, which needs min={self.least} ranks: only "
                     f"{counted(door.waiting, 'other')} came within {in_seconds(self._gathered_by.timeout)}"
                 )
 
     def meet(self) -> ProcessGroup | None:
-        """Meet those that wait; their group with the ranks, or None if nothing comes of it."""
+        """Admit the waiting processes; return the new group, or None if that failed."""
         assert self._door is not None
         self.asked_to_admit = False
         try:
             return self._door.grow(self.group)
         except RebuildCalled:
-            return None  # the step will meet what the other rank has met
+            return None  # the next step will detect the loss too
         except GroupError as error:
             if self.is_of_a_loss(error):
-                return None  # the step will meet it
+                return None  # handled in the next step
             raise
 
     def go_over(self, grown: ProcessGroup) -> None:
-        """Take the group that :meth:`meet` gave."""
+        """Move to the group that :meth:`meet` returned."""
         self._older = self.group
         self._older._become(grown)
         self._take(grown)
 
     def settled(self) -> None:
-        """All ranks are known to have the new group."""
+        """Release the former groups: all ranks are known to have the new group."""
         for old in (self._older, self._newcomer):
             if old is not None:
                 old.close()
@@ -255,7 +250,7 @@ class SessionMembers:
         self._older = self._newcomer = None
 
     def fits(self, size: int) -> bool:
-        """Whether the session takes so many ranks."""
+        """Whether the session may have ``size`` ranks."""
         try:
             self.check_size(size)
         except UsageError:
@@ -263,10 +258,10 @@ class SessionMembers:
         return self._most is None or size <= self._most
 
     def check_size(self, size: int) -> None:
-        """Raise UsageError if the session cannot do with so many ranks."""
+        """Raise UsageError if the session cannot work with ``size`` ranks."""
         self._check(size)
         if self.least > size:
-            raise UsageError(f"Session: min={self.least}, and there are {size} ranks")
+            raise UsageError(f"Session: min={self.least}, and the group's size is {size}")
 
     def tell(
         self,
@@ -279,13 +274,13 @@ class SessionMembers:
         again: bool = False,
         place: int | None = None,
     ) -> None:
-        """Remember how ``group`` (None: the present one) came of ``before``.
+        """Add an event: ``before`` was replaced by ``group`` (None: the current group).
 
         Args:
-            step, again: as of :class:`Resize`.
-            began: when this rank ceased to train.
-            rebuilt: how; None: it has grown.
-            place: in :attr:`events`; None: the last.
+            step, again: as in :class:`Resize`.
+            began: time at which this rank stopped training.
+            rebuilt: result of the rebuild; None: the group has grown.
+            place: index in :attr:`events`; None: the end.
         """
         group = self.group if group is None else group
         lost, left = (rebuilt.lost, rebuilt.left) if rebuilt else ((), ())

@@ -1,4 +1,4 @@
-"""The lobby as a process sees it that waits there to join a session."""
+"""The wait of a process that joins a session for its invitation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .lobby_keys import (
 
 
 class Begun(NamedTuple):
-    """The session that this process begins."""
+    """The session that this process starts."""
 
     ident: int
 
@@ -42,44 +42,37 @@ class Begun(NamedTuple):
 def await_invitation(
     place: RendezvousPoint, deadline: Deadline, *, begins: bool = False
 ) -> Invitation | Begun:
-    """Wait in the lobby until the ranks of the session there invite this process.
+    """Wait until the ranks of the job's session invite this process.
 
-    A store that is gone is looked for until it is back.
+    If the store is not reachable, reconnect until it is back.
 
     Args:
-        deadline: until when there must be a session; it may then take any time until it needs this process.
-            As many seconds are left to a store that is gone, and then to the session to be found there again;
-            and, if more than SILENCE, to a session that gives no sign of life.
-        begins: this process begins a session, by itself, if none has been there since it came.
+        deadline: time until which there must be a session; then the wait for an invitation has no limit.  Its
+            timeout also limits the wait for a store that is not reachable, the wait for the session to be
+            published again after that, and, if it exceeds SILENCE, the time without a heartbeat.
+        begins: whether this process starts a session if there has been none since it came.
 
     Raises:
-        SystemExit: with the exit code 0; the session has come to its end without this process.
-        RendezvousTimeout: there is none.
-        StateLost: there was one, and its ranks are gone.  Where this process could begin another one, it has
-            waited too long for the newest checkpoint.
-        StoreError, WireError: the store is gone.
+        SystemExit: with exit code 0; the session has ended without this process.
+        RendezvousTimeout: there is no session.
+        StateLost: there was a session, and its ranks are lost.  A process that may start a session does not
+            start one then, as the checkpoint that it has loaded may be outdated.
+        StoreError, WireError: the store is not reachable.
     """
     return WaitingProcess(place, deadline, begins).await_invitation()
 
 
 class WaitingProcess:
-    """This process as a candidate.
-
-    Args:
-        place, deadline, begins: as of :func:`await_invitation`.
-
-    Attributes:
-        deadline: until when the session must be seen again.
-    """
+    """This process as a candidate; ``deadline``: time until which the session must be found again."""
 
     def __init__(self, place: RendezvousPoint, deadline: Deadline, begins: bool) -> None:
         self._place = place
         self.deadline = deadline
         self._begins = begins
-        #: the session and its sign of life as seen last, and since when
+        #: the session and its heartbeat as last read, and the time of their last change
         self._seen: tuple[bytes, bytes] | None = None
         self._since = 0.0
-        #: of a session that lived when this process was there
+        #: identifier of a session of which this process has seen a heartbeat
         self._lived = ""
         self._me = msgspec.json.encode(Candidate(place.here.machine, place.here.process))
         self._ident = ""
@@ -87,7 +80,7 @@ class WaitingProcess:
         self._reader = LobbyReader()
 
     def await_invitation(self) -> Invitation | Begun:
-        """As :func:`await_invitation`; again, if nothing came of an invitation."""
+        """As :func:`await_invitation`; called again if the rendezvous after an invitation failed."""
         self.hears_nothing()
         pause = SHORTEST_PAUSE
         while True:
@@ -104,7 +97,7 @@ class WaitingProcess:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def look(self, store: Store) -> Invitation | Begun | None:
-        """Look for the session, come, and wait a moment for the invitation."""
+        """Find the session, register as a candidate, and wait for the invitation for up to LOOK seconds."""
         raw, session = b"", None
         with contextlib.suppress(StoreTimeout):
             raw = store.get(SESSION, 0.0 if self._begins else min(self.deadline.remaining(), LOOK))
@@ -129,7 +122,7 @@ class WaitingProcess:
         self._ident = session.ident
         if not self._has_come(store):
             number = store.add(arrivals_key(self._ident), 1) - 1
-            # Where something stands already, the session has read it, and looks there no more.
+            # If the key has another value, the session has already read it, and does not read it again.
             if store.compare_set(candidate_key(self._ident, number), b"", self._me) != self._me:
                 return None
             self._number = number
@@ -138,17 +131,17 @@ class WaitingProcess:
             raw = store.get(go_key(self._ident, self._number), LOOK)
         except StoreTimeout:
             return None
-        self._number = None  # another answer comes under another number
+        self._number = None  # the next response has another number
         return self._reader.invitation(raw) if raw not in (AGAIN, b"") else None
 
     def hears_nothing(self) -> None:
-        """The store is gone, and signs of life with it."""
+        """Discard the last heartbeat, as the store was not reachable since."""
         self._seen = None
 
     def _may_begin(self, store: Store, raw: bytes, session: SessionNote | None) -> bool:
-        """Whether nobody trains here; raises StateLost if a session did that this process waited for."""
+        """Whether no session is running; raises StateLost if the one that this process waited for is lost."""
         silence = self._silence(store, raw, session)
-        # A session whose store began anew, without it, writes there again; one that nobody has seen begins.
+        # A running session publishes itself again in a restarted store, so a known one gets more time.
         known = bool(raw or self._lived or self._ident)
         if silence < (SILENCE if known else 2 * LONGEST_PAUSE):
             return False
@@ -157,7 +150,7 @@ class WaitingProcess:
         return True
 
     def _silence(self, store: Store, raw: bytes, session: SessionNote | None) -> float:
-        """Seconds since the session was last seen to give a sign of life, or this process came."""
+        """Return the seconds since the last heartbeat of the session, or since this process came."""
         beat = b""
         if session is not None:
             with contextlib.suppress(StoreTimeout):
@@ -180,7 +173,7 @@ class WaitingProcess:
         )
 
     def _begin(self, store: Store, before: bytes) -> Begun | None:
-        """Begin a session in the place of what stands there; None: another process has done so."""
+        """Start a session, replacing the value ``before``; None: another process has started one."""
         ident = secrets.randbits(62)
         mine = msgspec.json.encode(SessionNote(f"{ident:016x}"))
         if store.compare_set(SESSION, before, mine) != mine:
@@ -190,7 +183,7 @@ class WaitingProcess:
         return Begun(ident)
 
     def _has_come(self, store: Store) -> bool:
-        """Whether the session can read of this process: not so in a store that began anew."""
+        """Whether this process is registered; a restarted store has lost the registration."""
         if self._number is not None:
             with contextlib.suppress(StoreTimeout):
                 if store.get(candidate_key(self._ident, self._number), 0.0) == self._me:

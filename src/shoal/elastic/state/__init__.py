@@ -1,1 +1,1 @@
-"""The state of a training: what it holds, how it is saved, and how new processes receive it."""
+"""The state of a session: its parts, checkpoints, and the transfer to processes that join."""

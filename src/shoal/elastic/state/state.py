@@ -1,4 +1,4 @@
-"""What training changes, on this rank: what a step that is computed again starts from, and checkpoints."""
+"""The state that training changes on this rank, its restoration for repeated steps, and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from ...parallel.digest import Digest
 from ..samples import Samples
 from .values import decode, encode
 
-#: Format 2 has values of numpy, which readers of format 1 would take for dicts.
+#: Format 2 can contain numpy values, which readers of format 1 would load as dicts.
 _FORMAT, _READABLE = 2, (1, 2)
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class State:
-    """The parts of a training: models, optimisers, whatever else has a ``state_dict``, and plain values.
+    """The parts of a session: models, optimisers, other objects with a ``state_dict``, and plain values.
 
         state = State(model=net, optimizer=opt, scheduler=sched, samples=samples, best=0.0)
         state.best = max(state.best, accuracy)
 
-    Parts are attributes; their names are free.  Plain values can be set again; what a step has done to them,
-    and to the buffers of models, is undone when the step is computed again.  Everything else is to change
-    after ``step.commit()`` alone.
+    Parts are attributes with names of your choice.  Plain values can be assigned.  When a step is repeated,
+    plain values and the buffers of models are restored first.  All other parts may change only after
+    ``step.commit()``.
 
-    Plain values, and what ``state_dict`` returns, consist of None, numbers, strings, bytes, tensors, scalars
-    and arrays of numpy, and lists, tuples, dicts and sets of them.  :meth:`load` could not read anything
-    else, so it is refused: when the State is made, when a part is set, and when the next step begins.
+    Plain values, and the results of ``state_dict``, consist of None, numbers, strings, bytes, tensors, numpy
+    scalars and arrays, and lists, tuples, dicts and sets of them.  Other values are refused, as :meth:`load`
+    could not read them: when the State is made, when a part is assigned, and when the next step begins.
 
     Args:
-        samples: the order of the samples; None: the program finds its data itself.
-        parts: all others.
+        samples: the order of the samples; None: the program selects its data itself.
+        parts: all other parts.
 
     Attributes:
-        steps: how many steps count so far.
+        steps: number of completed steps.
 
     Raises:
         UsageError: a part cannot be used here; the message says why.
@@ -70,7 +70,7 @@ class State:
 
     @property
     def steps(self) -> int:
-        """How many steps count so far; the next one has this number."""
+        """Number of completed steps, which is also the number of the next step."""
         return self._steps
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,9 @@ class State:
         if name not in self._parts:
             raise AttributeError(f"this State has no part {name!r}: give it a first value, State({name}=...)")
         if not _is_plain(self._parts[name]):
-            raise UsageError(f"State: {name!r} is a {type(self._parts[name]).__name__}, which stays the same")
+            raise UsageError(
+                f"State: {name!r} is a {type(self._parts[name]).__name__}, which cannot be replaced"
+            )
         _refuse(name, value)
         if not _is_plain(value):
             raise UsageError(f"State: {name!r} is a plain value, and cannot become a {type(value).__name__}")
@@ -91,24 +93,24 @@ class State:
         self._parts[name] = value
 
     def all_models(self) -> Iterator[nn.Module]:
-        """The parts that are modules."""
+        """Return the parts that are modules."""
         return (part for part in self._parts.values() if isinstance(part, nn.Module))
 
     def all_optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """The parts that are optimisers."""
+        """Return the parts that are optimisers."""
         return (part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer))
 
     def digest(self) -> bytes:
-        """SHA-256 of all parameters and the state of all optimisers: equal on ranks that agree in every bit.
+        """Return the SHA-256 digest of all parameters and the state of all optimisers.
 
-        It reads all of them, about a gigabyte a second.
+        It is equal on ranks that agree in every bit.  It takes about a second per gigabyte.
         """
         digest = Digest()
         for name, part in sorted(self._parts.items()):
             if isinstance(part, nn.Module):
                 digest.add(name, dict(part.named_parameters()))
             elif isinstance(part, ZeroRedundancyOptimizer):
-                digest.add(name, part.what_all_have())  # its owners compare the rest
+                digest.add(name, part.what_all_have())  # the owners compare the sharded state
             elif isinstance(part, torch.optim.Optimizer):
                 digest.add(name, part.state_dict())
         return digest.value()
@@ -116,10 +118,10 @@ class State:
     # -- a step --------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Remember what :meth:`put_back` brings back.
+        """Save buffers and plain values for :meth:`put_back`.
 
         Raises:
-            UsageError: the program has put something into a plain value that cannot be loaded.
+            UsageError: a plain value contains something that cannot be loaded.
         """
         self._held.take()
         self.__dict__["_values"] = {
@@ -129,10 +131,10 @@ class State:
         }
 
     def put_back(self, *, gradients: bool = True) -> None:
-        """Undo what has happened to buffers and plain values since :meth:`hold`; drop all gradients.
+        """Restore the buffers and plain values saved by :meth:`hold`; drop all gradients.
 
         Args:
-            gradients: False: leave them as they are.
+            gradients: False: keep the gradients.
         """
         self._held.put_back()
         self._parts.update(self.__dict__["_values"])
@@ -142,7 +144,7 @@ class State:
                 parameter.grad = None
 
     def step_counts(self, batch: int) -> None:
-        """A step of ``batch`` samples counts."""
+        """Count a completed step of ``batch`` samples."""
         self.__dict__["_steps"] += 1
         if self.samples is not None:
             self.samples.advance(batch)
@@ -150,43 +152,42 @@ class State:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a file, between two steps; one rank does it, as all hold the same.
+        """Write the state to a file, between two steps; one rank does it, as all ranks hold the same state.
 
-        The file is complete or not there, whenever the machine dies: a temporary file in the same directory
-        is written, flushed to the disk, and renamed.  The next save deletes those of killed processes.
+        The write is atomic, even if the machine fails: a temporary file in the same directory is written,
+        flushed to disk, and renamed.  The next save deletes temporary files of killed processes.
 
         Args:
-            path: of the file; one that is there is replaced.
+            path: path of the file; an existing file is replaced.
 
         Raises:
             UsageError: the state contains something that :meth:`load` could not read.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         content = {"format": _FORMAT, **self.content()}
         with AtomicFile(path) as draft:
             try:
                 torch.save(content, draft.file)
             except RuntimeError as error:
-                # torch reports an error of the file system as one of its archive
+                # torch reports an error of the file system as an error of its archive
                 if not isinstance(error.__context__, OSError):
                     raise
                 raise OSError(error.__context__.errno, error.__context__.strerror) from error
             draft.replace(durable=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what :meth:`save` has written, on every rank, before its session begins.
+        """Load a file written by :meth:`save`; call it on every rank, before the session begins.
 
         Raises:
-            UsageError: the file is damaged, or was not written by :meth:`save`, or by a state with other
-                parts.
-            OSError: it cannot be read.
+            UsageError: the file is damaged, or was not written by :meth:`save`, or has other parts.
+            OSError: the file cannot be read.
         """
         file = os.fspath(path)
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
-        except Exception as error:  # torch raises whatever the damaged bytes lead to
+        except Exception as error:  # damaged files make torch raise any exception
             raise UsageError(
                 f"{file} is damaged or was not written by State.save: {type(error).__name__}: {error}"
             ) from error
@@ -199,13 +200,13 @@ class State:
     # -- the whole of it -----------------------------------------------------------------------
 
     def content(self, *, shared: bool = False) -> dict[str, Any]:
-        """Everything, as dicts, lists, plain values and tensors; these are not copied.
+        """Return the whole state as dicts, lists, plain values and tensors, which are not copied.
 
         Args:
-            shared: only what every rank has; of a distributed optimiser that is not its state.
+            shared: only what is equal on all ranks, without the state of a ``ZeroRedundancyOptimizer``.
 
         Raises:
-            UsageError: something in it cannot be loaded.
+            UsageError: the state contains something that cannot be loaded.
         """
         return {
             "steps": self.steps,
@@ -221,11 +222,13 @@ class State:
         }
 
     def take_over(self, content: dict[str, Any], source: str) -> None:
-        """Become what another state was when :meth:`content` was called there.
+        """Take over ``content``, the result of :meth:`content` of another state.
+
+        Args:
+            source: name of the other state in messages.
 
         Raises:
-            UsageError: that state has other parts, or a part refuses its state; the message calls it
-                ``source``.
+            UsageError: the other state has other parts, or a part refuses its new state.
         """
         parts = content["parts"]
         if parts.keys() != self._parts.keys() or (content["samples"] is None) != (self.samples is None):
@@ -239,9 +242,9 @@ class State:
                 self._take_over_part(name, part, parts[name])
             except GroupError:
                 raise
-            except Exception as error:  # of a class of the program
+            except Exception as error:  # raised by a class of the program
                 raise UsageError(
-                    f"{source}: what it holds for the part {name!r} does not fit this State's "
+                    f"{source}: the content of the part {name!r} does not fit this State's "
                     f"{type(part).__name__}: {type(error).__name__}: {error}"
                 ) from error
         try:
@@ -265,7 +268,7 @@ class HeldBuffers:
     """Copies of the buffers of modules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        # The places and not the tensors: a module may replace its buffer at any time.
+        # Modules instead of buffers: a module may replace a buffer at any time.
         self._owners = {id(owner): owner for module in modules for owner in module.modules()}
         self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._copies: list[torch.Tensor] = []
@@ -290,7 +293,7 @@ class HeldBuffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Make the buffers what they were."""
+        """Restore the buffers."""
         for (owner, name, buffer), kept in zip(self._held, self._copies, strict=True):
             if obstacle(buffer) is None:
                 _written(buffer).copy_(kept)
@@ -300,7 +303,7 @@ class HeldBuffers:
 
 
 def _written(buffer: torch.Tensor) -> torch.Tensor:
-    """A view of ``buffer`` that can be written to; itself where it can only be replaced (a sparse one)."""
+    """Return a writable view of ``buffer``, or ``buffer`` if it can only be replaced (a sparse one)."""
     return elements(buffer) if obstacle(buffer) is None else buffer
 
 
@@ -310,7 +313,7 @@ def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copied(name: str, value: Any) -> Any:
-    encode(value, name)  # refuses
+    encode(value, name)  # raises if it cannot be saved
     return copy.deepcopy(value)
 
 
@@ -319,24 +322,24 @@ def _is_plain(part: Any) -> bool:
 
 
 def _refuse(name: str, part: Any) -> None:
-    """Raise for a part that cannot follow a group that shrinks."""
+    """Raise UsageError if ``part`` cannot be used in a session."""
     if isinstance(part, type):
-        raise UsageError(f"State: {name!r} is the class {part.__name__}; give State an object of it")
+        raise UsageError(f"State: {name!r} is the class {part.__name__}; pass an instance of it")
     if isinstance(part, ZeroRedundancyOptimizer) and part.copies == 1:
         raise UsageError(
             f"State: {name!r} is a ZeroRedundancyOptimizer, which keeps each part of its state on one rank: "
-            "that part would die with the rank.  Make it with copies=2"
+            "the part would be lost with the rank.  Make it with copies=2"
         )
     if isinstance(part, PostLocalSGDOptimizer):
         raise UsageError(
-            f"State: {name!r} is a PostLocalSGDOptimizer, whose ranks differ between two averages: no rank "
-            "holds what a dead one had learnt.  Use the optimiser inside, with session.parallel(model)"
+            f"State: {name!r} is a PostLocalSGDOptimizer: its ranks differ between two averages, so the "
+            "updates of a lost rank would be lost.  Use the optimiser inside, with session.parallel(model)"
         )
     inside = part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else ()
     for each in inside:
         if not _is_plain(each):
             raise UsageError(
-                f"State: {name!r} has a {type(each).__name__} inside; give each such object a name of its own"
+                f"State: {name!r} has a {type(each).__name__} inside; pass each such object as a part"
             )
     if isinstance(part, nn.Module) and hasattr(part, "regroup"):
         raise UsageError(

@@ -1,7 +1,6 @@
-"""The state of a training on its way from the ranks that hold it to those that do not.
+"""Transfer of the state from the ranks that hold it to the ranks that have joined.
 
-Each rank that holds it sends its share of the pieces to each newcomer, so that all their connections are in
-use: piece i comes from the holder i modulo their number, as in striped file systems.
+Pieces are striped over the holders, to use all connections: piece i is sent by holder i modulo their number.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LENGTH, _SKELETON, _FIRST = 0, 1, 2  # tags
 
 
 def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcomers: Sequence[int]) -> None:
-    """Send this holder's pieces to all newcomers."""
+    """Send this rank's share of the pieces to all ranks that have joined."""
     tree = _tree(state.content(shared=True))
     tensors = list(filter(_travels, tree.leaves))
     waits: list[Future[Any]] = []
@@ -45,11 +44,7 @@ def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcom
 
 
 def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> None:
-    """Receive all pieces and take the state over.
-
-    Raises:
-        StateDiverged: this rank has made a state with other parts.
-    """
+    """Receive all pieces and load the state; raises StateDiverged if this rank's State has other parts."""
     length = torch.empty(1, dtype=torch.int64, device="cpu")
     group.recv(length, holders[0], _LENGTH).wait()
     raw = torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -73,12 +68,12 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
 
 
 def _tree(content: Any) -> Tree:
-    """The content taken apart; sets are leaves, because ranks iterate over them in different orders."""
+    """Flatten the content; sets are leaves, because ranks iterate over them in different orders."""
     return Tree(content, lambda value: type(value) in (set, frozenset))
 
 
 def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
-    """``skeleton`` with memory for its tensors: that of ``mine`` in parts with the same containers."""
+    """Return ``skeleton`` with memory for its tensors, reusing ``mine`` in parts with the same structure."""
     own: dict[int, Any] = {}
     for name, part in skeleton["parts"].items():
         theirs, ours = _tree(part), _tree(mine["parts"].get(name))
@@ -93,10 +88,9 @@ def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
 
 
 def _memory(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
-    """``mine`` if it is like the tensor that is described and can be received into, else a new tensor.
+    """Return ``mine`` if it matches ``described`` and can be received into, else a new tensor.
 
-    Args:
-        used: addresses that other tensors are received at; gets that of ``mine``.
+    ``used`` has the addresses of tensors that are received into; that of ``mine`` is added.
     """
     if (
         _travels(mine)
@@ -112,12 +106,12 @@ def _memory(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
 
 
 def _travels(value: Any) -> bool:
-    """Whether this is a tensor whose elements travel in pieces; others are in the skeleton as they are."""
+    """Whether ``value`` is a tensor that is sent in pieces; other values are part of the skeleton."""
     return is_tensor(value) and not value.requires_grad and (value.is_meta or is_plain_tensor(value))
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of all tensors, in pieces; views where that is possible."""
+    """Yield the bytes of all tensors in pieces, as views where possible."""
     for tensor in tensors:
         plain = plain_memory(tensor)
         if plain.numel():

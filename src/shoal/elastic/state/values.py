@@ -34,18 +34,19 @@ _DICTS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple)
 _WORD = 1 << 63
 
-#: The only key of a dict that stands for a numpy value, and whose value is a tensor.
+#: The key of a dict with one entry, which encodes a numpy value as a tensor.
 _ARRAY, _SCALAR = "shoal.numpy.ndarray", "shoal.numpy.generic"
 
 
 def encode(value: Any, name: str) -> Any:
-    """``value`` as it is saved: itself, or a copy of its containers with tensors for values of numpy.
+    """Return ``value``, or a copy of its containers in which tensors replace numpy values.
 
     Args:
-        name: what the error calls the value.
+        name: name of the value in the error message.
 
     Raises:
-        UsageError: it contains something that cannot be loaded; the message says where, and what to use.
+        UsageError: the value contains something that cannot be loaded; the message names it and a
+            replacement.
     """
     try:
         return _Encoder().encode(value, key=False)
@@ -57,16 +58,16 @@ def encode(value: Any, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that :func:`encode` was given.
+    """Return the argument of :func:`encode` from its result.
 
     Raises:
-        UsageError: it contains a value of numpy, which is not installed here.
+        UsageError: the value contains a numpy value, and numpy is not installed.
     """
     return _decoded(value, {})
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether it is a dense tensor without attributes, so dtype, shape and elements are all of it."""
+    """Whether ``value`` is a dense tensor without attributes, described by dtype, shape and elements."""
     return (
         type(value) is torch.Tensor
         and value.layout == torch.strided
@@ -74,7 +75,7 @@ def is_plain_tensor(value: Any) -> bool:
     )
 
 
-#: layouts that the reader takes
+#: sparse layouts that ``torch.load`` can read
 _SPARSE = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -83,7 +84,7 @@ _SPARSE = frozenset(
 class _UnsavableValue(Exception):
     def __init__(self, what: str, instead: str) -> None:
         self.what, self.instead = what, instead
-        self.path: list[str] = []  # from the inside outwards
+        self.path: list[str] = []  # innermost first
 
 
 class _Encoder:
@@ -136,7 +137,7 @@ class _Encoder:
             if (same := self._inner(each, f"[{reprlib.repr(name)}]", key=False)) is not each:
                 changed[name] = same
         if attributes := getattr(value, "__dict__", None):
-            self._inner(attributes, ".__dict__", key=False)  # such as what modules note beside their entries
+            self._inner(attributes, ".__dict__", key=False)  # such as _metadata of a module's state_dict
         if not changed:
             return value
         encoded = copy.copy(value)
@@ -166,7 +167,7 @@ class _Encoder:
 
 
 def _tensor_of(numpy: Any, value: Any) -> torch.Tensor | None:
-    """The elements of a scalar or array of numpy; None for a dtype that torch has not."""
+    """Return a numpy scalar or array as a tensor, or None if torch does not support its dtype."""
     array = numpy.asarray(value)
     if not array.dtype.isnative:
         return None
@@ -180,9 +181,9 @@ def _tensor_of(numpy: Any, value: Any) -> torch.Tensor | None:
 
 
 def _reader_takes(value: Any) -> bool:
-    """Whether ``torch.load`` reads what ``torch.save`` writes; programs can add classes to those it reads."""
+    """Whether ``torch.load`` can read the saved value; programs can register more classes as safe."""
     if type(value) is torch.Tensor and value.layout in _SPARSE and not value.__dict__:
-        return True  # not tried: from torch 2.14 on the reader warns of what it checks
+        return True  # not tried: from torch 2.14 on ``torch.load`` warns about its checks
     raw = io.BytesIO()
     try:
         torch.save(value, raw)
@@ -204,12 +205,12 @@ def _decoded(value: Any, done: dict[int, Any]) -> Any:
         try:
             array = tensor.numpy()
         except RuntimeError as error:
-            raise UsageError("the state contains values of numpy, which is not installed here") from error
+            raise UsageError("the state contains numpy values, and numpy is not installed here") from error
         decoded = array[()] if name == _SCALAR else array
     elif kind in _DICTS:
         decoded = value
         for key, each in value.items():
-            value[key] = _decoded(each, done)  # the reader has just made this dict; keys stay the same
+            value[key] = _decoded(each, done)  # in place: torch.load has just made this dict
     else:
         same = [_decoded(each, done) for each in value]
         changed = any(one is not other for one, other in zip(same, value, strict=True))
@@ -218,7 +219,7 @@ def _decoded(value: Any, done: dict[int, Any]) -> Any:
     return decoded
 
 
-# -- the words of the error ----------------------------------------------------------------------
+# -- error messages ------------------------------------------------------------------------------
 
 
 def _described(value: Any) -> str:
@@ -230,7 +231,7 @@ def _described(value: Any) -> str:
     return f"of type {name}{f' with dtype {dtype}' if dtype is not None else ''}"
 
 
-#: For each type, what to use instead of ``x``.
+#: For each type, the expression to use instead of ``x``.
 _INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "x.name or x.value"),
     (defaultdict, "dict(x)"),
@@ -245,13 +246,13 @@ _INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (torch.Tensor, "x.detach().clone() of a dense torch.Tensor without attributes"),
 )
 
-#: The same for the kinds of numpy's dtypes: what their lists consist of is refused too.
+#: The same for kinds of numpy dtypes whose ``tolist()`` is refused too.
 _INSTEAD_OF_KIND = {"m": "x.astype('int64')", "M": "x.astype('int64')", "f": "x.astype('float64')"}
 
 
 def _instead(value: Any) -> str:
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return "a name of its own for it, State(name=x)"
+        return "a part for it, State(name=x)"
     for kinds, words in _INSTEAD:
         if isinstance(value, kinds):
             return words
@@ -267,6 +268,6 @@ def _instead(value: Any) -> str:
     if hasattr(value, "tolist"):
         return _INSTEAD_OF_KIND.get(getattr(getattr(value, "dtype", None), "kind", ""), "x.tolist()")
     return (
-        "None, numbers, strings, bytes, tensors and lists, tuples, dicts and sets of them, or an object with "
-        "state_dict and load_state_dict as a part with a name of its own"
+        "None, numbers, strings, bytes, tensors and lists, tuples, dicts and sets of them, or pass an object "
+        "with state_dict and load_state_dict as a part"
     )

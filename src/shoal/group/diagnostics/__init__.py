@@ -1,1 +1,1 @@
-"""Dumps of a group's state, and the search for ranks that disagree about the members of a subgroup."""
+"""Dumps of a group's state, and the detection of different member lists of a subgroup."""

@@ -1,8 +1,8 @@
-"""Dumps: files of what one rank knew of a group at one moment, for finding the cause of a failure.
+"""Dumps: JSON files with the state of a group on one rank, to find the cause of a failure.
 
 ``ProcessGroup.dump`` writes one.  With ``SHOAL_DUMP_DIR`` every rank writes one when a group fails: in the
-call that hears of it, or within 50 ms in a thread that looks after the groups.  So a rank that is stuck
-somewhere else and makes no call any more writes one too.
+call that raises the failure, or within 50 ms in a thread that polls the groups.  So a rank that hangs outside
+shoal writes one too.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .watched import Watched
 
 logger = logging.getLogger(__name__)
 
-#: The version of the contents; it changes with their meaning.
+#: version of the contents
 SCHEMA = "shoal.dump/1"
-#: seconds between two looks at whether a group has failed
+#: seconds between two checks for failed groups
 _LOOK = 0.05
-#: characters of a job's or a group's name in the name of a file
+#: maximum length of a job's or a group's name in a file name
 _LONGEST = 60
 
 
 def directory() -> Path | None:
-    """The directory that ``SHOAL_DUMP_DIR`` names, which is made if it is not there; None without one.
+    """Return the directory ``SHOAL_DUMP_DIR``, which is created if needed, or None if it is not set.
 
     Raises:
-        ConfigurationError: it cannot be made, or written to.
+        ConfigurationError: the directory cannot be created, or written to.
     """
     given = config.DUMP_DIR.get()
     if given is None:
@@ -59,10 +59,9 @@ def directory() -> Path | None:
 
 
 def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any]:
-    """The contents of a dump: see ``docs/recorder.md``.
+    """Return the contents of a dump, as in ``docs/recorder.md``.
 
-    Args:
-        failure: what has ended the group, which may be closed meanwhile; None: look.
+    ``failure``: the failure of the group, which may have been closed since; None: ask the channel.
     """
     state = group.state
     if failure is None:
@@ -99,11 +98,11 @@ def write(group: Watched, path: str | os.PathLike[str] | None) -> Path:
 
 
 def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: str) -> Path:
-    """Write a file of JSON, which appears whole or not at all; its path.
+    """Write a JSON file atomically, and return its path.
 
     Args:
-        path: of the file, or of a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
-        name: of the file in a directory.
+        path: path of the file, or of a directory; None: ``SHOAL_DUMP_DIR``, or the working directory.
+        name: name of the file in a directory.
     """
     target = Path(path) if path is not None else directory() or Path()
     if target.is_dir():
@@ -116,19 +115,19 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
 
 
 def file_name(group: Watched) -> str:
-    """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, of characters that every file system takes."""
+    """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, with portable characters only."""
     words = (group._world.membership.job, str(group._spec.ranks[group.rank]), group.name, str(os.getpid()))
     return "-".join(["shoal", *(word(each, f"{group._spec.ident:x}") for each in words if each)]) + ".json"
 
 
 def word(text: str, ident: str = "") -> str:
-    """``text`` as a part of a file's name; what is too long is cut, and ``ident`` follows."""
+    """Return ``text`` as a part of a file name; long text is truncated and ``ident`` appended."""
     found = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
     return found if len(found) <= _LONGEST else f"{found[:_LONGEST]}_{ident}"
 
 
 def stacks() -> list[dict[str, Any]]:
-    """The stack of each Python thread, the innermost call last, without source lines: reading takes long."""
+    """Return the stack of each Python thread, innermost call last, without source lines, which are slow."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         {"thread": names.get(ident, f"thread {ident}"), "frames": _frames(frame)}
@@ -153,7 +152,7 @@ def on_failure(group: Watched) -> None:
     try:
         if config.DUMP_DIR.get() is None:
             return
-        # Another thread may hear of it too, and close the group while this one writes.
+        # Another thread may see the failure too, and close the group while this one writes.
         failure = group._channel.failure()
         if failure is None:
             return
@@ -162,15 +161,13 @@ def on_failure(group: Watched) -> None:
                 return
             _written.add(group)
         path = save(contents(group, failure), directory(), file_name(group))
-        logger.warning(
-            "rank %d of group %r wrote what it knows of the failure to %s", group.rank, group.name, path
-        )
+        logger.warning("rank %d of group %r wrote a dump of the failure to %s", group.rank, group.name, path)
     except Exception as error:
         logger.warning("rank %d of group %r cannot write a dump: %s", group.rank, group.name, error)
 
 
 def watch(group: Watched) -> None:
-    """Look after ``group`` until it is closed, if ``SHOAL_DUMP_DIR`` is set."""
+    """Write a dump when ``group`` fails, until it is closed, if ``SHOAL_DUMP_DIR`` is set."""
     global _watcher
     if config.DUMP_DIR.get() is None:
         return
@@ -178,7 +175,7 @@ def watch(group: Watched) -> None:
     with _lock:
         if _watcher is None:
             watcher = threading.Thread(target=_look, name="shoal-dumps", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: a failure is seen by the next call
+            with contextlib.suppress(RuntimeError):  # no more threads: the next call detects a failure
                 watcher.start()
                 _watcher = watcher
 
@@ -194,13 +191,13 @@ def _heard(reference: weakref.ref[Watched]) -> None:
 
 
 def closing(group: Watched) -> None:
-    """``group`` is about to be closed: have a last look at it."""
+    """Check ``group`` for a failure before it is closed."""
     if group._channel.on_failure is not None:
         on_failure(group)
 
 
 def closed() -> None:
-    """A group was closed.  The thread ends with the last group."""
+    """End the thread if no group is watched any more; called after a group was closed."""
     with _lock:
         watcher = None if _watched() else _watcher
     if watcher is not None and watcher is not threading.current_thread():

@@ -1,14 +1,13 @@
-"""Detects that the members of a subgroup gave different lists of ranks.
+"""Detection of members of a subgroup that passed different lists of ranks.
 
-``subgroup`` does not communicate, so ranks that give different lists make different groups, and each waits
-for members that never come to its own.  While the first collective of a subgroup is pending, or its first
-receive, its rank therefore tells in the parent's store which subgroups it made, and looks at what the other
-members made.  A correct program pays only for a thread that sleeps: the store is not used before an operation
-has waited for :data:`PATIENCE` seconds.
+``subgroup`` does not communicate, so ranks that pass different lists make different groups, and wait in vain.
+So while the first collective or receive of a subgroup is pending, each rank publishes its subgroups in the
+parent's store, and reads those of the other members.  Correct programs only pay for a sleeping thread: the
+store is not used before an operation has waited for :data:`PATIENCE` seconds.
 
-Another rank gave another list if it waits in a subgroup that this rank is said to be in and has not made,
-and has not made the one that this rank waits in.  Members make their common subgroups in the same order, so
-neither of the two could go on.  The rank that finds out first aborts both subgroups with the reason.
+A rank passed a different list if it waits in a subgroup that has this rank as a member and that this rank has
+not made, and has not made the subgroup in which this rank waits.  As members make their common subgroups in
+the same order, neither can continue.  The first rank to detect this aborts both subgroups with the reason.
 """
 
 from __future__ import annotations
@@ -27,18 +26,14 @@ from ...errors import ShoalError, UsageError
 from ...future import Future
 from .watched import Watched
 
-#: Seconds that the first operation of a subgroup may take before its rank looks, and until it looks again.
+#: Seconds for which a first operation is pending before the first check, and between the first two checks.
 PATIENCE = 0.5
 _LONGEST_INTERVAL = 8.0
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of one call of ``subgroup``, which was the ``count``-th such call.
-
-    Attributes:
-        choices: on which all members must agree, in words.
-    """
+    """The arguments of a call of ``subgroup``, the ``count``-th with these, and the text of its choices."""
 
     name: str | None
     choices: str
@@ -51,18 +46,18 @@ class Given:
 
 @dataclass
 class _Wait:
-    """This rank waits for the other members of a subgroup, which connect."""
+    """A wait of this rank for the other members of a subgroup to connect."""
 
     parent: Watched
     given: Given
 
     def abort(self, reason: str) -> None:
-        """There is no group yet: the rank that connects looks itself, and raises."""
+        """Do nothing, as there is no group yet: the call that connects raises."""
 
 
 @dataclass
 class _FirstOperation(_Wait):
-    """One of the first operations of a subgroup is pending, and the thread looks at it when it is due."""
+    """A pending first operation of a subgroup, which the thread checks at the time ``due``."""
 
     group: Watched
     future: ref[Future[Any]]
@@ -78,7 +73,7 @@ class _FirstOperation(_Wait):
 
 
 class ListWatch:
-    """Watches the subgroups of one world on one rank, from a thread that runs while any of them waits."""
+    """Checks the subgroups of one world on one rank, in a thread that runs while any of them waits."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -87,21 +82,21 @@ class ListWatch:
         self._thread: threading.Thread | None = None
 
     def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
-        """``future`` is of a first operation of ``group``, which ``parent.subgroup`` made of ``given``."""
+        """Check the first operation of ``group``, made by ``parent.subgroup``, until ``future`` is done."""
         with self._condition:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="shoal-lists", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    return  # no more threads: there is the timeout
+                    return  # no more threads: the operation still has its timeout
                 self._thread = thread
             due = time.monotonic() + PATIENCE
             self._pending.append(_FirstOperation(parent, given, group, ref(future), due))
-            self._condition.notify()  # the thread may sleep for longer than this one has patience
+            self._condition.notify()  # the thread may sleep beyond ``due``
 
     def forget(self, group: Watched, timeout: float) -> None:
-        """``group`` is closed.  The thread ends with the last wait."""
+        """Stop checking ``group``, which is closed; the thread ends with the last wait."""
         with self._condition:
             self._pending = [wait for wait in self._pending if wait.group is not group]
             if self._pending:
@@ -124,14 +119,14 @@ class ListWatch:
             finished = [wait for wait in due if wait.over() or self._look(wait)]
             with self._condition:
                 self._pending = [wait for wait in self._pending if not any(wait is each for each in finished)]
-            del due, finished  # they must not keep groups alive until the next one is due
+            del due, finished  # so that they do not keep groups alive
 
     def _look(self, wait: _FirstOperation) -> bool:
-        """Compare with the subgroups of the other members; True if nothing is left to look for."""
+        """Compare with the subgroups of the other members; return whether the checks are finished."""
         try:
             others = self._exchange(wait)
         except Exception:
-            return True  # the store is gone, and with it the way to find out; the operation has its timeout
+            return True  # the store is not reachable; the operation still has its timeout
         difference = _difference(wait, others)
         if difference is None:
             wait.interval = min(2 * wait.interval, _LONGEST_INTERVAL)
@@ -142,14 +137,13 @@ class ListWatch:
 
     def _end(self, wait: _Wait, reason: str, theirs: Given) -> None:
         """Abort the group of ``wait`` and the one of ``theirs`` with the reason."""
-        # This rank may leave as soon as its own group is aborted, so the one that it never wanted is made
-        # before.  It is aborted last: a rank that hears of that may leave, and the members of this rank's
-        # group must have heard the reason by then.
+        # The other group is made first, as this rank may leave as soon as its own group is aborted.  It is
+        # aborted last: its ranks may leave then, so this rank's group must have received the reason before.
         with contextlib.ExitStack() as stack:
             foreign = None
             with contextlib.suppress(ShoalError):
                 foreign = wait.parent._subgroup(list(theirs.members), theirs.name, None, asked=theirs.choices)
-                # Whoever hears of the first abort may close the whole world: not this one before its abort.
+                # After the first abort another thread may close the world: not this group before its abort.
                 stack.enter_context(foreign._closing)
             wait.abort(reason)
             if foreign is not None:
@@ -160,7 +154,7 @@ class ListWatch:
 
     @contextlib.contextmanager
     def connecting(self, parent: Watched, given: Given) -> Iterator[Callable[[], None]]:
-        """While the members of a group connect: gives what to call, which raises if they gave other lists."""
+        """Yield a function to poll while members connect, which raises if their lists differ."""
         wait = _Wait(parent, given)
         with self._condition:
             self._connecting.append(wait)
@@ -181,7 +175,7 @@ class ListWatch:
                 self._connecting = [each for each in self._connecting if each is not wait]
 
     def _exchange(self, wait: _Wait) -> dict[int, Any]:
-        """Publish the subgroups that this rank made; returns those that the other members have published."""
+        """Publish the subgroups of this rank, and return those that the other members have published."""
         self._tell(wait)
         store, me = wait.parent.store, wait.parent.rank
         members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]
@@ -207,7 +201,7 @@ def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
 
 
 def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
-    """A rank that gave another list, in words, and that list; None if all gave the same."""
+    """Return an error message and another rank's different list; None if no list differs."""
     parent, given = wait.parent, wait.given
     for rank, theirs in others.items():
         if any(_same(other, given) and other.count >= given.count for other in _parsed(theirs["made"])):

@@ -1,7 +1,4 @@
-"""The interface of a group for the code that watches groups: dumps, and the search for differing lists.
-
-A :class:`~shoal.ProcessGroup` starts that code, so it cannot import the class itself.
-"""
+"""The interface of a group for this package; it avoids an import cycle with :class:`~shoal.ProcessGroup`."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from ...world import World
 
 
 class Watched(Protocol):
-    """A group that is watched."""
+    """The attributes of a group that dumps and the checks of member lists use."""
 
     _channel: DataChannel
     _spec: GroupSpec
     _world: World
     _closing: threading.Lock
-    #: how many subgroups were made of each name and list
+    #: number of subgroups made with each name, choices and list
     _made: Counter[tuple[Any, ...]]
 
     @property

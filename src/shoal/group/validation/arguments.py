@@ -1,7 +1,7 @@
 """Checks of the arguments of one call.
 
-The checks are pure functions: none sends, allocates or changes anything, so a call that is refused leaves
-its group usable.  Every message names the rank, the operation, the expected argument and the given one.
+The checks have no side effects, so the group stays usable after a refused call.  Every message names the
+rank, the operation, and the expected and the given argument.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ...errors import UnsupportedOperation, UsageError
 from ...spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, illegality
 from .overlap import TooHard, overlapping_pair, overlaps_itself
 
-#: Tags of users; larger ones are for the group's own messages.
+#: The largest tag of users; larger tags are for internal messages.
 MAX_TAG = 2**30 - 1
 
-#: The most elements of a tensor: a message can state the length in bytes of so many of any dtype.
+#: The largest number of elements of a tensor: its length in bytes fits in a message with any dtype.
 MAX_COUNT = 2**63 // 16 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class OperationCall:
-    """One call of an operation: it begins every message, and knows the group that the arguments must fit."""
+    """One operation of a group, with the checks of its arguments; every message begins with its name."""
 
     name: str
     rank: int
@@ -42,7 +42,7 @@ class OperationCall:
     # -- tensors -------------------------------------------------------------------------------
 
     def tensor(self, x: torch.Tensor, what: str) -> None:
-        """``x`` is a dense tensor of a dtype that can be sent, on a device of the group."""
+        """Check that ``x`` is a dense tensor with memory, a dtype that can be sent, and a valid device."""
         if not isinstance(x, torch.Tensor):
             self.refuse(f"{what} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided or x.is_nested:
@@ -60,23 +60,23 @@ class OperationCall:
             if not has_memory(x):
                 self.refuse(
                     f"{what} is a {type(x).__name__}, which has no memory of its own; pass the tensor that "
-                    "it stands for (x.to_local() of a DTensor)",
+                    "it wraps (x.to_local() of a DTensor)",
                     UnsupportedOperation,
                 )
         elif not has_address(x):
             self.refuse(
                 f"{what} has no memory of its own: its storage was freed (as that of a sharded parameter is) "
-                "or it stands for another tensor inside a transform such as vmap; pass a tensor with values",
+                "or it is a wrapper inside a transform such as vmap; pass a tensor with values",
                 UnsupportedOperation,
             )
 
     def device(self, device: torch.device, what: str) -> None:
-        """``device`` is of a type that the group takes; ``what`` begins the sentence that says it is not."""
+        """Check that the group takes tensors on ``device``; ``what`` begins the error message."""
         if device.type not in self.devices:
             self.refuse(f"{what} {device}, but the group takes tensors on {_listed(sorted(self.devices))}")
 
     def output(self, x: torch.Tensor, what: str) -> None:
-        """``x`` can be written to: a tensor whose elements do not share memory."""
+        """Check that ``x`` is a tensor that can be written to: its elements do not share memory."""
         self.tensor(x, what)
         if x.is_contiguous():
             return
@@ -85,8 +85,8 @@ class OperationCall:
             overlaps = overlaps_itself(x)
         except TooHard:
             self.refuse(
-                f"{layout} is laid out so that it takes too long to find out whether every element has an "
-                "address of its own; pass x.contiguous()"
+                f"{layout} has a layout for which it takes too long to find out whether elements share an "
+                "address; pass x.contiguous()"
             )
         if overlaps:
             self.refuse(
@@ -95,7 +95,7 @@ class OperationCall:
             )
 
     def tensors(self, xs: Sequence[torch.Tensor], what: str, *, outputs: bool = False) -> None:
-        """``xs`` is a sequence of one tensor per rank, all of one dtype; outputs share no memory."""
+        """Check that ``xs`` is a sequence of one tensor per rank, with one dtype; outputs share no memory."""
         if isinstance(xs, torch.Tensor) or not isinstance(xs, Sequence):
             self.refuse(f"{what} must be a list of {counted(self.size, 'tensor')}, got {type(xs).__name__}")
         if len(xs) != self.size:
@@ -116,12 +116,12 @@ class OperationCall:
             self.refuse(f"{what} has dtype {x.dtype}, but {other} has {y.dtype}; they must be equal")
 
     def count(self, x: torch.Tensor, what: str, expected: int, why: str) -> None:
-        """``x`` has ``expected`` elements; ``why`` says where that number comes from."""
+        """Check that ``x`` has ``expected`` elements; ``why`` is the reason for that number."""
         if x.numel() != expected:
             self.refuse(f"{what} has {counted(x.numel(), 'element')}, expected {expected} ({why})")
 
     def reduction(self, op: ReduceOpLike, dtype: torch.dtype) -> ReduceOp:
-        """The reduction that ``op`` names, if it has a meaning for ``dtype``."""
+        """Return the reduction ``op``, if it is defined for ``dtype``."""
         reduction = ReduceOp.of(op)
         problem = illegality(OpKind.ALL_REDUCE, dtype, reduction)
         if problem is not None:
@@ -131,19 +131,19 @@ class OperationCall:
     # -- numbers -------------------------------------------------------------------------------
 
     def root(self, root: int, what: str = "root") -> int:
-        """``root`` is a rank of the group."""
+        """Check that ``root`` is a rank of the group."""
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self.size:
             self.refuse(f"{what} must be a rank of the group, 0 to {self.size - 1}, got {root!r}")
         return root
 
     def named_root(self, root: int, name: str, given: int | None) -> int:
-        """The root, which a caller can give by torch's name for it."""
+        """Return the root, which may be ``given`` under torch's ``name`` for it."""
         if given is not None and root not in (0, given):
             self.refuse(f"root={root!r} and {name}={given!r} are two names of one rank; give one of them")
         return self.root(root) if given is None else self.root(given, name)
 
     def peer(self, peer: int, what: str) -> int:
-        """``peer`` is another rank of the group."""
+        """Check that ``peer`` is another rank of the group."""
         self.root(peer, what)
         if peer == self.rank:
             self.refuse(f"{what} is this rank itself, {peer}; a message needs two ranks")
@@ -155,7 +155,7 @@ class OperationCall:
         return tag
 
     def sizes(self, sizes: Sequence[int] | None, own: int, what: str) -> list[int]:
-        """The element count of every rank's part: ``sizes``, or all as long as this rank's ``own``."""
+        """Return the number of elements of every rank's part: ``sizes``, or ``own`` for all."""
         if sizes is None:
             return [own] * self.size
         counts = self.counts(sizes, "sizes")
@@ -166,14 +166,14 @@ class OperationCall:
         return counts
 
     def splits(self, splits: Sequence[int] | None, x: torch.Tensor, what: str) -> list[int]:
-        """How the first dimension of ``x`` is cut into one part per rank."""
+        """Return the lengths of the ranks' parts along the first dimension of ``x``."""
         if x.dim() == 0:
-            self.refuse(f"{what} must have at least one dimension, along which it is cut")
+            self.refuse(f"{what} must have at least one dimension, along which it is split")
         if splits is None:
             if x.shape[0] % self.size:
                 self.refuse(
-                    f"the first dimension of {what} is {x.shape[0]}, which {self.size} ranks do not divide; "
-                    f"pass {what}_splits"
+                    f"the first dimension of {what} is {x.shape[0]}, which is not divisible by {self.size} "
+                    f"ranks; pass {what}_splits"
                 )
             return [x.shape[0] // self.size] * self.size
         parts = self.counts(splits, f"{what}_splits")
@@ -191,16 +191,16 @@ class OperationCall:
         if len(counts) != self.size or any(count < 0 for count in counts):
             self.refuse(f"{what} must be {self.size} counts, one per rank and none negative, got {counts}")
         if any(count > MAX_COUNT for count in counts):
-            self.refuse(f"{what} must be counts of elements, which no memory has so many of: {counts}")
+            self.refuse(f"{what} must be counts of elements that fit in memory, got {counts}")
         return counts
 
 
-#: The operations that have been warned of.
+#: Operations with a warning that was already shown.
 _warned: set[str] = set()
 
 
 def warn_of_gradients(call: OperationCall) -> None:
-    """Warn, once for each operation, that gradients will not flow through it."""
+    """Warn, once for each operation, that gradients do not flow through it."""
     if call.name in _warned or not torch.is_grad_enabled():
         return
     _warned.add(call.name)
@@ -214,26 +214,26 @@ def warn_of_gradients(call: OperationCall) -> None:
 
 
 def _depth_of_program() -> int:
-    """The ``stacklevel``, for the caller, of the innermost frame outside of shoal."""
+    """Return the ``stacklevel``, for the caller, of the innermost frame outside shoal."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shoal."):
         level, frame = level + 1, frame.f_back
     return level
 
 
-#: those of shoal.functional
+#: the operations of shoal.functional
 _DIFFERENTIABLE = frozenset(
     {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "all_to_all_single"}
 )
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Whether the elements of ``x`` are in memory where it says: not so for wrappers and fake tensors."""
+    """Whether ``x`` has memory on its device; false for wrapper subclasses and fake tensors."""
     return x.untyped_storage().device.type == x.device.type and has_address(x)
 
 
 def has_address(x: torch.Tensor) -> bool:
-    """Whether the elements of ``x`` are anywhere: not so once its storage is freed, or under a transform."""
+    """Whether ``x`` has an address; false if its storage was freed, or in a transform such as vmap."""
     try:
         return x.data_ptr() != 0 or x.numel() == 0
     except RuntimeError:

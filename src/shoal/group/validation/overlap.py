@@ -1,10 +1,9 @@
-"""Finds tensors that share memory with each other, and elements that share it with another of their tensor.
+"""Detection of tensors that share memory, and of tensors whose elements share memory.
 
-Whether two elements of a strided tensor share an address is a question about integers: are there steps
-``d`` in its dimensions, not all 0 and each shorter than its dimension, with ``sum(d * stride) == 0``?  It is
-hard in general (subset sum), and easy for every tensor that anybody has.  As NumPy does in
-``solve_may_have_internal_overlap``, it is decided exactly within a bound on the effort, which depends on
-the strides and never on the number of elements.
+Two elements of a strided tensor share an address if there are steps ``d`` in its dimensions, not all 0 and
+each shorter than its dimension, with ``sum(d * stride) == 0``.  This is hard in general (subset sum), but
+easy for tensors that occur in practice.  As in NumPy's ``solve_may_have_internal_overlap``, the search is
+exact within a bound on its steps; their number depends on the strides, not on the number of elements.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from itertools import pairwise
 
 import torch
 
-#: Steps of the search for an overlap; some hundredths of a second.
+#: Maximum number of steps of the search, which take some 10 ms.
 MAX_EFFORT = 20_000
 
 
 class TooHard(Exception):
-    """The effort did not suffice to tell."""
+    """The search for an overlap reached its bound."""
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
     """Whether two elements of the dense tensor ``x`` share an address.
 
     Raises:
-        TooHard: its strides are too entangled to tell.
+        TooHard: the search reached its bound.
     """
     return x.numel() > 0 and dims_overlap(zip(x.stride(), x.shape, strict=True))
 
@@ -60,7 +59,7 @@ def dims_overlap(dims: Iterable[tuple[int, int]], effort: int = MAX_EFFORT) -> b
         if i + 2 == len(strides):
             return _two_lead_back(strides[i:], reaches[i:], offset, moved)
         stride, rest = strides[i], extents[i + 1]
-        # One of two opposite ways is enough: until something moved, this dimension only goes forward.
+        # One of two opposite directions suffices: as long as all steps are 0, only go forward.
         first = max(-reaches[i] if moved else 0, -((offset + rest) // stride))
         last = min(reaches[i], (rest - offset) // stride)
         return any(search(i + 1, offset + d * stride, moved or d != 0) for d in range(first, last + 1))
@@ -69,7 +68,7 @@ def dims_overlap(dims: Iterable[tuple[int, int]], effort: int = MAX_EFFORT) -> b
 
 
 def _two_lead_back(strides: Sequence[int], reaches: Sequence[int], offset: int, moved: bool) -> bool:
-    """Whether ``offset + a * strides[0] + b * strides[1] == 0`` within reach, and not by standing still."""
+    """Whether ``offset + a * strides[0] + b * strides[1] == 0`` within reach, and not all steps are 0."""
     divisor = math.gcd(*strides)
     large, small = strides[0] // divisor, strides[1] // divisor
     if not moved:
@@ -89,9 +88,9 @@ def share_memory(xs: Iterable[torch.Tensor], ys: Iterable[torch.Tensor]) -> bool
 
 
 def overlapping_pair(xs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Two contiguous tensors of ``xs`` that have bytes in common, if there are any."""
-    # Only contiguous tensors fill their span; others are staged through memory of their own, and
-    # interleaved columns of one matrix are legitimate.
+    """Return the indices of two contiguous tensors of ``xs`` that have bytes in common, or None."""
+    # Only contiguous tensors fill their span.  Others are staged in separate memory, and interleaved columns
+    # of one matrix are valid outputs.
     spans = sorted((*_span(x), i) for i, x in enumerate(xs) if x.is_contiguous() and x.numel())
     for (_, end, i), (start, _, j) in pairwise(spans):
         if start < end:
