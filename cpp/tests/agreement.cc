@@ -454,6 +454,9 @@ void Round::check_end() {
         "an agreement takes longer than its messages, though all votes and deaths are known");
   const auto silent = [](const Member& m) { return m.alive && !m.left && !m.voted; };
   const bool one_is_silent = std::ranges::any_of(members_, silent);
+  // Members that died may have voted with another op before.
+  const bool survivors_grow = std::ranges::all_of(
+      members_, [](const Member& m) { return !m.alive || m.left || !m.voted || m.vote.op == Op::kGrow; });
   int sides[2] = {0, 0};
   for (int side : side_) ++sides[side];
   for (int rank = 0; rank < size_; ++rank) {
@@ -466,8 +469,8 @@ void Round::check_end() {
     check(outcome == Outcome::kNoQuorum || (has && goes_on == (outcome == Outcome::kDecided)),
           "an outcome is not that of the decision");
     check(!kind_.calm || outcome == Outcome::kDecided ||
-              (grows_ ? one_is_silent && outcome == Outcome::kNoQuorum
-                      : !self.in_time && outcome == Outcome::kLeftOut),
+              (survivors_grow && one_is_silent && outcome == Outcome::kNoQuorum) ||
+              (!grows_ && !self.in_time && outcome == Outcome::kLeftOut),
           "all deaths are certain, and a member does not go on");
     if (!kind_.clean) continue;
     const int mine = sides[side_[static_cast<std::size_t>(rank)]];
