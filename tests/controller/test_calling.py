@@ -45,7 +45,7 @@ def test_arguments_of_all_kinds_go_there(master: Master) -> None:
     captured = master.call(1, lambda: x + 1)  # a closure's tensor is the node's too
     assert captured.tolist() == [2, 2]
     assert master.call(1, lambda: None) is None
-    with pytest.raises(shoal.UsageError, match="call on node:0 of a tensor on node:1"):
+    with pytest.raises(shoal.UsageError, match="call on node:0: an argument is a tensor on node:1"):
         master.call(0, doubled, x)
     with pytest.raises(shoal.UsageError, match="cannot be pickled"):
         master.call(1, doubled, (i for i in range(3)))

@@ -88,7 +88,7 @@ def test_the_device_module_has_streams_as_that_of_cuda_has(master: Master) -> No
         assert module.Event().record().query() in (False, True)
     assert module.current_stream(NODE).stream_id == 0
     assert stream.device == torch.device(NODE)
-    with pytest.raises(shoal.UsageError, match="cpu is no node"):
+    with pytest.raises(shoal.UsageError, match="cpu is not a node: a stream needs a node"):
         shoal.Stream("cpu")
 
 

@@ -63,7 +63,7 @@ def test_what_cannot_be_imported_says_why(
     ):
         master.wait_for(1, BACKSTOP)
     for wrong in (OPERATORS, [1], [""]):
-        with pytest.raises(UsageError, match="expected a list of names of modules"):
+        with pytest.raises(UsageError, match="expected a list of module names, such"):
             shoal.init_master_worker(workers=1, imports=wrong)  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ def test_a_worker_that_lacks_a_device_or_a_module_says_so(
     monkeypatch.setattr(sys, "path", list(sys.path))
     for option, value, words in (
         ("--device", "cuda:77", "there is no cuda:77 here: torch sees"),
-        ("--device", "soup", "'soup' is no device: cpu, or a GPU such as cuda:0"),
+        ("--device", "soup", "'soup' is not a device: expected cpu, or a GPU such as cuda:0"),
         ("--import", "not.there", "this worker cannot import 'not.there': ModuleNotFoundError"),
     ):
         assert invoke(["worker", "file:///nowhere", option, value]) == 2

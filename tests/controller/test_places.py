@@ -122,7 +122,7 @@ def test_parts_on_their_nodes_become_one_tensor_without_a_copy(master: Master) -
     [
         (torch.ones(3), r"shape \[3\] cannot be divided evenly among 2"),
         (torch.tensor(1.0), "cannot be divided"),
-        ([torch.ones(1)], "a tensor for each node: 2, and not 1"),
+        ([torch.ones(1)], "one tensor for each of the 2 nodes, got 1"),
         ([torch.ones(1), torch.ones(2)], r"must be alike.*float32\[1\].*float32\[2\]"),
         ([torch.ones(1), torch.ones(1, dtype=torch.int32)], "must be alike"),
     ],

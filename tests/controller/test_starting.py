@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
 
 
 def test_nobody_joins_a_master_without_a_url(master: Master) -> None:
-    with pytest.raises(UsageError, match="nobody can join this master: give init_master_worker the url="):
+    with pytest.raises(UsageError, match="no worker can join this master: pass init_master_worker the url="):
         master.wait_for(4)
 
 
@@ -147,7 +147,9 @@ def test_workers_serve_one_master_after_another_and_keep_nothing(start: Start, u
     assert killed.told() == [2.0, 2.0]
     kind, text = _refused(start, url)
     assert kind == "UsageError"
-    assert f"this place has another master: name='master' is not unique: process {killed.pid}" in text
+    assert (
+        f"this rendezvous point has another master: name='master' is not unique: process {killed.pid}" in text
+    )
     killed.kill()
     for worker in workers:
         assert [worker.told(), worker.told()] == [f"waits for a master at {url}", "waits for another master"]
@@ -195,7 +197,7 @@ def test_workers_that_are_started_and_that_join_are_nodes_of_one_master(start: S
 
 @pytest.mark.usefixtures("no_master")
 def test_what_cannot_start_says_why(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"1 rank, and a master needs at least 2; say how many workers=n"):
+    with pytest.raises(UsageError, match=r"1 rank, and a master needs at least 2; pass workers=n to start"):
         shoal.init_master_worker()
     with pytest.raises(AuthenticationError):
         shoal.init_master_worker(url=url, secret="another one")

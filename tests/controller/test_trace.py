@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
     os.mkfifo(tmp_path / "pipe")  # as /dev/null, which a trace must not take the place of
     for path, why in (
         (tmp_path / "no" / "t.json", "No such file"), (tmp_path, "it is a directory"),
-        (tmp_path / "pipe", "it is no file"),
+        (tmp_path / "pipe", "it is not a regular file"),
     ):  # fmt: skip
         with (
             pytest.raises(shoal.UsageError, match=rf"trace: .* cannot be written: {why}"),
@@ -157,7 +157,7 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
             raise AssertionError("the block must not begin")
     with (
         master.trace(tmp_path / "t.json"),
-        pytest.raises(shoal.UsageError, match="another one is being made"),
+        pytest.raises(shoal.UsageError, match="another trace is running: leave its with block first"),
         master.trace(tmp_path / "u.json"),
     ):
         raise AssertionError("the block must not begin")

@@ -1,10 +1,10 @@
-"""The master-worker mode: one script drives tensors on many nodes, asynchronously, as a device of torch.
+"""The master-worker mode: one script controls tensors on many nodes, asynchronously, as a torch device.
 
     master = shoal.init_master_worker(workers=4)
     x = torch.full((20, 20), 4.0, device="node:0")
     print((x + 1).sum().item())
 
-``docs/controller.md`` has more.
+See ``docs/controller.md``.
 """
 
 from .api.explain import Explanation

@@ -1,1 +1,1 @@
-"""The part of the mode that programs see: the master, places, streams, loaders, traces."""
+"""The public interface of the mode: the master, places, streams, loaders, traces."""

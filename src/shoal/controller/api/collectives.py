@@ -1,6 +1,6 @@
-"""The collectives of a place: each is one command, which its nodes execute as a shoal group.
+"""The collectives of a place: each is one command, which the nodes execute as a shoal group.
 
-They return at once, like every operation on a place, and are no part of a graph.
+They return at once, like every operation on a place, and autograd does not record them.
 """
 
 from __future__ import annotations
@@ -24,41 +24,36 @@ from ..tensor.tensor import RemoteTensor
 @refuses_copies(
     "a Place",
     "connections to its nodes",
-    "Make another one of the same nodes",
+    "Create another one from the same nodes",
 )
 class PlaceCollectives:
-    """The collectives of a place.
+    """The collectives of a place; they raise `UsageError` for a tensor that is not on the place.
 
     Attributes:
-        space: of the place's tensors.
-        indices: of the nodes.
+        space: the space of the place's tensors.
+        indices: indices of the nodes.
     """
 
     space: Space
     indices: tuple[int, ...]
 
     def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Replace what each node has of a tensor by the reduction of all.
+        """Replace each node's part of a tensor by the reduction of all parts.
 
         Args:
-            tensor: on the place.
-            op: ``"sum" "avg" "product" "min" "max"``.
-
-        Raises:
-            UsageError: the tensor is elsewhere, or its dtype cannot be reduced so.
+            tensor: a tensor on the place.
+            op: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``; `UsageError` if it does not
+                support the dtype.
         """
         self._check("all_reduce_", OpKind.ALL_REDUCE, tensor, op)
         self._issue("all_reduce_", tensor, op)
         return tensor
 
     def average_(self, tensors: torch.Tensor | Iterable[torch.Tensor | None]) -> None:
-        """Replace what each node has of tensors by the average, in one message for all of a dtype.
+        """Replace each node's parts of tensors by their averages, with one all-reduce per dtype.
 
         Args:
-            tensors: on the place, such as gradients; None among them are left out.
-
-        Raises:
-            UsageError: one is elsewhere, or its dtype has no averages.
+            tensors: tensors on the place, such as gradients, of dtypes that can be averaged; None is skipped.
         """
         given = (
             [tensors] if isinstance(tensors, torch.Tensor) else [each for each in tensors if each is not None]
@@ -69,33 +64,22 @@ class PlaceCollectives:
             self._issue("average_", given)
 
     def broadcast_(self, tensor: torch.Tensor, source: int | str | torch.device) -> torch.Tensor:
-        """Replace what each node has of a tensor by what node ``source`` has.
-
-        Raises:
-            UsageError: the tensor is elsewhere, or the place has no such node.
-        """
+        """Replace each node's part of a tensor by that of `source`, a node of the place."""
         self._check("broadcast_", OpKind.BROADCAST, tensor)
         self._issue("broadcast_", tensor, self.indices.index(self.space.part(source).index))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> RemoteTensor:
-        """Collect the parts of all nodes, on each of them: ``[nodes, *tensor.shape]``.
-
-        Raises:
-            UsageError: the tensor is elsewhere.
-        """
+        """Return a tensor of shape ``[nodes, *tensor.shape]`` with the parts of all nodes on each node."""
         self._check("all_gather", OpKind.ALL_GATHER, tensor)
         return cast(RemoteTensor, self._issue("all_gather", tensor))
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> RemoteTensor:
-        """The reduction of what all nodes have of a tensor, divided among them in its first dimension.
+        """Reduce the parts of all nodes and split the result among the nodes along its first dimension.
 
         Args:
-            tensor: on the place.
-            op: as of :meth:`all_reduce_`.
-
-        Raises:
-            UsageError: the tensor is elsewhere, cannot be reduced so, or cannot be divided evenly.
+            tensor: a tensor on the place; its first dimension must be divisible by the number of nodes.
+            op: as for :meth:`all_reduce_`.
         """
         self._check("reduce_scatter", OpKind.REDUCE_SCATTER, tensor, op)
         if not tensor.dim() or tensor.shape[0] % len(self.indices):
@@ -106,12 +90,9 @@ class PlaceCollectives:
         return cast(RemoteTensor, self._issue("reduce_scatter", tensor, op))
 
     def mean(self, tensor: torch.Tensor) -> RemoteTensor:
-        """The mean over the nodes of what they have of a tensor, as a tensor on the first of them.
+        """Return the mean of the parts of all nodes, as a tensor on the first node.
 
-        So ``place.mean(loss).item()`` is a number.  Integers and bools become torch's default dtype.
-
-        Raises:
-            UsageError: the tensor is elsewhere.
+        ``place.mean(loss).item()`` is a number. Integers and bools are converted to torch's default dtype.
         """
         self._check("mean", OpKind.ALL_GATHER, tensor)
         x = tensor.detach()
@@ -137,7 +118,7 @@ class PlaceCollectives:
             return dispatch(operator, (*args, list(self.indices), base, current.master().name), {})
 
 
-# -- what they give, by metadata alone ---------------------------------------------------------------
+# -- metadata of the results --------------------------------------------------------------------------
 
 
 def _same(x: torch.Tensor, *rest: object) -> torch.Tensor:

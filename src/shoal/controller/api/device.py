@@ -1,4 +1,4 @@
-"""Nodes as a device of torch: ``node:0``, ``node:1``, ..."""
+"""Nodes as a torch device: ``node:0``, ``node:1``, ..."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .streams import Event, Stream, current_stream, default_stream
 
 NAME = "node"
 
-#: torch's keys of tensors that nodes do not hold, and what those are
+#: dispatch keys of tensors that nodes do not support, with their form
 _NOT_DENSE = {
     "SparsePrivateUse1": SPARSE,
     "SparseCsrPrivateUse1": SPARSE,
@@ -34,7 +34,7 @@ _NOT_DENSE = {
     "NestedTensorPrivateUse1": NESTED,
 }
 
-#: what makes one that is sparse in rows, columns or blocks of such as nodes hold
+#: the operator that makes a compressed sparse tensor (CSR, CSC, BSR, BSC) from dense parts
 _COMPRESSED = "_sparse_compressed_tensor_unsafe"
 
 _context = threading.local()
@@ -44,7 +44,7 @@ _libraries: list[Any] = []
 
 @uncompiled
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """The answers to what torch's C++ asks of the device."""
+    """Callbacks of torch's C++ code for the device."""
 
     @uncut
     def is_available(self) -> bool:
@@ -60,7 +60,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 
 class NodeModule:
-    """``torch.node``, as ``torch.cuda`` is a module of its device."""
+    """The module ``torch.node``, the counterpart of ``torch.cuda``."""
 
     @property
     def _initialized(self) -> bool:
@@ -70,16 +70,16 @@ class NodeModule:
         return current.opened() is not None
 
     def is_available(self) -> bool:
-        """Whether there are nodes."""
+        """Return True if a master is open."""
         return current.opened() is not None
 
     def device_count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         master = current.opened()
         return 0 if master is None else master.count
 
     def current_device(self) -> int:
-        """The node of tensors that are given none."""
+        """The index of the default node, 0."""
         return 0
 
     def set_device(self, device: object) -> None:
@@ -89,7 +89,7 @@ class NodeModule:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed every node alike; ``torch.manual_seed`` calls this."""
+        """Seed every node with the same number; ``torch.manual_seed`` calls this."""
         master = current.opened()
         if master is not None:
             master.seed(seed)
@@ -97,7 +97,7 @@ class NodeModule:
     manual_seed = manual_seed_all
 
     def synchronize(self, device: object = None) -> None:
-        """Wait for all that was issued to a node; None: to all."""
+        """Wait until a node has done everything issued to it; None: all nodes."""
         master = current.master()
         if device is None:
             master.synchronize()
@@ -105,14 +105,14 @@ class NodeModule:
             master.space(_index(device)).synchronize()
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
-        """The state of a node's random generator; of all, one a row, in ``with torch.node.device(-1)``.
+        """The state of a node's random generator; in ``with torch.node.device(-1)`` all states, one per row.
 
-        Checkpointing asks so: ``get_device()`` of tensors of a node is -1.
+        Activation checkpointing uses -1, because ``get_device()`` of a tensor on a node is -1.
         """
         return torch.stack([each.random_state() for each in self._chosen(device)]).squeeze(0)  # type: ignore[misc]
 
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
-        """Set what :meth:`get_rng_state` gave."""
+        """Restore a state that :meth:`get_rng_state` returned."""
         chosen = self._chosen(device)
         for each, row in zip(chosen, state.reshape(len(chosen), -1), strict=True):
             each.random_state(row.clone())
@@ -126,7 +126,7 @@ class NodeModule:
 
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:
-        """Choose the node of ``get_rng_state`` and ``set_rng_state``; -1: all."""
+        """Select the node of ``get_rng_state`` and ``set_rng_state``; -1: all nodes."""
         before = getattr(_context, "index", 0)
         _context.index = _index(device)
         try:
@@ -140,7 +140,7 @@ class NodeModule:
     default_stream = staticmethod(default_stream)
 
     def stream(self, stream: Any) -> Any:
-        """The context manager in which operations go to a stream: the stream itself."""
+        """Return the context manager that selects a stream: the stream itself."""
         return stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -169,7 +169,7 @@ def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
 
 @uncompiled
 def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
-    """A copy in plain memory: a device in Python has none that is pinned."""
+    """Return a copy in ordinary memory: a device backend written in Python has no pinned memory."""
     return x.clone()
 
 
@@ -194,10 +194,9 @@ def _index(device: object) -> int:
 
 
 def register() -> None:
-    """Make ``node`` a device of torch, once a process.
+    """Register ``node`` as a torch device, once per process.
 
-    Raises:
-        UnsupportedOperation: another package has torch's only such device.
+    Raises `UnsupportedOperation` if another package uses torch's only PrivateUse1 device.
     """
     with _registering:
         if _libraries:
@@ -205,8 +204,8 @@ def register() -> None:
         named = torch._C._get_privateuse1_backend_name()
         if named != "privateuseone":
             raise UnsupportedOperation(
-                f"this process has the device {named!r} already, and torch has room for one such device: "
-                "nodes need a process without it"
+                f"this process already registered the device {named!r}, and torch supports one PrivateUse1 "
+                "device per process: use a master in a process without it"
             )
         from ..tensor import checks, saved, sequences, transfer  # noqa: F401  # some only have special operators
 

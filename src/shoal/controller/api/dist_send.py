@@ -1,4 +1,4 @@
-"""``dist_send``, a method that all tensors have while a master is open."""
+"""``Tensor.dist_send``, which exists while a master is open."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..tensor.within import node as on_node
 
 
 def dist_send(tensor: torch.Tensor, node: int | None = None, device: int | None = None) -> torch.Tensor:
-    """A copy of a tensor on a node, at once; a tensor that is there already is returned itself.
+    """Return a copy of a tensor on a node, without waiting; a tensor already there is returned itself.
 
     Args:
-        node: which; None: the one that ``with shoal.distributed.node(i)`` chose, or node 0.
-        device: within the node; None: what was chosen for this node, or its own.
+        node: index of the node; None: that of ``with shoal.distributed.node(i)``, or node 0.
+        device: the device within the node; None: that selected for this node, or the node's default.
 
     Raises:
         UsageError: there is no such node, or it has no such GPU.
@@ -27,11 +27,11 @@ def dist_send(tensor: torch.Tensor, node: int | None = None, device: int | None 
 
 
 def give() -> None:
-    """Let tensors have it."""
+    """Add the method to ``torch.Tensor``."""
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
 
 
 def take_away() -> None:
-    """Let tensors have it no more."""
+    """Remove the method."""
     if "dist_send" in vars(torch.Tensor):
         del torch.Tensor.dist_send  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``Master.explain``: what made a tensor on a node, where, and what has become of it."""
+"""``Master.explain``: the operator and program line that made a tensor on a node, and the tensor's state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..tensor.within import shown as device_shown
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The master's knowledge of a tensor on a node; made by :meth:`Master.explain`.
+    """The origin and state of a tensor on a node, as the master knows them; made by :meth:`Master.explain`.
 
     Attributes:
         place: ``node 2``, or ``nodes 0, 1``.
-        device: the tensor's.
-        within: the device within its node; -1: the processor.
+        device: device of the tensor.
+        within: the device within its node; -1: the CPU.
         shape, dtype: of the tensor.
-        operator: that made it, such as ``aten.add.Tensor``; "" if that was too long ago.
-        line: of the program, that issued the operator; "" likewise.
-        changed: the line that issued the last operation which wrote to it in place; "" if none is known.
-        stream: ``stream_id`` of the one to which the operator was issued; None if nobody knows.
-        age: operations that were issued to that stream of its nodes since; None if nobody knows.
+        operator: the operator that made it, such as ``aten.add.Tensor``; "" if no longer in the history.
+        line: the program line that issued the operator; "" if no longer in the history.
+        changed: the line that issued the last in-place operation on it; "" if none is known.
+        stream: ``stream_id`` of the stream that the operator was issued to; None if unknown.
+        age: number of operations issued to that stream of its nodes since; None if unknown.
         state: "pending" (not acknowledged by its nodes), "executed", "poisoned" or "lost".
-        error: why it is poisoned or lost; None: it is not.
+        error: why it is poisoned or lost, otherwise None.
     """
 
     place: str
@@ -56,7 +56,7 @@ class Explanation:
             lines.append(f"made by {self.operator}{stream}, {counted(self.age or 0, 'operation')} ago")
             lines.append(f"issued at {self.line}")
         else:
-            lines.append("made so long ago that its operation is not known any more")
+            lines.append("made by an operation that is no longer in the history")
         if self.changed:
             lines.append(f"written to at {self.changed}")
         if self.error is not None:
@@ -67,13 +67,13 @@ class Explanation:
         return f"<shoal.controller.Explanation: {self}>"
 
 
-#: asks a node, by its index, for the failure that poisons a tensor of a space: its number, and where else it
-#: is known why
+#: (node, space, id) -> the failure that poisons the tensor: its number, and the node and number of its cause
+#: if that is another node's failure; None: it is not poisoned
 Ask = Callable[[int, int, int], tuple[int, tuple[int, int] | None] | None]
 
 
 def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
-    """Explain a tensor; ``ask`` is called with the index of a node, and the tensor's space and id."""
+    """Return the explanation of a tensor."""
     handle, known = tensor.handle, tensor.handle.metadata
     space = handle.space
     with space.lock:
@@ -117,7 +117,7 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
 
 
 def _of_all(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | None, Maker | None]:
-    """One for all nodes, with its stream: pending if it is pending on one of them."""
+    """Return a pending maker if a node has one, else the first known one, with its stream."""
     found = [(stream, each) for stream, each in makers if each is not None]
     return next((each for each in found if each[1].pending), found[0] if found else (None, None))
 

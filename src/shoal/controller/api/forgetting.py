@@ -1,4 +1,4 @@
-"""Lost places and their streams are forgotten here, and at the nodes that live, when a node is replaced.
+"""The removal of lost spaces and their streams, here and on surviving nodes, when a node is replaced.
 
 The caller of each function holds the master's lock.
 """
@@ -13,7 +13,7 @@ from ..tensor.ordering import Streams
 
 
 def forget_spaces(line: NodeConnection) -> None:
-    """Let a lost line go of its spaces: a lost place holds its lost nodes, and these older lost places."""
+    """Drop the spaces of a lost connection: lost spaces and older connections would keep each other alive."""
     for space in line.spaces:
         if not space.used():
             space.end()
@@ -22,14 +22,14 @@ def forget_spaces(line: NodeConnection) -> None:
 
 
 def forget_what_is_over(lines: Sequence[NodeConnection], streams: Streams | None) -> None:
-    """Forget lost spaces that are not used any more, here and on the nodes that live.
+    """Forget lost spaces that are no longer used, here and on the surviving nodes.
 
-    Those that are used now are forgotten when the next node is replaced.
+    Spaces still in use are forgotten when the next node is replaced.
     """
     living = [line for line in lines if line.lost is None]
     for line in living:
         for each in (line, *line.further):
-            each.flush()  # what was freed in them
+            each.flush()  # sends the frees
             each.reap()
     over = {each for line in lines for each in line.spaces if each.lost is not None and not each.used()}
     for space in over:

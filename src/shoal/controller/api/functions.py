@@ -1,4 +1,4 @@
-"""``Master.call``: a function of the program, run on a node on the real tensors, in the order of the log."""
+"""``Master.call``: runs a user-defined function on a node, on the node's tensors, in the order of the log."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ from ..protocol.metadata import metadata
 from ..tensor.tensor import RemoteTensor, wrap
 
 _numbers = itertools.count()
-#: calls that a Ctrl-C has ended before their results were taken or dropped
+#: calls interrupted by Ctrl-C before their results were taken or dropped
 _left: deque[tuple[Space, int]] = deque()
 
 
 @refuses_copies(
-    "a call of a node",
-    "its result at the node",
-    "Call result() and copy that",
+    "a pending call on a node",
+    "its result on the node",
+    "Call result() and copy the result",
 )
 class PendingFunction:
-    """A call that a node has been sent.
-
-    Attributes:
-        space: of the node.
-    """
+    """A call that was sent to a node; `space` is the node's space."""
 
     _dropped = True
 
@@ -48,20 +44,15 @@ class PendingFunction:
 
     @uncompiled
     def __del__(self) -> None:
-        if not self._dropped:  # after a Ctrl-C, in whatever thread the garbage collector runs
+        if not self._dropped:  # after a Ctrl-C; the garbage collector may run in any thread
             _left.append((self.space, self._number))
 
     def result(self) -> Any:
-        """Wait for what the function gave; tensors in it stay on the node.
-
-        Raises:
-            RemoteOpError: the function failed, or an argument could not be computed.
-            NodeLost: the node died.
-        """
+        """Wait for the result of the function, and return it or raise; tensors in it stay on the node."""
         space = self.space
         tensors: list[RemoteTensor] = []
 
-        def take() -> None:  # or what is taken would have an id, and no handle that frees it
+        def take() -> None:  # not interruptible: an id without a handle would never be freed
             with space.lock:
                 for position, each in enumerate(told):
                     id = space.take(TAKE, self._number, position)
@@ -75,23 +66,22 @@ class PendingFunction:
         return unpickled_with(pickled, tensors.__getitem__)
 
     def drop(self) -> None:
-        """Let the node forget tensors of the result that were not taken, or will not be."""
+        """Release the result's tensors on the node, except those already taken."""
         _drop(self.space, self._number)
         self._dropped = True
 
 
 def _drop(space: Space, number: int) -> None:
-    with contextlib.suppress(ShoalError):  # a lost node has forgotten them
+    with contextlib.suppress(ShoalError):  # a lost node has no results left
         space.send(DROP, number)
 
 
 def payload_of(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], spaces: Sequence[Space]
 ) -> bytes:
-    """A function and its arguments, as the nodes of all these spaces take it; tensors of nodes by their ids.
+    """Pickle a function and its arguments for the nodes of `spaces`; tensors on nodes become space and id.
 
-    Raises:
-        UsageError: a tensor is on another node, or something cannot be pickled.
+    Raises `UsageError` if a tensor is on another node or an argument cannot be pickled.
     """
     nodes = {space.lines[0].index for space in spaces}
 
@@ -101,7 +91,9 @@ def payload_of(
         space = value.handle.space
         if not nodes <= {line.index for line in space.lines}:
             where = ", ".join(f"node:{each}" for each in sorted(nodes))
-            raise UsageError(f"call on {where} of a tensor on {value.device}: move it there first")
+            raise UsageError(
+                f"call on {where}: an argument is a tensor on {value.device}; move it there first"
+            )
         return space.number, value.handle.id
 
     try:
@@ -113,7 +105,7 @@ def payload_of(
 
 
 def call(spaces: Sequence[Space], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function on nodes; what it gave, on several nodes a list."""
+    """Run a function on nodes; return its result, for several nodes a list of results."""
     payload = payload_of(fn, args, kwargs, spaces)
     pending = [PendingFunction(space, payload) for space in spaces]
     results, errors = [], []

@@ -1,4 +1,4 @@
-"""The calls of a master that tell of its nodes and their tensors, and change nothing."""
+"""The methods of a master that inspect its nodes and their tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ from ..tensor.tensor import RemoteTensor
 from .explain import Explanation, explain
 from .trace import Trace
 
-#: seconds for a node to say what has become of a tensor, and what time it is there
+#: timeout in seconds for a node's reply about a tensor's state or its clock
 _ANSWER = 30.0
 
 
 @refuses_copies(
     "a Master",
     "connections to its nodes",
-    "Keep it outside of the object that you copy; each process makes its own: shoal.init_master_worker()",
+    "Keep it outside of the object that you copy; each process creates one by shoal.init_master_worker()",
 )
 class Seeing:
-    """The calls of a master that change nothing.
-
-    Attributes:
-        name: of its session with the nodes.
-    """
+    """The methods of a master that change nothing; `name` is the name of its session with the nodes."""
 
     name: str
     _lock: threading.RLock
@@ -42,30 +38,27 @@ class Seeing:
     _roster: Roster
 
     def explain(self, tensor: torch.Tensor) -> Explanation:
-        """The maker of a tensor on a node, as operator, line of the program and age, and the tensor's state.
+        """Return the operator that made a tensor, its program line and age, and the tensor's state.
 
-        It waits for nothing that was issued.  Of a tensor that nodes have acknowledged they are asked, aside
-        from their queues, whether it is poisoned.  Of operations that were acknowledged the last 4096 of each
-        node are known.
-
-        Raises:
-            UsageError: the tensor is on no node.
+        Does not wait for issued operations. If the nodes have acknowledged the tensor, they are asked,
+        outside their queues, whether it is poisoned. The history keeps the last 4096 acknowledged
+        operations of each node. Raises `UsageError` if the tensor is not on a node.
         """
         if type(tensor) is not RemoteTensor:
             raise UsageError(f"explain takes a tensor on a node, and this one is on {tensor.device}")
         return explain(tensor, self._poison_of)
 
     def stats(self) -> list[dict[str, int]]:
-        """Counts of each node, by the names that ``docs/controller.md`` explains."""
+        """Return counters of each node; ``docs/controller.md`` explains their names."""
         with self._lock:
             return [line.stats() for line in self._lines]
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """A context manager that writes what master and nodes do in its block to a file.
+        """Return a context manager that writes the activity of master and nodes in its block to a file.
 
-        https://ui.perfetto.dev and Chrome show it; ``docs/controller.md`` says what is in it.  Nodes that
-        come later are not.  Its beginning raises UsageError if the file cannot be written, or another trace
-        is being made.
+        https://ui.perfetto.dev and Chrome display it; ``docs/controller.md`` describes its content. Nodes
+        that join later are not included. Entering the block raises UsageError if the file cannot be written
+        or another trace is running.
         """
         with self._lock:
             spaces = [self._spaces[index] for index in range(len(self._lines))]

@@ -1,4 +1,4 @@
-"""``Master.load``: loaders that run on the nodes, and whose batches stay there."""
+"""``Master.load``: loaders that run on the nodes; their batches stay there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .place import Place
 
 
 def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
-    """The batches of a loader on each node of a place."""
+    """Iterate over the batches of a loader on each node of a place."""
     spaces = place.space.parts
     name = secrets.token_hex(8)
     follow = payload_of(at_node.following, (name,), {}, spaces)
@@ -52,7 +52,7 @@ def load(place: Place, make: Callable[[int, int], Iterable[Any]]) -> Iterator[An
             for one in pending:
                 one.drop()
         for space in begun:
-            with contextlib.suppress(ShoalError):  # the next use of a lost node hears of it
+            with contextlib.suppress(ShoalError):  # the next use of a lost node raises it
                 PendingFunction(space, payload_of(at_node.stop, (name,), {}, (space,))).drop()
 
 
@@ -65,14 +65,14 @@ def _failed(index: int, error: str, traceback: str) -> RemoteOpError:
 
 
 def _on_device(space: Space, batch: Any) -> Any:
-    """A batch on the device that tensors of the nodes are made on."""
+    """Move a batch to the device where the nodes create tensors."""
     if space.within < 0:
         return batch
     return map_leaves(lambda each: each.within(space.within) if type(each) is RemoteTensor else each, batch)
 
 
 def _joined(place: Place, batches: list[Any]) -> Any:
-    """One batch of those of all nodes: tensors on the place, and of the first node whatever else it is."""
+    """Join the nodes' batches: tensors become tensors on the place, other values are the first node's."""
 
     def joined(*parts: Any) -> Any:
         return place.scatter(parts) if isinstance(parts[0], torch.Tensor) else parts[0]
@@ -81,7 +81,7 @@ def _joined(place: Place, batches: list[Any]) -> Any:
     for index, tree in enumerate(trees):
         if tree.form != trees[0].form:
             raise UsageError(
-                "load: the loaders gave batches of different structure: "
-                f"{trees[0]} on the first node of the place, and {tree} on node {index} of it"
+                "load: the loaders returned batches of different structures: "
+                f"{trees[0]} at position 0 of the place, and {tree} at position {index}"
             )
     return trees[0].build([joined(*parts) for parts in zip(*(tree.leaves for tree in trees), strict=True)])

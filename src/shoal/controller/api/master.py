@@ -1,4 +1,4 @@
-"""``shoal.init_master_worker``: this process as the master of nodes."""
+"""``shoal.init_master_worker`` and the class ``Master``."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from .place import Named, Place, indices_of
 
 _logger = logging.getLogger("shoal")
 _numbers = itertools.count()
-#: numbers of spaces in the place of lost ones, which no device's index is
+#: numbers of spaces that replace lost ones; above every device index
 _renewed = itertools.count(1000)
 _ENDED = "its process ended, or its connection broke"
-#: seconds that a node gets for what was issued before the master closed
+#: seconds for a node to finish issued operations when the master closes
 _PATIENCE = 5.0
-#: index of the first place of several nodes: torch's device indices are of 8 bits
+#: device index of the first place of several nodes; torch's device indices have 8 bits
 _HIGHEST = 126
 
 
@@ -70,32 +70,30 @@ def init_master_worker(
     transport: str | None = None,
     imports: Sequence[str] = (),
 ) -> Master:
-    """Become the master of nodes, which are processes started here, ranks of a launcher, or whoever joins.
+    """Make this process the master of nodes: processes started here, ranks of a launcher, or joining workers.
 
-    Node ``i`` is the torch device ``node:i`` from then on.  A process has one master at a time.
+    Node ``i`` becomes the torch device ``node:i``. A process has at most one master at a time.
 
-    Without ``workers`` and ``url`` this is called by all ranks of ``shoal run``, torchrun, Slurm or mpiexec:
-    rank 0 becomes the master, rank ``i`` is its node ``i - 1``.  There the call does not return: it serves
-    the master, and ends the process with exit code 0 when that ends.
+    Without `workers` and `url`, all ranks of ``shoal run``, torchrun, Slurm or mpiexec call this: rank 0
+    becomes the master, rank ``i`` its node ``i - 1``. On the nodes the call does not return: it serves the
+    master and exits the process with code 0 when the master ends.
 
     Args:
-        workers: how many nodes to start on this machine, as processes that end with this one.
-        url: where workers join by themselves (``shoal worker URL``), as of :func:`shoal.init`; the master
-            starts the store of a ``tcp://`` place where none listens.  They become nodes by
+        workers: number of nodes to start on this machine, as processes that end with this one.
+        url: where workers started by ``shoal worker URL`` join, as for :func:`shoal.init`; the master starts
+            the store of a ``tcp://`` address if none listens there. Workers become nodes in
             :meth:`Master.wait_for`.
-        secret: the job's; None: as for :func:`shoal.init`.
+        secret: the job's secret; None: as for :func:`shoal.init`.
         timeout: seconds for the nodes to start.
-        backend: the data channel of collectives of several nodes: "native", or one that a package which the
-            workers have registers.
-        transport: how that channel of the native backend moves bytes, as of :func:`shoal.init`; ``"tcp"``:
-            without shared memory.
-        imports: names of modules that every node imports before it is one: those that register the program's
-            own operators with torch.
+        backend: data channel of collectives between nodes: "native", or a backend that a package installed
+            on the workers registers.
+        transport: transport of the native backend, as for :func:`shoal.init`; ``"tcp"``: no shared memory.
+        imports: names of modules that every node imports first: those that register user-defined operators.
 
     Raises:
-        UsageError: this process is a master already, the place has one, nothing says what the nodes are,
-            there is no such backend, or a node cannot import a module.
-        UnsupportedOperation: torch cannot take such a device.
+        UsageError: this process or the rendezvous point already has a master, neither `workers`, `url` nor a
+            launcher provides nodes, the backend is unknown, or a node cannot import a module.
+        UnsupportedOperation: another package uses torch's PrivateUse1 device.
         LaunchError, RendezvousTimeout: a node did not start.
     """
     count = None if workers is None else checked_count("workers", workers)
@@ -105,7 +103,7 @@ def init_master_worker(
     if options and backend != NATIVE:
         raise UsageError(f"transport={transport!r} is an option of the native backend, not of {backend!r}")
     if current.opened() is not None:
-        raise UsageError("this process is a master already: close() that one first")
+        raise UsageError("this process already has an open master: close() it first")
     backend_factory(backend)
     device.register()
     workers_of_master = Workers(count, None if url == "env://" else url, secret, seconds)
@@ -117,11 +115,11 @@ def init_master_worker(
 
 
 class Master(Seeing):
-    """The master of nodes; made by :func:`init_master_worker`, and a context manager that closes it.
+    """The master of nodes, made by :func:`init_master_worker`; a context manager that closes it.
 
     Attributes:
-        name: of its session with the nodes.
-        strict: whether an operation is an error that would wait for a node to tell the shape of its result.
+        name: name of its session with the nodes.
+        strict: if True, an operation raises instead of waiting for a node to report the result's shape.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class Master(Seeing):
         self._closed = False
         self.strict = False
         self._on_lost: list[Callable[[int], Any]] = []
-        #: the seed for nodes that come later too, so that all nodes of a place begin with the same numbers
+        #: also the seed of nodes that join later, so that all nodes of a place start with the same numbers
         self._seed = torch.initial_seed(), False
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
         self._roster = Roster(self.name, workers.agent)
@@ -147,7 +145,7 @@ class Master(Seeing):
         self._imports = imports
         self._pids: list[int] = []
         self._lines: list[NodeConnection] = []
-        #: of nodes and of places of several, by the index of their device
+        #: of nodes and of places of several nodes, by device index
         self._spaces: dict[int, Space] = {}
         self._places: dict[tuple[int, ...], Place] = {}
         self._streams: Streams | None = None
@@ -167,26 +165,27 @@ class Master(Seeing):
 
     @property
     def nodes(self) -> Place:
-        """The place of all nodes, a sequence of their devices."""
+        """The place of all nodes: a sequence of their devices."""
         return self.place(range(len(self._lines)))
 
     @property
     def count(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return len(self._lines)
 
     def wait_for(self, count: int, timeout: float = 300.0) -> Place:
-        """Take in workers that join at the master's ``url`` until there are ``count`` nodes; all nodes.
+        """Add workers that join at the master's ``url`` until there are `count` nodes; return all nodes.
 
-        They become nodes in the order in which they have come, and places that there are already stay as they
-        are.  A Ctrl-C ends the wait; nodes that were taken in stay.
+        Workers become nodes in the order in which they joined. Existing places do not change. A Ctrl-C ends
+        the wait; nodes already added stay.
 
         Args:
+            count: number of nodes to wait for.
             timeout: seconds.
 
         Raises:
-            UsageError: nobody can join.
-            RendezvousTimeout: not enough came in time.
+            UsageError: the master has no ``url`` for workers to join.
+            RendezvousTimeout: not enough workers joined within the timeout.
         """
         checked_count("count", count)
         deadline = Deadline(checked_seconds("timeout", timeout))
@@ -195,26 +194,27 @@ class Master(Seeing):
         return self.nodes
 
     def replace(self, node: int | str | torch.device, timeout: float = 300.0) -> torch.device:
-        """Give the index of a node that was lost to a new worker, which begins with nothing.
+        """Replace a lost node by a new worker without tensors; return the node's device.
 
-        It is started here if the lost one was, and else the next that joins.  Tensors of the lost node, and
-        of places that it was in, raise NodeLost for good.  New ones can be made there, and on these places.
+        The worker is started here if the lost one was, otherwise it is the next that joins. Tensors of the
+        lost node and of places that contain it keep raising NodeLost; new tensors can be made on both.
 
         Args:
-            timeout: seconds for the worker to come.
+            node: index or device of the lost node.
+            timeout: seconds for the worker to join.
 
         Raises:
-            UsageError: the node is there, or nobody can join.
-            LaunchError, RendezvousTimeout: no worker came.
+            UsageError: the node is not lost, or the master has no ``url`` for workers to join.
+            LaunchError, RendezvousTimeout: no worker joined within the timeout.
         """
         index = self.space(node if isinstance(node, int) else torch.device(node).index or 0).index
         if index >= len(self._lines) or self._lines[index].lost is None:
-            raise UsageError(f"{self.space(index).nodes} was not lost, so nothing can replace it")
+            raise UsageError(f"{self.space(index).nodes} was not lost: replace() takes a lost node")
         self._take(index, self._workers.again, Deadline(checked_seconds("timeout", timeout)))
         return self._spaces[index].device
 
     def _renew(self, index: int) -> None:
-        """Begin the places anew that have a node which was replaced; the caller holds the lock."""
+        """Give places that contain a replaced node new spaces; the caller holds the lock."""
         forget_what_is_over(self._lines, self._streams)
         for indices, place in self._places.items():
             if index in indices:
@@ -230,7 +230,7 @@ class Master(Seeing):
         return Space(device, lines, self._lock, parts, number)
 
     def _take(self, index: int, how: Callable[[int, Deadline], NodeWorker], deadline: Deadline) -> None:
-        """Make the worker that ``how`` gives node ``index``."""
+        """Make the worker that ``how(index, deadline)`` returns node `index`."""
         if self._pid != os.getpid():
             raise self._forked()
         while True:
@@ -246,7 +246,7 @@ class Master(Seeing):
                 send = partial(peer.over_line(mailbox, sessions.run), self.name, 0)
                 break
             except WorkerLost:
-                continue  # it died just now, and never was a node
+                continue  # it failed before it became a node
             except BaseException:  # a Ctrl-C
                 self._workers.give_back(worker)
                 raise
@@ -262,7 +262,7 @@ class Master(Seeing):
             self._pids[index : index + 1] = [worker.arrival.pid]
             died = self._roster.add(line, peer, others)
             seed, distinct = self._seed
-            with contextlib.suppress(NodeLost):  # it died just now
+            with contextlib.suppress(NodeLost):  # it failed just now
                 space.seed(seed + index * distinct)
             if ended:
                 self._renew(index)
@@ -272,28 +272,24 @@ class Master(Seeing):
             self._lost(peer.name)
 
     def space(self, index: int) -> Space:
-        """The space of the device ``node:index``, a node or a place of several.
-
-        Raises:
-            UsageError: there is no such node.
-        """
+        """Return the space of ``node:index``, a node or a place; raises `UsageError` if there is none."""
         space = self._spaces.get(index)
         if space is None:
             raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._lines) - 1}")
         return space
 
     def place(self, nodes: Named) -> Place:
-        """Some of the nodes, as one place of tensors; the same one for the same nodes.
+        """Return the place of these nodes; the same object for the same nodes.
 
         Args:
-            nodes: indices or devices, also of places; in any order.
+            nodes: indices or devices, also of places, in any order.
 
         Raises:
-            UsageError: there is no such node, none is named, or torch has no index left.
+            UsageError: there is no such node, none is given, or no torch device index is left.
         """
         with self._lock:
             if not self._lines:
-                raise UsageError("no worker has joined yet: wait_for(n) waits until n nodes are there")
+                raise UsageError("no worker has joined yet: call wait_for(n) to wait for n nodes")
             indices = indices_of(nodes, self.space)
             place = self._places.get(indices)
             if place is None:
@@ -306,25 +302,25 @@ class Master(Seeing):
         index = min([_HIGHEST + 1, *(each for each in self._spaces if each >= len(self._lines))]) - 1
         if index < len(self._lines):
             raise UsageError(
-                f"there are {len(self._places)} places, and torch has no index left for another one: a place "
-                "lasts as long as its master"
+                f"there are {len(self._places)} places, and torch has no index left for another one: places "
+                "are kept until the master is closed"
             )
         space = self._spaces[index] = self._new_space(torch.device("node", index), indices)
         return space
 
     def streams(self) -> Streams:
-        """The streams of the nodes, several from now on."""
+        """Return the streams of the nodes, created on the first call."""
         with self._lock:
             if self._streams is None:
                 self._streams = Streams(self._spaces.values())
             return self._streams
 
     def synchronize(self) -> None:
-        """Wait until the nodes have done all that was issued.
+        """Wait until the nodes have done everything that was issued.
 
         Raises:
-            RemoteOpError: an operation failed, of which no error was raised yet.
-            NodeLost: a node died.
+            RemoteOpError: an operation failed and its error was not raised before.
+            NodeLost: a node was lost.
         """
         for line in self._lines:
             with self._lock:
@@ -333,64 +329,63 @@ class Master(Seeing):
             line.synchronize()
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
-        """Copies of many tensors here, for which the nodes are asked at once.
+        """Request copies of many tensors at once; raises UsageError for a tensor on several nodes.
 
         Returns:
-            a future of them, as the tensors are at this point of the program; its ``wait()`` raises
-            RemoteOpError if one of them could not be computed, and NodeLost if a node died.
-
-        Raises:
-            UsageError: a tensor is on a place of several nodes.
+            a future of the copies, with the values at this point of the program; its ``wait()`` raises
+            RemoteOpError if one of them could not be computed, and NodeLost if a node was lost.
         """
         return fetch_all(tensors)
 
     def call(self, place: Named, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``fn(*args, **kwargs)`` on a node, in the order of what was issued, and wait for what it gives.
+        """Run ``fn(*args, **kwargs)`` on a node, after everything issued before, and wait for the result.
 
-        Tensors of nodes in the arguments are the node's own tensors there, which ``fn`` may change, and
-        tensors in the result stay on the node.  The rest is pickled; a function of the program itself goes
-        by value, for which cloudpickle is needed.
+        Tensors of the node in the arguments are passed to `fn` as the node's real tensors, which it may
+        change; tensors in the result stay on the node. Everything else is pickled. A function of the main
+        program is pickled by value, which needs cloudpickle.
 
         Args:
-            place: the node; on several nodes each runs the function, with its own of a place's tensors.
+            place: the node; with several nodes, each calls the function with its part of a place's tensors.
+            fn: the function.
 
         Returns:
-            the result; on several nodes a list, with an element for each.
+            the result; for several nodes a list with one result per node.
 
         Raises:
             UsageError: a tensor is on another node, or an argument cannot be pickled.
             RemoteOpError: the function failed, or an argument could not be computed.
-            NodeLost: a node died.
+            NodeLost: a node was lost.
         """
         return call(self.place(place).space.parts, fn, args, kwargs)
 
     def load(self, place: Named, make_loader: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
-        """Run a loader on each node; an iterator over its batches, whose tensors stay on the nodes.
+        """Run a loader on each node; return an iterator over the batches, whose tensors stay on the nodes.
 
-        A thread of the node reads two batches ahead, and the master knows the metadata of two, so neither
-        waits for the other, nor for a shorter last batch.  The end of the loop, ``break`` too, ends the
+        A thread of the node reads two batches ahead, and the master requests the metadata of two, so neither
+        waits for the other, even if the last batch is smaller. Leaving the loop, also by ``break``, ends the
         loaders.
 
         Args:
-            place: of the batches.  On several nodes a tensor of a batch is one on the place, whose parts the
-                nodes' loaders give: they must be alike, and the shortest loader ends the loop.  Of the first
-                node's loader is whatever is no tensor.
-            make_loader: ``make_loader(index, count)``, called on each node with its position in the place and
-                the number of nodes, gives the batches: tuples, lists, dictionaries of tensors and others.
+            place: the nodes. With several nodes, the tensors that the loaders return become the parts of one
+                tensor on the place and must have equal metadata; values that are not tensors are taken from
+                the first node. The loop ends with the shortest loader.
+            make_loader: ``make_loader(index, count)`` is called on each node with its position in the place
+                and the number of nodes, and returns an iterable of batches: tuples, lists or dictionaries of
+                tensors and other values.
 
         Raises:
-            RemoteOpError: a loader failed; in the place of its batch.
-            UsageError: the nodes' batches differ in shape, or ``make_loader`` cannot be pickled.
-            NodeLost: a node died.
+            RemoteOpError: a loader failed; raised instead of the failed batch.
+            UsageError: the batches differ in structure or metadata, or `make_loader` cannot be pickled.
+            NodeLost: a node was lost.
         """
         return load(self.place(place), make_loader)
 
     def seed(self, seed: int, *, distinct: bool = False) -> None:
-        """Seed the random generators of all nodes alike; ``torch.manual_seed`` does it too.
+        """Seed the random generators of all nodes; ``torch.manual_seed`` does it too.
 
         Args:
-            seed: what the CPU draws from it, nodes draw too.
-            distinct: whether node ``i`` gets ``seed + i``.
+            seed: the seed; nodes then draw the same numbers as torch on the CPU.
+            distinct: seed node ``i`` with ``seed + i`` instead.
         """
         with self._lock:
             self._seed = seed, distinct
@@ -399,26 +394,24 @@ class Master(Seeing):
                     self._spaces[index].seed(seed + index * distinct)
 
     def recorded(self, fn: Callable[..., Any]) -> Recorded:
-        """A function whose calls are replayed on the nodes as one command each, once they were alike.
+        """Wrap a function: once its calls issue equal commands, a call is replayed as one command per node.
 
-        ``@master.recorded``, or ``step = master.recorded(step)``.  ``docs/controller.md`` says what is
-        replayed: what Python does in the function beside operations on tensors of nodes is not.
-
-        Raises:
-            RecordingMismatch: of its calls, when they cannot be replayed.
+        Use ``@master.recorded`` or ``step = master.recorded(step)``. Only operations on tensors of nodes are
+        replayed, not other Python code of the function; see ``docs/controller.md``. A call that cannot be
+        replayed raises RecordingMismatch.
         """
         return Recorded(fn, self._spaces.values)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
-        """Call ``fn(index)`` once when a node has died or cannot be reached any more, in another thread."""
+        """Call ``fn(index)`` once in another thread when a node is lost."""
         if not callable(fn):
-            raise UsageError(f"{fn!r} cannot be called when a node is lost")
+            raise UsageError(f"on_lost expects a callable, got {fn!r}")
         self._on_lost.append(fn)
 
     def close(self) -> None:
-        """End the nodes, which get some seconds for what was issued; using their tensors raises NodeLost.
+        """End the nodes, each after at most 5 seconds for issued operations; their tensors raise NodeLost.
 
-        Warns of operations that failed and whose errors were never raised, and if too many were of new kinds.
+        Warns about failures that were not raised, and if too many operations were new to the nodes.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -428,7 +421,7 @@ class Master(Seeing):
         if current.opened() is self:
             current.set_master(None)
             sending.take_away()
-            restore_thread()  # others do so when they begin a backward pass
+            restore_thread()  # other threads do so when they start a backward pass
         try:
             unseen = self._end()
         finally:
@@ -436,53 +429,56 @@ class Master(Seeing):
         if slow := misses_of(self._spaces.values()):
             warnings.warn(slow, stacklevel=2)
         if unseen:
-            warnings.warn(f"{len(unseen)} operations failed unseen, the first: {unseen[0]}", stacklevel=2)
+            warnings.warn(
+                f"{len(unseen)} operations failed and their errors were not raised, the first: {unseen[0]}",
+                stacklevel=2,
+            )
 
     def become_forked(self) -> None:
-        """This is the master in a forked child, which has none of the parent's nodes."""
-        reset: Any = self._lock  # a thread of the parent may have had it
+        """Disconnect from the nodes in a forked child: they belong to the parent."""
+        reset: Any = self._lock  # a thread of the parent may have held it
         reset._at_fork_reinit()
         why = self._forked()
         for line in self._lines:
             disconnect(line, why)
 
     def _forked(self) -> ForkedProcess:
-        return ForkedProcess(f"the nodes belong to process {self._pid}, of which this one is a fork")
+        return ForkedProcess(f"the nodes belong to process {self._pid}; this process is a fork of it")
 
     def _end(self) -> list[str]:
-        """End the nodes; what failed and nobody has seen."""
+        """End the nodes; return the failures that were not raised."""
         for line in self._lines:
             line.finish(_PATIENCE)
         unseen = [text for line in self._lines for text in line.unseen()]
         for line in self._lines:
-            why = f"node {line.index} is closed: its master was"
+            why = f"node {line.index} is closed: its master was closed"
             line.close(NodeLost(why, node_name(line.index), (line.index,)))
         self._standstills.close()
         self._workers.close()
         return unseen
 
     def _give_up(self, name: str, why: str) -> None:
-        """A worker cannot be used any more, though the connection to it is there."""
+        """Treat a worker as lost although the connection to it is open."""
         self._lost(name, why)
         agent = self._workers.agent
         connection = agent.links.existing(name)
-        if connection is not None:  # which ends what is waited for
+        if connection is not None:  # dropping it ends all waits for the worker
             agent.endpoint.post.drop(connection.number, why)
 
     def _lost(self, name: str, why: str = _ENDED) -> None:
         line = self._roster.lose(name, why)
         if line is None:
-            return  # each of its connections ends, and it need not be a node
+            return  # already lost by another of its connections, or not a node
         for fn in list(self._on_lost):
             try:
                 fn(line.index)
             except BaseException:
-                with contextlib.suppress(BaseException):  # of a logging handler of the user
+                with contextlib.suppress(BaseException):  # a user's logging handler may raise
                     _logger.exception("a callback of Master.on_lost failed for node %d", line.index)
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the nodes, each on its own machine."""
+        """Process ids of the nodes, each on its own machine."""
         return list(self._pids)
 
     def __enter__(self) -> Master:

@@ -1,8 +1,7 @@
-"""Places: nodes on which operations run as one.
+"""Places: sets of nodes that run the same operations.
 
-A place of several nodes is a device of torch.  A tensor on it is as many tensors of equal metadata, one on
-each of its nodes, and an operation is one command that each node executes with its own.  A place of one node
-is that node.
+A place of several nodes is a torch device. A tensor on it is one tensor of equal metadata on each node. An
+operation on it is one command that each node executes on its own part. A place of one node is that node.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from ..protocol.metadata import metadata
 from ..tensor.tensor import RemoteTensor, TensorHandle, elements, wrap
 from .collectives import PlaceCollectives
 
-#: names of nodes: an index, a device, or any number of these
+#: nodes: an index, a device, or any number of these
 Named: TypeAlias = "int | str | torch.device | Iterable[Named]"
 
 
 class Place(PlaceCollectives, Sequence[torch.device]):
-    """Some of a master's nodes; :meth:`Master.place` makes it, one for equal sets.
+    """A set of a master's nodes, made by :meth:`Master.place`; equal sets are the same object.
 
     A sequence of the devices of its nodes; a slice of it is a place.
 
     Attributes:
-        device: with tensors on all of the nodes.
-        indices: of the nodes, ascending.
-        space: of its tensors.
+        device: the device of tensors on all of these nodes.
+        indices: indices of the nodes, ascending.
+        space: the space of its tensors.
     """
 
     def __init__(self, space: Space, place: Callable[[Named], Place]) -> None:
@@ -60,42 +59,38 @@ class Place(PlaceCollectives, Sequence[torch.device]):
         return self.space.parts[at].device
 
     def replicate(self, value: torch.Tensor) -> RemoteTensor:
-        """The same tensor on each node: ``value.to(place.device)``.
-
-        Raises:
-            UsageError: it is on several nodes.
-        """
+        """Copy a tensor to each node, as ``value.to(place.device)``; UsageError if it is on several nodes."""
         return cast(RemoteTensor, value.to(self.device))
 
     def scatter(self, values: torch.Tensor | Sequence[torch.Tensor], dim: int = 0) -> RemoteTensor:
-        """A part for each node, as one tensor on the place, without a graph.
+        """Make a tensor on the place from one part per node; autograd does not record it.
 
         Args:
-            values: one for each node, of equal shapes, dtypes and strides; or a tensor, which is divided.
-                Those that are on their node already are used as they are, without a copy.
-            dim: in which a tensor is divided.
+            values: one tensor for each node, of equal shapes, dtypes and strides, or one tensor to split.
+                A tensor already on its node is used without a copy.
+            dim: the dimension in which a tensor is split.
 
         Raises:
-            UsageError: there are not as many, they differ, or the tensor cannot be divided evenly.
+            UsageError: the number of tensors is wrong, they differ, or the tensor cannot be split evenly.
         """
         if isinstance(values, torch.Tensor):
             values = self._divided(values, dim)
         if len(values) != len(self):
-            raise UsageError(f"scatter needs a tensor for each node: {len(self)}, and not {len(values)}")
+            raise UsageError(f"scatter needs one tensor for each of the {len(self)} nodes, got {len(values)}")
         there = [value.detach().to(device) for value, device in zip(values, self, strict=True)]
         return self._joined(cast("list[RemoteTensor]", there))
 
     def gather(self, tensor: torch.Tensor, dim: int | None = None) -> list[torch.Tensor] | torch.Tensor:
-        """Copies here of what each node has of a tensor on the place; waits for all of them.
+        """Copy each node's part of a tensor to the master; waits for all of them.
 
         Args:
-            tensor: on this place.
-            dim: in which they are concatenated; None: a list of them.
+            tensor: a tensor on this place.
+            dim: the dimension in which the parts are concatenated; None: return a list.
 
         Raises:
-            UsageError: the tensor is elsewhere.
-            RemoteOpError: one of them could not be computed.
-            NodeLost: a node died.
+            UsageError: the tensor is not on this place.
+            RemoteOpError: a part could not be computed.
+            NodeLost: a node was lost.
         """
         if type(tensor) is not RemoteTensor or tensor.handle.space is not self.space:
             raise UsageError(f"gather needs a tensor on {self.device}, and this one is on {tensor.device}")
@@ -114,14 +109,14 @@ class Place(PlaceCollectives, Sequence[torch.device]):
         return [each.contiguous() for each in value.detach().chunk(len(self), dim)]
 
     def _joined(self, there: list[RemoteTensor]) -> RemoteTensor:
-        """One tensor on the place of one on each node, which share their memory."""
+        """Make a tensor on the place that shares memory with one tensor on each node."""
         told = [each.handle.metadata.told for each in there]
         differs = next((i for i, each in enumerate(told) if each != told[0]), None)
         if differs is not None:
             raise UsageError(
-                f"the parts of a tensor on {self.device} must be alike: that on {there[0].device} is "
-                f"{there[0].handle.metadata}, strides {told[0].stride}, and that on {there[differs].device} "
-                f"{there[differs].handle.metadata}, strides {told[differs].stride}"
+                f"the parts of a tensor on {self.device} must be alike: the part on {there[0].device} is "
+                f"{there[0].handle.metadata}, strides {told[0].stride}; the part on "
+                f"{there[differs].device} is {there[differs].handle.metadata}, strides {told[differs].stride}"
             )
         if len(there) == 1:
             return there[0]
@@ -134,7 +129,7 @@ class Place(PlaceCollectives, Sequence[torch.device]):
 
 @uncut
 def _joined(space: Space, handles: Sequence[TensorHandle]) -> RemoteTensor:
-    """One tensor on a place of one on each of its nodes; the caller holds the lock."""
+    """Make a tensor on a place from one tensor on each of its nodes; the caller holds the lock."""
     given = [(each.space, each.id, each.memory()) for each in handles]
     known = metadata(space.device, handles[0].metadata.told)
     if space.ordering is None:
@@ -151,18 +146,13 @@ def _joined(space: Space, handles: Sequence[TensorHandle]) -> RemoteTensor:
 
 
 def indices_of(named: Named, space: Callable[[int], Space]) -> tuple[int, ...]:
-    """The indices of the nodes that are named.
+    """Return the sorted indices of nodes or places; `space` returns the space of a device index.
 
-    Args:
-        named: the names.
-        space: gives that of a device's index.
-
-    Raises:
-        UsageError: there is no such node, or none is named.
+    Raises `UsageError` if there is no such node or none is given.
     """
     found = sorted(set(_indices(named, space)))
     if not found:
-        raise UsageError("a place needs a node at least")
+        raise UsageError("a place needs at least one node")
     return tuple(found)
 
 
@@ -172,7 +162,7 @@ def _indices(named: Named, space: Callable[[int], Space]) -> Iterator[int]:
     elif isinstance(named, (str, torch.device)):
         device = torch.device(named)
         if device.type != "node":
-            raise UsageError(f"a place has nodes, and {named!r} is none")
+            raise UsageError(f"a place consists of nodes, and {named!r} is not a node")
         yield from _indices(device.index or 0, space)
     else:
         for each in named:

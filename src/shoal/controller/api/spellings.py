@@ -1,6 +1,4 @@
-"""The words that the mode's first proposal had, beside the devices of torch: ``shoal.distributed`` has them.
-
-This module has how the mode begins and the constructors; ``node`` is in ``tensor/within.py``.
+"""The alternative API of the mode in ``shoal.distributed``; its ``node`` is in ``tensor/within.py``.
 
     shoal.distributed.init_master_worker(backend="tcp", workers=2)
     x = shoal.distributed.FloatTensor(20, 20).fill_(4)
@@ -26,19 +24,17 @@ from . import master
 
 
 def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:
-    """:func:`shoal.init_master_worker`, with the names that ``init_process_group`` has for backends.
+    """Call :func:`shoal.init_master_worker` with a backend name of ``init_process_group``.
 
-    ``"tcp"`` is the native engine with ``transport="tcp"``.
-
-    Raises:
-        UnsupportedOperation: a backend that shoal has nothing for.
+    ``"tcp"`` is the native backend with ``transport="tcp"``. A backend without equivalent in shoal raises
+    UnsupportedOperation.
     """
     engine = parse_backend(backend)
     return master.init_master_worker(backend=engine.backend, transport=engine.transport, **how)
 
 
 class _Typed(type):
-    """Calling such a class makes a tensor, of which ``isinstance`` says that it is of the class."""
+    """The metaclass of tensor types: a call makes a tensor on a node; ``isinstance`` compares the dtype."""
 
     dtype: torch.dtype
 
@@ -53,7 +49,7 @@ class _Typed(type):
                 return data[0].to(current.master().space(chosen.node).device, cls.dtype)
             if len(data) == 1 and isinstance(data[0], Sequence):
                 return torch.tensor(data[0], dtype=cls.dtype, device=torch.get_default_device())
-        raise TypeError(f"{cls.__name__} takes sizes, a sequence of numbers, or a tensor, and not {data!r}")
+        raise TypeError(f"{cls.__name__} takes sizes, a sequence of numbers, or a tensor, got {data!r}")
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, RemoteTensor) and value.dtype == cls.dtype
@@ -64,8 +60,8 @@ def _named(name: str, dtype: torch.dtype) -> _Typed:
     made.__doc__ = f"""A tensor of ``{dtype}`` on a node.
 
     Args:
-        data: sizes, of a tensor whose elements are not set; or a sequence of numbers; or a tensor.
-        device: within the node that ``with node(i)`` chose, or node 0; -1: its processor.
+        data: sizes (elements are uninitialized), a sequence of numbers, or a tensor.
+        device: the device within the node of ``with node(i)``, or of node 0; -1: its CPU.
     """
     return made
 

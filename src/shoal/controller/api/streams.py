@@ -3,9 +3,9 @@
     upload = shoal.Stream("node:0")
     with upload:
         x = batch.to("node:0")
-    y = net(x)                      # on the default stream, after the upload: the wait is inserted by itself
+    y = net(x)                      # on the default stream, after the upload: the wait is automatic
 
-``docs/controller.md`` has more.
+See ``docs/controller.md``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..tensor import current
 from ..tensor.ordering import Streams
 from ..tensor.tensor import TensorHandle
 
-#: a device, what has one, an index, or None: node 0
+#: a device, an object with a ``device``, an index, or None: node 0
 Place = Any
 
 _MARK = WireMetadata((), (), 0, torch.bool)
@@ -43,7 +43,7 @@ def _home(place: Place) -> Space:
     if not isinstance(device, int):
         device = torch.device(device)
         if device.type != "node":
-            raise UsageError(f"{device} is no node: a stream is of a node, like 'node:0'")
+            raise UsageError(f"{device} is not a node: a stream needs a node, such as 'node:0'")
         device = device.index or 0
     return current.master().space(device)
 
@@ -51,21 +51,21 @@ def _home(place: Place) -> Space:
 @refuses_copies(
     "a Stream",
     "a queue at each node",
-    "Make another one",
+    "Create another one",
 )
 class Stream:
-    """A queue of operations of a node, beside the node's default stream.
+    """A queue of operations on a node, in addition to the node's default stream.
 
-    In ``with stream:`` operations on tensors of its node go to it, those of the calling thread.  An
-    operation waits by itself, on the node, for what it needs of other streams.
+    In ``with stream:`` the calling thread's operations on tensors of the node are issued to it. Waits for
+    operands from other streams are inserted automatically and happen on the node.
 
-    A stream is lost with its node: ``with stream:`` raises NodeLost, also when the node was replaced.
+    A stream is lost with its node: ``with stream:`` raises NodeLost, even after the node was replaced.
 
     Args:
-        place: the node: ``"node:0"``, an index, or whatever has a ``device``; None: node 0.
+        place: the node: ``"node:0"``, an index, or an object with a ``device``; None: node 0.
 
     Attributes:
-        device: of the node.
+        device: device of the node.
     """
 
     def __init__(self, place: Place = None) -> None:
@@ -83,7 +83,7 @@ class Stream:
 
     @property
     def stream_id(self) -> int:
-        """Its number; 0: a default stream."""
+        """The number of the stream; 0: a default stream."""
         return self.log.stream
 
     def __enter__(self) -> Stream:
@@ -97,30 +97,30 @@ class Stream:
         self._streams.leave(self.log)
 
     def synchronize(self) -> None:
-        """Wait until all is done that was issued to it.
+        """Wait until everything issued to the stream is done.
 
         Raises:
-            RemoteOpError: an operation failed on one of its nodes, of which no error was raised yet.
-            NodeLost: a node died.
+            RemoteOpError: an operation failed on one of its nodes and its error was not raised yet.
+            NodeLost: a node was lost.
         """
         Event().record(self).synchronize()
         for line in self.log.lines:
             line.raise_unseen()
 
     def query(self) -> bool:
-        """Whether all is done that was issued to it; does not wait."""
+        """Return whether everything issued to the stream is done, without waiting."""
         return Event().record(self).query()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record an event; a new one, if none is given."""
+        """Record `event`, or a new one, and return it."""
         return (Event() if event is None else event).record(self)
 
     def wait_event(self, event: Event) -> None:
-        """Let what is issued to it from now on run after an event."""
+        """Make all operations issued to this stream later wait for an event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Let what is issued to it from now on run after all that was issued to another stream."""
+        """Make all operations issued to this stream later wait for those already issued to `stream`."""
         self.wait_event(stream.record_event())
 
     def __eq__(self, other: object) -> bool:
@@ -140,19 +140,19 @@ def _not_recorded(log: Space) -> None:
 
 
 def _of(streams: Streams, log: Space) -> Stream:
-    """A stream that somebody has."""
+    """Wrap an existing log in a stream."""
     stream = Stream.__new__(Stream)
     stream._set(streams, log)
     return stream
 
 
 def default_stream(place: Place = None) -> Stream:
-    """The stream of a node to which operations go outside of ``with stream:``."""
+    """Return the stream of a node that operations use outside of ``with stream:``."""
     return _of(current.master().streams(), _home(place))
 
 
 def current_stream(place: Place = None) -> Stream:
-    """The stream of a node to which this thread's operations go.
+    """Return the stream of a node that this thread's operations use.
 
     Args:
         place: the node; None: that of the innermost ``with stream:``, or node 0.
@@ -169,10 +169,10 @@ def current_stream(place: Place = None) -> Stream:
     "Record another one",
 )
 class Event:
-    """A moment of a stream: when all is done that was issued before.
+    """An event in a stream; it happens when everything issued to the stream before it is done.
 
     Args:
-        enable_timing: whether it is for :meth:`elapsed_time`.
+        enable_timing: whether :meth:`elapsed_time` will be called.
     """
 
     def __init__(self, enable_timing: bool = False) -> None:
@@ -181,15 +181,12 @@ class Event:
         self._mark: TensorHandle | None = None
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Record it in a stream, the current one by default; what was recorded before is forgotten.
+        """Record the event in a stream, by default the current one, and return the event.
 
-        What was issued to the stream is sent at once.
-
-        Returns:
-            itself.
+        This replaces an earlier record and sends everything issued to the stream.
 
         Raises:
-            NodeLost: the stream's node died.
+            NodeLost: the stream's node was lost.
         """
         given = current_stream() if stream is None else stream
         log, streams = given.log, given._streams
@@ -209,10 +206,11 @@ class Event:
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let what is issued to a stream, the current one by default, run after this event; does not wait.
+        """Make operations issued later to a stream, by default the current one, wait for this event.
 
-        It waits for all nodes of the event; where the stream has the same nodes, each waits for its own part.
-        An event that was not recorded holds nobody.  If a node of the event is lost, the stream goes on.
+        The call itself does not wait. The stream waits for all nodes of the event; if it has the same nodes,
+        each waits for its own part. An event that was not recorded is ignored. If a node of the event is
+        lost, the stream continues.
         """
         given = current_stream() if stream is None else stream
         if self._recorded is None:
@@ -226,10 +224,10 @@ class Event:
                 given._streams.expect(log, batches, partial(_passed, recorded, self._mark, True))
 
     def query(self) -> bool:
-        """Whether it has happened; True if it was not recorded.
+        """Return whether the event has happened; True if it was not recorded.
 
         Raises:
-            NodeLost: it will not.
+            NodeLost: a node was lost before the event happened.
         """
         if self._recorded is None:
             return True
@@ -242,10 +240,10 @@ class Event:
         return all(asked.wait() for asked in _passed(self._recorded[0], self._mark, False))
 
     def synchronize(self) -> None:
-        """Wait until it has happened.
+        """Wait until the event has happened.
 
         Raises:
-            NodeLost: it will not.
+            NodeLost: a node was lost before the event happened.
         """
         if self._recorded is None:
             return
@@ -260,15 +258,15 @@ class Event:
                 line.settle(batch)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to another one of the same node; waits for both.
+        """Return the milliseconds from this event to another one on the same node; waits for both.
 
         Raises:
-            UsageError: one of them has no time, or they are of different nodes, whose clocks differ.
-            NodeLost: the node died.
+            UsageError: one of them was not recorded with timing, or they are on different nodes.
+            NodeLost: the node was lost.
         """
         for each in (self, end_event):
             if each._mark is None or not each._timing:
-                raise UsageError("an event has a time if it is made with enable_timing=True and recorded")
+                raise UsageError("elapsed_time needs recorded events created with enable_timing=True")
             each.synchronize()
         first, second = self._mark, end_event._mark
         assert first is not None
@@ -276,7 +274,7 @@ class Event:
         common = {line.main for line in first.space.lines} & {line.main for line in second.space.lines}
         if not common:
             raise UsageError(
-                f"the events are of {first.space.device} and {second.space.device}, whose clocks differ"
+                f"the events are on {first.space.device} and {second.space.device}, whose clocks differ"
             )
         line = min(common, key=lambda line: line.index)
         given = first.space.number, first.id, second.space.number, second.id
@@ -291,7 +289,7 @@ class Event:
 
 
 def _passed(log: Space, mark: TensorHandle | None, wait: bool) -> list[Future[Any]]:
-    """Ask the nodes that have GPUs whether these have come to an event, or to wait until they have."""
+    """Ask nodes with GPUs whether their GPUs have reached an event; with `wait`, to reply once they have."""
     if mark is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""``Master.trace``: what master and nodes do at what time, in a file for Perfetto and Chrome."""
+"""``Master.trace``: a timeline of master and nodes, in a file for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -26,25 +26,17 @@ from ..node.sessions import begin_timing, end_timing
 from ..node.trace import MOST, Event, now
 from .functions import PendingFunction, payload_of
 
-#: calls by which a node's clock is read: the quickest counts
+#: number of calls to read a node's clock; the fastest one is used
 _READS = 8
-#: held while there is a trace
+#: held while a trace is running
 _running = threading.Lock()
-#: commands that wait for other streams, and for other nodes
+#: commands that wait for another stream of the node, or for another node
 _WAITS = ("wait", "expect")
 _COPIES = (f"{between.NAMESPACE}.send", f"{between.NAMESPACE}.receive")
 
 
 class _Sent:
-    """A batch on its way.
-
-    Attributes:
-        stream: that it is of.
-        number: on its line.
-        issued: its segments.
-        size: how many commands.
-        sent, done: when, in nanoseconds; 0: not yet.
-    """
+    """A batch of `size` commands, `sent` and `done` (acknowledged) at times in nanoseconds; 0: not yet."""
 
     __slots__ = ("done", "issued", "number", "sent", "size", "stream")
 
@@ -57,11 +49,7 @@ class _Sent:
 
 
 class NodeTrace:
-    """The batches and the waits of the master with a node, while a trace runs.
-
-    Attributes:
-        index: of the node.
-    """
+    """The batches sent to node `index` and the master's waits for it, while a trace is running."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -71,7 +59,7 @@ class NodeTrace:
         self._open: dict[SegmentBatch, _Sent] = {}
 
     def sent(self, stream: int, batch: SegmentBatch, begun: int) -> None:
-        """A batch was sent to a stream, from a time on; the caller holds the lock."""
+        """Note a batch sent to a stream; `begun` is the time before sending. The caller holds the lock."""
         sent = self._open[batch] = _Sent(stream, batch, begun)
         self.batches.append(sent)
         self._size += sent.size
@@ -79,18 +67,18 @@ class NodeTrace:
             self._size -= self.batches.popleft().size
 
     def acknowledged(self, batch: SegmentBatch) -> None:
-        """The master has seen that a batch is done; the caller holds the lock."""
+        """Note the acknowledgement of a batch; the caller holds the lock."""
         sent = self._open.pop(batch, None)
         if sent is not None:
             sent.done = time.monotonic_ns()
 
     def waiting(self) -> _Waiting:
-        """The program waits for the node in a block of this."""
+        """Return a context manager for a wait of the program for the node."""
         return _Waiting(self)
 
 
 class _Waiting:
-    # no generator: the program's line would be one of contextlib
+    # not a generator: issuing_line() would return a line of contextlib
     def __init__(self, watch: NodeTrace) -> None:
         self._watch = watch
         self._begun, self._origin = time.monotonic_ns(), issuing_line()
@@ -107,17 +95,15 @@ class _Waiting:
 @refuses_copies(
     "a Trace",
     "an open file",
-    "Make another one after its with block",
+    "Create another one after its with block",
 )
 class Trace:
-    """A trace that is written when its ``with`` block ends; made by :meth:`Master.trace`.
+    """A trace, written when its ``with`` block ends; made by :meth:`Master.trace`.
 
     Args:
-        path: of the file.
-        spaces: of the nodes.
-        lock: the master's.
-        session: its name.
-        ask: calls a function at a node, by its index, beside the session's order.
+        path: path of the file.
+        spaces, lock, session: the spaces of the nodes, the master's lock, the name of the session.
+        ask: ``ask(index, fn)`` calls a function on a node immediately, outside the order of the log.
     """
 
     def __init__(
@@ -137,11 +123,11 @@ class Trace:
 
     def __enter__(self) -> Trace:
         if not _running.acquire(blocking=False):
-            raise UsageError("trace: another one is being made, whose with block has not ended")
+            raise UsageError("trace: another trace is running: leave its with block first")
         try:
             if self._path.exists() and not self._path.is_file():
-                # The trace takes the place of what is there, which must not be /dev/null.
-                raise OSError(0, "it is a directory" if self._path.is_dir() else "it is no file")
+                # The trace replaces the file, which must not be a device such as /dev/null.
+                raise OSError(0, "it is a directory" if self._path.is_dir() else "it is not a regular file")
             self._draft = AtomicFile(self._path)
         except OSError as error:
             _running.release()
@@ -151,7 +137,7 @@ class Trace:
             begun = self._everywhere(begin_timing)
             self._begun = time.monotonic_ns()
             for each in begun:
-                with contextlib.suppress(ShoalError):  # who uses a lost node hears of it
+                with contextlib.suppress(ShoalError):  # the next use of a lost node raises it
                     each.result()
         except BaseException:
             self._give_up()
@@ -192,7 +178,7 @@ class Trace:
         _running.release()
 
     def _everywhere(self, fn: Callable[[str], Any]) -> list[PendingFunction]:
-        """Call a function at all nodes in the order of what is issued; watch the batches after it."""
+        """Call a function on all nodes, in the order of the log; watch the batches sent after it."""
         pending = []
         with self._lock:
             for space in self._spaces:
@@ -203,9 +189,9 @@ class Trace:
         return pending
 
     def _clock(self, index: int) -> tuple[int, int]:
-        """How far the clock of a node is before this one, in nanoseconds, and how wrong that may be.
+        """Return how far a node's clock is ahead of this one, and the error of that, both in nanoseconds.
 
-        The clocks of one host are one: what is less than the error is none.
+        An offset smaller than its error counts as 0: processes on one host share a clock.
         """
         found = []
         with contextlib.suppress(ShoalError):
@@ -307,7 +293,7 @@ def _category(name: str) -> str:
 
 
 def _origins(issued: Issued) -> dict[int, Any]:
-    """Where the program issued the commands of a segment, by their positions among the numbers."""
+    """Map positions among the numbers of a segment to the origins of the commands there."""
     found: dict[int, Any] = {at: origin for at, (_, origin) in issued.made.items()}
     for p, kind, position in issued.commands():
         if kind is not None:

@@ -1,1 +1,1 @@
-"""The log of commands that the master sends to each node, and the replies."""
+"""The log of commands that the master sends to each node, and the handling of replies."""

@@ -1,4 +1,4 @@
-"""A batch: the segments that are sent to a node at once."""
+"""A batch: segments that are sent to a node in one message."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .history import Issued
 from .interrupts import waiting
 from .issuing import Origin, shown
 
-#: seconds between looks at whether memory is sent
+#: seconds between two checks whether the payloads have been read
 _PAUSE = 0.0002
 
 
 def length(payload: Any) -> int:
-    """Bytes of a payload of a segment: a tensor, or a pickle; nothing of None."""
+    """Return the bytes of a payload: a tensor, a pickle, or None (0)."""
     return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
 
 
 class SegmentBatch:
-    """Segments that were sent, until the node has said what became of them.
+    """Segments that were sent, until the node's reply was handled.
 
     Attributes:
-        number: of the batch on its line.
+        number: number of the batch on its connection.
         future: the reply.
-        origins: of each segment, where the program issued its interned calls.
-        origin: where the program waits for its values.
-        size: how many commands.
-        bytes: of the master's tensors that it takes along.
-        values: what was fetched or asked, once it was replied.
+        origins: for each segment, where the program issued its interned calls.
+        origin: where the program waits for the values.
+        size: number of commands.
+        bytes: size of the master's tensors in its payloads.
+        values: values of the reply.
     """
 
     __slots__ = ("bytes", "future", "number", "origin", "origins", "size", "values")
@@ -49,12 +49,12 @@ class SegmentBatch:
 
     @waiting
     def wait_until_read(self) -> None:
-        """Wait until the memory of its payloads may be changed: where it is lent, that is at once."""
+        """Wait until the payloads' memory may be changed; for memory lent to the node that is immediately."""
         while not self.future.done() and reads_arguments(self.future):
             time.sleep(_PAUSE)
 
     def error(self, node: int, failure: OperationFailure) -> RemoteOpError:
-        """The error that the program gets for a failure of one of its commands."""
+        """Return the error to raise for the failure of a command of this batch."""
         where = shown(self._issued(failure))
         text = (
             f"node {node}: {failure.operator}({failure.operands}) failed: {failure.error}\n"

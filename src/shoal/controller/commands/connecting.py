@@ -1,4 +1,4 @@
-"""The calls of a line to its node beside the log, and the mailboxes of further streams."""
+"""Calls to a node outside the log, and the mailboxes of further streams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .line import NodeConnection, Send
 
 
 def connect(line: NodeConnection, peer: Peer, session: str, streams: Any) -> None:
-    """Let a line reach its worker, in a session that has these streams, or None."""
+    """Connect a `NodeConnection` to its worker; `streams` is None until the session has several."""
     line.call = partial(_called, peer, session)
     line.opens = partial(_opened, peer, session, line.index)
     line.ordering = streams
 
 
 def disconnect(line: NodeConnection, why: ShoalError) -> None:
-    """Let a line raise ``why``, and wait for nothing: this is a forked child."""
+    """Make all uses of the node raise `why`, without waiting; for a forked child."""
     line._end(why)
     for each in (line, *line.further):
         each.batches.clear()
@@ -32,6 +32,6 @@ def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Fut
 
 
 def _opened(peer: Peer, session: str, index: int, stream: int) -> Send:
-    """A function that sends the batches of a further stream."""
+    """Open a further stream on the node; return the function that sends its batches."""
     mailbox = peer.call(sessions.open_stream, session, stream, index).wait()
     return partial(peer.over_line(mailbox, sessions.run), session, stream)

@@ -1,4 +1,4 @@
-"""The failures of one node, as the replies of its batches tell them, until the program sees them."""
+"""The failures that a node reported in its replies, until the program has seen them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,23 @@ from ..protocol.commands import OperationFailure
 from ..protocol.naming import node_name
 from .batch import SegmentBatch
 
-#: failures whose texts are kept
+#: number of failures whose errors are kept
 KEPT = 1000
 
 
 class Failures:
-    """The failures of a node, by their numbers; the caller holds the master's lock where it changes them.
-
-    Args:
-        node: its index.
-    """
+    """The failures of node `node` by number; changes need the master's lock."""
 
     def __init__(self, node: int) -> None:
         self._node = node
         self._errors: dict[int, RemoteOpError] = {}
-        #: of failures of which another node knows why: that node, and the number there
+        #: for failures caused by another node's failure: that node, and the failure's number there
         self._elsewhere: dict[int, tuple[int, int]] = {}
         self._unseen: deque[int] = deque(maxlen=KEPT)
         self._alone: deque[int] = deque(maxlen=KEPT)
 
     def add(self, failure: OperationFailure, batch: SegmentBatch) -> None:
-        """A batch has told of a failure, perhaps once more."""
+        """Add a failure that a batch reported; a repeated report is ignored."""
         number = failure.poison
         if number in self._errors or number in self._elsewhere:
             return
@@ -44,39 +40,35 @@ class Failures:
             self._alone.append(number)
 
     def error(self, number: int) -> RemoteOpError | None:
-        """The error of a failure, which stays unseen; None: it is not known."""
+        """Return the error of a failure without marking it as seen; None if unknown."""
         return self._errors.get(number)
 
     def elsewhere(self, number: int) -> tuple[int, int] | None:
-        """The node where it is known why, and the failure's number there; None: here."""
+        """Return the node and number of the failure that caused this one; None if it happened here."""
         return self._elsewhere.get(number)
 
     def unseen(self) -> list[int]:
-        """The failures that were not raised yet, the oldest first."""
+        """Return the failures that were not raised, oldest first."""
         return list(self._unseen)
 
     def first_alone(self) -> int | None:
-        """The oldest failure that was not raised yet and has poisoned no tensor."""
+        """Return the oldest failure that was not raised and poisoned no tensor."""
         return self._alone[0] if self._alone else None
 
     def see_all(self) -> None:
-        """None of them need be raised any more."""
+        """Mark all failures as seen."""
         self._unseen.clear()
         self._alone.clear()
 
     def raised(self, number: int, more: int = 0) -> RemoteOpError:
-        """The error of a failure, to be raised: it is seen from now on.
-
-        Args:
-            more: how many others it stands for.
-        """
+        """Mark a failure as seen and return its error, which mentions `more` other failures."""
         for noted in (self._unseen, self._alone):
             if number in noted:
                 noted.remove(number)
         known = self._errors.get(number)
         if known is None:
             return RemoteOpError(
-                f"node {self._node}: an operation failed so long ago that its text is gone",
+                f"node {self._node}: an operation failed, and its error is no longer stored",
                 node_name(self._node),
             )
         text = f"{known} ({more} more failed after it)" if more else str(known)

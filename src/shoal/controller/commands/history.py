@@ -1,7 +1,7 @@
-"""The last commands of a node's log, as the master keeps them for questions: what made a tensor, and where.
+"""The last commands of a node's log, kept by the master to find the command that made a tensor.
 
-Nothing is written down for it but what is there anyway: a segment's numbers, and the program's line of each
-of its operations.  Both are kept for a while after the node has acknowledged them.
+The history consists of the numbers of each segment and the origin of each operation, which exist anyway and
+are kept for some time after the node acknowledged them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 from ..protocol.commands import FIRST, FREE, KEEP, PUT, RELEASE, SHARE, TAKE, WIDTHS
 from .issuing import Origin, issuing_line
 
-#: operations of a node that are kept after they were acknowledged; each segment and batch counts as one more
+#: acknowledged operations kept per node; each segment and each batch counts as one more
 KEPT = 4096
 
 _MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
-#: commands below FIRST that make a tensor
+#: commands below FIRST that make tensors
 MAKING = frozenset({*_MADE_BY, KEEP})
-#: and those that make or free one
+#: commands below FIRST that make or free tensors
 _NAMING = MAKING | {FREE, RELEASE}
 
 
 class Kind(NamedTuple):
-    """An interned call, as far as it is needed to read a log.
+    """The parts of an interned call that are needed to read a log.
 
     Attributes:
-        operator: ``aten.add.Tensor``.
-        operands, results: how many.
+        operator: such as ``aten.add.Tensor``.
+        operands, results: number of each.
         written: positions of the operands that it writes to.
-        given: spaces of results that are in other ones, whose ids are the last operands.
+        given: spaces of the results in other spaces; their ids are the last operands.
     """
 
     operator: str
@@ -41,13 +41,13 @@ class Kind(NamedTuple):
 
 
 class Issued(list[Any]):
-    """Where the program issued each interned call of a segment; of a program, where it issued each step.
+    """The origin of each interned call of a segment; for a recorded step, the list of its steps' origins.
 
     Attributes:
         space: number of the space.
-        kinds: of its calls, by number.
-        numbers: of the segment, as soon as it is cut.
-        made: by position among the numbers, the operator and the line of commands that make tensors.
+        kinds: kinds of calls, by number.
+        numbers: numbers of the segment, set when it is cut.
+        made: position among the numbers -> description and origin of a command that makes a tensor.
     """
 
     __slots__ = ("kinds", "made", "numbers", "space")
@@ -60,10 +60,9 @@ class Issued(list[Any]):
         self.made: dict[int, tuple[str, Origin | None]] = {}
 
     def commands(self) -> Iterator[tuple[int, Kind | None, int]]:
-        """Each command: its position among the numbers, its kind, and how many interned calls come before.
+        """Yield each command's position, kind (None: not an interned call) and number of earlier calls.
 
-        The kind of a command that is no interned call is None.  Nothing comes after a call that the nodes
-        have forgotten, as nobody knows how long it is.
+        Stops at a call that was forgotten since, because its length is unknown.
         """
         p = calls = 0
         while p < len(self.numbers):
@@ -80,12 +79,12 @@ class Issued(list[Any]):
             p += 1 + kind.operands + kind.results
 
     def note(self, at: int, command: int, asked: str) -> None:
-        """A command that makes a tensor comes to position ``at``."""
+        """Note a command at position `at` that makes a tensor."""
         self.made[at] = _MADE_BY.get(command, asked), issuing_line()
 
 
 def _size(batch: list[Issued]) -> int:
-    """As many operations as it counts for: one that asks for an element has none, and is kept too."""
+    """Return the size of a batch in the history: its operations, plus one per segment and one per batch."""
     return 1 + sum(1 + len(each) for each in batch)
 
 
@@ -93,11 +92,11 @@ class Maker(NamedTuple):
     """The command that made a tensor.
 
     Attributes:
-        operator: in words.
-        origin: where the program issued it; of a program, where it issued the steps.
-        age: operations that were issued after it.
-        pending: whether the node has not acknowledged it.
-        changed: where the program issued the last operation that wrote to the tensor in place, if any.
+        operator: operator or description.
+        origin: where the program issued it; for a recorded step, the origins of its steps.
+        age: number of operations issued after it.
+        pending: True until the node acknowledges it.
+        changed: origin of the last in-place operation on the tensor, if any.
     """
 
     operator: str
@@ -108,31 +107,29 @@ class Maker(NamedTuple):
 
 
 class History:
-    """The segments of a line that were acknowledged, the oldest first."""
+    """The last acknowledged segments of a connection, oldest first."""
 
     def __init__(self) -> None:
         self._batches: deque[list[Issued]] = deque()
         self._size = 0
 
     def add(self, batch: list[Issued]) -> None:
-        """A batch was acknowledged."""
+        """Add the segments of an acknowledged batch."""
         self._batches.append(batch)
         self._size += _size(batch)
         while self._size > KEPT and len(self._batches) > 1:
             self._size -= _size(self._batches.popleft())
 
     def newest_first(self) -> Iterator[Issued]:
-        """The segments."""
+        """Iterate over the segments, newest first."""
         for batch in reversed(self._batches):
             yield from reversed(batch)
 
 
 def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -> Maker | None:
-    """The command that made a tensor; None: it was too long ago.
+    """Return the command that made tensor `id` of a space; None: it is no longer in the history.
 
-    Args:
-        space: number of the space that has the id.
-        pending: segments that are not acknowledged, the newest first.
+    `pending` are the segments that are not acknowledged, newest first.
     """
     after, changed = 0, None
     for waits, segments in ((True, pending), (False, history.newest_first())):
@@ -142,7 +139,7 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
             if found is not None:
                 operator, origin, position = found
                 return Maker(operator, origin, after + len(issued) - position, waits, changed)
-            if gone:  # another stream made the one that has the id now
+            if gone:  # another stream made the tensor that has the id now
                 return None
             after += len(issued)
     return None
@@ -151,10 +148,8 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
 def _search(
     issued: Issued, space: int, id: int
 ) -> tuple[tuple[str, Any, int] | None, Origin | None, bool]:  # fmt: skip
-    """The last command of a segment that made a tensor, the last write to it after that, and whether the id
-    was freed instead.
-
-    The command is its operator, its origin, and how many of the segment's operations came up to it.
+    """Return the last command of a segment that made a tensor, the last write after it, and whether the id
+    was freed instead. The command is: operator, origin, and the number of operations up to and including it.
     """
     numbers, here = issued.numbers, issued.space == space
     found: tuple[str, Any, int] | None = None

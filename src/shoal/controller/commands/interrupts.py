@@ -1,14 +1,14 @@
-"""Ctrl-C while something must not stop halfway.
+"""Ctrl-C in code that must not be interrupted.
 
-While a master is open, a handler in C stands before the program's (cpp/bind/interrupt.cc): it lets a Ctrl-C
-come again a moment later where an exception may not be raised, which is in torch's C++ and in functions that
-are marked here.  A handler that the program sets meanwhile stays; where that is Python's own, which notebooks
-set for each cell, ours goes before it again.
+While a master is open, a C handler (cpp/bind/interrupt.cc) wraps the program's SIGINT handler. Where an
+exception must not be raised, in torch's C++ code and in functions marked here, it raises the signal again a
+moment later. A handler that the program sets meanwhile is kept; Python's own, which notebooks set per cell,
+is wrapped again.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal makes enums of what this gives, for 10 us a call
+import _signal  # type: ignore[import-not-found]  # signal converts results to enums, 10 us per call
 import sys
 import threading
 from collections.abc import Callable
@@ -19,29 +19,29 @@ from ... import _core
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: code of functions: whether a Ctrl-C waits for their end
+#: code of marked functions -> whether a Ctrl-C waits until they return
 _marks: dict[CodeType, bool] = {}
-#: our handler before Python's own
+#: our handler, wrapping Python's default handler
 _usual = _core.guard_interrupts(_signal.default_int_handler, _marks)
 _open = False
-#: IPython's, if the program runs in its cells
+#: the IPython shell, if the program runs in one
 _shell: Any = None
 
 
 def uncut(fn: F) -> F:
-    """Decorates a function that a Ctrl-C does not end while a master is open: it comes after it."""
+    """Decorate a function that Ctrl-C does not interrupt while a master is open; it is handled afterwards."""
     _marks[fn.__code__] = True
     return fn
 
 
 def waiting(fn: F) -> F:
-    """Decorates a function that a Ctrl-C does end, also if an :func:`uncut` one has called it."""
+    """Decorate a function that a Ctrl-C does interrupt, even when called by an :func:`uncut` function."""
     _marks[fn.__code__] = False
     return fn
 
 
 def undisturbed(fn: Callable[[], object]) -> None:
-    """Call ``fn``; a Ctrl-C meanwhile is handled after it, whichever handler there is."""
+    """Call `fn`; a Ctrl-C during the call is handled after it, by any handler."""
     if threading.current_thread() is not threading.main_thread():
         fn()  # Python handles signals in the main thread only
         return
@@ -62,7 +62,7 @@ def undisturbed(fn: Callable[[], object]) -> None:
 
 
 def protect() -> None:
-    """Let no Ctrl-C meet torch's C++, nor what is :func:`uncut`, until :func:`unprotect`."""
+    """Keep Ctrl-C out of torch's C++ code and :func:`uncut` functions until :func:`unprotect`."""
     global _open, _shell
     _open = True
     if threading.current_thread() is threading.main_thread():
@@ -76,7 +76,7 @@ def protect() -> None:
 
 
 def unprotect() -> None:
-    """Undo :func:`protect`; a handler that the program has set meanwhile stays."""
+    """Undo :func:`protect`; a handler that the program set meanwhile is kept."""
     global _open, _shell
     _open = False
     if _shell is not None:

@@ -9,14 +9,14 @@ from types import CodeType
 
 import torch
 
-#: code, and offset of the instruction in it: cheap to take, and a line once somebody asks
+#: code object and instruction offset: cheap to take; converted to a line on demand
 Origin = tuple[CodeType, int]
 
 _INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 
 
 class _Files(dict[str, bool]):
-    """Whether a file is inside, by its name: a code object would be hashed with all its constants."""
+    """Whether a file is inside, by name; hashing a code object would hash all its constants."""
 
     def __missing__(self, name: str) -> bool:
         inside = self[name] = name.startswith(_INSIDE) or name.startswith("<frozen")
@@ -27,12 +27,12 @@ _inside = _Files()
 
 
 def is_inside(code: CodeType) -> bool:
-    """Whether code is torch's or this package's."""
+    """Return whether code belongs to torch or this package."""
     return _inside[code.co_filename]
 
 
 def issuing_line() -> Origin | None:
-    """Where the program is, outside torch and this package."""
+    """Return the innermost position of this thread outside torch and this package."""
     frame = sys._getframe(1)
     code = frame.f_code
     while _inside[code.co_filename]:
@@ -44,7 +44,7 @@ def issuing_line() -> Origin | None:
 
 
 def shown(origin: Origin | None) -> str:
-    """``file.py:12, in train: loss.backward()``."""
+    """Format an origin as ``file.py:12, in train: loss.backward()``."""
     if origin is None:
         return "torch's own thread"
     code, at = origin

@@ -1,6 +1,6 @@
-"""The master's line to one node: batches on their way, their acknowledgement, failures, and the node's loss.
+"""The master's connection to one node: batches, their acknowledgement, failures, and the loss of the node.
 
-:mod:`.space` says what travels on it.
+:mod:`.space` describes the data sent over it.
 """
 
 from __future__ import annotations
@@ -24,54 +24,56 @@ from .issuing import issuing_line
 from .losses import anew, unfinished
 from .parties import OnLine, Watching
 
-#: commands of the first batch after a wait; each further one takes twice as many
+#: commands in the log that trigger the first batch after a wait; each later batch needs twice as many
 FIRST = 32
-#: commands of a batch at most, unless the node is far behind
+#: the maximum of that number; a batch has more commands if the node is far behind
 BATCH = 256
-#: batches that a busy node is sent ahead
+#: number of unacknowledged batches at which commands are held back in the log
 AHEAD = 4
-#: commands that may be ahead of a node before the program waits for it
+#: maximum number of pending commands of a node before the program waits for it
 LIMIT = 65_536
-#: seconds that a command may stay in the log when none comes after it, and while batches go out all the time
+#: seconds that commands stay in the log when no more follow, and while batches are sent all the time
 DELAY, BUSY = 0.001, 0.002
-#: rounds without a command after which the thread that sends what stays in the log goes to sleep
+#: rounds without commands after which the flush thread sleeps until it is woken
 _QUIET = 64
-#: seconds at a time that the thread waits for a busy node: it has to end also if the node never replies
+#: maximum seconds per wait of the flush thread for a busy node: it must end even if the node never replies
 _SLICE = 0.1
-#: bytes of the master's tensors that may be ahead of a node before the program waits for it, but for one
+#: maximum unacknowledged bytes of uploaded tensors, unless it is a single one, before the program waits
 UPLOADS = 64 << 20
-#: bytes of copies from other nodes that may be ahead of a node before the program waits for it
+#: maximum unacknowledged bytes of copies from other nodes before the program waits
 COPIES = 256 << 20
 
-#: sends a batch: segments
+#: sends the segments of a batch; the future is the reply
 Send = Callable[[list[Segment]], Future[Any]]
 
 
 class NodeConnection:
-    """One node, as the master reaches it; each further stream of a node has a line of its own beside it.
+    """The master's connection to one stream of a node.
+
+    The connection of the default stream also has `call`, `opens` and `watch`.
 
     Attributes:
-        index: of the node.
-        lines: of all nodes, this one among them.
-        epoch: how many nodes had the index before.
-        lock: the master's.
-        spaces: that the node holds tensors of.
+        index: index of the node.
+        lines: default-stream connections of all nodes, including this one.
+        epoch: number of earlier workers with this index.
+        lock: the master's lock.
+        spaces: the spaces with tensors on the node.
         open: the space that commands are appended to.
-        lost: why the node cannot be used any more; None: it can.
-        before: why the one cannot that had the index before, if any.
-        batches: that were sent, and are not taken in.
-        accelerators: how many GPUs the node has.
-        within: on which of its devices tensors are made; -1: its processor.
-        failures: of the node, on all of its streams.
-        history: the last operations that the node has acknowledged.
-        sent: how many batches were sent.
-        stream: that it is for.
-        main: the line of the default stream.
-        further: the lines of the other ones.
-        call: calls a function of a session at the node; the line of a default stream has it.
-        opens: gives what sends the batches of a further stream; the line of a default stream has it.
-        ordering: of the streams, for spaces that are made later.
-        watch: hears of batches and waits, while there is a trace; the line of a default stream has it.
+        lost: the error if the node is lost, otherwise None.
+        before: the error of the lost worker that had the index before, if any.
+        batches: batches sent and not yet taken off by :meth:`reap`.
+        accelerators: number of GPUs of the node.
+        within: the device where the node creates tensors; -1: its CPU.
+        failures: failures of all streams of the node.
+        history: the last acknowledged operations.
+        sent: number of batches sent.
+        stream: number of the stream.
+        main: the connection of the node's default stream.
+        further: the connections of the node's other streams.
+        call: calls a function of the session on the node, outside the log.
+        opens: opens a further stream; returns the function that sends its batches.
+        ordering: the order of the streams, for spaces created later.
+        watch: notified of batches and waits while a trace is running.
     """
 
     __slots__ = (
@@ -113,7 +115,7 @@ class NodeConnection:
         self._size = self._ahead = self._bytes = self._copies = 0
         self._worth = FIRST
         self._expected = 0
-        #: bytes of the master's tensors: that the node has not acknowledged, and of these, that are not sent
+        #: bytes of uploaded tensors that the node has not acknowledged, and how many of these are not sent
         self._uploads = self._unsent = 0
         self.sent = 0
         self.stream = stream
@@ -139,7 +141,7 @@ class NodeConnection:
     # -- batches; the caller holds the lock -----------------------------------------------------
 
     def take(self, segment: Segment, origins: Issued, size: int) -> None:
-        """A segment, of ``size`` commands, for the next batch."""
+        """Add a segment of `size` commands to the next batch."""
         if self.lost is None:
             self._outbox.append(segment)
             self._origins.append(origins)
@@ -149,19 +151,19 @@ class NodeConnection:
             self.arm()
 
     def arm(self) -> None:
-        """Have commands that are issued from now on sent, also if none comes after them."""
+        """Wake the flush thread, so that commands are sent even if no more follow."""
         if not self._armed:
             self._armed = True
             self._wake.set()
 
     @property
     def pending(self) -> int:
-        """Commands that the node has not executed, as far as it is known here."""
+        """Number of commands that the node has not acknowledged."""
         return sum(line._ahead + line._waiting for line in (self, *self.further))
 
     @property
     def acknowledged(self) -> int:
-        """How many batches are done."""
+        """Number of acknowledged batches."""
         return self.sent - len(self.batches)
 
     @property
@@ -170,21 +172,21 @@ class NodeConnection:
 
     @property
     def idle(self) -> bool:
-        """Whether the node has acknowledged all that was issued."""
+        """Whether the node has acknowledged everything that was issued."""
         return not self.batches and not self._waiting
 
     def unacknowledged(self) -> list[Issued]:
-        """The segments that the node has not acknowledged, the newest first."""
+        """Return the segments that the node has not acknowledged, newest first."""
         waiting = [each for batch in self.batches for each in batch.origins] + self._origins
         if self.open is not None:
             waiting.append(self.open.uncut())
         return waiting[::-1]
 
     def look(self) -> None:
-        """Send commands if they are worth a batch; wait if there are too many."""
+        """Send commands if there are enough for a batch; wait if too many are pending."""
         self.reap()
         while self.batches and self.main.pending >= LIMIT:
-            with contextlib.suppress(ShoalError):  # the next use hears of it: this command is in the log
+            with contextlib.suppress(ShoalError):  # the next use raises it; this command is in the log
                 self._settle(self.batches[0])
             self.reap()
         if self._waiting >= self._worth and len(self.batches) < AHEAD:
@@ -192,7 +194,7 @@ class NodeConnection:
             self.flush()
 
     def carry(self, bytes: int) -> None:
-        """Count bytes that go to the node next; wait for it if it has too many to take already."""
+        """Count bytes of the next upload; wait while too many are unacknowledged."""
         while self._uploads and self._uploads + bytes > UPLOADS and self.lost is None:
             if not self.batches:
                 self.flush()
@@ -203,7 +205,7 @@ class NodeConnection:
         self._unsent += bytes
 
     def expect(self, bytes: int) -> None:
-        """Count bytes that will come from other nodes; wait for this node if these are too many."""
+        """Count bytes of a copy from another node; wait for this node if there are too many."""
         self._expected += bytes
         self._copies += 1
         if self._expected > COPIES:
@@ -214,7 +216,7 @@ class NodeConnection:
             self._expected = bytes
 
     def flush(self) -> SegmentBatch | None:
-        """Send what is in the log; the last batch that was sent and not replied."""
+        """Send the log; return the last unacknowledged batch, if any."""
         undisturbed(self._flush)
         return self.batches[-1] if self.batches else None
 
@@ -236,7 +238,7 @@ class NodeConnection:
             self.batches[-1].bytes, self._unsent = self._unsent, 0
 
     def flush_asked(self) -> SegmentBatch:
-        """Send what is in the log, with commands that are replied to."""
+        """Send a log with commands that return values; return its batch."""
         batch = self.flush()
         if batch is None:
             raise anew(self.lost or ShoalError(f"node {self.index}: nothing was sent"))
@@ -244,11 +246,11 @@ class NodeConnection:
         return batch
 
     def reap(self) -> None:
-        """Take in the replies that have come."""
+        """Handle the replies received so far."""
         while self.batches and self.batches[0].future.done():
             error = self.batches[0].future.exception()
             if error is not None:
-                self.lose(error)  # which tells of this batch
+                self.lose(error)  # before the batch is removed: its error mentions the batch
             batch = self.batches.popleft()
             self._ahead -= batch.size
             self._uploads -= batch.bytes
@@ -266,9 +268,7 @@ class NodeConnection:
     def answers(self, batch: SegmentBatch) -> list[Any]:
         """Wait for the values of a batch.
 
-        Raises:
-            RemoteOpError: one of them could not be computed, or an operation without results failed.
-            NodeLost: the node died.
+        Raises `NodeLost`, or `RemoteOpError` if one is poisoned or an operation without results failed.
         """
         self.settle(batch)
         alone = self.failures.first_alone()
@@ -277,7 +277,7 @@ class NodeConnection:
         return [self._value(*value) for value in batch.values]
 
     def settle(self, batch: SegmentBatch) -> None:
-        """Wait until a batch and all before it are done."""
+        """Wait for a batch and all before it; raise `NodeLost` if the node is lost."""
         self._settle(batch)
         with self.lock:
             self._worth = FIRST  # the node is idle
@@ -295,7 +295,7 @@ class NodeConnection:
 
     @waiting
     def _await(self, batch: SegmentBatch) -> None:
-        with self.lock:  # the node may wait for what others have not been sent yet
+        with self.lock:  # the node may wait for commands of other nodes that are not sent yet
             for line in self.lines:
                 if line._waiting and line.lost is None:
                     line.flush()
@@ -305,13 +305,13 @@ class NodeConnection:
             except (RpcError, GroupError) as error:
                 with self.lock:
                     self.lose(error)
-                    self.reap()  # or the error would keep the frames of who waited here
+                    self.reap()  # otherwise the error would keep the frames of waiting callers alive
                 raise anew(self.lost or error) from error
             if each is batch:
                 return
 
     def synchronize(self) -> None:
-        """Wait for all that was issued; raise what failed and was not raised yet."""
+        """Wait for everything that was issued; raise a failure that was not raised before."""
         with self.lock:
             batches = [(line, line.flush()) for line in (self, *self.further)]
         for line, batch in batches:
@@ -323,7 +323,7 @@ class NodeConnection:
         self.raise_unseen()
 
     def raise_unseen(self) -> None:
-        """Raise what failed on the node and was not raised yet."""
+        """Raise the oldest failure of the node that was not raised before, if any."""
         with self.lock:
             self.reap()
             unseen = self.failures.unseen()
@@ -332,7 +332,7 @@ class NodeConnection:
                 raise self.failures.raised(unseen[0], len(unseen) - 1)
 
     def stats(self) -> dict[str, int]:
-        """Counts, over all spaces of the node; the caller holds the lock."""
+        """Return counters over all spaces of the node; the caller holds the lock."""
         lines = (self, *self.further)
         for line in lines:
             line.reap()
@@ -356,7 +356,7 @@ class NodeConnection:
     # -- failures --------------------------------------------------------------------------------
 
     def unseen(self) -> list[str]:
-        """The failures that were never raised, in words."""
+        """Return the texts of the failures that were not raised, and mark them as seen."""
         return [str(self.failures.raised(each)) for each in self.failures.unseen()]
 
     def _value(self, kind: str, value: Any) -> Any:
@@ -365,7 +365,7 @@ class NodeConnection:
         failure = OperationFailure(*value)
         with self.lock:
             for line in (self.main, *self.main.further):
-                if line.stream == failure.stream:  # whose batch, with other operations, may not be done yet
+                if line.stream == failure.stream:  # its batch may contain operations that are not done yet
                     batch = next((each for each in line.batches if each.number == failure.batch), None)
                     if batch is not None:
                         self.failures.add(failure, batch)
@@ -376,7 +376,7 @@ class NodeConnection:
         return self.failures.raised(poison) if of is None else self.lines[of[0]].known(of[1], self.index)
 
     def known(self, poison: int, by: int) -> ShoalError:
-        """The failure of this node of which node ``by`` was told; waits until it is known here too."""
+        """Return a failure of this node that node `by` reported; waits until the master has it too."""
         while poison != LOST and self.failures.error(poison) is None:
             with self.lock:
                 lines = (self, *self.further)
@@ -393,7 +393,7 @@ class NodeConnection:
         return anew(self.lost or self.before or NodeLost(lost, node_name(self.index), (self.index,)))
 
     def lose(self, why: BaseException | str) -> None:
-        """Let the node, and the places that it is in, raise NodeLost from now on."""
+        """Mark the node as lost: it and its places raise `NodeLost` from now on."""
         if self.main is not self:
             self.main.lose(why)
         elif self.lost is None and not self._closed:
@@ -414,20 +414,20 @@ class NodeConnection:
     # -- the end ---------------------------------------------------------------------------------
 
     def finish(self, seconds: float) -> None:
-        """Give the node some seconds for what was issued."""
+        """Send the log and wait up to `seconds` for everything that was issued."""
         deadline = time.monotonic() + seconds
         with self.lock:
             batches = [line.flush() for line in (self, *self.further)]
         for batch in batches:
             if batch is not None:
-                with contextlib.suppress(ShoalError):  # it is told by what is asked afterwards
+                with contextlib.suppress(ShoalError):  # reap() handles it
                     batch.future.wait(max(0.0, deadline - time.monotonic()))
         with self.lock:
             for line in (self, *self.further):
                 line.reap()
 
     def close(self, why: ShoalError) -> None:
-        """End the thread; tensors that are used afterwards raise ``why``."""
+        """End the thread; later uses of the node's tensors raise `why`."""
         for line in self.further:
             line.close(why)
         with self.lock:
@@ -437,15 +437,15 @@ class NodeConnection:
         self._thread.join()
 
     def end(self) -> None:
-        """End the thread, and wait for nothing: the stream is not used any more."""
+        """End the thread of an unused stream without waiting for it."""
         self._closed = True
         self._wake.set()
 
     def _flush_late(self) -> None:
-        """Send what stays in the log, after a moment.
+        """Send commands that stay in the log, after a delay.
 
-        The thread looks every millisecond, and is not woken when something happens: to be woken, and to get
-        the interpreter then, costs the program more than a look does.
+        The thread polls every millisecond. Waking it for each command, with the interpreter lock that it then
+        needs, would cost the program more.
         """
         while not self._closed:
             self._wake.wait()
@@ -456,7 +456,7 @@ class NodeConnection:
                 if full is None:
                     time.sleep(pause)
                 else:
-                    with contextlib.suppress(Exception):  # the next use of the node hears of it
+                    with contextlib.suppress(Exception):  # the next use of the node raises it
                         full.future.wait(_SLICE)
                 with self.lock:
                     self.reap()
@@ -465,11 +465,11 @@ class NodeConnection:
                     quiet = 0 if busy or self._waiting else quiet + 1
                     if len(self.batches) >= AHEAD:
                         full = self.batches[0]
-                    elif not busy:  # what the program sends by itself goes without this thread
+                    elif not busy:  # otherwise the program sends batches itself
                         self.flush()
                     sent = self.sent
                     if self.lost is not None or quiet >= _QUIET:
                         self._armed = False
                         if self.open is not None:
-                            self.open.leave()  # which arms it again when it opens
+                            self.open.leave()  # reopening it arms the thread
                         break

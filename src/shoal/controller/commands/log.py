@@ -1,4 +1,4 @@
-"""The log of one stream of a space: commands, ids, segments; :mod:`.space` says how they hang together."""
+"""The log of one stream of a space: commands, ids, segments; :mod:`.space` defines these terms."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .line import NodeConnection
 from .losses import anew
 from .storage import Ordering, Storage
 
-#: how often it is looked what the nodes have done, in commands
+#: number of commands between two polls for acknowledgements
 _LOOK = 32
-#: in the place of the last call and its results
+#: no last call
 _NONE: tuple[int, list[int]] = (-1, [])
 
 
 class CommandListener(Protocol):
-    """Hears of commands; see :class:`shoal.controller.recording.recording.Recording`."""
+    """A listener for commands; see :class:`shoal.controller.recording.recording.Recording`."""
 
     def issued(
         self, space: Any, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
@@ -43,30 +43,30 @@ class CommandListener(Protocol):
 
 
 class CommandLog:
-    """Commands that are appended, and the ids of tensors; a :class:`.space.Space`.
+    """The command log and the tensor ids of a :class:`.space.Space`.
 
     Attributes:
-        number: by which its nodes know it: the index of its device, unless they have had another one there.
+        number: number of the space on its nodes: the device index, or a new one if it replaces a lost space.
         device: ``node:index``.
-        index: of the device.
-        lines: of its nodes.
-        parts: the spaces of its nodes one by one.
-        lock: the master's.
-        freed: ids that nothing holds any more, with their storage if other tensors may show it.
+        index: index of the device.
+        lines: connections to its nodes.
+        parts: the spaces of its single nodes.
+        lock: the master's lock.
+        freed: ids without handles that are not freed yet; with their storage if it may be shared.
         calls: interned calls by key.
-        blanks: the numbers of those that make tensors without elements.
-        kinds: what the numbers of interned calls stand for.
-        lost: why it cannot be used any more; None: it can.
-        over: whether it is lost, and nothing of it is left on nodes that live.
-        within: on which device of its nodes tensors are made; -1: the processor, also where they differ.
-        issued, awaited: operations so far, and those that only the nodes know the results of.
-        missed: calls that were new, so far, by their operators.
-        listener: hears of what is appended, while a step is recorded.
+        blanks: numbers of the calls that make tensors without elements.
+        kinds: interned calls by number.
+        lost: the error if a node is lost, otherwise None.
+        over: True if it is lost and the surviving nodes hold nothing of it.
+        within: the device within its nodes where tensors are created; -1: the CPU, or the nodes differ.
+        issued, awaited: operations so far, and those for which the master waited for the nodes' metadata.
+        missed: number of new calls so far, by operator.
+        listener: notified of commands while a step is recorded.
         size: commands in the log.
-        stream: whose log it is.
-        home: the space that has the tensors, of which this is the log of a further stream; else itself.
-        ordering: of the streams; None: there is only the default one.
-        resting: ids that several streams were told to release, until they have: with lines and batches.
+        stream: number of the stream.
+        home: the space that has the tensors, if this is the log of a further stream; else itself.
+        ordering: the order of the streams; None: there is only the default stream.
+        resting: ids that several streams release, with the connections and batches to wait for.
         rested: ids that any stream may use.
     """
 
@@ -137,15 +137,15 @@ class CommandLog:
         origin: Origin | list[Origin | None] | None = None,
         steps: int = 1,
     ) -> list[int]:
-        """Append an interned call; the ids of its results.
+        """Append an interned call; return the ids of its results.
 
         Args:
-            number: of the call.
-            ids: of its operands.
-            scalars: its numbers.
-            results: how many.
-            origin: where the program issued it; of a recorded step, where each of its operations.
-            steps: how many operations it is.
+            number: number of the call.
+            ids: ids of its operands.
+            scalars: its scalars.
+            results: number of results.
+            origin: where the program issued it; for a recorded step, the origin of each operation.
+            steps: number of operations it stands for.
         """
         if not self._open:
             self._enter()
@@ -167,7 +167,7 @@ class CommandLog:
             origins.append(origin or issuing_line())
             if self.listener is not None:
                 self.listener.issued(self, number, ids, made, scalars, origins[-1])
-        except BaseException:  # a Ctrl-C leaves no half of a command
+        except BaseException:  # a Ctrl-C must not leave half a command
             del numbers[before[0] :], values[before[1] :], origins[before[2] :]
             raise
         self.issued += steps
@@ -175,22 +175,22 @@ class CommandLog:
         try:
             self._appended(steps)
         except BaseException:  # a Ctrl-C while the program waits for the node
-            self.freed.extend(made)  # they get no handles
+            self.freed.extend(made)  # they will get no handles
             raise
         if self._sync:
             self._acknowledged(made)
         return made
 
     def _acknowledged(self, made: list[int]) -> None:
-        """Wait until the nodes have done what was issued; raise what failed."""
+        """Wait until the nodes have done everything that was issued; raise failures."""
         try:
             self.synchronize()
         except BaseException:
-            self.freed.extend(made)  # they get no handles
+            self.freed.extend(made)  # they will get no handles
             raise
 
     def new_id(self) -> int:
-        """An id that no tensor has."""
+        """Return an unused id."""
         if not self._open:
             self._enter()
         if self.freed:
@@ -198,7 +198,7 @@ class CommandLog:
         return self._ids.pop() if self._ids else self._new_id()
 
     def _command(self, *numbers: int, made: Sequence[int] = ()) -> None:
-        """Append a command, which makes tensors with these ids."""
+        """Append a command that makes tensors with the ids `made`."""
         self._append(numbers)
         try:
             self._appended()
@@ -217,7 +217,7 @@ class CommandLog:
         self._numbers.fromlist(list(numbers))
 
     def _payload(self, value: Any) -> int:
-        """The index of a payload of the next command, which must not be cut off from it."""
+        """Add a payload for the next command; return its index. The two must be in one segment."""
         if not self._open:
             self._enter()
         self._payloads.append(value)
@@ -234,9 +234,9 @@ class CommandLog:
             undisturbed(partial(self.ordering.free, self.home))
             return
         while self.freed:
-            id: int = self.freed[0]  # type: ignore[assignment]  # it comes without a storage
+            id: int = self.freed[0]  # type: ignore[assignment]  # without storage: there is one stream
             self._numbers.fromlist([FREE, id])
-            # A Ctrl-C in between frees it once more, which does nothing.
+            # A Ctrl-C before popleft() frees the id twice, which is harmless.
             self.size += 1
             self.freed.popleft()
             self._ids.append(id)
@@ -252,15 +252,15 @@ class CommandLog:
         for line in self.lines:
             line.look()
 
-    # -- several streams; undisturbed, for ``tensor/ordering.py`` ----------------------------------
+    # -- several streams; called with Ctrl-C deferred, by ``tensor/ordering.py`` --------------------
 
     @property
     def position(self) -> int:
-        """How many numbers were appended."""
+        """Number of numbers appended so far."""
         return self._past + len(self._numbers)
 
     def note(self, *numbers: int) -> None:
-        """Append a command, and send nothing."""
+        """Append a command without sending."""
         self._last = _NONE
         if not self._open:
             self._enter()
@@ -268,7 +268,7 @@ class CommandLog:
         self.size += 1
 
     def append(self, number: int, ids: list[int], scalars: list[float], results: int) -> list[int]:
-        """Append an interned call, as :meth:`issue` does, and send nothing."""
+        """Append an interned call, as :meth:`issue` does, without sending."""
         made = [self._ids.pop() if self._ids else self._new_id() for _ in range(results)]
         self.note(number, *ids, *made)
         self._scalars.fromlist(scalars)
@@ -281,7 +281,7 @@ class CommandLog:
         return made
 
     def appended(self, made: list[int]) -> None:
-        """An interned call is in the log."""
+        """Send if due, after :meth:`append` added a call with results `made`."""
         try:
             self.look()
         except BaseException:  # a Ctrl-C while the program waits for the node
@@ -291,13 +291,13 @@ class CommandLog:
             self._acknowledged(made)
 
     def look(self) -> None:
-        """Send what was appended, if it is time."""
+        """Count a command; poll and send if due."""
         self._ticks += 1
         if self._ticks >= _LOOK:
             self._look()
 
     def drop(self, command: int, id: int, *count: int) -> None:
-        """Append a command that frees an id, without opening."""
+        """Append a command that frees an id, without opening the space."""
         self._numbers.fromlist([command, id, *count])
         self.size += 1
         if command == FREE:
@@ -308,10 +308,10 @@ class CommandLog:
     # -- segments --------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Open, so that commands may be appended."""
+        """Open the space, so that commands may be appended."""
         if self.lost is None:
             undisturbed(self._become_open)
-        if self.lost is not None:  # perhaps since a moment: whoever loses a line holds no lock
+        if self.lost is not None:  # checked again: lose() may run without the lock
             self._open = False
             raise anew(self.lost)
 
@@ -325,7 +325,7 @@ class CommandLog:
         self._open = True
 
     def leave(self) -> None:
-        """Close: what comes next on a line may be another space's, and name tensors of this one."""
+        """Close the space: the next commands on a connection may be another space's and use its tensors."""
         self._last = _NONE
         self.cut()
         self._open = False
@@ -334,15 +334,15 @@ class CommandLog:
                 line.open = None
 
     def lose(self, why: ShoalError) -> None:
-        """One of its nodes is lost; the caller may have no lock."""
+        """Mark the space as lost with one of its nodes; the caller need not hold the lock."""
         self.lost = self.lost or why
         self._open = False
 
     def cut(self) -> None:
-        """Make a segment of the log and of what was freed, for each line; undisturbed."""
+        """Make a segment of the log and the frees, for each connection; called with Ctrl-C deferred."""
         for line in self.lines:
             if line.open is not None and line.open is not self:
-                line.open.cut()  # it may use what is freed here
+                line.open.cut()  # it may use tensors that are freed here
         if self.freed:
             self._free()
         if not self.size:
@@ -357,19 +357,19 @@ class CommandLog:
         self._origins, self.size = Issued(self.number, self.kinds), 0
 
     def uncut(self) -> Issued:
-        """Its next segment, as far as it is."""
+        """Return the origins of the next segment so far."""
         self._origins.numbers = self._numbers
         return self._origins
 
-    # -- what is sent ----------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send what is in the log."""
+        """Send the log."""
         for line in self.lines:
             line.flush()
 
     def synchronize(self) -> None:
-        """Wait for all that was issued to its nodes; raise what failed and was not raised yet."""
+        """Wait for everything issued to its nodes; raise a failure that was not raised before."""
         with self.lock:
             self.flush()
         for line in self.lines:
@@ -377,12 +377,12 @@ class CommandLog:
 
     @property
     def tensors(self) -> int:
-        """How many tensors it has."""
+        """Number of its tensors."""
         unused = len(self.rested) + len(self.resting) + sum(len(each._ids) for each in (self, *self.further))
         return self._high - unused - len(self.freed)
 
     def used(self) -> bool:
-        """Whether one of its nodes lives and may have something of it, or do something for it."""
+        """Return whether a surviving node may have tensors or commands of the space."""
         if self.over:
             return False
         lines = [line for log in (self, *self.further) for line in log.lines if line.lost is None]
@@ -390,7 +390,7 @@ class CommandLog:
         return bool(lines and left)
 
     def end(self) -> None:
-        """Mark a lost space as over: ids that the program frees from now on are dropped."""
+        """End a lost space: ids that the program frees from now on are ignored."""
         self.over = True
         for log in (self, *self.further):
             log.freed = deque(maxlen=0)

@@ -1,4 +1,4 @@
-"""The error of a lost node: what the node did last, as far as the master tells, and how it is raised."""
+"""The error of a lost node, with the last operations of the node known to the master."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from .issuing import shown
 
 
 def anew(error: ShoalError) -> ShoalError:
-    """An equal error, to be raised: one that is kept and raised again and again keeps the frames, and so the
-    tensors, of all who met it."""
+    """Return a copy of a stored error to raise: the stored one would keep all callers' frames and tensors."""
     return copy.copy(error)
 
 
 def lost_by(line: Any, error: ShoalError) -> ShoalError:
-    """The error to raise where a call to the node of a line failed, which counts as lost from now on."""
+    """Mark the node as lost after a failed call; return the error to raise."""
     with line.lock:
         line.main.lose(error)
         return anew(line.main.lost or error)
 
 
 def unfinished(batches: Iterable[SegmentBatch], history: History, stream: int) -> str:
-    """The first operation that a stream of a node had not acknowledged, in a line; of the default stream the
-    last one that it had, if there is none.
+    """Describe the first operation that a stream had not acknowledged, else the default stream's last one.
 
-    Any thread may ask.
+    Thread-safe.
     """
     waiting = [each for batch in list(batches) if not _is_done(batch) for each in batch.origins]
     where = f"stream {stream} of it" if stream else "it"
@@ -45,8 +43,8 @@ def unfinished(batches: Iterable[SegmentBatch], history: History, stream: int) -
     with suppress(RuntimeError):  # another thread adds to it
         for issued in history.newest_first():
             for operator, origin, _ in reversed(list(_operations(issued))):
-                done = "it had done all operations that it was sent"
-                return f"{done}, at last {operator}, issued at {_shown(origin)}"
+                done = "it had done all operations sent to it"
+                return f"{done}; the last was {operator}, issued at {_shown(origin)}"
     return ""
 
 
@@ -55,7 +53,7 @@ def _is_done(batch: SegmentBatch) -> bool:
 
 
 def _operations(issued: Issued) -> Iterator[tuple[str, Any, int]]:
-    """Operators of a segment, where the program issued them, and how many come after them."""
+    """Yield each operation of a segment: operator, origin, number of operations after it."""
     for p, kind, position in issued.commands():
         if kind is not None:
             yield kind.operator, issued[position], len(issued) - position - 1

@@ -1,4 +1,4 @@
-"""Protocols of the spaces whose commands a line carries, and of a trace."""
+"""Protocols of the spaces and the trace that a `NodeConnection` works with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .history import Issued
 
 
 class OnLine(Protocol):
-    """A space, as its lines see it; :class:`.space.Space` says what each part is."""
+    """The interface of a space for its connections; see :class:`.space.Space`."""
 
     number: int
     lines: tuple[Any, ...]
@@ -43,7 +43,7 @@ class OnLine(Protocol):
 
 
 class Watching(Protocol):
-    """Hears of the lines of a node; see :class:`shoal.controller.api.trace.NodeTrace`."""
+    """The interface of a trace for connections; see :class:`shoal.controller.api.trace.NodeTrace`."""
 
     def sent(self, stream: int, batch: SegmentBatch, begun: int) -> None: ...
 

@@ -1,29 +1,27 @@
-"""A space of tensors, as the master keeps it: its ids, its interned calls, and its log.
+"""The master's half of a space: ids of tensors, interned calls, and the command log.
 
-The words of the mode's order, and how they hang together:
+Terms:
 
-- A *space* is a set of ids with the tensors that they name, the calls that are interned for them, and the log
-  of the commands on them.  Each node has one; a place of several nodes has one, which each of these nodes
-  holds with tensors of its own.  A command is encoded once, however many nodes execute it.
-- A *line* (:mod:`.line`) is the master's connection to one node, over which the commands of all spaces of
-  that node go.
-- A line has at most one *open* space.  A space that gets a command opens on all its lines, and closes those
-  that were open there; so each node gets its commands in the order of the program, whatever spaces they are
-  of.  Spaces that share no node do not close each other.
-- A *segment* is what a space's log holds when it is cut: because another space opens on one of its lines, or
-  because a line sends what it has.  It is a tuple, as the node takes it::
+- A *space* is a set of tensor ids, the calls interned for them, and the log of commands on them. Each node
+  has a space. A place of several nodes has one, too; each of its nodes holds its own part of the tensors. A
+  command is encoded once for all nodes of the space.
+- A *connection* (:mod:`.line`) to a node carries the commands of all spaces of that node.
+- A connection has at most one *open* space. A space that gets a command opens on all its connections and
+  closes the spaces open there, so each node gets its commands in the order of the program, across spaces.
+  Spaces that share no node do not close each other.
+- A *segment* is the part of a log that is cut when another space opens on one of the connections, or when a
+  connection sends. Each connection of the space gets it. It is a tuple::
 
       space, stream, numbers, scalars, high, payloads
 
-  ``space`` is the space's number, ``stream`` is 0, ids are below ``high``, and ``protocol/commands.py`` says
-  what the numbers mean.  Each line of the space gets the segment into its outbox.
-- A *batch* is the segments of an outbox, sent as one call; the reply acknowledges it.
+  ``space`` and ``stream`` are numbers, ids are below ``high``; ``protocol/commands.py`` defines the numbers.
+- A *batch* is the segments that a connection sends in one call; the reply acknowledges it.
 
-A command that concerns several spaces is a command in the log of each.  An answer of a node (``FETCH``,
-``ASK``, ``STATE``) comes with the reply of the batch, so it belongs to a line.
+A command on several spaces is in the log of each. Values for the master (``FETCH``, ``ASK``, ``STATE``) are
+part of the batch's reply, one per connection.
 
-All of this happens under the master's lock.  An id is free for another tensor as soon as its FREE is in the
-log, since a node executes the log in order.
+All of this happens under the master's lock. An id can be reused as soon as its FREE is in the log, because a
+node executes the log in order.
 """
 
 from __future__ import annotations
@@ -48,13 +46,13 @@ from .losses import anew
 
 
 class Space(CommandLog):
-    """The tensors of one node, or of a place of several; :class:`.log.CommandLog` has its attributes."""
+    """The tensors of one node or of a place of several; :class:`.log.CommandLog` documents the attributes."""
 
     __slots__ = ()
     parts: tuple[Space, ...]
 
     def put(self, tensor: torch.Tensor, blank: int | None = None) -> int:
-        """Send a tensor, of which the caller gives a copy, perhaps in the place of a blank one; its id."""
+        """Send a tensor, a copy made by the caller; return its id. `blank`: id of an empty tensor to fill."""
         for line in self.lines:
             line.carry(tensor.nbytes)
         id = self.new_id() if blank is None else blank
@@ -62,36 +60,36 @@ class Space(CommandLog):
         return id
 
     def expect(self, bytes: int) -> None:
-        """Count bytes that will come from other nodes; wait for its nodes if these are too many."""
+        """Count bytes of a copy from other nodes; wait for the nodes if there are too many."""
         for line in self.lines:
             line.expect(bytes)
         if self.listener is not None:
             self.listener.awaits(self, bytes)
 
     def is_blank(self, id: int) -> bool:
-        """Whether the last command made this tensor, without elements."""
+        """Return whether the last command made this tensor, without elements."""
         number, made = self._last
         return number in self.blanks and made == [id]
 
     def program(self, recipe: tuple[Any, ...]) -> None:
-        """Tell the nodes of a recorded step."""
+        """Send the program of a recorded step."""
         pickled = pickle.dumps(recipe)
         self._command(PROGRAM, self._payload(pickled))
 
     def erase(self, number: int) -> None:
-        """Let the nodes forget a recorded step."""
+        """Erase the program of a recorded step on the nodes."""
         self._command(ERASE, number)
 
     def define(self, definition: tuple[Any, ...]) -> None:
-        """Tell the nodes of a call; raises what pickling raises before anything is in the log."""
+        """Send the definition of a call; pickling errors are raised before the log changes."""
         pickled = pickle.dumps(definition)
         self._command(DEFINE, self._payload(pickled))
 
     def forget(self) -> None:
-        """Forget all interned calls, here and there."""
+        """Forget all interned calls, here and on the nodes."""
         self.calls.clear()
         self.blanks.clear()
-        undisturbed(self.cut)  # the numbers stand for other calls from now on
+        undisturbed(self.cut)  # the numbers will be reused for other calls
         self.kinds = {}
         self._origins = Issued(self.number, self.kinds)
         self._command(FORGET)
@@ -102,13 +100,13 @@ class Space(CommandLog):
             self._command(SEED, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
 
     def keep(self, position: int) -> int:
-        """Keep a tensor of what was asked last; its id."""
+        """Keep a result of the last ASK; return its id."""
         id = self.new_id()
         self._command(KEEP, id, position, made=[id])
         return id
 
     def share(self, id: int, other: Space) -> int:
-        """Name a tensor of another space here too, on the nodes of this one; its id here."""
+        """Share a tensor of another space on the nodes of this one; return its id here."""
         if other.lost is not None and not set(self.lines) <= set(other.lines):
             raise anew(other.lost)
         new = self.new_id()
@@ -116,15 +114,11 @@ class Space(CommandLog):
         return new
 
     def give(self, id: int, other: Space, new: int) -> None:
-        """Name a tensor of this space in another one too, on the nodes of this one."""
+        """Share a tensor of this space with another one, as id `new`, on the nodes of this space."""
         self._command(SHARE, self.number, id, other.number, new)
 
     def part(self, node: int | str | torch.device) -> Space:
-        """The space of one of its nodes.
-
-        Raises:
-            UsageError: it is none of them.
-        """
+        """Return the space of one of its nodes; raises `UsageError` for any other node."""
         index: int | None = None
         if isinstance(node, int):
             index = node
@@ -141,14 +135,14 @@ class Space(CommandLog):
         return named("node", (line.index for line in self.lines))
 
     def ambiguous(self) -> UsageError:
-        """The error for a program that wants one tensor of a place of several nodes."""
+        """Return the error for an operation that needs one tensor, not one per node."""
         return UsageError(
             f"a tensor on {self.device} has elements on each of {self.nodes}: "
-            f"x.on({self.lines[0].index}) is one node's part, and mean(x) of its place the mean of all"
+            f"use x.on({self.lines[0].index}) for one node's part, or place.mean(x) for the mean of all"
         )
 
     def asked(self, command: int, payload: Any, *numbers: int) -> Callable[[], Any]:
-        """Send a command that its one node replies to; a function that waits for the reply and returns it."""
+        """Send a command with a reply to its only node; return a function that waits for the reply."""
         with self.lock:
             if self.ordering is not None:
                 self.ordering.fence(self)
@@ -158,12 +152,12 @@ class Space(CommandLog):
         return lambda: line.answers(batch)[0]
 
     def send(self, *command: int) -> None:
-        """Append a command that has no reply."""
+        """Append a command without a reply."""
         with self.lock:
             self._command(*command)
 
     def take(self, command: int, *numbers: int) -> int:
-        """Append a command that makes a tensor; the tensor's id."""
+        """Append a command that makes a tensor; return its id."""
         id = self.new_id()
         self._command(command, id, *numbers, made=[id])
         if self.ordering is not None:
@@ -171,12 +165,12 @@ class Space(CommandLog):
         return id
 
     def send_asked(self, *command: int) -> list[tuple[NodeConnection, SegmentBatch]]:
-        """Append and send a command that is replied to; the caller holds the lock."""
-        # No look at the lines, which may send it: ids that are freed then are a batch of their own,
-        # and that one would be waited for.
+        """Append and send a command with a reply; the caller holds the lock."""
+        # Does not poll the connections: that may send the command, and ids freed afterwards would be a batch
+        # of their own, which would be waited for.
         self._append(command)
         self.size += 1
-        # As whoever asks flushes under the lock, no other values are in the batches.
+        # Each such command is flushed under the lock, so the batches contain no other values.
         return [(line, line.flush_asked()) for line in self.lines]
 
     def ask(
@@ -187,10 +181,9 @@ class Space(CommandLog):
         ids: list[int],
         scalars: Sequence[float],
     ) -> Any:
-        """Run an operator now; its results, with metadata in the place of tensors.
+        """Run an operator and wait for its results, with metadata instead of tensors.
 
-        Raises:
-            UsageError: its nodes give different ones.
+        Raises `UsageError` if the nodes return different results.
         """
         question = pickle.dumps((operator, args, kwargs, ids, scalars))
         self._asking = operator.replace("::", ".")
@@ -202,13 +195,13 @@ class Space(CommandLog):
             if answer != answers[0]:
                 first, one, other = self.lines[0].index, answer_in_words(answers[0]), answer_in_words(answer)
                 raise UsageError(
-                    f"{operator}: a tensor on {self.device} must be alike on all of its nodes, and this is "
-                    f"{one} on node {first}, and {other} on node {line.index}; use x.on({first})"
+                    f"{operator}: a result on {self.device} must be alike on all of its nodes, but is "
+                    f"{one} on node {first} and {other} on node {line.index}; use x.on({first})"
                 )
         return answers[0]
 
     def random_state(self, state: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The state of the random generator of a node, or set it."""
+        """Return the state of a node's random generator, or set it."""
         with self.lock, self._drawing():
             if state is not None:
                 self._command(STATE, self._payload(state))
@@ -217,18 +210,14 @@ class Space(CommandLog):
         return line.answers(batch)[0]  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[None]:
-        """Use the random generators, after what other streams did with them."""
+        """Return a context manager that orders uses of the random generators across streams."""
         if self.ordering is None:
             return nullcontext()
         return self.ordering.using(self, (), (), self.ordering.generators(self))
 
 
 class Branch(Space):
-    """The log of a further stream for a space, which has the tensors.
-
-    Attributes:
-        holders: how many of the program's streams it is.
-    """
+    """The log of a further stream of a space; `holders` is the number of `Stream` objects that share it."""
 
     __slots__ = ("holders",)
 
@@ -242,14 +231,13 @@ class Branch(Space):
 
     @property
     def tensors(self) -> int:
-        """They are counted with its home."""
+        """Zero: the tensors are counted in the home space."""
         return 0
 
 
 def apart(*homes: Space) -> AbstractContextManager[None]:
-    """Append commands that nodes execute together, or on memory that nobody knows, apart from other streams.
-
-    The caller holds the lock.
+    """Return a context manager for commands that must not overlap other streams: collectives, or commands on
+    memory that is not tracked. The caller holds the lock.
     """
     streams = homes[0].ordering
     return nullcontext() if streams is None else streams.apart(*homes)

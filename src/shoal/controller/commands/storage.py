@@ -1,4 +1,4 @@
-"""Memory that tensors of nodes show, and what keeps the order of its use by several streams."""
+"""Memory of tensors on nodes, and its uses by several streams."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Space: TypeAlias = Any
 
 
 class Past:
-    """The uses of a memory, as far as other streams must know of them.
+    """The uses of a storage that other streams may have to wait for.
 
     Attributes:
-        written: the log of the last command that wrote to it, and its position after that; None: of the
-            default stream, before there were others.
-        uses: position after the last use of each log since then.
+        written: the log of the last command that wrote to it, and the position after that command; None: it
+            was in the default stream, before there were others.
+        uses: for each log, the position after its last use since then.
         users: logs that ever used it.
-        views: further tensors that show it, by space and id: the log and the position that made each.
+        views: further tensors in it, by space and id: the log and position that made each.
     """
 
     __slots__ = ("users", "uses", "views", "written")
@@ -31,11 +31,7 @@ class Past:
 
 
 class Storage:
-    """Memory that tensors of nodes show.
-
-    Attributes:
-        joined: the one that took its place, when a place got it with that of other nodes.
-    """
+    """The memory of one or more tensors; `joined` is the storage of a place that replaced it, if any."""
 
     __slots__ = ("_past", "joined")
 
@@ -45,16 +41,16 @@ class Storage:
 
     @property
     def past(self) -> Past:
-        """The uses of this memory, kept once there are several streams."""
+        """The uses of this memory, recorded once there are several streams."""
         if self._past is None:
             self._past = Past()
         return self._past
 
 
 def merged(storages: Sequence[Storage]) -> Storage:
-    """One storage in the place of several, which may be the same memory.
+    """Merge storages that may be the same memory into one.
 
-    All that was issued on them must be before whatever comes, as it is after :meth:`Ordering.apart`.
+    All commands on them must precede later ones, as after :meth:`Ordering.apart`.
     """
     first, *others = dict.fromkeys(storages)
     for each in others:
@@ -65,7 +61,7 @@ def merged(storages: Sequence[Storage]) -> Storage:
 
 
 class Ordering(Protocol):
-    """Which streams wait for which, as spaces and tensors see it; ``tensor/ordering.py`` does it."""
+    """The interface of the stream order for spaces and tensors; ``tensor/ordering.py`` implements it."""
 
     def free(self, home: Space) -> None: ...
 

@@ -1,6 +1,5 @@
-"""The half of the mode that runs in the process of a node.
+"""The half of the mode that runs in a node's process; it does not import the master's half.
 
-A master calls the functions of :mod:`.sessions`, and :mod:`.execute` does what its log says.  ``functions``,
-``history``, ``loader`` and ``trace`` have the names of the master's modules whose other halves they are.
-Nothing in here imports the master's half.
+The master calls the functions of :mod:`.sessions`; :mod:`.execute` executes its log. ``functions``,
+``history``, ``loader`` and ``trace`` are the counterparts of the master's modules with the same names.
 """

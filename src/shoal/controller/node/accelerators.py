@@ -1,4 +1,4 @@
-"""The GPUs of a node's process, as torch sees them: what a node offers beside its processor."""
+"""The GPUs of a node's process, and the device where the node creates tensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,17 @@ def _kind() -> str | None:
 
 
 def count() -> int:
-    """How many GPUs there are."""
+    """Return the number of GPUs."""
     return torch.accelerator.device_count() if _kind() is not None else 0
 
 
 def choose(device: str) -> None:
-    """Say on which device the tensors are made that this process holds as a node: "cpu", or "cuda:1".
-
-    Raises:
-        UsageError: there is no such device here.
-    """
+    """Set the device where this node creates tensors, such as "cpu" or "cuda:1"; raises `UsageError`."""
     global _chosen
     try:
         wanted = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"{device!r} is no device: cpu, or a GPU such as cuda:0") from None
+        raise UsageError(f"{device!r} is not a device: expected cpu, or a GPU such as cuda:0") from None
     if wanted.type == "cpu":
         _chosen = -1
         return
@@ -46,29 +42,29 @@ def choose(device: str) -> None:
 
 
 def chosen() -> int:
-    """The device on which tensors are made; -1: the processor."""
+    """Return the index of the GPU where tensors are created; -1: the CPU."""
     return _chosen
 
 
 def device(index: int) -> torch.device:
-    """The GPU of this index; -1: the processor."""
+    """Return the GPU of this index; -1: the CPU."""
     return torch.device("cpu") if index < 0 else torch.device(_kind() or "cuda", index)
 
 
 def seed(number: int) -> None:
-    """Seed the random generators of the processor and of all GPUs."""
+    """Seed the random generators of the CPU and all GPUs."""
     torch.default_generator.manual_seed(number)
     if count():
         _module().manual_seed_all(number)
 
 
 def random_state() -> torch.Tensor:
-    """The states of the random generators: the processor's, and those of the GPUs after it."""
+    """Return the concatenated states of the random generators: the CPU, then the GPUs."""
     return torch.cat(_states())
 
 
 def set_random_state(state: torch.Tensor) -> None:
-    """Set what :func:`random_state` gave."""
+    """Restore a state that :func:`random_state` returned."""
     first, *others = torch.split(state, [len(each) for each in _states()])
     torch.default_generator.set_state(first.clone())
     for index, each in enumerate(others):

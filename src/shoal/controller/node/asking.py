@@ -1,4 +1,4 @@
-"""Operations whose results only the node can tell: it runs them at once, and tells of what they give."""
+"""Operations whose result metadata only the node can determine: it runs them and replies with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .growing import let_grow
 def run_asked(
     operator: str, args: list[Any], kwargs: dict[str, Any], others: Callable[[], list[Any]]
 ) -> tuple[list[torch.Tensor], Any]:
-    """Run an operator, which may give its operands of ``out=`` another shape.
+    """Run an operator, which may change the shape of its ``out=`` operands.
 
     Args:
-        others: gives all tensors of the node.
+        others: returns all tensors of the node.
 
     Returns:
-        tensors: those that it wrote to, of which the operands themselves are left as they were, and what it
-            gives.
-        answer: its result with ``("tensor", metadata)`` in the place of a tensor, or ``("written", index)``;
-            if it writes to tensors, a list of that and of their metadata.
+        tensors: detached aliases of the operands that it wrote to (the operands keep their metadata), then
+            the results.
+        answer: the result with ``("tensor", metadata)`` or ``("written", index)`` for each tensor; if it
+            writes to tensors, a list of this and their metadata.
 
     Raises:
-        Exception: what the operator raises.
-        UnsupportedOperation: a result is no dense tensor.
+        Exception: raised by the operator.
+        UnsupportedOperation: a result is not a dense tensor.
     """
     run = function(operator)
     tensors: list[torch.Tensor] = []
@@ -53,7 +53,7 @@ def run_asked(
             return ("list", [tell(each) for each in value])
         return ("constant", value)
 
-    places = written_by(operator) or frozenset()  # an unknown one says so when it is called
+    places = written_by(operator) or frozenset()  # an unknown operator raises when it is called
     args = [given(each) if i in places else each for i, each in enumerate(args)]
     kwargs = {name: given(each) if name in places else each for name, each in kwargs.items()}
     count = len(tensors)

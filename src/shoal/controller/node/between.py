@@ -1,8 +1,7 @@
-"""Operators of torch that concern several nodes, ``shoal_node::...``, as each node executes them.
+"""Copies and collectives between nodes as torch operators, ``shoal_node::...``.
 
-They are operators so that the master interns and records them like every other one, knows their results, and
-names the line that issued one that fails.  ``members`` are the nodes that take part, in the order of their
-ranks; ``session`` is the name of the master's session.
+As operators they are interned, recorded and traced to a program line like all others. ``members`` are the
+participating nodes in the order of their ranks; ``session`` is the name of the master's session.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ..protocol.commands import Definition, Template
 from . import peers, teams
 
-#: beginning of the operators' names
+#: namespace of the operators
 NAMESPACE = "shoal_node"
-#: reductions by the names that programs use
+#: reductions by their public names
 REDUCTIONS: dict[str, ReduceOp] = {"sum": SUM, "avg": AVG, "product": PRODUCT, "min": MIN, "max": MAX}
 
 _TEAM = "int[] members, int base, str session"
@@ -37,7 +36,7 @@ def _operator(schema: str) -> Callable[[Fn], Fn]:
     return mark
 
 
-# -- copies: `routes` are triples of a sender, a receiver and their channel ---------------------------------
+# -- copies: `routes` are triples of sender, receiver and channel --------------------------------------------
 
 
 @_operator("send(Tensor x, int[] routes, str session) -> ()")
@@ -88,7 +87,7 @@ def _all_reduce(x: torch.Tensor, op: str, members: Sequence[int], base: int, ses
 
 @_operator(f"average_(Tensor(a!)[] tensors, {_TEAM}) -> ()")
 def _average(tensors: Sequence[torch.Tensor], members: Sequence[int], base: int, session: str) -> None:
-    """One message for all tensors of a dtype, in memory that the group reduces without copies."""
+    """Use one all-reduce per dtype, in memory of the group that is reduced without copies."""
 
     def body(group: ProcessGroup) -> None:
         for dtype in dict.fromkeys(each.dtype for each in tensors):
@@ -137,18 +136,14 @@ def _mean(x: torch.Tensor, members: Sequence[int], base: int, session: str) -> t
     return out
 
 
-# -- tensors that are not there --------------------------------------------------------------------
+# -- poisoned operands -----------------------------------------------------------------------------
 
 
 def take_part(definition: Definition, number: int, of: tuple[int, int] | None) -> None:
-    """Tell the nodes that count on this one in a call whose operand is poisoned.
+    """Send the poison of an operand to the other nodes of a copy or collective, which would otherwise wait.
 
-    Args:
-        number: of the failure here.
-        of: the node where it is known why, and its number there; None: here.
-
-    Raises:
-        Exception: what such a call raises.
+    `number` is the failure on this node, `of` the node and number of its cause (None: it happened here).
+    Raises as the call itself does.
     """
     named = definition.operator.removeprefix(f"{NAMESPACE}::")
     given = [_constant(each) for each in definition.args]

@@ -1,7 +1,7 @@
-"""Checks of what an operator of linear algebra has made, which spoil that where they fail.
+"""Checks of linear algebra results that poison the results if they fail.
 
-Torch's own check has no result, and takes the operator's report alone: a factor of a matrix that has none
-would keep its elements.
+Torch's own check has neither results nor the checked tensors as operands, so its failure would leave e.g. the
+factor of a matrix that cannot be factorized unpoisoned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ...common.uncompiled import uncompiled
 
-#: beginning of the operators' names
+#: namespace of the operators
 NAMESPACE = "shoal_check"
 _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _library.define("linalg(Tensor info, str name, bool is_matrix, Tensor(a!)[] made) -> ()")  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""An interned call as a function over the list of a space's tensors."""
+"""Compilation of an interned call to a function over the list of a space's tensors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from ..protocol.commands import Definition, Template
 from . import accelerators
 
-#: function of the tensors, the numbers, the position in them, the scalars, and the position in those
+#: (tensors, numbers, position in the numbers, scalars, position in the scalars)
 Run = Callable[[list[Any], Any, int, Any, int], None]
 
 
 def kinds_of(template: Template) -> list[str]:
-    """How the numbers travel that a template takes: "float" or "int"."""
+    """Return the kinds, "float" or "int", of the scalars that a template takes."""
     if template[0] == "list":
         return [kind for each in template[1] for kind in kinds_of(each)]
     return [template[1]] if template[0] == "number" else []
@@ -25,7 +25,7 @@ def kinds_of(template: Template) -> list[str]:
 def call_text(
     definition: Definition, op: str, operands: Sequence[str], scalars: Sequence[str], names: dict[str, Any]
 ) -> tuple[list[str], str]:
-    """The text of a call, and what comes before it; constants get names in ``names``."""
+    """Return the statements before a call and the text of the call; constants are added to `names`."""
     before: list[str] = []
     tensors, numbers = iter(enumerate(operands)), iter(scalars)
 
@@ -58,7 +58,7 @@ def call_text(
 
 
 def compiled(definition: Definition, operator: Any, device: torch.device) -> tuple[Run, int]:
-    """A function that runs the call, and how many scalars it takes."""
+    """Return a function that runs the call, and the number of scalars it takes."""
     names: dict[str, Any] = {"op": operator, "device": device, "int": int}
     kinds = [kind for each in (*definition.args, *definition.kwargs.values()) for kind in kinds_of(each)]
     operands = [f"t[a[p+{1 + at}]]" for at in range(definition.operands)]

@@ -1,7 +1,7 @@
-"""A node's half of a space: its tensors, and the calls that were interned.
+"""A node's half of a space: tensors, interned calls, and the execution of the log.
 
-An interned call is compiled to a small function over the list of tensors.  A call that fails leaves *poison*
-in the place of its results, and whatever is computed of poison is the same poison: the rest goes on.
+An interned call is compiled to a small function over the list of tensors. A failed call stores *poison* as
+its results, and so does each call with a poisoned operand; all other calls are executed.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ from .outcome import BatchReply, Poison
 from .peers import Elsewhere
 from .program import Program
 
-#: the beginning of the table of all kernels, in torch's error of one that is missing
+#: start of the table of all kernels in torch's error for a missing kernel; it is cut off
 _TABLE = "\n\nMeta: registered at "
 
 
 class Unexpected(Exception):
-    """An operator gave something else than the master had predicted."""
+    """The metadata of a result differs from the master's prediction."""
 
 
 class Tensors:
-    """The tensors of a space on this node, and what the log of one stream does to them."""
+    """The tensors of a space on this node, and the execution of one stream's log on them."""
 
     def __init__(
         self, device: torch.device, outcome: BatchReply, memory: NodeMemory, space: int, stream: int
@@ -80,7 +80,7 @@ class Tensors:
         self._progress = memory.progress(space, stream)
         self.tensors = memory.tensors(space)
         self._definitions: dict[int, Definition] = {}
-        self.plain: dict[int, tuple[Definition, Any]] = {}  # those whose results proved to be as predicted
+        self.plain: dict[int, tuple[Definition, Any]] = {}  # calls whose results matched the prediction once
         self._programs: dict[int, Program] = {}
         self._payloads: Sequence[Any] = ()
         self._asked: list[torch.Tensor] = []
@@ -112,13 +112,7 @@ class Tensors:
         }
 
     def run(self, numbers: bytes, scalars: bytes, high: int, payloads: Sequence[Any]) -> None:
-        """Execute a segment.
-
-        Args:
-            numbers, scalars: of its commands.
-            high: ids are below it.
-            payloads: definitions and whatever else is no number.
-        """
+        """Execute a segment; ids are below `high`, payloads are definitions, tensors and pickles."""
         a, s = array("I", numbers).tolist(), array("d", scalars).tolist()
         t = self.tensors
         if len(t) < high:
@@ -126,11 +120,11 @@ class Tensors:
         self._payloads = payloads
         self._outcome.recent.begin(self.calls, self._definitions, numbers)
         reach, before = self._progress.reach, self._progress.done
-        watched = self._memory.several  # a stream that is alone need not tell of each command
+        watched = self._memory.several  # a single stream need not report each command
         p = q = 0
-        counted, count = 0, 0  # the position up to which the segment's calls were counted
+        counted, count = 0, 0  # the position up to which interned calls are counted, and their number
         end, timing = len(a), self._outcome.timing
-        # Some kernels keep what their backward needs only where gradients are on, as they are at the master.
+        # Some kernels save values for their backward only with gradients enabled, as they are on the master.
         with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
             while p < end:
                 try:
@@ -148,7 +142,7 @@ class Tensors:
                             reach(before + p)
                 except SessionEnded:
                     raise
-                except BaseException as error:  # of code of the user; no Ctrl-C comes to this thread
+                except BaseException as error:  # of user code; this thread gets no KeyboardInterrupt
                     if a[p] not in self.calls:
                         raise
                     while counted < p:
@@ -171,11 +165,11 @@ class Tensors:
         step: int = -1,
         within: list[Any] | None = None,
     ) -> None:
-        """Poison what the command at ``p`` would have made or changed.
+        """Poison the tensors that the command at `p` would have made or changed.
 
         Args:
-            step: of a program.
-            within: the tensors that the command's ids name, if it is of a program.
+            step: index of the step, for a command of a program.
+            within: list of tensors for the command's ids, for a command of a program.
         """
         t, number = self.tensors if within is None else within, a[p]
         if number < FIRST:
@@ -240,7 +234,7 @@ class Tensors:
             self._outcome.spoilt(poison)
 
     def _written(self, call: Definition, operands: list[int]) -> list[int]:
-        """The ids of the operands that a call writes to."""
+        """Return the ids of the operands that a call writes to."""
         places = written_by(call.operator)
         if places is None:
             return operands
@@ -253,11 +247,11 @@ class Tensors:
         return written
 
     def _poison_storage(self, tensor: Any, poison: Poison, among: list[Any]) -> None:
-        """Poison all tensors that share the memory of one, of those ``among``, that was to be written."""
+        """Poison all tensors that share memory with `tensor`, in `among` and in all spaces."""
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()._cdata
-        with self._memory.lock:  # no id is released meanwhile, and given to another tensor
+        with self._memory.lock:  # no id may be released and reused meanwhile
             for tensors in (among, *self._memory.lists()):
                 for i, other in enumerate(tensors):
                     if isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage:
@@ -270,10 +264,10 @@ class Tensors:
         return operator(tensor, *args, **kwargs)
 
     def _check(self, definition: Definition, t: list[Any], outputs: list[int]) -> bool:
-        """Compare the results with what the master counts on; whether some were laid out anew.
+        """Compare the results with the master's prediction; return whether any had its strides changed.
 
-        A new tensor with other strides than predicted is copied to those: its elements are right.  A view
-        gets them if they show the same elements.
+        A new tensor with other strides than predicted is copied to the predicted strides. A view gets them if
+        it shows the same elements with them.
 
         Raises:
             Unexpected: shape, dtype, or the strides of a view differ.
@@ -292,9 +286,9 @@ class Tensors:
             laid_out_alike = given._replace(stride=expected.stride, offset=expected.offset)
             if laid_out_alike != expected or definition.aliasing:
                 raise Unexpected(
-                    f"{definition.operator} made {_shown(t[i])} with strides {given.stride}, "
-                    f"offset {given.offset}, and the master counts on {in_words(expected)} with strides "
-                    f"{expected.stride} and offset {expected.offset}"
+                    f"{definition.operator} returned {_shown(t[i])} with strides {given.stride}, "
+                    f"offset {given.offset}, but the master predicted {in_words(expected)} with strides "
+                    f"{expected.stride}, offset {expected.offset}"
                 )
             made = torch.empty_strided(
                 expected.shape, expected.stride, dtype=expected.dtype, device=t[i].device
@@ -347,7 +341,7 @@ class Tensors:
 
     def _erase(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         number = a[p + 1]
-        if self._programs.pop(number, None) is not None:  # calls may have been forgotten since
+        if self._programs.pop(number, None) is not None:  # FORGET may have removed it
             del self.calls[number]
 
     def _wait(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -371,11 +365,11 @@ class Tensors:
         self.hold(a[p + 3], a[p + 4], self.tensors_of(a[p + 1])[a[p + 2]])
 
     def tensors_of(self, space: int) -> list[Any]:
-        """The tensors of a space on this node."""
+        """Return the tensors of a space on this node."""
         return self._memory.tensors(space)
 
     def hold(self, space: int, id: int, value: Any) -> None:
-        """Give a tensor an id in a space."""
+        """Store a tensor under an id of a space."""
         self._memory.hold(space, id, value)
 
     def _fetch(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -383,7 +377,7 @@ class Tensors:
         if isinstance(value, Poison):
             self._outcome.spoilt(value)
         else:
-            # a copy: the next batch may write to the tensor while the reply is sent
+            # cloned: the next batch may write to the tensor while the reply is sent
             self._outcome.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
 
     def _item(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
@@ -426,7 +420,7 @@ class Tensors:
         self._outcome.values.append(("asked", answer))
 
     def _all(self) -> list[Any]:
-        """The tensors of the node."""
+        """Return all tensors of the node."""
         with self._memory.lock:
             return [each for tensors in self._memory.lists() for each in tensors]
 

@@ -1,4 +1,4 @@
-"""A node's half of ``Master.call``: functions of the program that run on the node's own tensors."""
+"""A node's half of ``Master.call``: user-defined functions that run on the node's tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ import torch
 
 from ..protocol.metadata import WireMetadata, told
 
-# As it is in a thread that runs no batch: a function may differentiate.
+# The dispatch keys of a thread that runs no batch: a function may use autograd.
 _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 class FunctionReply:
-    """The result of a function.
-
-    Attributes:
-        value: pickled; a tensor is its position among ``tensors``.
-        tensors: in it.
-    """
+    """The pickled result `value` of a function; tensors in it are replaced by positions in `tensors`."""
 
     def __init__(self, value: bytes, tensors: list[torch.Tensor]) -> None:
         self.value = value
@@ -39,12 +34,12 @@ def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any
     """Call the function of a payload.
 
     Args:
-        payload: pickled: the function and its arguments.
-        tensor: gives the one with an id in a space.
-        poisoned: has those that were given and could not be computed: the function is not called then.
+        payload: the pickled function and its arguments.
+        tensor: returns the tensor of a space and an id.
+        poisoned: list to which `tensor` adds poisoned arguments; if any, the function is not called.
 
     Raises:
-        BaseException: what the function raises, and what pickling does.
+        BaseException: raised by the function or by pickling.
     """
     guard = torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
     with guard, torch.enable_grad():
@@ -69,7 +64,7 @@ def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any
 
 @cache
 def _writer() -> Any:
-    """The class of picklers, once: one for each pickle would be garbage in a cycle, and hold tensors."""
+    """Return the pickler class; cached, as a class per pickle would be cyclic garbage that holds tensors."""
     try:
         from cloudpickle import Pickler  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -85,9 +80,10 @@ def _writer() -> Any:
 
 
 def pickled_with(value: Any, name: Callable[[Any], Any]) -> bytes:
-    """A pickle of a value in which objects that ``name`` names are their names.
+    """Pickle a value; objects for which `name` does not return None are replaced by that name.
 
-    What the other end cannot import, as a ``__main__``, goes by value where cloudpickle is installed.
+    Objects that the receiver cannot import, such as those of ``__main__``, are pickled by value if
+    cloudpickle is installed.
     """
     file = io.BytesIO()
     writer = _writer()(file)
@@ -97,16 +93,12 @@ def pickled_with(value: Any, name: Callable[[Any], Any]) -> bytes:
 
 
 def unpickled_with(pickled: bytes, named: Callable[[Any], Any]) -> Any:
-    """The value of such a pickle.
-
-    Args:
-        named: gives the object of a name.
-    """
+    """Load a pickle of :func:`pickled_with`; `named` returns the object of a name."""
     return _NameUnpickler(pickled, named).load()
 
 
 class _NameUnpickler(pickle.Unpickler):
-    """An unpickler for names; CPython 3.13.0 refuses to set ``persistent_load`` of an instance."""
+    """An unpickler for names; CPython 3.13.0 does not allow setting ``persistent_load`` on an instance."""
 
     def __init__(self, pickled: bytes, named: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(pickled))

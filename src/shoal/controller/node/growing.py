@@ -1,4 +1,4 @@
-"""The memory of a node's tensors where an operator makes one of them larger."""
+"""Memory of tensors that an operator enlarges."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-#: operators that do so, beside those with ``out=``
+#: operators that enlarge tensors, in addition to those with ``out=``
 GROWING = frozenset({"aten::resize_", "aten::resize_as_"})
 
 
 def let_grow(tensor: torch.Tensor, others: Iterable[Any]) -> None:
-    """Move a tensor to memory that torch can make larger, if it is not there.
+    """Move a tensor to memory that torch can enlarge; torch cannot enlarge memory of messages or arrays.
 
-    Torch cannot make memory larger that came from elsewhere: that of a message, or of an array.
-
-    Args:
-        others: among which are all tensors that share the memory; they still share it afterwards.
+    The tensors in `others` that share its memory are moved too and still share it.
     """
     storage = tensor.untyped_storage()
     if storage.resizable():

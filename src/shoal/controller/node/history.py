@@ -1,6 +1,6 @@
-"""The last commands that a stream of a node executed, for errors and for dumps.
+"""The last commands that a stream of a node executed, for errors and dumps.
 
-The node keeps the logs that it was sent, and reads them when somebody asks: a command costs nothing more.
+The node keeps the last logs and reads them on demand, so that executing a command costs nothing more.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from ..protocol import commands
 from ..protocol.commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition
 
-#: commands that are told
+#: maximum number of commands in a dump
 KEPT = 256
-#: commands before one that failed, which its error tells
+#: number of preceding commands in the error of a failed one
 TOLD = 5
-#: bytes of logs that are kept at most, but for the last one
+#: maximum bytes of logs that are kept; the last one is always kept
 _MOST = 2**18
 
 _NAMES = {
@@ -36,7 +36,7 @@ _Log = tuple[Mapping[int, Any], Mapping[int, Definition], bytes]
 
 
 def named(number: int, definitions: Mapping[int, Definition]) -> str:
-    """A command in words."""
+    """Return the name of a command or operator."""
     definition = definitions.get(number)
     if definition is None:
         return _NAMES.get(number, "a recorded step")
@@ -44,10 +44,9 @@ def named(number: int, definitions: Mapping[int, Definition]) -> str:
 
 
 class Recent:
-    """The last logs of a stream; any thread may ask for the commands.
+    """The last logs of a stream; any thread may read the commands.
 
-    Args:
-        code: of the function that executes a log, whose locals ``a`` and ``p`` say how far it is.
+    `code` is that of the function that executes a log; its local variable ``p`` is the position.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -58,7 +57,7 @@ class Recent:
     def begin(
         self, calls: Mapping[int, Any], definitions: Mapping[int, Definition], numbers: bytes
     ) -> None:  # fmt: skip
-        """A log is executed from now on, whose numbers stand for these calls."""
+        """Add a log that will be executed now, with the calls that its numbers stand for."""
         logs = self._logs
         logs.append((calls, definitions, numbers))
         self._size += len(numbers)
@@ -66,20 +65,19 @@ class Recent:
             self._size -= len(logs.popleft()[2])
 
     def clear(self) -> None:
-        """The numbers stand for other calls from now on."""
+        """Forget the logs, because their numbers will be reused for other calls."""
         self._logs.clear()
         self._size = 0
 
     def before(self) -> str:
-        """The commands before the one that this thread executes, in words."""
+        """Return the names of the commands before the one that this thread executes."""
         found, _ = self.commands(sys._getframe())
         return ", ".join(found[-TOLD:])
 
     def commands(self, frame: FrameType | None = None) -> tuple[list[str], str]:
-        """The last commands that were done, and the one that runs, "" if there is none.
+        """Return the last completed commands, and the running one, or "".
 
-        Args:
-            frame: of the thread that executes, or one that it called; None: it is looked for.
+        `frame` is a frame of the executing thread; None: search all threads.
         """
         logs = list(self._logs)
         frames = [frame] if frame is not None else list(sys._current_frames().values())
@@ -107,7 +105,7 @@ class Recent:
 def _names(
     calls: Mapping[int, Any], definitions: Mapping[int, Definition], log: bytes, at: int | None
 ) -> tuple[list[str], str]:
-    """The commands of a log before the one at a position, and that one; None: all are done."""
+    """Return the commands of a log before position `at`, and the one there; `at` is None if all are done."""
     names: list[str] = []
     numbers = array("I", log)
     p = 0
@@ -119,7 +117,7 @@ def _names(
             return names, name
         if number not in _SILENT:
             names.append(name)
-        if not width:  # it was forgotten meanwhile
+        if not width:  # the call was forgotten meanwhile
             break
         p += width
     return names, ""

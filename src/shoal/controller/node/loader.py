@@ -1,4 +1,4 @@
-"""A node's half of ``Master.load``: a loader, which a thread reads ahead of what the master asks for."""
+"""A node's half of ``Master.load``: a loader that a thread reads ahead of the master's requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from ...common.wording import in_words, traceback_of
 
-#: batches that are read ahead
+#: number of batches read ahead
 AHEAD = 2
 
 _END = object()
 
 
 class _Loading:
-    """A loader, and the batches that it has given."""
+    """A loader, and its batches that the master has not requested yet."""
 
     def __init__(self, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
         self._changed = threading.Condition()
@@ -28,11 +28,7 @@ class _Loading:
         ).start()
 
     def following(self) -> Any:
-        """Wait for the next batch; ``_END`` after the last one.
-
-        Raises:
-            BaseException: what the loader raised in its place.
-        """
+        """Wait for the next batch, or ``_END`` after the last one; raises the loader's error, if any."""
         with self._changed:
             self._changed.wait_for(lambda: self._batches or self._read)
             if self._batches:
@@ -44,7 +40,7 @@ class _Loading:
             return _END
 
     def stop(self) -> None:
-        """Let the thread end, and drop the batches."""
+        """End the thread and drop the batches."""
         with self._changed:
             self._stopped = True
             self._batches.clear()
@@ -62,7 +58,7 @@ class _Loading:
             self._changed.notify_all()
 
     def _offer(self, batch: Any) -> bool:
-        """Keep a batch until it is asked for; False: nobody will."""
+        """Wait for room and keep a batch; return False if the loader was stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or len(self._batches) < AHEAD)
             if not self._stopped:
@@ -75,14 +71,14 @@ _loadings: dict[str, _Loading] = {}
 
 
 def begin(name: str, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
-    """Make a loader and begin to read it."""
+    """Create a loader and start reading it."""
     _loadings[name] = _Loading(make, index, count)
 
 
 def following(name: str) -> tuple[Any, ...]:
-    """("batch", it), ("end",), or ("failed", error, traceback) in words.
+    """Return ("batch", batch), ("end",), or ("failed", error text, traceback text).
 
-    A failure is a value, as nobody may come to see it: the loop may end before its batch.
+    A failure is a value, not an exception: if the loop ends before its batch, it must not be reported.
     """
     try:
         batch = _loadings[name].following()
@@ -92,7 +88,7 @@ def following(name: str) -> tuple[Any, ...]:
 
 
 def stop(name: str) -> None:
-    """Let go of a loader, if it was begun."""
+    """Stop a loader, if it was created."""
     loading = _loadings.pop(name, None)
     if loading is not None:
         loading.stop()

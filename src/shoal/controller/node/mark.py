@@ -1,4 +1,4 @@
-"""An event, on the node where it was recorded: a moment, and an event on each of its GPUs."""
+"""A node's half of an event: a time, and a CUDA event on each GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ import torch
 
 
 class Mark:
-    """Recorded in the stream of the calling thread.
-
-    Args:
-        timing: whether it is for :meth:`elapsed`.
-    """
+    """An event recorded in the stream of the calling thread; `timing`: whether :meth:`elapsed` is needed."""
 
     __slots__ = ("_at", "_events")
 
@@ -27,14 +23,14 @@ class Mark:
                 self._events.append(event)
 
     def passed(self, wait: bool) -> bool:
-        """Whether what was enqueued before it is done; wait for it, if so wanted."""
-        for event in self._events:  # a processor has done what came before when the event is recorded
+        """Return whether the GPUs have done everything enqueued before it; with `wait`, wait for that."""
+        for event in self._events:  # the CPU has done everything before it when the event is recorded
             if wait:
                 event.synchronize()
         return all(event.query() for event in self._events)
 
     def elapsed(self, end: Mark) -> float:
-        """Milliseconds from this one to another one; with GPUs, on the one that took longest."""
+        """Return the milliseconds from this event to `end`; with GPUs, the maximum over the GPUs."""
         if not self._events:
             return (end._at - self._at) * 1000
         return max(

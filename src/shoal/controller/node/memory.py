@@ -1,7 +1,7 @@
-"""The part of a session that its streams share on a node: tensors, the progress of each stream, and waits.
+"""The state of a session that its streams share on a node: tensors, the progress of each stream, and waits.
 
-A position in a log is how many numbers of it come before.  Each stream says after every command how far it is
-in the logs that it executes, once there is a second stream; one that waits for a position is woken then.
+A position in a log is the number of numbers before it. Once there is a second stream, each stream sets its
+position after every command and wakes the streams that wait for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import torch
 
 
 class SessionEnded(BaseException):
-    """The session has ended: nobody will do what a stream waits for."""
+    """The session ended while a stream waited."""
 
 
 class StreamProgress:
-    """How far a stream is in one log.
-
-    Attributes:
-        done: the position.
-    """
+    """The position `done` that a stream has reached in one log."""
 
     __slots__ = ("_memory", "_turn", "_waiting", "done")
 
@@ -34,22 +30,18 @@ class StreamProgress:
         self._waiting = 0
 
     def reach(self, position: int) -> None:
-        """Everything before a position is done."""
+        """Set the position."""
         self.done = position
-        if self._waiting:  # who waits says so before it looks how far this is
+        if self._waiting:  # no lost wakeup: wait() increments it before it reads the position
             self.wake()
 
     def wake(self) -> None:
-        """Let all that wait look again."""
+        """Make all waiting threads check again."""
         with self._turn:
             self._turn.notify_all()
 
     def wait(self, position: int) -> None:
-        """Wait until everything before a position is done.
-
-        Raises:
-            Ended: it will not be.
-        """
+        """Wait until a position is reached; raises `SessionEnded` if the session ends first."""
         if self.done >= position:
             return
         with self._turn:
@@ -66,14 +58,11 @@ class NodeMemory:
     """Tensors of a session by space and id, and the progress of its streams.
 
     Attributes:
-        lock: guards what several streams change at once.
-        several: whether there is more than the default stream.
-        node: its index, known once there are several.
-        ended: whether the session is.
-        poisons: numbers of failures, which no node that had the same index before has given.
-
-    Args:
-        epoch: how many nodes have had its index before.
+        lock: guards state that several streams change.
+        several: whether there are streams other than the default one.
+        node: index of the node, set once there are several streams.
+        ended: whether the session has ended.
+        poisons: numbers for failures, different from those of earlier workers with the same index.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -90,22 +79,22 @@ class NodeMemory:
         self._telling = threading.Condition()
 
     def tensors(self, space: int) -> list[Any]:
-        """The tensors of a space, by id."""
+        """Return the tensors of a space, by id."""
         return self._lists.setdefault(space, [])
 
     def hold(self, space: int, id: int, value: Any) -> None:
-        """Give a tensor of another space an id in this one too."""
+        """Store a tensor of another space under an id of this one."""
         tensors = self.tensors(space)
         if len(tensors) <= id:
             tensors.extend([None] * (id + 1 - len(tensors)))
         tensors[id] = value
 
     def lists(self) -> list[list[Any]]:
-        """The tensors of all spaces."""
+        """Return the tensors of all spaces."""
         return list(self._lists.values())
 
     def progress(self, space: int, stream: int) -> StreamProgress:
-        """How far a stream is in the log of a space."""
+        """Return the progress of a stream in the log of a space."""
         with self.lock:
             found = self._progress.get((space, stream))
             if found is None:
@@ -113,7 +102,7 @@ class NodeMemory:
             return found
 
     def open(self, stream: int, node: int) -> None:
-        """There is a further stream; it has a stream on each GPU too."""
+        """Add a further stream, with a CUDA stream on each GPU."""
         self.node = node
         if torch.cuda.is_available():
             indices = range(torch.cuda.device_count())
@@ -122,23 +111,23 @@ class NodeMemory:
         self.several = True
 
     def enqueues(self, stream: int) -> list[Any]:
-        """The streams of GPUs on which a stream enqueues."""
+        """Return the CUDA streams of a stream."""
         return self._enqueues.get(stream, [])
 
     def wait(self, space: int, stream: int, position: int) -> None:
-        """Let the calling stream wait until another one has done so much of a log.
+        """Make the calling stream wait until another one has reached a position in its log.
 
-        On a GPU both have enqueued their work only, so the work that is enqueued from now on waits too.
+        GPU work up to the position is only enqueued then, so the GPU streams of the caller wait for it too.
         """
         self.progress(space, stream).wait(position)
         for other in self.enqueues(stream):
             torch.cuda.current_stream(other.device).wait_stream(other)
 
     def release(self, tensors: list[Any], space: int, id: int, count: int) -> None:
-        """Free an id, if all of the ``count`` streams that used it have come to this."""
+        """Free an id once all of the `count` streams that used it have called this."""
         with self.lock:
             value = tensors[id]
-            if isinstance(value, torch.Tensor) and value.is_cuda:  # or its memory is given away too early
+            if isinstance(value, torch.Tensor) and value.is_cuda:  # or its memory is reused too early
                 value.record_stream(torch.cuda.current_stream(value.device))
             left = self._releases.pop((space, id), count) - 1
             if left:
@@ -147,24 +136,20 @@ class NodeMemory:
                 tensors[id] = None
 
     def tell(self, number: int) -> None:
-        """Let a stream that expects a number go on."""
+        """Resume a stream that expects a number."""
         with self._telling:
             self._told[number] = True
             self._telling.notify_all()
 
     def expect(self, number: int) -> None:
-        """Wait until the master tells of a number.
-
-        Raises:
-            Ended: it will not.
-        """
+        """Wait until the master sends a number; raises `SessionEnded` if the session ends first."""
         with self._telling:
             self._telling.wait_for(lambda: number in self._told or self.ended)
             if self._told.pop(number, None) is None:
                 raise SessionEnded
 
     def forget(self, space: int, streams: Sequence[int]) -> None:
-        """Forget a space, and streams, that nobody uses or waits for any more."""
+        """Forget a space and streams that are no longer used or waited for."""
         with self.lock:
             self._lists.pop(space, None)
             self._progress = {key: each for key, each in self._progress.items() if key[0] != space}

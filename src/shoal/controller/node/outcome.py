@@ -1,4 +1,4 @@
-"""The reply of a batch: values that were fetched or asked, and failures."""
+"""The reply to a batch: values for the master, and failures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from .trace import Timing
 
 
 class Poison:
-    """In the place of a tensor that an operation that failed should have made.
-
-    Attributes:
-        failure: which one.
-    """
+    """The replacement of a tensor that could not be computed because of `failure`."""
 
     __slots__ = ("failure",)
 
@@ -25,17 +21,15 @@ class Poison:
 
 
 class BatchReply:
-    """The results of a batch, beside tensors.
+    """The reply to the batch that a stream executes.
 
     Attributes:
-        values: what was fetched or asked.
-        failures: of its operations.
-        stream: that it is of.
-        batch: its number.
-        segment: the one that runs.
-        poisons: numbers of failures.
+        values: the values that the master requested.
+        failures: the failed operations.
+        stream, batch, segment: numbers of the stream and the batch, index of the running segment.
+        poisons: numbers for failures.
         recent: the last commands.
-        timing: of all commands, while there is a trace.
+        timing: the times of commands while a trace is running, else None.
     """
 
     def __init__(self, stream: int, poisons: Iterator[int], code: CodeType) -> None:
@@ -46,11 +40,11 @@ class BatchReply:
         self.begin(0)
 
     def spoilt(self, poison: Poison) -> None:
-        """Reply that a value which was fetched or asked could not be computed."""
+        """Add a requested value that could not be computed."""
         self.values.append(("poison", tuple(poison.failure)))
 
     def begin(self, batch: int) -> None:
-        """Forget the reply of the batch before."""
+        """Start the reply to a batch."""
         self.batch = batch
         self.values: list[Any] = []
         self.failures: list[OperationFailure] = []

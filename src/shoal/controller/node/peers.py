@@ -1,15 +1,15 @@
-"""A node's half of what goes from node to node: tensors that are sent and awaited, and who is lost.
+"""Copies between nodes, and the notifications of lost and replaced nodes, on a node.
 
-A copy is a ``send`` in the log of one node and a ``receive`` in that of another, or of several.  The n-th
-send on a channel, from one node to another, is the n-th receive on it, because both logs are in the order of
-the program.  A send never waits for the receiver's program: its node goes on as soon as the elements are in
-memory that it lends, or in memory of its own, and a thread of the receiver's takes them at once.  So whatever
-the program copies between whichever nodes, the oldest command of all that are not done can go on.
+A copy is a ``send`` in the log of one node and a ``receive`` in the log of one or more others. The n-th send
+on a channel from one node to another matches the n-th receive, because both logs are in the order of the
+program. A send never waits for the receiver's log: the sender continues once the elements are in lent memory
+or in a copy, and a thread of the receiver takes them immediately. So the oldest unfinished command of all
+nodes can always proceed.
 
-A node that is busy hears of deaths and replacements earlier than it comes to the commands that were issued
-before them, and in any order.  So each worker of an index has an *epoch*, which counts the workers before it,
-and each command says of which epochs it is: a channel is the sum of two, and the *base* of a set of nodes is
-the sum of all of theirs.
+A busy node receives notifications of losses and replacements before it executes commands issued earlier, and
+in any order. Therefore each worker of an index has an *epoch*, the number of workers before it, and each
+command contains epochs: a channel is the sum of the epochs of two nodes, the *base* of a set of nodes the sum
+of theirs.
 """
 
 from __future__ import annotations
@@ -33,24 +33,19 @@ from ...rpc.peer import Peer
 from ..protocol.commands import LOST
 from ..protocol.naming import MASTER
 
-#: bytes of a tensor whose letter has read them all when it is sent
+#: maximum bytes of a tensor that the message has copied when the call returns
 _INSIDE = 16 << 10
-#: bytes of a tensor beyond which one's host lends memory to others
+#: bytes of a tensor above which memory is lent to receivers on the same host
 _LENT = 256 << 10
 
-#: the node that sends, the channel, and how many were sent on it before
+#: sender, channel, and number of earlier messages on the channel
 _Key = tuple[int, int, int]
-#: name and epoch of the worker that is a node
+#: name and epoch of a node's worker
 Member = tuple[str, int]
 
 
 class Elsewhere(Exception):
-    """A tensor that another node should have sent, or a collective that it takes part in, failed there.
-
-    Attributes:
-        node: where the failure is known.
-        number: of it there, or LOST.
-    """
+    """A tensor or collective could not be computed because of failure `number` (or LOST) on node `node`."""
 
     def __init__(self, node: int, number: int) -> None:
         super().__init__(f"node {node} has failed")
@@ -59,20 +54,16 @@ class Elsewhere(Exception):
 
 
 class Undelivered(Exception):
-    """A tensor that another node sent did not come."""
+    """A tensor that another node sent did not arrive."""
 
 
 class Peers:
-    """The other nodes of a master's session.
+    """The other nodes of a master's session; `members` are the present ones, by index.
 
     Attributes:
-        session: its name.
-        index: of this node.
-        epoch: of this node.
-        agent: by which the nodes call one another.
-
-    Args:
-        members: the nodes by their indices, as far as there are any yet.
+        session: name of the session.
+        index, epoch: index and epoch of this node.
+        agent: calls the other nodes.
     """
 
     def __init__(
@@ -85,10 +76,10 @@ class Peers:
         self._sent: Counter[tuple[int, int]] = Counter()
         self._awaited: Counter[tuple[int, int]] = Counter()
         self._members = {**members, index: (agent.name, epoch)}
-        #: the epochs of each node's workers below which all are dead, the node that died last at the end
+        #: for each node the epoch below which all workers are lost; the node lost last is at the end
         self._dead = {each: epoch for each, (_, epoch) in self._members.items()}
         self._peers: dict[int, Peer] = {}
-        #: nodes to which a large tensor went that was not lent
+        #: nodes to which a large tensor could not be lent
         self._unlent: set[int] = set()
         self._changed = threading.Condition()
         self._arrived: dict[_Key, Any] = {}
@@ -98,7 +89,7 @@ class Peers:
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, x: torch.Tensor, to: int, channel: int) -> None:
-        """Send a copy of a tensor, which may be changed at once."""
+        """Send a copy of a tensor, which may be changed immediately afterwards."""
         key = self._next(to, channel)
         x = x.detach().resolve_conj().resolve_neg()
         if to == self.index:
@@ -109,18 +100,18 @@ class Peers:
         if not lending:
             self._deliver(to, key, x if x.nbytes <= _INSIDE and _is_dense(x) else x.clone())
             return
-        alias = from_dlpack(x)  # a storage of its own, of which is known who has it
+        alias = from_dlpack(x)  # a separate storage object, to see who refers to it
         read = weakref.ref(alias.untyped_storage())
         future = self._deliver(to, key, alias)
         del alias
-        _ = self.agent.endpoint.post.lends  # lets go of what was sent
+        _ = self.agent.endpoint.post.lends  # releases buffers that were sent
         if future is not None and read() is not None:
             self._unlent.add(to)
             with contextlib.suppress(RpcError, GroupError):
                 future.wait()
 
     def send_poison(self, poison: tuple[int, int], to: int, channel: int) -> None:
-        """Send, in the place of a tensor, why there is none: the node where that is known, and its number."""
+        """Send the node and number of a failure instead of a tensor."""
         key = self._next(to, channel)
         if to == self.index:
             self.deliver(key, poison)
@@ -154,7 +145,7 @@ class Peers:
             self._not_delivered(to, key, error)
 
     def _not_delivered(self, to: int, key: _Key, error: BaseException) -> None:
-        """The receiver must not wait for ever: the master, which reaches it, tells it, if it lives."""
+        """Notify the receiver through the master, so that it does not wait forever."""
         name = self.name(to, key[1] - self.epoch)
         if name is not None:
             with contextlib.suppress(ShoalError):
@@ -165,11 +156,11 @@ class Peers:
     # -- receiving -------------------------------------------------------------------------------
 
     def receive(self, source: int, channel: int) -> torch.Tensor:
-        """The next tensor that a node sends on a channel; waits for it.
+        """Wait for the next tensor from a node on a channel.
 
         Raises:
-            Elsewhere: there is none, and why is known at another node.
-            Undelivered: it was sent, and did not come.
+            Elsewhere: a failure on another node, or the loss of the sender.
+            Undelivered: it was sent but did not arrive.
         """
         count = self._awaited[source, channel]
         self._awaited[source, channel] += 1
@@ -188,16 +179,16 @@ class Peers:
         raise Elsewhere(*value)
 
     def deliver(self, key: _Key, value: Any) -> None:
-        """Take what was sent: a tensor, why there is none, or in words why it cannot come."""
+        """Store a message: a tensor, the node and number of a failure, or a text why it did not arrive."""
         with self._changed:
-            if not self._is_dead(key[0], key[1] - self.epoch):  # whoever waited for it has given up
+            if not self._is_dead(key[0], key[1] - self.epoch):  # otherwise receive() has raised
                 self._arrived.setdefault(key, value)
                 self._changed.notify_all()
 
-    # -- who is lost -----------------------------------------------------------------------------
+    # -- lost and replaced nodes -----------------------------------------------------------------
 
     def meet(self, index: int, name: str, epoch: int) -> None:
-        """A worker has become a node, as the master says."""
+        """Note a new node; called by the master."""
         with self._changed:
             self._bury(index, epoch)
             if index not in self._members or self._members[index][1] < epoch:
@@ -206,16 +197,15 @@ class Peers:
             self._changed.notify_all()
 
     def name(self, index: int, epoch: int) -> str | None:
-        """The name of the worker that is a node in an epoch; waits for it; None: it has died."""
+        """Wait for the worker of a node in an epoch and return its name; None if it is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._members.get(index, ("", -1))[1] >= epoch or self._closed)
             return None if self._is_dead(index, epoch) else self._members[index][0]
 
     def names(self, members: Collection[int], base: int) -> list[str] | None:
-        """The names of the workers that are a set of nodes; waits for them; None: one of them has died.
+        """Wait for the workers of a set of nodes, whose epochs have the sum `base`, and return their names.
 
-        Args:
-            base: sum of their epochs.
+        Returns None if one of them is lost.
         """
 
         def known() -> bool:
@@ -229,7 +219,7 @@ class Peers:
             return [self._members[each][0] for each in members]
 
     def lose(self, index: int, epoch: int) -> None:
-        """The worker that was a node in an epoch has died, as the master says."""
+        """Note the loss of the worker of a node in an epoch; called by the master."""
         with self._changed:
             self._bury(index, epoch + 1)
             self._changed.notify_all()
@@ -237,11 +227,11 @@ class Peers:
             fn(index)
 
     def on_lost(self, fn: Callable[[int], None]) -> None:
-        """Call ``fn(index)`` when a worker that was a node has died."""
+        """Call ``fn(index)`` when a node is lost."""
         self._on_lost.append(fn)
 
     def lost(self, members: Collection[int], base: int) -> int | None:
-        """The node that died last, of a set since the sum of their epochs was ``base``; None: none did."""
+        """Return the node of a set that was lost last since the sum of their epochs was `base`, or None."""
         with self._changed:
             if not self._has_lost(members, base):
                 return None
@@ -260,14 +250,14 @@ class Peers:
         return self._closed or sum(self._dead.get(each, 0) for each in members) > base
 
     def _bury(self, index: int, epoch: int) -> None:
-        """The workers of a node below an epoch are dead."""
+        """Note that a node's workers below an epoch are lost."""
         if self._dead.get(index, 0) < epoch:
             self._dead.pop(index, None)
             self._dead[index] = epoch
         self._dead.setdefault(index, epoch)
 
     def _forget(self, index: int, epoch: int) -> None:
-        """Forget what concerns the workers of a node before the one that died last."""
+        """Forget the state of a node's workers older than the last lost one."""
         self._peers.pop(index, None)
         self._unlent.discard(index)
         old = epoch - 1 + self.epoch
@@ -294,36 +284,36 @@ def leave(session: str) -> None:
 
 
 def of_session(session: str) -> Peers:
-    """The other nodes of a session that was begun here."""
+    """Return the other nodes of a session that has begun here."""
     return _sessions[session]
 
 
-# -- what others call ------------------------------------------------------------------------------
+# -- functions called through RPC ------------------------------------------------------------------
 
 
 def deliver(session: str, key: _Key, value: Any) -> None:
-    """At the receiver: take what was sent."""
+    """On the receiver: store a message."""
     peers = _sessions.get(session)
     if peers is not None:
         peers.deliver(key, value)
 
 
 def meet(session: str, index: int, epoch: int, name: str) -> None:
-    """At a node: a worker has become another one."""
+    """On a node: note a new node."""
     peers = _sessions.get(session)
     if peers is not None:
         peers.meet(index, name, epoch)
 
 
 def lose(session: str, index: int, epoch: int) -> None:
-    """At a node: another one has died."""
+    """On a node: note a lost node."""
     peers = _sessions.get(session)
     if peers is not None:
         peers.lose(index, epoch)
 
 
 def relay(to: str, session: str, key: _Key, why: str) -> None:
-    """At the master: tell a node that something cannot come."""
+    """On the master: notify a node that a message will not arrive."""
     from ...rpc import current
 
     with contextlib.suppress(ShoalError):

@@ -1,9 +1,9 @@
-"""A node's half of recorded steps: a log that is known is compiled to one function.
+"""A node's half of recorded steps: the recorded log is compiled to one function.
 
-The function is straight-line Python over locals, one line for each command.  A local is deleted on the line
-that uses it last, so a replay holds no more memory than the commands one by one.  When a line fails, those
-after it are executed as single commands (:meth:`Program.resume`): what depends on the failure is poisoned,
-and the rest is computed.
+The function is straight-line Python over local variables, with one line per command. A variable is deleted on
+the line of its last use, so a replay uses no more memory than single commands. If a line fails, the following
+ones are executed as single commands (:meth:`Program.resume`): results that depend on the failure are
+poisoned, the others are computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .memory import SessionEnded
 
 
 class Node(Protocol):
-    """The parts of a node that a program needs; see :class:`.execute.Tensors`."""
+    """The interface of a space on a node for programs; see :class:`.execute.Tensors`."""
 
     device: torch.device
     tensors: list[Any]
@@ -45,12 +45,7 @@ class Node(Protocol):
 
 
 class Program:
-    """A recipe that a node has compiled.
-
-    Attributes:
-        run: executes it, as the function of an interned call is called.
-        width: numbers of its command.
-    """
+    """A compiled recipe; `run` takes the arguments of an interned call, `width` is its command's length."""
 
     def __init__(self, recipe: Recipe, node: Node) -> None:
         self.recipe = recipe
@@ -60,7 +55,7 @@ class Program:
         self._code: CodeType = self.run.__code__
 
     def resume(self, node: Node, a: Sequence[int], p: int, position: int, error: BaseException) -> None:
-        """Do what is left after ``error``: execute the steps from the failed one on, one by one."""
+        """Execute the steps from the failed one on as single commands, after `error`."""
         recipe = self.recipe
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not self._code:
@@ -100,7 +95,7 @@ class Program:
 
 
 def _locals(trace: TracebackType) -> dict[int, Any]:
-    """The slots that the function held when it failed."""
+    """Return the slots that the function held when it failed."""
     values = trace.tb_frame.f_locals
     return {int(name[1:]): value for name, value in values.items() if name[0] == "v"}
 
@@ -110,7 +105,7 @@ def _scalars(step: ProgramStep) -> list[float]:
 
 
 class _ProgramText:
-    """Makes the text of a program's function."""
+    """The source text of a program's function."""
 
     def __init__(self, recipe: Recipe, node: Node) -> None:
         self._node = node
@@ -125,7 +120,7 @@ class _ProgramText:
         for slot, (space, place) in enumerate(places):
             if slot in last:
                 self._lines.append(f"    v{slot} = {self._table(space)}[{place}]")
-        # Tensors that the last replay left there are freed before the steps, as in calls without replay.
+        # Tensors of the last replay are freed before the steps, as in calls without replay.
         kept = [(space, id) for _, space, id in recipe.kept]
         for space, id in kept:
             if len(node.tensors_of(space)) <= id:
@@ -151,19 +146,18 @@ class _ProgramText:
             self._lines.append("    pass")
 
     def compiled(self) -> Run:
-        """The function."""
         exec(compile("\n".join(self._lines), "<recorded step>", "exec"), self._names)
         return self._names["run"]  # type: ignore[no-any-return]
 
     def _table(self, space: int) -> str:
-        """The list of a space's tensors, in the text."""
+        """Return the name of the list of a space's tensors in the text."""
         if space not in self._tables:
             tensors = self._node.tensors_of(space)
             self._tables[space] = "t" if tensors is self._node.tensors else self._named(tensors)
         return self._tables[space]
 
     def step_of(self, line: int) -> int:
-        """The step on a line."""
+        """Return the index of the step on a line."""
         return line - self._first
 
     def _step(self, step: ProgramStep) -> list[str]:
@@ -182,7 +176,7 @@ class _ProgramText:
         if definition.results == [()]:
             parts.append(f"{made[0]} = {call}")
         elif definition.results == [(i,) for i in range(len(made))] and len(made) > 1:
-            # what it returns may be longer: the rest is no tensor
+            # the return value may have more items, which are not tensors
             parts.append(f"r = {call}")
             parts += [f"{name} = r[{i}]" for i, name in enumerate(made)] + ["del r"]
         elif made:
@@ -196,7 +190,7 @@ class _ProgramText:
         return parts
 
     def _whole(self, step: ProgramStep, operands: list[str], results: list[str]) -> str:
-        """A command that is executed as it is in the log: its results are checked, or it is no call."""
+        """Return the text of a command that is executed as in the log: a checked call, or not a call."""
         numbers, scalars, calls = list(step.numbers), _scalars(step), self._node.calls
         for i, (at, _) in enumerate((*step.operands, *step.results)):
             numbers[at] = i

@@ -1,4 +1,4 @@
-"""A process as a node: it comes to the master, and serves it until that ends."""
+"""The main loop of a node's process: it joins the master and serves it until the master ends."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from . import sessions
 
 logger = logging.getLogger(__name__)
 
-#: seconds for leaving a master that has ended
+#: seconds to close the agent after the master has ended
 _END = 5.0
-#: seconds for a look at whether a master is still there
+#: seconds to check whether the master still exists
 _LOOK = 2.0
-#: seconds until a store that has gone is looked for again
+#: seconds between two attempts to connect to a missing store
 _PAUSE = 0.1
-#: seconds that a worker waits at a time for a master that has not come
+#: seconds of one wait of a worker for a master
 _LONG = 3600.0
 
 
 def join(place: RendezvousPoint, name: str) -> rpc.Agent:
-    """A worker at an open place, which it closes at its end."""
+    """Join as a worker at an open rendezvous point, which the agent closes when it closes."""
     try:
         return at_place(place, name, checked_settings(None, None, HANDLERS))
     except BaseException:
@@ -55,17 +55,17 @@ def join(place: RendezvousPoint, name: str) -> rpc.Agent:
 
 
 def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
-    """Serve the master until a connection to it ends, and let go of what it had here; whether it was there.
+    """Serve the master until a connection to it ends, then end its sessions; return whether it was served.
 
     Args:
-        index: of the node that this worker is to be; None: as the master says.
-        patience: seconds for the master to come.
+        index: index of the node to become; None: chosen by the master.
+        patience: seconds to wait for the master.
 
     Raises:
-        UnknownWorker: it did not come in time.
+        UnknownWorker: the master did not appear in time.
     """
     over = threading.Event()
-    # A broken connection is the end too: the master takes it for this worker's death.
+    # A broken connection also ends it: the master treats it as the loss of this worker.
     agent.on_lost(lambda name: over.set() if name == MASTER else None)
     master = agent.peer(MASTER, timeout=patience)
     there, served = agent.directory.look(MASTER), False
@@ -75,26 +75,25 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
         served = True
         over.wait()
     except WorkerLost:
-        served = sessions.begun()  # or it died before it could say that this worker has come
+        served = sessions.begun()  # else the master failed before it added this worker
     finally:
         sessions.end_all()
         if asked:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
         agent.reach(MASTER, _LOOK)
-    except WorkerLost:  # on another machine nobody else knows, and another master could not have the name
+    except WorkerLost:  # frees its name for the next master; on other machines nobody else can
         if there is not None:
             agent.directory.withdraw(there)
     except ShoalError:
-        pass  # it has left, or the store is gone
+        pass  # it left, or there is no store
     return served
 
 
 def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
-    """Be the node of a rank that a launcher has started, and end this process with the master.
+    """Serve as the node of a launcher's rank, and exit when the master ends.
 
-    Raises:
-        RendezvousTimeout: rank 0 does not become the master.
+    Raises `RendezvousTimeout` if rank 0 does not become the master.
     """
     ignore_interrupts()
     keep_modules()
@@ -109,20 +108,20 @@ def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
         failure_report.left()
         agent.close(_END, graceful=False)
     if agent.executor.thread_count():
-        end()  # nobody waits for what a handler still does
+        end()  # without waiting for running handlers
     raise SystemExit(0)
 
 
 def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
-    """Serve the masters that come to a place, one after another, until the place is gone.
+    """Serve the masters at a URL, one after another, until there is no store for ``SHOAL_TIMEOUT`` seconds.
 
     Args:
-        url: of the place.
-        name: that the names of this worker begin with.
-        say: told in words what happens.
+        url: URL of the rendezvous point.
+        name: prefix of this worker's names.
+        say: called with texts for the user.
 
     Raises:
-        ShoalError: the place was not there within ``SHOAL_TIMEOUT`` seconds, or does not let this worker in.
+        ShoalError: there was no store within ``SHOAL_TIMEOUT`` seconds, or it rejected this worker.
     """
     keep_modules()
     seconds = config.TIMEOUT.get()
@@ -139,10 +138,10 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
             if gone.expired:
                 say(f"ends, because there was no store at {url} for {in_seconds(seconds)}")
                 return
-            time.sleep(_PAUSE)  # it went with its master just now
+            time.sleep(_PAUSE)  # its master, which served it, just ended
             continue
         try:
-            # Neither a master that does not come nor a store that goes with its master is an end.
+            # Keep trying if no master appears, or if the store ends with its master.
             with contextlib.suppress(UnknownWorker, StoreError, WireError):
                 if attend(agent, None, _LONG):
                     say("waits for another master")
@@ -152,7 +151,7 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
 
 
 def _dump_when_asked(agent: rpc.Agent) -> bool:
-    """Write a dump at each SIGUSR1, unless the program does something else then; whether it does not."""
+    """Write a dump at each SIGUSR1 unless the signal has another handler; return True if installed."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
@@ -162,39 +161,39 @@ def _dump_when_asked(agent: rpc.Agent) -> bool:
     def dump(*_: object) -> None:
         try:
             path = agent.dump()
-        except Exception as why:  # a full disk is no end of a node
+        except Exception as why:  # e.g. a full disk, which must not end the node
             logger.warning("worker %r cannot write a dump: %s", agent.name, why)
         else:
-            logger.warning("worker %r wrote what it does to %s", agent.name, path)
+            logger.warning("worker %r wrote a dump to %s", agent.name, path)
 
     signal.signal(signal.SIGUSR1, dump)
     return True
 
 
 def ignore_interrupts() -> None:
-    """A Ctrl-C ends what the master waits for, and not its nodes."""
+    """Ignore Ctrl-C: it interrupts the master, not its nodes."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def keep_modules() -> None:
-    """Keep garbage collections, which come amid the operations, from walking over all loaded modules."""
+    """Exclude loaded modules from garbage collections, which run between operations."""
     gc.freeze()
     atexit.register(_show_modules_to_triton)
 
 
 def _show_modules_to_triton() -> None:
-    """Let modules be collected at the end of the process where triton is loaded.
+    """Unfreeze modules at exit if triton is loaded: triton 3.9 reports remaining objects as leaks.
 
-    triton 3.9 reports what is left then as leaks.  Elsewhere it would only make the end slower.
+    Without triton this would only delay the exit.
     """
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
 def end() -> NoReturn:
-    """End this process now, whatever its handlers do."""
+    """Exit now, without exit handlers and without waiting for threads."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # nobody reads it any more
+        with contextlib.suppress(Exception):  # the reader may have ended
             stream.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The functions of a session, which a master calls at a worker."""
+"""The sessions of masters on a node: the functions that a master calls there."""
 
 from __future__ import annotations
 
@@ -19,17 +19,12 @@ from .memory import NodeMemory, SessionEnded
 from .outcome import BatchReply, Poison
 from .trace import Event, Timing
 
-#: what a batch gives: what was fetched or asked, and what failed
+#: the reply to a batch: requested values, and failures
 Reply = tuple[list[Any], list[tuple[Any, ...]]]
 
 
 class _SessionStream:
-    """One stream of a session; its batches come to a mailbox of its own, whose thread runs them in order.
-
-    Attributes:
-        mailbox: its number.
-        outcome: of its batches.
-    """
+    """One stream of a session, with its own `mailbox`; the mailbox's thread runs the batches in order."""
 
     def __init__(self, number: int, memory: NodeMemory, agent: Any) -> None:
         self._number = number
@@ -42,7 +37,7 @@ class _SessionStream:
         self._executor.consume(self.mailbox)
 
     def run(self, segments: Sequence[Segment]) -> Reply:
-        """Execute the segments of a batch in their order."""
+        """Execute the segments of a batch in order."""
         outcome = self.outcome
         outcome.begin(self._batches)
         self._batches += 1
@@ -58,21 +53,21 @@ class _SessionStream:
         return outcome.values, [tuple(failure) for failure in outcome.failures]
 
     def forget(self, space: int) -> None:
-        """Forget a space, whose commands have all come."""
+        """Forget a space that gets no more commands."""
         self._spaces.pop(space, None)
 
     def end(self) -> None:
-        """Take no more batches."""
+        """Release the mailbox: no more batches are accepted."""
         self._executor.release(self.mailbox)
 
 
 class _Session:
-    """One master's session here.
+    """A master's session on this node.
 
     Attributes:
-        memory: what its streams share.
-        streams: by number; 0 is the default one.
-        timing: of all commands, while there is a trace.
+        memory: state shared by the streams.
+        streams: streams by number; 0 is the default stream.
+        timing: times of commands while a trace is running, else None.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -83,20 +78,19 @@ class _Session:
         current().agent.recorder.also["nodes"] = _nodes
 
     def open(self, number: int) -> int:
-        """Make a stream; the number of the mailbox that its batches go to."""
+        """Create a stream; return the number of its mailbox."""
         made = self.streams[number] = _SessionStream(number, self.memory, current().agent)
         made.outcome.timing = self.timing
         return made.mailbox
 
     def time(self, timing: Timing | None) -> Timing | None:
-        """Note the times of commands from now on there, or nowhere; where they were noted before."""
+        """Set the object that collects times of commands, or None; return the previous one."""
         before, self.timing = self.timing, timing
         for each in list(self.streams.values()):
             each.outcome.timing = timing
         return before
 
     def end(self) -> None:
-        """End its streams."""
         self.memory.end()
         for each in self.streams.values():
             each.end()
@@ -106,7 +100,7 @@ _sessions: dict[str, _Session] = {}
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """The last commands of the nodes of this process, for a dump."""
+    """Return the last commands of this process's sessions, for a dump."""
     told = []
     for name, each in list(_sessions.items()):
         for number, stream in list(each.streams.items()):
@@ -124,24 +118,20 @@ def begin(
     members: dict[int, peers.Member],
     imports: Sequence[str] = (),
 ) -> tuple[int, int, int]:
-    """Make an empty session.
+    """Create an empty session; raises `UsageError` if a module cannot be imported.
 
     Args:
-        index: of this node.
-        epoch: how many workers had the index before.
-        backend, options: of the data channel of groups.
-        members: the other nodes, by their indices.
-        imports: names of modules.
+        index: index of this node.
+        epoch: number of earlier workers with this index.
+        backend, options: data channel of the groups, and its options.
+        members: the other nodes, by index.
+        imports: names of modules to import.
 
     Returns:
-        the number of the mailbox that its batches go to, how many GPUs the node has, and on which of its
-        devices tensors are made.
-
-    Raises:
-        UsageError: a module cannot be imported.
+        the mailbox of the default stream, the number of GPUs, and the device where tensors are created.
     """
     import_all(imports, f"node {index}")
-    if session in _sessions:  # the master was interrupted before it knew that
+    if session in _sessions:  # the master was interrupted before it got the reply
         end(session)
     others = peers.Peers(session, index, epoch, current().agent, members)
     peers.enter(others)
@@ -151,26 +141,22 @@ def begin(
 
 
 def open_stream(session: str, stream: int, node: int) -> int:
-    """Make a further stream, on the node of this index; the number of its mailbox."""
+    """Create a further stream on node `node`; return the number of its mailbox."""
     held = _sessions[session]
     held.memory.open(stream, node)
     return held.open(stream)
 
 
 def run(session: str, stream: int, segments: Sequence[Segment]) -> Reply:
-    """Execute a batch of a session's stream; called in the order of the batches.
-
-    Raises:
-        AgentClosed: the session has ended meanwhile.
-    """
+    """Execute a batch of a stream; called in order. Raises `AgentClosed` if the session ended meanwhile."""
     try:
         return _sessions[session].streams[stream].run(segments)
     except SessionEnded:
-        raise AgentClosed("the session has ended, and what a stream waited for does not come") from None
+        raise AgentClosed("the session ended while a stream was waiting") from None
 
 
 def forget(session: str, space: int, streams: Sequence[int]) -> None:
-    """Forget a space, of which nothing comes any more, and end streams of it."""
+    """Forget a space that is no longer used, and end its streams."""
     held = _sessions[session]
     for number in streams:
         held.streams.pop(number).end()
@@ -180,17 +166,17 @@ def forget(session: str, space: int, streams: Sequence[int]) -> None:
 
 
 def tell(session: str, number: int) -> None:
-    """Let a stream that expects this number go on."""
+    """Resume a stream that expects this number."""
     _sessions[session].memory.tell(number)
 
 
 def passed(session: str, space: int, id: int, wait: bool) -> bool:
-    """Whether GPUs have done all that was enqueued before an event; wait for it, if so wanted."""
+    """Return whether the GPUs have reached an event; with `wait`, wait for that."""
     return _mark(session, space, id).passed(wait)
 
 
 def elapsed(session: str, space: int, first: int, other: int, second: int) -> float:
-    """Milliseconds from the event ``first`` of a space to the event ``second`` of the ``other`` space."""
+    """Return the milliseconds from event `first` of a space to event `second` of the space `other`."""
     return _mark(session, space, first).elapsed(_mark(session, other, second))
 
 
@@ -201,21 +187,20 @@ def _mark(session: str, space: int, id: int) -> Mark:
 
 
 def begin_timing(session: str) -> None:
-    """Note the times of all commands, of all streams, that come after this one."""
+    """Start to collect the times of the following commands of all streams."""
     _sessions[session].time(Timing())
 
 
 def end_timing(session: str) -> tuple[list[Event], int]:
-    """The commands since then with their times, and how many more there were before; note no more."""
+    """Stop collecting; return the commands with their times, and the number of dropped older ones."""
     timing = _sessions[session].time(None)
     return ([], 0) if timing is None else timing.told()
 
 
 def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:
-    """The failure because of which a tensor is not there, aside from the session's order; None: it is there.
+    """Return the failure that poisoned a tensor, outside the order of the log; None if it is not poisoned.
 
-    Returns:
-        its number, and, if it is known on another node why, that node and the number there.
+    The failure is its number, and the node and number of its cause if that is on another node.
     """
     tensors = _sessions[session].memory.tensors(space)
     found = tensors[id] if id < len(tensors) else None
@@ -223,18 +208,18 @@ def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] |
 
 
 def begun() -> bool:
-    """Whether a master has begun a session here."""
+    """Return whether a master has begun a session here."""
     return bool(_sessions)
 
 
 def end(session: str) -> None:
-    """Let go of all tensors of a session."""
+    """End a session and release its tensors."""
     _sessions.pop(session).end()
     peers.leave(session)
     teams.leave(session)
 
 
 def end_all() -> None:
-    """Let go of all sessions."""
+    """End all sessions."""
     for session in list(_sessions):
         end(session)

@@ -1,15 +1,14 @@
-"""A node's half of the collectives of several nodes: the shoal groups that the nodes of a place make.
+"""The shoal groups of the nodes of a place, which execute its collectives.
 
-The nodes of a set become a group when the first collective of theirs runs.  Nobody has to meet anybody: each
-knows from the master's log who takes part, so rank, size and the keys in the store are given, and all that is
-left is to connect.
+A set of nodes becomes a group in its first collective. There is no rendezvous: the master's log contains the
+members, which determine rank, size and the keys in the store, so the members only connect.
 
-Before each collective the members exchange a row each: which collective of the set it is, and whether the
-tensors that it takes can be had.  So a tensor that could not be computed at one member poisons the results of
-all, with the same cause, and the group stays.  A failure in a collective itself ends the group, for all
-members, and the next collective makes the next *generation* of it.  A member may have come to the end of a
-collective that failed at another one, in which case the rows say so: whoever is behind gives up, and the
-others exchange rows again.
+Before each collective, each member gathers a row from all: the number of the collective and the failure of
+the member's operand, if it is poisoned. A poisoned operand of one member poisons the results of all members
+with the same cause, and the group is kept. A failure in the collective itself ends the group on all members;
+the next collective creates its next *generation*. A member may have completed a collective that failed on
+another one; then the numbers in the rows differ: members that are behind raise, the others exchange rows
+again.
 """
 
 from __future__ import annotations
@@ -45,29 +44,29 @@ from .peers import Elsewhere, Peers
 
 T = TypeVar("T")
 
-#: seconds that a member may be behind the others: the master says who died, so this is no way to find out
+#: timeout of the groups in seconds, practically infinite: the master reports losses
 _PATIENCE = 1e6
-#: seconds between looks at whether a member that has not come has died
+#: seconds between two checks whether a missing member was lost
 _LOOK = 0.2
-#: seconds for a group that failed to be closed
+#: seconds to close a failed group
 _CLOSING = 1.0
-#: where a member says why it cannot connect
+#: store key of the reason why a member cannot connect
 _FAILED = "failed"
-#: in the place of a node: the tensors are there
+#: value for the failure's node in a row: the operands are not poisoned
 _FINE = -1
 
 
 @dataclass
 class _Team:
-    """The group of some nodes.
+    """The group of a set of nodes.
 
     Attributes:
         members: the nodes, in the order of their ranks.
-        base: how often the master has begun anew with them.
-        generation: how many groups of theirs have failed.
-        count: how many collectives there were.
-        group: None: there is none yet, or it failed.
-        cause: of the last failure.
+        base: the sum of their epochs.
+        generation: number of their failed groups.
+        count: number of collectives so far.
+        group: None before the first collective and after a failure.
+        cause: error of the last failure.
     """
 
     members: tuple[int, ...]
@@ -79,13 +78,7 @@ class _Team:
 
 
 class Teams:
-    """The groups that a node is in.
-
-    Args:
-        peers: the other nodes.
-        backend: name of the groups' data channel.
-        options: of that backend.
-    """
+    """The groups of a node; `backend` with `options` is their data channel."""
 
     def __init__(self, peers: Peers, backend: str, options: dict[str, str]) -> None:
         self._peers = peers
@@ -101,17 +94,17 @@ class Teams:
         body: Callable[[ProcessGroup], T],
         poison: tuple[int, int] | None = None,
     ) -> T:
-        """Take part in a collective; waits for the others.
+        """Run a collective with the other members; waits for them.
 
         Args:
-            members: the nodes that take part, this one among them.
-            base: how often the master has begun anew with them.
-            body: does it.
-            poison: why this node lacks a tensor: the node where that is known, and its number there.
+            members: the participating nodes, including this one.
+            base: the sum of their epochs.
+            body: runs the collective in the group.
+            poison: node and number of the failure that poisoned this node's operand, if it is poisoned.
 
         Raises:
-            Elsewhere: a member lacks a tensor, or has died.
-            ShoalError: it failed.
+            Elsewhere: a member's operand is poisoned, or a member was lost.
+            ShoalError: the collective failed.
         """
         team = self._team(tuple(members), base)
         mine = team.count
@@ -130,7 +123,7 @@ class Teams:
             raise
 
     def _lost(self, index: int) -> None:
-        """A node is lost, which may be there and be stopped: nobody waits for it in a collective."""
+        """Abort the groups of a lost node; if it is only stopped, its connections would not break."""
         for team in list(self._teams.values()):
             group = team.group
             if index in team.members and group is not None and self._missing(team) is not None:
@@ -148,12 +141,12 @@ class Teams:
         team = self._teams.get(members)
         if team is None or team.base != base:
             if team is not None and team.group is not None:
-                self._ended(team, GroupError("the master has begun anew"))
+                self._ended(team, GroupError("the master replaced a node of the group"))
             team = self._teams[members] = _Team(members, base)
         return team
 
     def _agreed(self, team: _Team, mine: int, poison: tuple[int, int]) -> ProcessGroup:
-        """The group, when all members have come to collective ``mine`` with their tensors."""
+        """Return the group once all members have reached collective number `mine` without poison."""
         while True:
             group = team.group or self._open(team)
             missing = self._missing(team)  # after this, _lost() aborts the group
@@ -170,7 +163,7 @@ class Teams:
             rows = table.tolist()
             furthest = max(row[0] for row in rows)
             if mine < furthest:
-                raise team.cause or GroupError("it failed at another node")
+                raise team.cause or GroupError("the collective failed on another node")
             if all(row[0] == mine for row in rows):
                 break
         for _, node, number in rows:
@@ -179,7 +172,7 @@ class Teams:
         return group
 
     def _ended(self, team: _Team, error: ShoalError) -> Exception:
-        """The group has failed; what is to be raised."""
+        """Close a failed group; return the exception to raise."""
         group, team.group = team.group, None
         team.generation += 1
         team.cause = error
@@ -198,7 +191,7 @@ class Teams:
         return None if lost is None else Elsewhere(lost, LOST)
 
     def _open(self, team: _Team) -> ProcessGroup:
-        """Connect to the other members, as soon as they do so too."""
+        """Connect to the other members, once they do so too."""
         agent, members = self._peers.agent, team.members
         missing = self._missing(team)
         if missing is not None:
@@ -233,7 +226,7 @@ class Teams:
         return team.group
 
     def _workers(self, team: _Team) -> list[Worker]:
-        """The workers of the members; waits while one has neither come nor died."""
+        """Return the workers of the members; waits for missing ones that are not lost."""
         agent, deadline = self._peers.agent, Deadline(self._peers.agent.timeout)
         found: list[Worker] = []
         names = self._peers.names(team.members, team.base)
@@ -254,7 +247,7 @@ class Teams:
         return found
 
     def _look(self, team: _Team, store: Store) -> None:
-        """Raise if a member will never come."""
+        """Raise if a member was lost or cannot connect."""
         lost = self._peers.lost(team.members, team.base)
         if lost is not None:
             raise RendezvousError(f"node {lost} died while the members of a group were connecting")
@@ -281,13 +274,13 @@ def leave(session: str) -> None:
 
 
 def of_session(session: str) -> Teams:
-    """The groups that this node is in, in a session that was begun here."""
+    """Return the groups of this node in a session that has begun here."""
     return _sessions[session]
 
 
 def _abandon(store: Store, rank: int, error: BaseException) -> None:
-    """Tell the other members why this one does not come."""
+    """Publish in the store why this member does not connect."""
     said = f"rank {rank} could not connect: {in_words(error)}"
-    with contextlib.suppress(StoreError, WireError):  # nobody can be told
+    with contextlib.suppress(StoreError, WireError):  # no store, no notification
         store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
     store.close()

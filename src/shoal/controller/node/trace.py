@@ -1,4 +1,4 @@
-"""A node's half of ``Master.trace``: the times of the commands that it executes."""
+"""A node's half of ``Master.trace``: the times of executed commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..protocol.commands import Definition
 from .history import named
 
-#: commands of a node, and operations of the master's, that a trace keeps: the last ones
+#: number of last commands of a node, and of batched commands and waits of the master, that a trace keeps
 MOST = 200_000
 
 #: stream, batch, segment in it, position among its numbers, name, begin and end in nanoseconds
@@ -28,7 +28,7 @@ class RunningBatch(Protocol):
 
 
 class Timing:
-    """The commands of a session, of all its streams, with their times."""
+    """The times of the commands of all streams of a session."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MOST)
@@ -38,11 +38,11 @@ class Timing:
     def timed(
         self, running: RunningBatch, calls: Mapping[int, Any], definitions: Mapping[int, Definition]
     ) -> _Timed:
-        """The calls of a space, each of which notes when it ran."""
+        """Wrap the calls of a space so that each records its time."""
         return _Timed(self, running, calls, definitions)
 
     def note(self, running: RunningBatch, position: int, name: str, begun: int) -> None:
-        """A command that began at a time has ended now."""
+        """Record a command that began at `begun` and ends now."""
         event = (
             running.stream, running.batch, running.segment, position, name, begun, time.monotonic_ns(),
         )  # fmt: skip
@@ -51,7 +51,7 @@ class Timing:
             self._events.append(event)
 
     def told(self) -> tuple[list[Event], int]:
-        """The events, and how many more there were before."""
+        """Return the events, and the number of dropped older ones."""
         with self._lock:
             return list(self._events), self._count - len(self._events)
 
@@ -82,5 +82,5 @@ class _Timed:
 
 
 def now() -> int:
-    """This process's clock."""
+    """Return this process's clock in nanoseconds."""
     return time.monotonic_ns()

@@ -1,8 +1,7 @@
-"""The process of a node that a master has started.
+"""The process of a node that a master starts (:mod:`shoal.controller.start.launching`).
 
-:mod:`shoal.controller.start.launching` starts it.  Its standard input begins with the secret of the job, in
-hexadecimal digits.  It ends with its master: when a connection to it ends, or, before there is one, its
-standard input.
+Its standard input begins with the secret of the job in hexadecimal digits. It ends with its master: at the
+end of a connection to it, or of the standard input.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def main(index: int, url: str, threads: int) -> None:
     threading.Thread(target=_end_with_input, name="shoal-node-input", daemon=True).start()
     torch.set_num_threads(threads)
     seconds = config.TIMEOUT.get()
-    with contextlib.suppress(ShoalError):  # without its master the worker has neither store nor connection
+    with contextlib.suppress(ShoalError):  # if the master ends, the store and the connections end too
         place = open_place(url, secret=secret, timeout=seconds)
         attend(join(place, worker_name(node_name(index))), index, seconds)
     end()

@@ -1,1 +1,1 @@
-"""The vocabulary that master and nodes share."""
+"""The commands, metadata and names that master and nodes share."""

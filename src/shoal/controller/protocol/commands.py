@@ -1,13 +1,13 @@
-"""The words of the master's log: numbers, and how an interned call is described once.
+"""The commands of the master's log, and the descriptions of interned calls.
 
-A command is the number of a call, the ids of its operands and the ids that its results get.  Numbers below
-``FIRST`` are commands of their own.  A value of a call's description (a *template*) is one of::
+An interned call is the number of the call, the ids of its operands and the ids for its results. Numbers below
+``FIRST`` are the commands below. An argument in the definition of a call is a *template*, one of::
 
     ("tensor",)             the next operand
     ("number", "float")     the next scalar, or "int"
     ("constant", value)
-    ("device",)             that of the first operand; the node's processor, if there is none
-    ("device", index)       within the node; -1: its processor
+    ("device",)             the device of the first operand; without operands the node's CPU
+    ("device", index)       a device within the node; -1: its CPU
     ("list", [templates])
 """
 
@@ -20,47 +20,47 @@ from .metadata import WireMetadata
 
 #: FREE id
 FREE = 0
-#: PUT id, index of a payload: a tensor of the master
+#: PUT id, payload index: store a tensor of the master
 PUT = 1
-#: FETCH id: its elements go into the reply
+#: FETCH id: reply with its elements
 FETCH = 2
 #: SEED low half, high half
 SEED = 3
-#: FORGET: all calls
+#: FORGET: forget all calls
 FORGET = 4
-#: ASK index of a payload, an operator with templates, ids and scalars: run it now and tell of its results
+#: ASK payload index: run an operator (payload: operator, templates, ids, scalars); reply with metadata
 ASK = 5
-#: KEEP id, index of the tensor of what was asked last
+#: KEEP id, index: store a tensor of the last ASK
 KEEP = 6
-#: STATE index of a payload: the random generator's state; None: tell it
+#: STATE payload index: set the random generator's state; payload None: reply with it
 STATE = 7
-#: DEFINE index of a payload, a definition
+#: DEFINE payload index: add the definition of a call
 DEFINE = 8
-#: SHARE space, id, space, id: the tensor of the first is the second's too
+#: SHARE space, id, space, id: store the first tensor also as the second
 SHARE = 9
-#: PROGRAM index of a payload, a recipe: a recorded step, which runs like an interned call from then on
+#: PROGRAM payload index: add a recipe, a recorded step that then runs like an interned call
 PROGRAM = 10
-#: ERASE number of a program: forget it
+#: ERASE number: forget a program
 ERASE = 11
-#: ITEM id: its one element goes into the reply, as a number
+#: ITEM id: reply with its only element, as a number
 ITEM = 12
-#: CALL index of a payload, number: run a function of the program, and tell of its result
+#: CALL payload index, number: run a user-defined function; reply with its result
 CALL = 13
-#: TAKE id, number, position: the tensor in the result of that call
+#: TAKE id, number, position: store a tensor of the result of that CALL
 TAKE = 14
-#: DROP number: forget the tensors in the result of that call
+#: DROP number: release the tensors of the result of that CALL
 DROP = 15
-#: WAIT node, space, stream, low half, high half: until a stream of the node has done so many numbers of a log
+#: WAIT node, space, stream, low half, high half: wait until a stream has reached that position in its log
 WAIT = 24
-#: RELEASE id, count: FREE by the last one of so many streams
+#: RELEASE id, count: free an id once `count` streams have released it
 RELEASE = 25
-#: MARK id, whether it is for timing: an event
+#: MARK id, timing: record an event; timing is 1 if its time is needed
 MARK = 26
-#: EXPECT number: until the master tells it
+#: EXPECT number: wait until the master sends the number
 EXPECT = 27
-#: in the place of a node: each, and none
+#: values for the node of WAIT: every node, and none
 EVERY_NODE, NO_NODE = 0xFFFFFFFF, 0xFFFFFFFE
-#: how many numbers each of these takes
+#: length of each command in numbers
 WIDTHS = {
     FREE: 2, PUT: 3, FETCH: 2, SEED: 3, FORGET: 1, ASK: 2, KEEP: 3, STATE: 2, DEFINE: 2, SHARE: 5, PROGRAM: 2,
     ERASE: 2, ITEM: 2, CALL: 3, TAKE: 4, DROP: 2, WAIT: 6, RELEASE: 3, MARK: 3, EXPECT: 2,
@@ -78,11 +78,7 @@ def filled(
     scalars: Iterable[float],
     device: Callable[[Template], Any],
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, of its templates, its tensors and its numbers.
-
-    Args:
-        device: gives that of a template of one.
-    """
+    """Fill the templates of a call with tensors and scalars; `device` converts a device template."""
     left, numbers = iter(tensors), iter(scalars)
 
     def given(template: Template) -> Any:
@@ -99,23 +95,23 @@ def filled(
     return [given(each) for each in args], {name: given(each) for name, each in kwargs.items()}
 
 
-#: space, stream, numbers, scalars, high, payloads: what :mod:`shoal.controller.commands.space` sends
+#: space, stream, numbers, scalars, high, payloads; see :mod:`shoal.controller.commands.space`
 Segment = tuple[int, int, bytes, bytes, int, list[Any]]
 
 
 class Definition(NamedTuple):
-    """A call, as a node learns it.
+    """The definition of an interned call, as sent to nodes.
 
     Attributes:
-        number: of the call.
-        operator: ``aten::add.Tensor``.
+        number: number of the call.
+        operator: such as ``aten::add.Tensor``.
         args, kwargs: templates.
-        operands: how many tensors it takes.
-        results: where the new tensors are in what the operator returns, a path of indices each.
-        expected: metadata of the results; None: only the operator's backward looks at it.
-        mutated: the operands whose own metadata it changes: they get new ids, after those of the results.
+        operands: number of tensors it takes.
+        results: positions of the new tensors in the operator's return value, as paths of indices.
+        expected: metadata of the results; None: only the operator's backward reads the result.
+        mutated: operands whose metadata it changes; they get new ids after those of the results.
         aliasing: whether results share memory with operands.
-        differentiating: whether gradients were enabled, for operators that compute differently then.
+        differentiating: whether gradients were enabled, which changes the computation of some operators.
     """
 
     number: int
@@ -134,9 +130,9 @@ class ProgramStep(NamedTuple):
     """A command of a program.
 
     Attributes:
-        numbers: of the command as it was in the log.
-        operands, results: the slot of each id among the numbers, by its position there.
-        scalars: of the command.
+        numbers: the command as it was in the log.
+        operands, results: pairs of the position of an id among the numbers and its slot.
+        scalars: the scalars of the command.
     """
 
     numbers: tuple[int, ...]
@@ -146,21 +142,20 @@ class ProgramStep(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """A program, as a node learns it.
+    """The definition of a program (a recorded step), as sent to nodes.
 
-    A *slot* stands for a tensor: first the inputs, then the tensors outside, then what the steps make.  The
-    tensor may be one of another space of the node.
+    A *slot* stands for a tensor: first the inputs, then the outside tensors, then the tensors made by the
+    steps. It may belong to another space of the node.
 
     Attributes:
-        number: of the command that runs it: its number, then the ids of the inputs, of what is given to other
-            spaces, and of the results.
-        inputs: the space of each.
-        outside: space and id of tensors that it uses and that are the same in every replay.
+        number: number of the command that runs it; followed by the ids of inputs, `given`, and `results`.
+        inputs: the space of each input.
+        outside: space and id of tensors that are used and are the same in every replay.
         steps: the commands.
-        given: slots of what gets an id of another space in every replay, and that space.
-        results: slots of what gets an id in every replay.
-        kept: slots of what keeps its id, its space, and the id.
-        taken: those outside that nothing after it uses.
+        given: slot and space of tensors that get a new id in another space in every replay.
+        results: slots of tensors that get a new id in every replay.
+        kept: slot, space and id of tensors that have the same id in every replay.
+        taken: outside tensors that are not used after the program.
     """
 
     number: int
@@ -173,7 +168,7 @@ class Recipe(NamedTuple):
     taken: tuple[tuple[int, int], ...]
 
 
-#: in the place of a failure's number: the node died
+#: failure number that stands for the loss of the node
 LOST = -1
 
 
@@ -182,14 +177,14 @@ class OperationFailure(NamedTuple):
 
     Attributes:
         poison: number of the failure in the session.
-        stream, batch, segment: where it was.
-        position: which of the segment's calls it was, -1 if none.
-        operator, operands: what it was, and of what.
-        error, traceback: in words.
-        alone: whether no tensor is poisoned by it, as of an assertion.
-        of: the node where it is known why, and the failure's number there, or LOST; None: here.
-        step: which of the program's commands it was, if that call ran a program; else -1.
-        before: the commands before it, in words.
+        stream, batch, segment: its place in the log.
+        position: index among the segment's interned calls; -1: not an interned call.
+        operator, operands: the operator, and a description of the operands.
+        error, traceback: texts.
+        alone: True if it poisoned no tensor, as for an assertion.
+        of: node and number of the failure that caused it, number LOST if that node was lost; None: none.
+        step: index of the step, if the call ran a program; else -1.
+        before: text of the commands before it.
     """
 
     poison: int

@@ -1,4 +1,4 @@
-"""Modules that nodes import before they serve: those that register the program's own operators with torch."""
+"""Imports of nodes before they serve: modules that register user-defined operators with torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ from ...errors import UsageError
 
 
 def checked(imports: object) -> tuple[str, ...]:
-    """The names of modules that a program gave.
-
-    Raises:
-        UsageError: they are no such names.
-    """
+    """Return module names as a tuple; raises `UsageError` for other values."""
     if isinstance(imports, (list, tuple)) and all(isinstance(each, str) and each for each in imports):
         return tuple(imports)
-    raise UsageError(f"imports={imports!r}: expected a list of names of modules, such as ['my_operators']")
+    raise UsageError(f"imports={imports!r}: expected a list of module names, such as ['my_operators']")
 
 
 def import_all(names: Iterable[str], where: str) -> None:
-    """Import modules.
-
-    Args:
-        where: this is, in words.
-
-    Raises:
-        UsageError: one cannot be imported.
-    """
+    """Import modules; raises `UsageError`, naming the process as `where`, if one cannot be imported."""
     for name in names:
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""How workers come to their master: each calls :func:`arrive` there, and waits until it becomes a node."""
+"""The joining of workers: each calls :func:`arrive` at its master and waits until it becomes a node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ...net import Deadline
 
 @dataclass(frozen=True, slots=True)
 class JoiningWorker:
-    """A worker that has come.
+    """A worker that joined.
 
     Attributes:
-        name: of the worker.
-        index: of the node that it was started as; None: it becomes whichever is wanted next.
-        pid: its process.
+        name, pid: name and process id of the worker.
+        index: index of the node that it was started as; None: the next free one.
     """
 
     name: str
@@ -28,28 +27,28 @@ class JoiningWorker:
 
 
 class Arrivals:
-    """The workers of one master that have come and are no nodes yet, in the order of their coming."""
+    """The workers that joined a master and are not nodes yet, in the order of joining."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[JoiningWorker] = []
-        #: of those who wait for one
+        #: one for each waiting thread
         self._latches: list[Latch] = []
 
     def come(self, arrival: JoiningWorker) -> None:
-        """A worker is there."""
+        """Add a worker."""
         with self._lock:
             self._waiting.append(arrival)
             for latch in self._latches:
                 latch.set()
 
     def go(self, name: str) -> None:
-        """A worker has died, or left."""
+        """Remove a worker that failed or left."""
         with self._lock:
             self._waiting = [each for each in self._waiting if each.name != name]
 
     def take(self, fits: Callable[[JoiningWorker], bool], timeout: float) -> JoiningWorker | None:
-        """The first worker that fits, as soon as there is one; None: none came in time."""
+        """Wait for the first worker that fits, and remove and return it; None after `timeout` seconds."""
         deadline = Deadline(timeout)
         latch = Latch()
         with self._lock:
@@ -75,12 +74,12 @@ _arrivals: WeakKeyDictionary[rpc.Agent, Arrivals] = WeakKeyDictionary()
 
 
 def arrivals_at(agent: rpc.Agent) -> Arrivals:
-    """Those of the master ``agent``; the first worker may come before anybody asks."""
+    """Return the arrivals of the master `agent`; created on the first call, as a worker may join early."""
     with _lock:
         return _arrivals.setdefault(agent, Arrivals())
 
 
 def arrive(index: int | None, pid: int) -> None:
-    """Called by a worker at its master: it can become node ``index``; None: any."""
+    """Join the master as node `index`, or any (None); called by a worker through RPC."""
     call = rpc.current()
     arrivals_at(call.agent).come(JoiningWorker(call.caller, index, pid))

@@ -1,6 +1,6 @@
-"""The metadata of a tensor on a node, all that the master knows of it: everything but its elements.
+"""The metadata of tensors on nodes: everything that the master knows about them, without the elements.
 
-Equal metadata is one object, so the calls of :mod:`shoal.controller.tensor.calls` are looked up by identity.
+Equal metadata is one object, so that :mod:`shoal.controller.tensor.calls` can find calls by identity.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ...errors import UnsupportedOperation
 
 
 class WireMetadata(NamedTuple):
-    """Metadata as master and nodes tell one another, without the node.
+    """The metadata sent between master and nodes, without the node.
 
     Attributes:
-        shape, stride, offset, dtype: of the tensor.
-        conj, neg: whether it is conjugated or negated lazily.
-        within: the device within the node; -1: its processor.
+        shape, stride, offset, dtype: as in torch.
+        conj, neg: whether it is lazily conjugated or negated.
+        within: the device within the node; -1: its CPU.
     """
 
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class Metadata:
     """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
 
     Attributes:
-        told: all but the node, as it goes to a node or came from there.
-        within: the device within the node; -1: its processor.
-        lazy: whether the tensor is a conjugated or negated view, which torch resolves when it is read.
-        make: makes a tensor of the master with it; ``tensor/tensor.py`` says it when the first one is made.
+        told: the metadata without the node, as sent to and from nodes.
+        within: the device within the node; -1: its CPU.
+        lazy: True for a conjugated or negated view, which torch resolves when it is read.
+        make: makes a tensor with this metadata; set by ``tensor/tensor.py`` with the first one.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakVal
 
 
 def metadata(device: torch.device, told: WireMetadata) -> Metadata:
-    """The one object with this metadata; the caller holds the master's lock."""
+    """Return the only object with this metadata; the caller holds the master's lock."""
     key = (device, *told)
     found = _known.get(key)
     if found is None:
@@ -73,21 +73,21 @@ def metadata(device: torch.device, told: WireMetadata) -> Metadata:
 
 
 def forget(device: torch.device) -> None:
-    """Make new objects from now on: those that there are belong to tensors that an earlier node had there.
+    """Forget the objects of a device, whose tensors belong to a lost node with the same index.
 
-    So no call that was interned for the new node is found for a tensor of the old one.
+    Calls interned for the new node are then never found for tensors of the old one.
     """
     for key in [key for key in list(_known.keys()) if key[0] == device]:
         _known.pop(key, None)
 
 
 def in_words(told: WireMetadata) -> str:
-    """``float32[2, 3]``."""
+    """Format dtype and shape as ``float32[2, 3]``."""
     return f"{str(told.dtype).removeprefix('torch.')}{list(told.shape)}"
 
 
 def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:
-    """Whether strides differ only in dimensions of one element, where they say nothing."""
+    """Return whether metadata is equal except for strides of dimensions with one element."""
     if given._replace(stride=()) != expected._replace(stride=()):
         return False
     return 0 in given.shape or all(
@@ -96,7 +96,7 @@ def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:
 
 
 def answer_in_words(answer: Any) -> str:
-    """The results of an operator in words, of ``("tensor", told)``, a list of such, or a constant."""
+    """Format the reply to ASK: ``("tensor", told)``, ``("list", [...])``, or another kind with its value."""
     kind, value = answer
     if kind == "list":
         return f"[{', '.join(answer_in_words(each) for each in value)}]"
@@ -105,23 +105,19 @@ def answer_in_words(answer: Any) -> str:
     return repr(value)
 
 
-#: in words, what is no dense tensor, and the method that makes it one
+#: forms of tensors that are not dense, and the methods that convert them
 NESTED, QUANTISED, SPARSE = (
     ("nested", "to_padded_tensor(0.0)"), ("quantised", "dequantize()"), ("sparse", "to_dense()")
 )  # fmt: skip
 
 
 def not_dense(what: str, form: tuple[str, str]) -> UnsupportedOperation:
-    """The error of a tensor that no node can hold."""
+    """Return the error for a tensor that nodes do not support."""
     return UnsupportedOperation(f"nodes hold dense tensors, and {what} is {form[0]}: use .{form[1]}")
 
 
 def told(tensor: torch.Tensor) -> WireMetadata:
-    """The metadata of a real or fake tensor.
-
-    Raises:
-        UnsupportedOperation: it is sparse, nested, quantised, or of another form than dense.
-    """
+    """Return the metadata of a real or fake tensor; raises `UnsupportedOperation` if it is not dense."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         form = QUANTISED if tensor.is_quantized else (f"of layout {tensor.layout}", "to_dense()")
         raise not_dense("this tensor", NESTED if tensor.is_nested else form)

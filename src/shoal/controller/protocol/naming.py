@@ -1,4 +1,4 @@
-"""The names that master and nodes have as workers of :mod:`shoal.rpc`."""
+"""The names of master and nodes as workers of :mod:`shoal.rpc`."""
 
 import secrets
 
@@ -6,10 +6,10 @@ MASTER = "master"
 
 
 def node_name(index: int) -> str:
-    """The node ``index`` in errors, whichever process it is."""
+    """Return the name of node `index` in errors, whichever process it is."""
     return f"node{index}"
 
 
 def worker_name(what: str) -> str:
-    """The name of this process as a worker, which no other has and none has had."""
+    """Return a unique name for this process as a worker, beginning with `what`."""
     return f"{what}-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""The facts of each operator of torch that the dispatch needs, found once."""
+"""The properties of torch operators that the dispatch needs, found once per operator."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-#: marks arguments whose numbers travel as operands, and are no part of a call's key; a number may be given in
-#: the place of a tensor
+#: types of arguments whose numbers are sent as scalars and are not part of a call's key; a number may be
+#: passed for a tensor
 _NUMERIC = {"number", "float", "Optional[number]", "Optional[float]", "Tensor"}
 _NUMERIC_LISTS = {"List[number]"}
-#: operators whose results have a shape that depends on such a value
+#: operators whose result shape depends on such a number
 _SHAPED = ("aten::arange", "aten::range")
-#: the position of a result that only the operator's backward reads: scratch memory of the kernel
+#: position of a result that only the operator's backward reads: scratch memory of the kernel
 _OPAQUE = {"aten::mkldnn_rnn_layer": 3}
 
-#: operators whose ``out=`` torch does not write to if it is of a class of tensors: nodes run them as one
+#: composite operators that nodes run as one: torch does not write to an ``out=`` of a tensor subclass
 _WHOLE = frozenset(
     f"aten::linalg_matrix_rank.{overload}"
     for overload in (
         "out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"
     )
 )  # fmt: skip
-#: modules that register operators, and are imported where one is used first
+#: namespace -> module that registers its operators, imported at the first use
 _REGISTERING = {
     "torch_nn": "torch.nn.modules.linear_cross_entropy", "shoal_check": "shoal.controller.node.checks"
 }  # fmt: skip
@@ -34,14 +34,14 @@ Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class Operator:
-    """An operator, by its schema.
+    """The properties of an operator.
 
     Attributes:
         func: the overload.
-        name: ``aten::add.Tensor``.
-        numeric: positions and names of the arguments whose numbers travel as operands.
-        special: does it in the place of a call to the node; None: nothing does.
-        opaque: position of the result that only its backward reads, of a form that only the node knows.
+        name: such as ``aten::add.Tensor``.
+        numeric: positions and names of the arguments whose numbers are sent as scalars.
+        special: function to run instead of a call on the node, or None.
+        opaque: position of a result that only its backward reads; only the node knows its metadata.
         aliasing: whether results may share memory with operands.
         writes: positions and names of the arguments that it writes to.
         random: whether it draws random numbers.
@@ -81,7 +81,7 @@ def _composed(name: str) -> bool:
 
 
 def written(schema: Any) -> frozenset[int | str]:
-    """The positions and names of the arguments that an operator writes to."""
+    """Return the positions and names of the arguments that an operator writes to."""
     return frozenset(
         key
         for i, a in enumerate(schema.arguments)
@@ -91,7 +91,7 @@ def written(schema: Any) -> frozenset[int | str]:
 
 
 def written_by(name: str) -> frozenset[int | str] | None:
-    """The same of an operator by its name; None: this process has none of that name."""
+    """Return :func:`written` for the operator `name`; None: this process has no such operator."""
     try:
         return written(named(name)._schema)
     except (AttributeError, RuntimeError):
@@ -99,29 +99,25 @@ def written_by(name: str) -> frozenset[int | str] | None:
 
 
 def fused_on_nodes() -> list[str]:
-    """Operators that torch computes as one on the CPU, and of others on devices that it does not know."""
+    """Return the operators with a fused CPU kernel that torch decomposes for devices unknown to it."""
     names = torch._C._dispatch_get_all_op_names()
     return [name for name in names if name in _WHOLE or (_composed(name) and _has(name, "CPU"))]
 
 
 def decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run what torch makes of the operator: autograd does so, and inference mode does not."""
+    """Decompose the operator, as autograd does; in inference mode torch does not."""
     return func.decompose(*args, **kwargs)
 
 
 def named(name: str) -> Any:
-    """The overload ``aten::add.Tensor``.
-
-    Raises:
-        AttributeError: this process has none of that name.
-    """
+    """Return the overload of a name such as ``aten::add.Tensor``; raises `AttributeError` if unknown."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function that runs an operator, or raises that this process has none of that name."""
+    """Return a function that runs an operator, or that raises if this process has no such operator."""
     registering = _REGISTERING.get(name.partition("::")[0])
     if registering is not None:
         importlib.import_module(registering)
@@ -143,7 +139,7 @@ _known: dict[int, Operator] = {}
 
 
 def operator(func: Any) -> Operator:
-    """The facts of an overload, which is never freed."""
+    """Return the properties of an overload; overloads are never freed, so they are found by ``id()``."""
     found = _known.get(id(func))
     if found is None:
         found = _known[id(func)] = Operator(func)
@@ -155,7 +151,7 @@ _special: dict[str, Special] = {}
 
 
 def special(*names: str) -> Callable[[Special], Special]:
-    """Decorates what is done in the place of these operators."""
+    """Decorate a function that replaces these operators."""
 
     def mark(fn: Special) -> Special:
         _special.update(dict.fromkeys(names, fn))

@@ -1,4 +1,4 @@
-"""The processes of nodes that a master starts on its own machine, which end with it."""
+"""The node processes that a master starts on its machine; they end with the master."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...errors import LaunchError
 from ...net import Deadline, close_in_forked_child
 from .output import NodeOutput
 
-#: seconds for a worker to end by itself, and for what it has written to come
+#: seconds for workers to end by themselves, and then for their output to arrive
 _END = 5.0
 
 
-#: Runs a node with the import path of its master.  With ``-m`` that would begin with the working directory,
-#: where a ``queue.py`` would take the place of Python's.
+#: Runs a node with the import path of its master. With ``-m`` the path would start with the working
+#: directory, where a ``queue.py`` would hide Python's.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[4:]; del sys.argv[4:]; "
     "from shoal.controller.node.worker import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
@@ -25,18 +25,12 @@ _PROGRAM = (
 
 
 def _path() -> list[str]:
-    """The import path of this process; Python ignores entries that are not text."""
+    """Return the import path of this process; Python ignores entries that are not strings."""
     return [each for each in sys.path if isinstance(each, str)]
 
 
 class Processes:
-    """Starts processes of nodes, which join at a store.
-
-    Args:
-        url: of the store.
-        secret: of the job.
-        count: how many share the cores of this process.
-    """
+    """Starts node processes, which join at the store `url`; `count` of them share this process's cores."""
 
     def __init__(self, url: str, secret: bytes, count: int) -> None:
         self._url = url
@@ -48,7 +42,7 @@ class Processes:
         self._awaited: set[int] = set()
 
     def start(self, index: int) -> None:
-        """Start a process that becomes node ``index``, in the place of an earlier one if there was one."""
+        """Start a process that becomes node `index`; an earlier process of this index is ended first."""
         self._end([index])
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(index), self._url, str(self._threads), *_path()],
@@ -63,31 +57,31 @@ class Processes:
         assert process.stdout is not None
         assert process.stderr is not None
         for pipe in (process.stdin, process.stdout, process.stderr):
-            close_in_forked_child(pipe)  # or the worker would see its master there after that has died
+            close_in_forked_child(pipe)  # otherwise an open copy would hide the master's end from the worker
         self._output.attach(index, process.stdout, process.stderr)
-        with contextlib.suppress(BrokenPipeError):  # it has ended: check() tells
+        with contextlib.suppress(BrokenPipeError):  # it ended already: check() raises
             process.stdin.write(self._secret.hex().encode())
             process.stdin.flush()
 
     def has(self, index: int) -> bool:
-        """Whether node ``index`` was started here."""
+        """Return whether node `index` was started here."""
         return index in self._started
 
     def joined(self, index: int) -> None:
-        """The process of node ``index`` has joined."""
+        """Note that the process of node `index` joined."""
         self._awaited.discard(index)
 
     def check(self, index: int) -> None:
-        """Raise LaunchError if the process of node ``index`` has ended, or one that has not joined."""
+        """Raise LaunchError if the process of node `index` or one that has not joined has ended."""
         for each in (index, *sorted(self._awaited)):
             code = self._started[each].poll()
             if code is not None:
                 raise LaunchError(
-                    f"the process of node {each} ended with {code} before it joined: its output says why"
+                    f"the process of node {each} ended with {code} before it joined: see its output"
                 )
 
     def close(self) -> None:
-        """End all processes, when they have lost their master."""
+        """End all processes, after the connections to them were closed."""
         self._end(list(self._started))
         self._output.close(_END)
 
@@ -96,10 +90,10 @@ class Processes:
         for index, process in ending:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # which ends it, if the end of the connection did not
+                process.stdin.close()  # ends it, if the end of the connection did not
             if index in self._awaited:
                 self._awaited.remove(index)
-                process.kill()  # it has nothing, and may read its input only after some seconds
+                process.kill()  # it has no state, and may read its input only after some seconds
             else:
                 process.send_signal(signal.SIGCONT)  # it may be stopped
         deadline = Deadline(_END)

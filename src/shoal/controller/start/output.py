@@ -1,4 +1,4 @@
-"""The output of nodes goes to the master's stdout and stderr, as whole lines that begin with their node."""
+"""Forwarding of the nodes' output to the master's stdout and stderr, as whole lines prefixed by the node."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import IO, TextIO
 
 from ...common.lines import Lines
 
-#: bytes that a node may be ahead of its master in each of its pipes, where the system allows so many
+#: capacity of each pipe in bytes, where the system allows it
 _AHEAD = 1 << 20
-#: bytes read from one pipe before the others get their turn
+#: maximum bytes read from one pipe before the other pipes are served
 _CHUNK = 1 << 16
 
 
 class _NodePipe:
-    """One of a node's two pipes."""
+    """The stdout or stderr pipe of a node."""
 
     def __init__(self, index: int, pipe: IO[bytes], is_error: bool) -> None:
         self.pipe = pipe
         self._prefix = f"[node {index}] "
         self._is_error = is_error
         self._lines = Lines()
-        #: the latest update of a progress bar, which is shown when its line has ended
+        #: the latest update of a progress bar, written when its line ends
         self._update = b""
 
     def read(self) -> bool:
-        """Pass on what there is; whether there may be more."""
+        """Forward one chunk; return False at the end of the pipe."""
         data = os.read(self.pipe.fileno(), _CHUNK)
         for text, end in self._lines.feed(data) if data else self._lines.close():
             if end == b"\r":
@@ -43,18 +43,18 @@ class _NodePipe:
         return bool(data)
 
     def _write(self, line: bytes) -> None:
-        # Looked up each time: notebooks and tests put others in their place.
+        # Looked up each time: notebooks and tests replace these streams.
         sink: TextIO | None = sys.stderr if self._is_error else sys.stdout
         if sink is not None:
             text = f"{self._prefix}{line.decode(errors='replace')}\n"
             encoding = getattr(sink, "encoding", None) or "utf-8"
-            with contextlib.suppress(BaseException):  # it is closed, or code of the user
+            with contextlib.suppress(BaseException):  # a closed stream, or user code that raises
                 sink.write(text.encode(encoding, "backslashreplace").decode(encoding))
                 sink.flush()
 
 
 class NodeOutput:
-    """Reads the pipes of all nodes, in a thread of its own."""
+    """Reads the pipes of all nodes in one thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -68,7 +68,7 @@ class NodeOutput:
         self._thread.start()
 
     def attach(self, index: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Take over the pipes of a node: they are read to their end, then closed."""
+        """Take over the pipes of a node; each is read to its end, then closed."""
         for pipe, is_error in ((stdout, False), (stderr, True)):
             with contextlib.suppress(OSError):  # the system allows less
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _AHEAD)
@@ -78,15 +78,14 @@ class NodeOutput:
             os.write(self._waking, b"1")
 
     def close(self, timeout: float) -> None:
-        """Pass on all that the nodes have written, which have ended, and end the thread.
+        """Forward the remaining output of the nodes, which have ended, and end the thread.
 
-        Args:
-            timeout: seconds, in which processes that nodes have left behind must have closed the pipes.
+        Waits up to `timeout` seconds for children of the nodes that still hold the pipes open.
         """
         with self._lock:
             self._ended.wait_for(lambda: self._left == 0, timeout)
         self._over = True
-        os.write(self._waking, b"1")  # the pipe has no end while a forked child holds it
+        os.write(self._waking, b"1")  # closing the pipe would not wake it if a forked child holds a copy
         self._thread.join()
         os.close(self._waking)
         for key in list(self._selector.get_map().values()):

@@ -1,7 +1,7 @@
-"""The workers that are a master's nodes, and what each is told of the others.
+"""The workers of a master's nodes, and the notification of nodes about each other.
 
-All of it happens under a lock that is held for moments: no wait of the program delays the news of a death,
-not even one for a node that waits for the dead one.
+The lock is held only briefly, so no wait of the program delays the notification of a loss, not even a wait
+for a node that itself waits for the lost one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ from ...rpc import Agent, Peer
 from ..commands.line import NodeConnection
 from ..node import peers
 
-#: workers that died and are remembered, for those that die while they become nodes
+#: number of failed workers remembered, for those that fail while they become nodes
 _REMEMBERED = 1000
 
 
 class Roster:
-    """The workers of a session's nodes.
+    """The workers of the nodes of `session`, called through `agent`.
 
     Attributes:
-        living: the lines of the nodes that live, by the names of their workers.
-
-    Args:
-        session: its name.
-        agent: calls the nodes.
+        living: connections of the nodes that are not lost, by worker name.
     """
 
     def __init__(self, session: str, agent: Agent) -> None:
@@ -37,23 +33,23 @@ class Roster:
         self._session = session
         self._agent = agent
         self._lock = threading.Lock()
-        #: the last workers that died
+        #: the last workers that failed
         self._gone: deque[str] = deque(maxlen=_REMEMBERED)
         #: the latest worker of each node, with its epoch
         self._latest: dict[int, tuple[Peer, int]] = {}
 
     def members(self, index: int) -> tuple[int, dict[int, peers.Member]]:
-        """The epoch of the next worker of a node, and the nodes that there are."""
+        """Return the epoch of the next worker of a node, and the present nodes."""
         with self._lock:
             epoch = self._latest[index][1] + 1 if index in self._latest else 0
             return epoch, {each: (peer.name, of) for each, (peer, of) in self._latest.items()}
 
     def peer(self, index: int) -> Peer:
-        """The latest worker of a node."""
+        """Return the latest worker of a node."""
         return self._latest[index][0]
 
     def add(self, line: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
-        """A worker has become a node, which knows these others; whether it has died meanwhile."""
+        """Add a new node, which knows the nodes `known`; return whether it has failed meanwhile."""
         index = line.index
         with self._lock:
             self._latest[index] = peer, line.epoch
@@ -67,12 +63,12 @@ class Roster:
             return peer.name in self._gone
 
     def names(self) -> list[str]:
-        """The names of the workers that are nodes and live."""
+        """Return the worker names of the nodes that are not lost."""
         with self._lock:
             return list(self.living)
 
     def lose(self, name: str, why: str) -> NodeConnection | None:
-        """A worker has died; the line of the node that it was, if it was one and it is not known yet."""
+        """Mark a worker as lost; return its connection if it was a node that was not lost before."""
         with self._lock:
             self._gone.append(name)
             line = self.living.pop(name, None)
@@ -82,13 +78,13 @@ class Roster:
             return line
 
     def _tell(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
-        """Call ``fn(session, of, *args)`` at all nodes but ``of``."""
+        """Call ``fn(session, of, *args)`` on all nodes except `of`."""
         for index, (peer, _) in self._latest.items():
             if index != of:
                 self._post(peer, fn, of, *args)
 
     def _post(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
-        """Call ``fn(session, *args)`` at a node, if it lives, and wait for nothing."""
+        """Call ``fn(session, *args)`` on a node if it is connected, without waiting."""
         if self._agent.links.existing(peer.name) is not None:
             with contextlib.suppress(ShoalError):
                 peer.post(fn, self._session, *args)

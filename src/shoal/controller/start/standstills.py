@@ -1,7 +1,7 @@
-"""Nodes on the master's machine whose processes are stopped by a signal, as Ctrl-Z and SIGSTOP do.
+"""Detection of nodes on the master's machine that are stopped by a signal, such as Ctrl-Z or SIGSTOP.
 
-A connection to another machine breaks when heartbeats stay away.  Within a machine there are none, since a
-busy one could delay them; but the state of a process can be looked at.
+Connections to other machines break when heartbeats are missing. Connections within a machine have no
+heartbeats, because a busy machine could delay them; there the state of the process is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...common.wording import in_seconds
 from ...rendezvous.host import process_is_stopped
 from ...rpc import Agent
 
-#: seconds between two looks at most
+#: maximum seconds between two checks
 _LOOK = 1.0
 
 
@@ -22,10 +22,10 @@ class Standstills:
     """Watches the nodes of this machine.
 
     Args:
-        agent: the master's.
-        living: the names of the nodes' workers.
-        give_up: called with the name of a worker that was stopped for too long, and why in words.
-        seconds: for which it may be.
+        agent: the master's agent.
+        living: returns the worker names of the nodes.
+        give_up: called with the name of a worker that was stopped for too long, and a text with the reason.
+        seconds: time for which a worker may be stopped.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Standstills:
     def close(self) -> None:
         """End the thread."""
         self._over.set()
-        if threading.current_thread() is not self._thread:  # which tells the program of a loss
+        if threading.current_thread() is not self._thread:  # it runs callbacks, which may close the master
             self._thread.join()
 
     def _watch(self) -> None:
@@ -55,7 +55,7 @@ class Standstills:
         while not self._over.wait(pause):
             now = time.monotonic()
             if now - looked > self._seconds / 2:
-                since = {}  # this process was stopped too: the others get the whole time anew
+                since = {}  # this process was stopped too: restart the time of the others
             looked = now
             since = {each: since.get(each, now) for each in self._living() if self._is_stopped(each)}
             for name, begin in since.items():

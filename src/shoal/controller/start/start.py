@@ -1,4 +1,4 @@
-"""How a master gets its nodes: it starts them, a launcher has started them, or they join by themselves."""
+"""The sources of a master's nodes: processes that it starts, ranks of a launcher, or joining workers."""
 
 from __future__ import annotations
 
@@ -20,37 +20,32 @@ from ..protocol.joining import JoiningWorker, arrivals_at
 from ..protocol.naming import MASTER
 from .launching import Processes
 
-#: seconds between looks at whether a process that was started and has not joined is still there
+#: seconds between two checks whether a started process has ended before joining
 _LOOK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWorker:
-    """A worker that becomes a node.
-
-    Attributes:
-        peer: calls it.
-        arrival: how it came.
-    """
+    """A worker that becomes a node; `peer` calls it, `arrival` is how it joined."""
 
     peer: rpc.Peer
     arrival: JoiningWorker
 
 
 class Workers:
-    """The master's agent, and the workers that come to it.
+    """The master's agent, and the workers that join it.
 
-    A rank that is no master stays in here, and its process ends.
+    On ranks of a launcher other than 0 the constructor does not return: it serves the master and exits.
 
     Args:
-        workers: how many to start on this machine; None: none.
-        url: where workers join; None: what a launcher says, or nobody who was not started here.
-        secret: of the job.
-        timeout: seconds for the place.
+        workers: number of workers to start on this machine; None: none.
+        url: where workers join; None: that of the launcher, or only workers started here.
+        secret: secret of the job.
+        timeout: seconds to open the rendezvous point.
 
     Attributes:
-        agent: the master, as a worker of :mod:`shoal.rpc`.
-        count: nodes that are there from the beginning.
+        agent: the master's agent of :mod:`shoal.rpc`.
+        count: initial number of nodes.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Workers:
                 place = self._of_launcher(secret, timeout)
             else:
                 place = self._at(url, workers, secret, timeout)
-            # It takes a second, as the start of processes does.
+            # The import takes a second, during which the started processes start too.
             import_module("shoal.controller.tensor.prediction")
             self.agent = _master(place)
             self._stack.callback(self.agent.close, graceful=False)
@@ -83,8 +78,8 @@ class Workers:
             place.close()
             ranks = "no ranks" if rank is None or size is None else counted(size, "rank")
             raise UsageError(
-                f"init_master_worker: a launcher has started {ranks}, and a master needs at least 2; say how "
-                "many workers=n to start here, or give the url= at which `shoal worker` joins"
+                f"init_master_worker: the launcher started {ranks}, and a master needs at least 2; pass "
+                "workers=n to start workers on this machine, or the url= where `shoal worker` joins"
             )
         if rank > 0:
             serve_rank(place, rank, timeout)
@@ -99,7 +94,7 @@ class Workers:
             server = TCPStoreServer(secret=secret.encode()).start()
             self._stack.callback(server.close)
             url = server.url
-        # Where nobody listens the master starts the store, as rank 0 of a job does.
+        # The master starts the store if none listens there, as rank 0 of a job does.
         serves: dict[str, Any] = {"rank": 0, "size": 1} if parse_url(url).scheme == "tcp" else {}
         place = open_place(url, timeout=timeout, secret=secret, **serves)
         try:
@@ -114,31 +109,24 @@ class Workers:
         return place
 
     def first(self, index: int, deadline: Deadline) -> NodeWorker:
-        """The worker that was started as node ``index``.
-
-        Raises:
-            LaunchError, RendezvousTimeout: it did not come.
-        """
+        """Wait for the worker started as node `index`; raises `LaunchError` or `RendezvousTimeout`."""
         return self._next(index, deadline, (index,))
 
     def next(self, index: int, deadline: Deadline) -> NodeWorker:
-        """The next worker that joins, as node ``index``.
+        """Wait for the next worker that joins, as node `index`.
 
-        Raises:
-            UsageError: nobody can join.
-            RendezvousTimeout: nobody came.
+        Raises `UsageError` if no worker can join, or `RendezvousTimeout`.
         """
         if not self._launched and self._url is None:
             raise UsageError(
-                "nobody can join this master: give init_master_worker the url= at which `shoal worker` joins"
+                "no worker can join this master: pass init_master_worker the url= where `shoal worker` joins"
             )
         return self._next(index, deadline, (index, None))
 
     def again(self, index: int, deadline: Deadline) -> NodeWorker:
-        """A new worker in the place of a lost one: started here, if that one was, else the next that joins.
+        """Return a worker to replace a lost one: started here, if that one was, else the next that joins.
 
-        Raises:
-            UsageError, LaunchError, RendezvousTimeout: there is none.
+        Raises `UsageError`, `LaunchError` or `RendezvousTimeout`.
         """
         if self._processes is None or not self._processes.has(index):
             return self.next(index, deadline)
@@ -146,11 +134,11 @@ class Workers:
         return self.first(index, deadline)
 
     def give_back(self, worker: NodeWorker) -> None:
-        """The worker did not become a node yet."""
+        """Return a worker that did not become a node; it can be taken again."""
         self._arrivals.come(worker.arrival)
 
     def close(self) -> None:
-        """End the processes, and let go of everything."""
+        """Close the agent and the store, and end the processes."""
         self._stack.close()
 
     def _next(self, index: int, deadline: Deadline, fitting: tuple[int | None, ...]) -> NodeWorker:
@@ -162,7 +150,7 @@ class Workers:
         while True:
             arrival = self._arrivals.take(fits, min(_LOOK, deadline.remaining()))
             if arrival is not None:
-                with contextlib.suppress(UnknownWorker, WorkerLost):  # it has ended meanwhile
+                with contextlib.suppress(UnknownWorker, WorkerLost):  # it failed meanwhile
                     worker = NodeWorker(self.agent.peer(arrival.name), arrival)
                     if started and self._processes is not None:
                         self._processes.joined(index)
@@ -174,21 +162,21 @@ class Workers:
 
     def _late(self, index: int, started: bool, seconds: str) -> Exception:
         if started:
-            return LaunchError(f"node {index}, which was started here, has not joined within {seconds}")
+            return LaunchError(f"node {index}, started by this master, did not join within {seconds}")
         if self._launched:
             return RendezvousTimeout(
-                f"node {index}, which is rank {index + 1}, has not come within {seconds}"
+                f"node {index}, which is rank {index + 1}, did not join within {seconds}"
             )
         return RendezvousTimeout(
-            f"nobody has joined as node {index} within {seconds}: `shoal worker {self._url}` does, with the "
-            "same secret in SHOAL_SECRET"
+            f"no worker joined as node {index} within {seconds}: start one by `shoal worker {self._url}`, "
+            "with the same secret in SHOAL_SECRET"
         )
 
 
 def _master(place: RendezvousPoint) -> rpc.Agent:
-    # At its end the master does not wait for workers that still ask something of the store that it serves.
+    # When it closes, the master does not wait for workers that still use its store.
     place = replace(place, venue=replace(place.venue, alone=None))
     try:
         return join(place, MASTER)
     except UsageError as error:
-        raise UsageError(f"init_master_worker: this place has another master: {error}") from None
+        raise UsageError(f"init_master_worker: this rendezvous point has another master: {error}") from None
