@@ -189,7 +189,10 @@ group = shoal.init(backend="store")
 
 
 def _run(then: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+    }
     return subprocess.run(
         [sys.executable, "-c", _PROGRAM.format(then=then)],
         env=environment,

@@ -38,7 +38,7 @@ class Heartbeat {
   std::string silence(std::int64_t last_heard, std::int64_t now) const {
     const std::int64_t quiet = now - std::max(last_heard, listening_since_.load());
     if (quiet <= limit_) return {};
-    return "nothing was heard from its host for " + seconds(quiet) +
+    return "no message came from its host for " + seconds(quiet) +
            "; it is stopped or starved, or the network is cut";
   }
 

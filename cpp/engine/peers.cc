@@ -267,7 +267,7 @@ bool Peers::mark_lost(Loss& loss) {
   if (peer.link) peer.link->give_up();
   if (loss.dead) return true;
   if (const std::string gap = absence(); !gap.empty())
-    loss.why += "; " + gap + ", so it may have been given up";
+    loss.why += "; " + gap + ", so the others may have evicted it";
   return true;
 }
 

@@ -71,7 +71,7 @@ def test_an_older_torch_is_imported_with_a_warning_and_shoal_still_refused(tmp_p
     assert result.stdout == "torch is there\n"
     assert result.stderr.splitlines()[-1] == f"ImportError: {REFUSED.format('2.10.0')}"
     assert result.stderr.splitlines()[0].endswith(REFUSED.format("2.10.0"))
-    assert result.stderr.startswith("torch.distributed does not take the backend 'shoal'")
+    assert result.stderr.startswith("torch.distributed does not accept the backend 'shoal'")
 
 
 def test_a_newer_torch_is_used_after_one_warning(tmp_path: Path) -> None:

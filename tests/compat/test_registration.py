@@ -27,7 +27,7 @@ def test_a_torch_that_keeps_its_backends_elsewhere_can_be_imported(monkeypatch, 
     monkeypatch.setattr(dist.Backend, "_plugins", {})
     monkeypatch.delattr(dist.Backend, missing)
     register()
-    assert "does not take the backend 'shoal': AttributeError" in caplog.text
+    assert "does not accept the backend 'shoal': AttributeError" in caplog.text
 
 
 def test_a_torch_that_refuses_the_backend_can_be_imported(monkeypatch, caplog):

@@ -167,6 +167,6 @@ class Restless(Dictionary):
 def test_a_queue_that_others_change_all_the_time_is_given_up_at_the_deadline() -> None:
     store = TorchStore(Store(Restless("name"), 0.02))
     for call in (lambda: store.queue_push("q", b"mine"), lambda: store.queue_pop("q")):
-        with pytest.raises(dist.DistStoreError, match=r"queue 'q' was changed by others all"):
+        with pytest.raises(dist.DistStoreError, match=r"queue 'q' was continuously changed by other clients"):
             call()
     store.close()

@@ -342,7 +342,7 @@ def test_silence_counts_as_death_where_no_process_is_watched() -> None:
         two.callee.pause_heartbeats(True)
         end, text = outcome(call) or (None, "")
         assert end is CallEnd.LOST
-        assert text.startswith("nothing was heard from its host for ")
+        assert text.startswith("no message came from its host for ")
         two.close()
 
 

@@ -129,7 +129,7 @@ def _on_a_group() -> list[object]:
     dist.all_gather(xs, _mine(1), pg)
     with pytest.raises(shoal.UsageError, match=r"broadcast on rank \d: src=2 is not among .* \[3, 1\]"):
         dist.broadcast(x, src=2, group=pg)
-    with pytest.raises(shoal.UsageError, match="src, which is a global rank, or group_src, not both"):
+    with pytest.raises(shoal.UsageError, match=r"pass src \(a global rank\) or group_src, not both"):
         dist.broadcast(x, src=1, group=pg, group_src=0)
     with pytest.raises(shoal.UsageError, match="must be given"):
         dist.broadcast(x, group=pg)

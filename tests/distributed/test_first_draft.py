@@ -59,7 +59,7 @@ def _as_drafted(meeting: str) -> None:
 
 def test_tcp_contradicts_shared_memory() -> None:
     with pytest.raises(
-        shoal.UsageError, match="backend='tcp' is the native engine over TCP, and pg_options say"
+        shoal.UsageError, match="backend='tcp' is the native engine over TCP, but pg_options contain"
     ):
         dist.init_process_group(backend="tcp", pg_options={"transport": "shm"})
 
@@ -84,7 +84,9 @@ def _receives() -> None:
     if rank in (1, 3):
         with pytest.raises(shoal.UsageError, match=r"src=2 is not among .* \[3, 1\]"):
             dist.recv(2, group=pair)
-        with pytest.raises(shoal.UsageError, match="the first argument, 0, is a number"):
+        with pytest.raises(
+            shoal.UsageError, match="the first argument, 0, is an int and therefore the sender's rank"
+        ):
             dist.recv(0, 1)
     else:
         with pytest.warns(UserWarning, match="recv on global rank"):

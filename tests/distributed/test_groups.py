@@ -102,7 +102,7 @@ def _refused() -> None:
     with pytest.raises(shoal.UnsupportedOperation, match="device_id"):
         dist.new_group(device_id=torch.device("cuda", 0))
     for size in (None, 0, 3, 8):
-        with pytest.raises(shoal.UsageError, match="a number that divides the size of the group, 4"):
+        with pytest.raises(shoal.UsageError, match="group_size must divide the size of the group, 4"):
             dist.new_subgroups(size)
     with pytest.raises(shoal.UsageError, match="at least one list"):
         dist.new_subgroups_by_enumeration([])

@@ -41,12 +41,12 @@ def test_torchs_ways_lead_to_a_place(
 @pytest.mark.parametrize(
     ("init_method", "rank", "environ", "words"),
     [
-        ("tcp://host:1?rank=0", 1, {}, "rank is given twice: 1 and, in the URL, 0"),
-        ("tcp://host:1?rank=x", -1, {}, "rank='x' in the URL: expected a whole number"),
+        ("tcp://host:1?rank=0", 1, {}, "rank is given twice: 1 as an argument and 0 in the URL"),
+        ("tcp://host:1?rank=x", -1, {}, "rank='x' in the URL: expected a non-negative integer"),
         (None, 1, {**MASTER, "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
         (None, -1, {**MASTER, "RANK": "x"}, "RANK='x'"),
         (3, -1, {}, "init_method=3: expected a str"),
-        (None, "1", {}, "rank='1': expected a whole number"),
+        (None, "1", {}, "rank='1': expected an integer"),
     ],
 )
 def test_what_cannot_be_a_place_is_refused(

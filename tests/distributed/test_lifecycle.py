@@ -55,7 +55,7 @@ def test_a_second_default_group_is_refused_until_the_first_is_destroyed(alone: N
     assert dist.is_initialized()
     assert dist.group.WORLD is dist.GroupMember.WORLD
     with pytest.raises(
-        shoal.UsageError, match="init_process_group on rank 0: there is a default group already"
+        shoal.UsageError, match="init_process_group on rank 0: a default group exists already"
     ):
         dist.init_process_group()
     dist.destroy_process_group(dist.group.WORLD)
@@ -102,18 +102,18 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"backend": "nccl"}, shoal.UnsupportedOperation, "no such engine, it is for NVIDIA's GPUs"),
-        ({"backend": "mpi"}, shoal.UnsupportedOperation, "no such engine, it is for an MPI library"),
+        ({"backend": "nccl"}, shoal.UnsupportedOperation, "needs NVIDIA's GPUs and is not supported"),
+        ({"backend": "mpi"}, shoal.UnsupportedOperation, "needs an MPI library and is not supported"),
         ({"backend": "cpu:gloo,cuda:nccl"}, shoal.UnsupportedOperation, "has no backend for other devices"),
-        ({"backend": "glue"}, shoal.UsageError, "unknown; known are gloo, native, shoal"),
+        ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, native, shoal"),
         ({"backend": 3}, shoal.UsageError, "expected a str"),
-        ({"device_id": 0}, shoal.UnsupportedOperation, "leave it out"),
+        ({"device_id": 0}, shoal.UnsupportedOperation, "omit device_id"),
         ({"timeout": "long"}, shoal.UsageError, "expected a timedelta or a number of seconds"),
         ({"pg_options": 3}, shoal.UsageError, "expected a dict of arguments of shoal.init"),
         (
             {"store": dist.HashStore(), "init_method": "env://"},
             shoal.UsageError,
-            "expected one place to meet",
+            "pass either init_method='env://' or store=, not both",
         ),
         ({"store": dist.HashStore(), "rank": 0}, shoal.UsageError, "store= requires rank and world_size"),
         ({"init_method": "carrier://pigeon"}, shoal.UsageError, "registered for carrier://"),

@@ -63,7 +63,9 @@ def _refused() -> None:
     if rank == 0:
         dist.broadcast_object_list([1, 2])
     else:
-        with pytest.raises(shoal.UsageError, match="has 1 places, but the other rank sent 2 objects"):
+        with pytest.raises(
+            shoal.UsageError, match="object_list has 1 elements, but the sender sent 2 objects"
+        ):
             dist.broadcast_object_list([None])
     if rank == 1:
         dist.send_object_list([1], 2)

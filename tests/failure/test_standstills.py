@@ -204,7 +204,7 @@ def test_a_rank_that_was_given_up_while_it_was_stopped_says_so() -> None:
         for rank in (0, 2):
             lost, message = outcomes[rank].value
             assert lost == (1,)
-            assert "rank 1 is lost: nothing was heard from its host for" in message
+            assert "rank 1 is lost: no message came from its host for" in message
             assert "it is stopped or starved, or the network is cut" in message
         lost, message = outcomes[1].value
         assert lost == (1,)

@@ -28,7 +28,7 @@ from shoal.launch import cli
 from shoal.launch.job import evictions
 from shoal.launch.ranks import respawn
 evictions.PATIENCE_S = 0.1
-evictions.GRACE_S = respawn.SHORTEST = 0.2
+evictions.KILL_DELAY_S = respawn.MIN_DELAY_S = 0.2
 cli.main()
 """
 

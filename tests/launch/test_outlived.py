@@ -78,7 +78,7 @@ def test_a_rank_that_finished_counts_and_one_that_fails_later_does_not(
     assert "shoal: rank 2 failed first: exit code 3" in err or "shoal: rank 1 failed first" in err
 
 
-@pytest.mark.parametrize("least", ["3", "0", "two"])
+@pytest.mark.parametrize("min_ranks", ["3", "0", "two"])
 def test_the_number_is_checked(workshop: Workshop, min_ranks: str) -> None:
     code, _, err = workshop.end(workshop.shoal("run", "-n", "2", "--min", min_ranks, "script.py"))
     assert code == 2

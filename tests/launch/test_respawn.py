@@ -56,7 +56,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a job that respawns."""
     (workshop.path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-    constants = f"SHORTEST={wait} MOST={max_ranks}"
+    constants = f"MIN_DELAY_S={wait} MOST={max_ranks}"
     command = ["run", "--respawn", "--min", str(min_ranks), *options, "script.py"]
     return workshop.start_process([sys.executable, "-c", LAUNCHER, constants, *command])
 

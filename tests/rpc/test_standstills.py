@@ -78,7 +78,7 @@ def test_a_host_that_stands_still_for_too_long_is_lost_and_comes_again(meeting: 
     assert ref.rpc_sync().get() == 3
     pid = meeting.pids["b"]
     faults.stop(pid)
-    with pytest.raises(WorkerLost, match="nothing was heard from its host for") as caught:
+    with pytest.raises(WorkerLost, match="no message came from its host for") as caught:
         b.call(handlers.echo, 1).wait()
     assert caught.value.worker == "b"
     faults.resume(pid)

@@ -31,9 +31,9 @@ def _short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of the dead is soon as much as it ever gets."""
     for module in (holds, call):
         monkeypatch.setattr(module, "LEASE_S", 0.1)
-    monkeypatch.setattr(links, "_REMEMBERED", 2)
+    monkeypatch.setattr(links, "_MAX_LOST_CONNECTIONS", 2)
     monkeypatch.setattr(barrier, "_MANY", 2)
-    monkeypatch.setattr(leases, "_REMEMBERED", 2)
+    monkeypatch.setattr(leases, "_MAX_RELEASED", 2)
     monkeypatch.setattr(replies, "REMEMBERED", 0.1)
 
 

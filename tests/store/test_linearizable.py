@@ -254,7 +254,7 @@ def test_the_error_shows_the_first_result_without_an_explanation() -> None:
             ("d", "get", (), 505, 509, b"x"),
         )
     lines = str(raised.value).splitlines()
-    assert lines[0].endswith("no order of its 52 first operations explains what b got from get() -> b'49'.")
+    assert lines[0].endswith("no order of its 52 first operations explains the result of b, get() -> b'49'.")
     assert lines[1].endswith("the key could hold b'50'.")
     assert lines[3] == "  ... 40 more"
     assert lines[-1].split() == ["0.5", "0.5", "b:", "get()", "->", "b'49'"]

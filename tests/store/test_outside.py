@@ -80,5 +80,5 @@ def test_no_error_shows_a_password() -> None:
 
 def test_a_job_without_a_secret_does_not_meet_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHOAL_SECRET", raising=False)
-    with pytest.raises(ConfigurationError, match=r"meets in etcd:// needs a secret.*SHOAL_SECRET="):
+    with pytest.raises(ConfigurationError, match=r"a store at etcd:// needs a secret.*SHOAL_SECRET="):
         rendezvous("etcd://127.0.0.1:1", rank=0, size=1)

@@ -240,7 +240,7 @@ def test_what_only_processes_can_is_refused_for_threads() -> None:
         with pytest.raises(UsageError, match="define the function at the top level"):
             workers.start("b", lambda agent: None)
         workers.start("b")
-        with pytest.raises(UsageError, match="worker 'b' is a process already"):
+        with pytest.raises(UsageError, match="worker 'b' is already a running process"):
             workers.start("b")
 
 

@@ -130,7 +130,7 @@ def test_names_that_make_no_sense_are_refused(network: Network) -> None:
 
 def test_why_there_can_be_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATH", "/nowhere")
-    assert why_unavailable() == "the program 'ip' is not there; on Debian, apt install iproute2"
+    assert why_unavailable() == "the program 'ip' was not found; on Debian, apt install iproute2"
 
 
 LEAVING = """

@@ -165,7 +165,7 @@ def one_makes_no_group(index: int, folder: str) -> None:
             with pytest.raises(dist.DistStoreError, match="closed"):
                 store.get("key")
         else:
-            with pytest.raises(shoal.RendezvousError, match="rank 1 made no group of shoal"):
+            with pytest.raises(shoal.RendezvousError, match="rank 1 created no group of shoal"):
                 dist.init_process_group("shoal", timeout=timedelta(seconds=60))
         assert not torch_store._kept
 
