@@ -91,6 +91,15 @@ def test_the_site_leads_to_every_page() -> None:
     assert not {page for page in pages - {"index.md"} if f"]({page})" not in index}
 
 
+def test_the_index_and_the_navigation_list_every_decision() -> None:
+    pages = sorted(page.name for page in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [int(page.partition("-")[0]) for page in pages] == list(range(1, len(pages) + 1))
+    index = (ROOT / "docs" / "decisions" / "index.md").read_text()
+    assert re.findall(r"\]\((\d[\w-]+\.md)\)", index) == pages
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert re.findall(r": decisions/(.+\.md)$", navigation, re.MULTILINE) == ["index.md", *pages]
+
+
 def test_the_first_example_runs_alone(tmp_path: Path) -> None:
     program, *_ = _programs("README.md")
     # The folder is another one, so a relative PYTHONPATH would no longer lead to what is tested.

@@ -168,7 +168,7 @@ def _shortened(name: str) -> str:
     return ".".join(parts[: length + 1 if ".".join(parts[:length]) in sys.modules else length])
 
 
-def test_the_design_page_lists_every_private_part_of_torch_that_is_used() -> None:
+def test_the_page_on_torch_internals_lists_every_private_part_that_is_used() -> None:
     importlib.import_module("torch._C._dynamo.eval_frame")
     used = {
         name
@@ -177,5 +177,5 @@ def test_the_design_page_lists_every_private_part_of_torch_that_is_used() -> Non
         if name not in sys.modules or name == "torch._C._dynamo.eval_frame"
     }
     assert {"torch._C._current_graph_task_id", "torch.utils._pytree.tree_map"} <= used
-    page = (ROOT / "docs" / "design.md").read_text()
+    page = (ROOT / "docs" / "torch-internals.md").read_text()
     assert not {name for name in used if f"`{name}`" not in page}

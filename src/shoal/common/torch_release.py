@@ -1,8 +1,8 @@
 """The releases of torch that shoal supports.
 
 The data-parallel wrapper, the master-worker mode and the backend of torch.distributed use private parts of
-torch (docs/design.md lists them), so a release is supported when the tests pass with it (`make matrix`).
-``import shoal`` refuses older releases, and warns once of newer ones.
+torch (docs/torch-internals.md lists them), so a release is supported when the tests pass with it
+(`make matrix`). ``import shoal`` refuses older releases, and warns once of newer ones.
 """
 
 from __future__ import annotations
