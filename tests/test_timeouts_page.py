@@ -58,9 +58,9 @@ DEFAULTS: list[tuple[str, float]] = [
     ("a call of a store", config.TIMEOUT.default),
     ("`Session(state, min=n)`", config.TIMEOUT.default),
     ("processes that join a session", config.VOTE_TIMEOUT.default / 2),
-    ("a session that gives no sign of life", lobby_keys.SILENCE),
+    ("a session without a heartbeat", lobby_keys.SILENCE),
     ("a rank on the same host is stopped", of_stopped_peers()),
-    ("nothing is heard from another host", config.HEARTBEAT_TIMEOUT.default),
+    ("no message from another host", config.HEARTBEAT_TIMEOUT.default),
     ("a node of a master is stopped", config.HEARTBEAT_TIMEOUT.default),
     ("a call of `shoal.rpc`", config.RPC_TIMEOUT.default),
     ("`agent.close()`", default_of(Agent.close)),
@@ -74,7 +74,7 @@ DEFAULTS: list[tuple[str, float]] = [
     ("`shoal run`: ranks after Ctrl-C", supervisor.STOP_GRACE_S),
     ("`shoal run`: a rank ended with 0", supervisor.EARLY_EXIT_WARNING_S),
     ("`shoal run --hosts`: an agent starts", agent_pool._START_TIMEOUT_S),
-    ("`shoal run --hosts`: nothing is heard", frames.SILENCE),
+    ("`shoal run --hosts`: no message", frames.SILENCE),
     ("`shoal.testing.run_threads`", default_of(run_threads)),
 ]
 
