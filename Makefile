@@ -108,6 +108,7 @@ lint: $(BIN)/ruff type  ## style, format, types and layers; changes nothing
 	$(BIN)/ruff format --check .
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python -m tools.class_names
+	$(BIN)/python -m tools.prose
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 type: $(BIN)/ruff  ## mypy --strict

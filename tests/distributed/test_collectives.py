@@ -133,7 +133,7 @@ def _on_a_group() -> list[object]:
         dist.broadcast(x, src=1, group=pg, group_src=0)
     with pytest.raises(shoal.UsageError, match="must be given"):
         dist.broadcast(x, group=pg)
-    with pytest.raises(shoal.UsageError, match="group_dst must be a rank of the group, from 0 to 1, got 2"):
+    with pytest.raises(shoal.UsageError, match="group_dst must be a rank in the group, from 0 to 1, got 2"):
         dist.reduce(x, group=pg, group_dst=2)
     return [x.item(), y.item(), z.item(), [part.item() for part in xs]]
 

@@ -70,7 +70,9 @@ def _refused() -> None:
     if rank == 1:
         dist.send_object_list([1], 2)
     if rank == 2:
-        with pytest.raises(shoal.UsageError, match="has 2 places, but the other rank sent 1 objects"):
+        with pytest.raises(
+            shoal.UsageError, match="object_list has 2 elements, but the sender sent 1 objects"
+        ):
             dist.recv_object_list([None, None], 1)
     dist.barrier()
 

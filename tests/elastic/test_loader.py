@@ -230,7 +230,7 @@ def test_what_a_loader_cannot_use_is_refused(owner: Owner) -> None:
         ((Items(),), {"batch_sampler": [[1]]}, "leave batch_sampler= out"),
         ((Items(),), {"drop_last": True}, "leave drop_last= out: batches are always full"),
         ((Items(),), {"in_order": False}, "leave in_order= out"),
-        ((Items(),), {"persistent_workers": False}, "leave persistent_workers= out: workers stay"),
+        ((Items(),), {"persistent_workers": False}, "leave persistent_workers= out: workers run until"),
         ((Stream(),), {}, "a Stream has no samples with numbers"),
         ((3,), {}, "a int has no samples with numbers"),
     ):

@@ -27,7 +27,7 @@ import sys
 from shoal.launch import cli
 from shoal.launch.job import evictions
 from shoal.launch.ranks import respawn
-evictions.PATIENCE_S = 0.1
+evictions.EXIT_TIMEOUT_S = 0.1
 evictions.KILL_DELAY_S = respawn.MIN_DELAY_S = 0.2
 cli.main()
 """

@@ -32,9 +32,9 @@ def _short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (holds, call):
         monkeypatch.setattr(module, "LEASE_S", 0.1)
     monkeypatch.setattr(links, "_MAX_LOST_CONNECTIONS", 2)
-    monkeypatch.setattr(barrier, "_MANY", 2)
+    monkeypatch.setattr(barrier, "_PRUNE_COUNTS_FROM", 2)
     monkeypatch.setattr(leases, "_MAX_RELEASED", 2)
-    monkeypatch.setattr(replies, "REMEMBERED", 0.1)
+    monkeypatch.setattr(replies, "CHANNEL_TTL_S", 0.1)
 
 
 def kept(agent: Agent) -> Counter[str]:
