@@ -140,7 +140,7 @@ def test_what_waits_for_elements_names_what_gives_them(master: Master) -> None:
         lambda: x.to("node:0"), lambda: torch.zeros(2, 2).copy_(x), lambda: copy.copy(x).tolist(),
     ]  # fmt: skip
     for wait in waits:
-        with pytest.raises(shoal.UsageError, match=r"nodes 0, 2: x\.on\(0\).*mean"):
+        with pytest.raises(shoal.UsageError, match=r"nodes 0, 2: use x\.on\(0\).*mean"):
             wait()
     with pytest.raises(shoal.UsageError, match="is on nodes 0, 2"):
         x.get_node()
@@ -179,7 +179,7 @@ def test_shapes_that_depend_on_elements_must_be_alike_on_all_nodes(master: Maste
     place = master.place([0, 1])
     x = place.scatter(torch.tensor([[1, 0, 2], [0, 3, 4]]))
     assert _parts(place, x[x > 0]) == [[1, 2], [3, 4]]
-    with pytest.raises(shoal.UsageError, match=r"int64\[1\] on node 0, and int64\[0\] on node 1") as caught:
+    with pytest.raises(shoal.UsageError, match=r"int64\[1\] on node 0 and int64\[0\] on node 1") as caught:
         x[x == 1]
     assert "aten::index.Tensor" in str(caught.value)
     assert _on(x, 0)[_on(x, 0) == 1].tolist() == [1]

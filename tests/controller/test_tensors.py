@@ -333,7 +333,7 @@ def test_the_device_module_tells_of_the_nodes(master: Master) -> None:
 
 
 def test_a_second_master_is_refused(master: Master) -> None:
-    with pytest.raises(shoal.UsageError, match="a master already"):
+    with pytest.raises(shoal.UsageError, match="this process already has an open master"):
         shoal.init_master_worker(workers=1)
 
 

@@ -214,5 +214,5 @@ def test_a_process_that_cannot_have_nodes_is_told_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(device, "_libraries", [])  # as if no master had been made here
     with monkeypatch.context() as patch:
         patch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
-        with pytest.raises(shoal.UnsupportedOperation, match="has the device 'npu' already"):
+        with pytest.raises(shoal.UnsupportedOperation, match="already registered the device 'npu'"):
             device.register()

@@ -39,7 +39,7 @@ def test_the_curve_is_that_of_a_run_without_deaths(tmp_path: Path, monkeypatch: 
         for deaths in (0, 1):
             record = tmp_path / f"{deaths}.json"
             options = ["--steps", "60", "--ranks", "2", "--deaths", str(deaths), "--record", str(record)]
-            code, out, err = launcher.run(2, str(script), *options, least=1, respawn=True)
+            code, out, err = launcher.run(2, str(script), *options, min_ranks=1, respawn=True)
             assert code == 0, err
             assert out.count("killing myself") == deaths
             records.append(json.loads(record.read_text()))
