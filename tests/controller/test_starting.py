@@ -109,7 +109,9 @@ def test_workers_join_by_hand_in_the_order_of_their_coming_also_later(start: Sta
         assert (x.to("node:1") + 1).tolist() == [2, 2, 2]
         drawn = [torch.rand(3, device=each).tolist() for each in master.nodes]
         assert drawn == [torch.manual_seed(7) and torch.rand(3).tolist()] * 2
-        with pytest.raises(RendezvousTimeout, match=r"node 2 within 0.01 s: start one by `shoal worker tcp://"):
+        with pytest.raises(
+            RendezvousTimeout, match=r"node 2 within 0.01 s: start one by `shoal worker tcp://"
+        ):
             master.wait_for(3, 0.01)
 
 
