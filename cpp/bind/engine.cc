@@ -18,6 +18,7 @@
 #include "bind/bindings.h"
 #include "bind/calls.h"
 #include "bind/tensors.h"
+#include "bind/text.h"
 #include "engine/context.h"
 #include "transport/check.h"
 
@@ -37,14 +38,6 @@ std::vector<Span> spans(const Parts& parts) {
   result.reserve(parts.size());
   for (auto [address, bytes] : parts) result.push_back(span(address, bytes));
   return result;
-}
-
-// Texts come from peers: decode any bytes to a str that can be printed and sent on.
-nb::object str(const std::string& bytes) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
-  if (text == nullptr) throw nb::python_error();
-  return nb::steal(text);
 }
 
 // The error for the user, with all losses that are known by now; None if there is none.

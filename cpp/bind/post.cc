@@ -14,6 +14,7 @@
 #include "bind/bindings.h"
 #include "bind/calls.h"
 #include "bind/slices.h"
+#include "bind/text.h"
 
 namespace nb = nanobind;
 using namespace shoal;
@@ -93,13 +94,6 @@ std::shared_ptr<void> kept(Endpoint& endpoint, nb::handle object) {
 }
 
 // -- letters ----------------------------------------------------------------------------------------
-
-nb::object str(const std::string& bytes) {
-  PyObject* text =
-      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
-  if (text == nullptr) throw nb::python_error();
-  return nb::steal(text);
-}
 
 struct Received {
   LetterPtr letter;

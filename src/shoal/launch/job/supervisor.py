@@ -78,7 +78,7 @@ class Supervisor:
         signals: signals of the launcher, which are passed on.
         `rank_launcher`: starts the ranks.
         notes: publishes the ranks that end while others run, and the wanted number of ranks.
-        least: minimum number of ranks that go on when others fail; None: the first failure ends the job.
+        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
         respawn: replace failed ranks by new processes.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         restart: a message to print if the job fails and is restarted; "": it is not restarted.
@@ -104,7 +104,7 @@ class Supervisor:
     ) -> None:
         self._signals = signals
         self._rank_launcher = rank_launcher
-        self._least = min_ranks
+        self._min_ranks = min_ranks
         self._respawn = Respawn() if respawn else None
         self._grace, self._restart = grace, restart
         self._notes = notes
@@ -262,7 +262,7 @@ class Supervisor:
         assert self._output is not None
         self._read_reports()  # to know which processes have joined
         left = [other for other in self._ranks if other.counts and not other.status]
-        if not rank.is_member or (self._least is not None and len(left) >= self._least):
+        if not rank.is_member or (self._min_ranks is not None and len(left) >= self._min_ranks):
             self._outlived.append(rank)
             then = summary.spares(self._ranks) if rank.is_member and self._rank_launcher.spares else ""
             then += self._plan_restart(rank.slot, rank.seconds)
@@ -313,7 +313,7 @@ class Supervisor:
         """Change the number of ranks, without spares; return a description; raises UsageError."""
         assert self._output is not None
         self._read_reports()
-        min_ranks, max_ranks = self._least or 1, self._rank_launcher.max_ranks
+        min_ranks, max_ranks = self._min_ranks or 1, self._rank_launcher.max_ranks
         if self._phase is not _Phase.RUNNING or not self._runs_a_member():
             raise UsageError("the job is ending")
         if not min_ranks <= wanted <= max_ranks:
