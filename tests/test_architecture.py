@@ -95,7 +95,7 @@ def test_a_folder_of_the_core_includes_only_what_it_may() -> None:
         for folder in [name.split("/")[0]]
         for other in sorted(others)
         if (
-            re.match("<(Python|structmember|nanobind)", other) and folder != "bind"
+            re.match("<(Python|structmember|nanobind)", other) and folder != "python"
             if other.startswith("<")
             else other.split("/")[0] not in allowed[folder] | {folder}
         )

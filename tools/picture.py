@@ -46,8 +46,10 @@ def python_graph() -> dict[str, set[str]]:
 
 
 def core_folders() -> list[str]:
-    """Return the folders of ``cpp`` without its tests."""
-    return sorted(path.name for path in (ROOT / "cpp").iterdir() if path.is_dir() and path.name != "tests")
+    """Return the folders of ``cpp`` without its tests, as "cpp/NAME"."""
+    return sorted(
+        f"cpp/{path.name}" for path in (ROOT / "cpp").iterdir() if path.is_dir() and path.name != "tests"
+    )
 
 
 def _coarse(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
@@ -84,7 +86,7 @@ def draw() -> str:
     core = core_folders()
     arrows = without_implied(imports)
     for name in ("backend", "parallel"):
-        arrows[name] = arrows[name] | {"bind"}
+        arrows[name] = arrows[name] | {"cpp/python"}
     rows = [*layers, core]
     titles = [f"layer {number}" for number in range(len(layers) - 1, -1, -1)]
     titles[-1] = "layer 0: all use it"
@@ -118,8 +120,12 @@ def _top(row: int) -> int:
     return 30 + row * (_HEIGHT + _BETWEEN)
 
 
+def _label(name: str) -> str:
+    return name.removeprefix("cpp/")
+
+
 def _length(name: str) -> int:
-    return 9 * len(name) + 26
+    return 9 * len(_label(name)) + 26
 
 
 def _places(rows: list[list[str]], arrows: Graph) -> dict[str, tuple[int, int, int]]:
@@ -145,7 +151,7 @@ def _box(name: str, place: tuple[int, int, int], kind: str) -> str:
     left, top, width = place
     return (
         f'<rect class="{kind}" x="{left}" y="{top}" width="{width}" height="{_HEIGHT}"/>'
-        f'<text x="{left + width // 2}" y="{top + 22}">{escape(name)}</text>'
+        f'<text x="{left + width // 2}" y="{top + 22}">{escape(_label(name))}</text>'
     )
 
 

@@ -2,14 +2,14 @@
 
 #include <algorithm>
 
-#include "base/clock.h"
+#include "common/clock.h"
 #include "engine/context.h"
 #include "engine/group.h"
 
 namespace shoal {
 namespace {
 
-using namespace agreement;
+using namespace consensus;
 
 constexpr std::int64_t kSettle = kSecond;  // time after which the members' views of losses rarely differ
 constexpr std::int64_t kRetry = kSecond / 10;

@@ -14,8 +14,8 @@
 #include <string>
 #include <utility>
 
-#include "agreement/agreement.h"
-#include "transport/frame.h"
+#include "consensus/agreement.h"
+#include "net/frame.h"
 
 namespace shoal {
 
@@ -24,29 +24,29 @@ class Group;
 class Agreements {
  public:
   struct Rules {
-    std::int64_t vote_timeout = 0;  // nanoseconds; see agreement::Settings
+    std::int64_t vote_timeout = 0;  // nanoseconds; see consensus::Settings
     bool believing = false;         // whether every loss counts as a death
   };
   // The state of an agreement.
   struct News {
     // kLeftOut also without a decision: this process was evicted while it was stopped.
-    agreement::Outcome outcome = agreement::Outcome::kOpen;
-    std::optional<agreement::Decision> decision;
-    std::optional<agreement::WitnessRequest> request;  // on the leader, each once; reply with answer()
+    consensus::Outcome outcome = consensus::Outcome::kOpen;
+    std::optional<consensus::Decision> decision;
+    std::optional<consensus::WitnessRequest> request;  // on the leader, each once; reply with answer()
   };
 
   Agreements(Group& group, const Rules& rules);
 
   // Begins this member's next agreement, to be decided within `timeout` nanoseconds; returns its number, or
   // nothing while the outcome of the agreement kKept numbers before has not been fetched.
-  std::optional<std::uint64_t> begin(agreement::Vote vote, std::int64_t timeout);
+  std::optional<std::uint64_t> begin(consensus::Vote vote, std::int64_t timeout);
   // Waits until `until` for an outcome, a request, or the end of the group.
   News wait(std::uint64_t number, std::int64_t until);
   // Whether a thread is waiting.
   bool awaited() const { return waiting_.load(std::memory_order_seq_cst) > 0; }
-  void answer(std::uint64_t number, const agreement::WitnessAnswer& answer);
+  void answer(std::uint64_t number, const consensus::WitnessAnswer& answer);
   // The lost members, and those of them that are certainly dead.
-  std::pair<agreement::RankSet, agreement::RankSet> losses();
+  std::pair<consensus::RankSet, consensus::RankSet> losses();
 
   // Handles a member's frame; returns a description of its flaw, or null.
   const char* on_frame(int rank, const FrameHeader& header, const std::string& text);
@@ -63,13 +63,13 @@ class Agreements {
   static constexpr std::uint64_t kKept = 64;
 
   struct Entry {
-    agreement::Agreement agreement;
+    consensus::Agreement agreement;
     bool told = false;  // its outcome was fetched by wait()
   };
 
   // All require the mutex, sending too, so that an agreement's messages stay in order.
   Entry& at(std::uint64_t number);
-  void send(std::uint64_t number, agreement::Agreement& agreement);
+  void send(std::uint64_t number, consensus::Agreement& agreement);
 
   Group& group_;
   const Rules rules_;
@@ -77,7 +77,7 @@ class Agreements {
   std::map<std::uint64_t, Entry> agreements_;
   std::uint64_t next_number_ = 0;  // of this member's calls
   bool closed_ = false;
-  agreement::RankSet lost_, dead_;
+  consensus::RankSet lost_, dead_;
   std::atomic<int> waiting_{0};  // threads
 };
 

@@ -12,7 +12,7 @@
 
 #include <algorithm>
 
-#include "base/clock.h"
+#include "common/clock.h"
 #include "engine/context.h"
 
 namespace shoal {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <new>
 
-#include "base/clock.h"
-#include "transport/check.h"
+#include "common/clock.h"
+#include "net/check.h"
 
 namespace shoal {
 namespace {

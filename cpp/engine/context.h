@@ -13,12 +13,12 @@
 #include <tuple>
 #include <vector>
 
-#include "base/tickets.h"
+#include "common/tickets.h"
 #include "engine/group.h"
 #include "engine/messenger.h"
 #include "engine/peers.h"
 #include "engine/quarantine.h"
-#include "memory/arena.h"
+#include "shm/arena.h"
 
 namespace shoal {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/check.h"
+#include "net/check.h"
 
 namespace shoal {
 namespace {

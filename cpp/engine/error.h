@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/frame.h"
+#include "net/frame.h"
 
 namespace shoal {
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/duration.h"
+#include "common/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/clock.h"
-#include "base/duration.h"
+#include "common/clock.h"
+#include "common/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 

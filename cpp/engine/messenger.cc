@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <new>
 
-#include "transport/check.h"
+#include "net/check.h"
 
 namespace shoal {
 namespace {

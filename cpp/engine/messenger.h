@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "transport/link.h"
+#include "net/link.h"
 
 namespace shoal {
 

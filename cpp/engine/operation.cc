@@ -6,7 +6,7 @@
 #include <limits>
 #include <new>
 
-#include "base/clock.h"
+#include "common/clock.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 #include "engine/group.h"

@@ -12,8 +12,8 @@
 #include "engine/error.h"
 #include "engine/task.h"
 #include "kernels/reduce.h"
-#include "transport/frame.h"
-#include "transport/link.h"
+#include "net/frame.h"
+#include "net/link.h"
 
 namespace shoal {
 

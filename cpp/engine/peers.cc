@@ -13,10 +13,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "base/clock.h"
-#include "base/descriptors.h"
-#include "base/duration.h"
-#include "base/process.h"
+#include "common/clock.h"
+#include "common/descriptors.h"
+#include "common/duration.h"
+#include "common/process.h"
 
 namespace shoal {
 namespace {

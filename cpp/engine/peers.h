@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "base/heartbeat.h"
-#include "memory/arena.h"
-#include "transport/link.h"
-#include "transport/ring_link.h"
-#include "transport/socket_link.h"
+#include "common/heartbeat.h"
+#include "net/link.h"
+#include "net/ring_link.h"
+#include "net/socket_link.h"
+#include "shm/arena.h"
 
 namespace shoal {
 

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <vector>
 
-#include "memory/arena.h"
+#include "shm/arena.h"
 
 namespace shoal {
 

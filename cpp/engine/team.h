@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "engine/operation.h"
-#include "memory/arena.h"
-#include "memory/doorbell.h"
+#include "shm/arena.h"
+#include "shm/doorbell.h"
 
 namespace shoal {
 

@@ -7,7 +7,7 @@
 #include <limits>
 #include <utility>
 
-#include "base/clock.h"
+#include "common/clock.h"
 #include "engine/context.h"
 
 namespace shoal {

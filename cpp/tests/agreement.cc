@@ -4,7 +4,7 @@
 // detects losses and receives messages, and which links are cut.  Messages of one link stay in order.  A
 // single thread runs everything, so a seed repeats the same round.
 
-#include "agreement/agreement.h"
+#include "consensus/agreement.h"
 
 #include <algorithm>
 #include <queue>
@@ -19,7 +19,7 @@
 namespace shoal::stress {
 namespace {
 
-using namespace shoal::agreement;
+using namespace shoal::consensus;
 using Time = std::int64_t;
 
 constexpr Time kVoteTimeout = 500, kSettle = 100, kRetry = 40;

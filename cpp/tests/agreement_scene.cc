@@ -5,14 +5,14 @@
 #include <utility>
 #include <vector>
 
-#include "agreement/agreement.h"
+#include "consensus/agreement.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
 namespace shoal::stress {
 namespace {
 
-using namespace shoal::agreement;
+using namespace shoal::consensus;
 
 constexpr int kSize = 5;
 constexpr std::int64_t kVoteTimeout = 500, kEnd = 100000;

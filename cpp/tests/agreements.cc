@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kAgreements = 6;
 
-using Decisions = std::vector<agreement::Decision>;
+using Decisions = std::vector<consensus::Decision>;
 
 // The rank that goes, after how many agreements, and how.
 struct Fate {
@@ -38,9 +38,9 @@ void take_part(Context& context, Group& group, Random random, const Fate& fate, 
       break;
     }
     const std::string vote(static_cast<std::size_t>(group.rank()) * 100, 'x');
-    const auto number = group.agreements().begin({agreement::Op::kGather, vote}, 30 * kSecond);
+    const auto number = group.agreements().begin({consensus::Op::kGather, vote}, 30 * kSecond);
     const auto news = group.agreements().wait(number.value(), now_ns() + 30 * kSecond);
-    check(news.outcome == agreement::Outcome::kDecided, "no decision");
+    check(news.outcome == consensus::Outcome::kDecided, "no decision");
     decisions.push_back(*news.decision);
   }
   if (goes) group.close(now_ns() + kSecond);

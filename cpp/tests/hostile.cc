@@ -16,13 +16,13 @@
 #include <thread>
 #include <vector>
 
-#include "agreement/message.h"
 #include "collectives/collectives.h"
+#include "consensus/message.h"
+#include "net/check.h"
+#include "net/ring_link.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 #include "tests/world.h"
-#include "transport/check.h"
-#include "transport/ring_link.h"
 
 namespace shoal::stress {
 namespace {
@@ -292,7 +292,7 @@ class Peer {
   }
 
   static std::string vote() {
-    using namespace agreement;
+    using namespace consensus;
     return encode({MessageType::kVote, 0, RankSet(2), RankSet(2), Vote{Op::kSum, std::string(8, 'v')}, 0, {}},
                   2);
   }

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "post/post.h"
+#include "rpc/post.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 

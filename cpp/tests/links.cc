@@ -4,9 +4,9 @@
 #include <cstring>
 #include <thread>
 
+#include "net/link.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
-#include "transport/link.h"
 
 namespace shoal::stress {
 namespace {

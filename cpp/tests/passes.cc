@@ -9,14 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "reducer/pass.h"
+#include "ddp/pass.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
 namespace shoal::stress {
 namespace {
 
-using namespace shoal::reducer;
+using namespace shoal::ddp;
 using Indices = std::vector<std::uint32_t>;
 
 // One rank's part of one pass.

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "post/post.h"
+#include "rpc/post.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 

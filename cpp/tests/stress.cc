@@ -29,11 +29,11 @@
 #include <limits>
 #include <string>
 
-#include "base/clock.h"
+#include "common/clock.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
-// As in cpp/transport/ring_link.h, for TCP: reads for sending are ignored.
+// As in cpp/net/ring_link.h, for TCP: reads for sending are ignored.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
   return "intercept_send=0";
 }

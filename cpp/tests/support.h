@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "base/clock.h"
+#include "common/clock.h"
 
 namespace shoal::stress {
 

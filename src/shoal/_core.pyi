@@ -382,7 +382,7 @@ class Context:
     def pause_heartbeats(self, silent: bool) -> None: ...
     def die_at(self, point: Fault) -> None: ...
 
-# -- cpp/bind/packed.cc ---------------------------------------------------------------------------
+# -- cpp/python/packed.cc ---------------------------------------------------------------------------
 
 def pack(value: object, prefix: bytes) -> bytes | None:
     """``prefix`` and the packed form of ``value``; None: it has one only as a pickle."""
@@ -743,12 +743,12 @@ class Post:
         A second call does nothing.
         """
 
-# -- cpp/bind/ending.cc -------------------------------------------------------------------------
+# -- cpp/python/ending.cc -------------------------------------------------------------------------
 
 def exit_with(code: int) -> None:
     """The process ends with this code, from 1 to 255, should it end in good order."""
 
-# -- cpp/bind/interrupt.cc ----------------------------------------------------------------------
+# -- cpp/python/interrupt.cc ----------------------------------------------------------------------
 
 def guard_interrupts(
     handler: Callable[[int, FrameType | None], Any], marks: dict[CodeType, bool]

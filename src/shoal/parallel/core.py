@@ -7,10 +7,10 @@ from .. import _core
 #: Alignment of a gradient's memory, in bytes.
 ALIGNMENT: int = _core.BUCKET_ALIGNMENT
 
-#: Distributes gradients over buckets (``cpp/reducer/assignment.h``).
+#: Distributes gradients over buckets (``cpp/ddp/assignment.h``).
 assign_buckets = _core.assign_buckets
 
-#: The state machine of a backward pass (``cpp/reducer/pass.h``).
+#: The state machine of a backward pass (``cpp/ddp/pass.h``).
 Pass = _core.Pass
 
 #: ``Pass`` uses this number instead of a bucket's for the outcome of a pass.
@@ -22,7 +22,7 @@ Mark = _core.Mark
 #: What ``Pass.finish`` returns.
 PassEnd = _core.PassEnd
 
-#: Makes a hook that copies a gradient into its bucket (``cpp/bind/reducer.cc``).
+#: Makes a hook that copies a gradient into its bucket (``cpp/python/reducer.cc``).
 gradient_hook = _core.gradient_hook
 
 #: Whether the concatenated values of all dictionaries are identical (``is``) to the given objects.

@@ -1,4 +1,4 @@
-"""Where gradients lie: the buckets that cpp/reducer/assignment chooses, and their memory."""
+"""Where gradients lie: the buckets that cpp/ddp/assignment chooses, and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backward pass as cpp/reducer/pass decides it, with recorded actions in the place of tensors."""
+"""A backward pass as cpp/ddp/pass decides it, with recorded actions in the place of tensors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(l
 
 
 class _CoreFuture(Future[T]):
-    """A future whose common ``wait()`` is a single C call (``cpp/bind/source.cc``)."""
+    """A future whose common ``wait()`` is a single C call (``cpp/python/source.cc``)."""
 
     __slots__ = ()
 
@@ -395,7 +395,7 @@ class NativeChannel(DataChannel):
                 f"group {self._spec.name!r} on rank {self._spec.rank} failed while it was closed: {failure}"
             )
 
-    # -- called by the sources of futures, in cpp/bind/source.cc -------------------------------
+    # -- called by the sources of futures, in cpp/python/source.cc -------------------------------
 
     def error_of(self, core: _core.Operation) -> GroupError | None:
         """Return the error of a complete operation, or None."""

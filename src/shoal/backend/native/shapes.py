@@ -2,7 +2,7 @@
 
 A shape of more than eight dimensions is packed into these words: the number of dimensions, then each length
 in base 128 (7 bits a byte, little-endian).  The highest bit of the last word marks a packed shape, since no
-length is that large.  Received shapes were checked by ``cpp/transport/check.cc``.
+length is that large.  Received shapes were checked by ``cpp/net/check.cc``.
 """
 
 from __future__ import annotations

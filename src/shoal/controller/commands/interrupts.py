@@ -1,6 +1,6 @@
 """Ctrl-C in code that must not be interrupted.
 
-While a master is open, a C handler (cpp/bind/interrupt.cc) wraps the program's SIGINT handler. Where an
+While a master is open, a C handler (cpp/python/interrupt.cc) wraps the program's SIGINT handler. Where an
 exception must not be raised, in torch's C++ code and in functions marked here, it raises the signal again a
 moment later. A handler that the program sets meanwhile is kept; Python's own, which notebooks set per cell,
 is wrapped again.

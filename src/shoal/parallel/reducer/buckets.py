@@ -1,7 +1,7 @@
 """Buckets, the memory in which gradients are reduced.
 
 A bucket is one flat tensor in the group's registered memory, so its all-reduce needs no staging copy.  The
-gradients of its members are views of it.  ``cpp/reducer/assignment.h`` assigns parameters to buckets.
+gradients of its members are views of it.  ``cpp/ddp/assignment.h`` assigns parameters to buckets.
 """
 
 from __future__ import annotations

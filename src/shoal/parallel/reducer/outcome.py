@@ -1,6 +1,6 @@
 """The exchange of the outcome of a pass: whether it succeeded on all ranks.
 
-``cpp/reducer/outcome.h`` describes the two encodings.  The tail of the last bucket needs no message, but the
+``cpp/ddp/outcome.h`` describes the two encodings.  The tail of the last bucket needs no message, but the
 host must read it at the end of the pass.  For buckets on a device with streams the host would have to wait
 for the device, so the outcome is then sent in a separate message from host memory.
 """

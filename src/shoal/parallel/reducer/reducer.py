@@ -5,7 +5,7 @@ bucket the all-reduce of the bucket starts, and runs while autograd continues.  
 backward pass waits for all buckets.  Buckets are always sent in the order of their index, so that all ranks
 issue the same operations in whichever order gradients arrive.
 
-``cpp/reducer/pass.h`` decides when buckets are sent and whether a pass succeeded.  It calls the reducer to
+``cpp/ddp/pass.h`` decides when buckets are sent and whether a pass succeeded.  It calls the reducer to
 move gradients, send buckets and wait for them.
 
 A backward pass is reduced if it passes through the output of a forward pass marked with

@@ -9,7 +9,7 @@
   of a ``__main__`` that the other end does not run) are pickled by value, with cloudpickle.
 - The head begins with the number of storages and the start of each span; their memory is in the first parts.
 - Small values of plain types (None, numbers, strings, bytes, tuples, lists, dictionaries, dense tensors) are
-  packed as a whole by C++ (``cpp/bind/packed.cc``) instead of pickled; the head has :data:`_PACKED` then.
+  packed as a whole by C++ (``cpp/python/packed.cc``) instead of pickled; the head has :data:`_PACKED` then.
 """
 
 from __future__ import annotations

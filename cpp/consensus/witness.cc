@@ -1,0 +1,49 @@
+// Encoding: the promised and the accepted ballot (8 bytes each), and the accepted proposal as a kPropose.
+
+#include "consensus/witness.h"
+
+#include <cstring>
+
+#include "consensus/message.h"
+
+namespace shoal::consensus {
+namespace {
+
+struct Head {
+  std::uint64_t promised = 0;
+  std::uint64_t accepted = 0;
+};
+
+}  // namespace
+
+std::string Witness::bytes(int size) const {
+  const Head head{promised_, accepted_ ? accepted_->ballot : 0};
+  const std::string result(reinterpret_cast<const char*>(&head), sizeof head);
+  if (!accepted_) return result;
+  Message proposal{MessageType::kPropose, head.accepted, RankSet(size), RankSet(size), {}, 0, {}};
+  proposal.decision = accepted_->decision;
+  return result + encode(proposal, size);
+}
+
+const char* Witness::read(std::string_view bytes, int size) {
+  promised_ = 0;
+  accepted_.reset();
+  if (bytes.empty()) return nullptr;
+  Head head;
+  if (bytes.size() < sizeof head) return "the stored state of a witness ends early";
+  std::memcpy(&head, bytes.data(), sizeof head);
+  bytes.remove_prefix(sizeof head);
+  if (head.promised >= kBallotLimit || head.accepted > head.promised)
+    return "the stored state of a witness has wrong ballots";
+  promised_ = head.promised;
+  if (bytes.empty()) return nullptr;
+  const auto leader = static_cast<int>(head.accepted % static_cast<std::uint64_t>(size));
+  Message proposal;
+  if (const char* flaw = decode(bytes, {size, leader, leader}, proposal)) return flaw;
+  if (proposal.type != MessageType::kPropose || proposal.ballot != head.accepted)
+    return "the stored state of a witness does not contain a proposal of its ballot";
+  accepted_ = Accepted{head.accepted, *proposal.decision};
+  return nullptr;
+}
+
+}  // namespace shoal::consensus

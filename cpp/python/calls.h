@@ -1,0 +1,38 @@
+// Requests and times from Python's arguments, for all files of the binding.
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/collectives.h"
+#include "common/clock.h"
+#include "engine/group.h"
+
+namespace shoal {
+
+inline std::int64_t nanoseconds(double seconds) {
+  return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000
+                       : static_cast<std::int64_t>(seconds * 1e9);
+}
+
+inline std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
+
+// Whether the request is so small that it is submitted with the GIL held.
+inline bool is_quick(const Request& request) { return request.bytes() < 32 * 1024; }
+
+inline Request new_request(Kind kind, double timeout) {
+  Request request(kind, collectives::start);
+  request.timeout = nanoseconds(timeout);
+  return request;
+}
+
+// Without channel and tensors.
+inline Request collective_request(const Group& group, Kind kind, DType dtype, RedOp op, std::uint64_t count,
+                                  int root, double timeout) {
+  Request request = new_request(kind, timeout);
+  request.reduction = {dtype, op, static_cast<std::uint32_t>(group.size())};
+  request.count = count;
+  request.root = root;
+  return request;
+}
+
+}  // namespace shoal

@@ -1,0 +1,101 @@
+#include "python/record.h"
+
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include <cstddef>
+
+#include "common/clock.h"
+#include "python/bindings.h"
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+PyTypeObject* record_type = nullptr;
+
+PyObject* record_new(PyTypeObject*, PyObject* arguments, PyObject* keywords) {
+  static const char* names[] = {"future", "kind", "number", "key", "dtype",
+                                "count",  "root", "peer",   "tag", nullptr};
+  RecordFields fields{};
+  long long number = -1, tag = -1;
+  unsigned long long key = 0, count = 0;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOLKOK|iiL", const_cast<char**>(names),
+                                   &fields.future, &fields.kind, &number, &key, &fields.dtype, &count,
+                                   &fields.root, &fields.peer, &tag))
+    return nullptr;
+  fields.number = number;
+  fields.key = key;
+  fields.count = count;
+  fields.tag = tag;
+  return reinterpret_cast<PyObject*>(new_record(fields));
+}
+
+// A record is in no reference cycle: its kind and dtype are constants, and it refers to its future weakly.
+void record_dealloc(PyObject* object) {
+  auto* self = reinterpret_cast<Record*>(object);
+  for (PyObject* field : {self->kind, self->dtype, self->future, self->failure}) Py_XDECREF(field);
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMemberDef record_members[] = {
+    {"submitted", T_LONGLONG, offsetof(Record, submitted), READONLY, nullptr},
+    {"ended", T_LONGLONG, offsetof(Record, ended), 0, nullptr},
+    {"number", T_LONGLONG, offsetof(Record, number), READONLY, nullptr},
+    {"key", T_ULONGLONG, offsetof(Record, key), READONLY, nullptr},
+    {"count", T_ULONGLONG, offsetof(Record, count), READONLY, nullptr},
+    {"tag", T_LONGLONG, offsetof(Record, tag), READONLY, nullptr},
+    {"root", T_INT, offsetof(Record, root), READONLY, nullptr},
+    {"peer", T_INT, offsetof(Record, peer), READONLY, nullptr},
+    {"kind", T_OBJECT, offsetof(Record, kind), READONLY, nullptr},
+    {"dtype", T_OBJECT, offsetof(Record, dtype), READONLY, nullptr},
+    {"future", T_OBJECT, offsetof(Record, future), READONLY, nullptr},
+    {"failure", T_OBJECT, offsetof(Record, failure), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot record_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(record_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(record_dealloc)},
+    {Py_tp_members, record_members},
+    {0, nullptr},
+};
+PyType_Spec record_spec{"shoal._core.Record", sizeof(Record), 0, Py_TPFLAGS_DEFAULT, record_slots};
+
+}  // namespace
+
+Record* new_record(const RecordFields& fields) {
+  PyObject* future = PyWeakref_NewRef(fields.future, nullptr);
+  if (future == nullptr) return nullptr;
+  auto* self = reinterpret_cast<Record*>(record_type->tp_alloc(record_type, 0));
+  if (self == nullptr) {
+    Py_DECREF(future);
+    return nullptr;
+  }
+  self->submitted = now_ns();
+  self->number = fields.number;
+  self->key = fields.key;
+  self->count = fields.count;
+  self->root = fields.root;
+  self->peer = fields.peer;
+  self->tag = fields.tag;
+  self->kind = Py_NewRef(fields.kind);
+  self->dtype = Py_NewRef(fields.dtype);
+  self->future = future;
+  return self;
+}
+
+Record* as_record(PyObject* object) {
+  return object != nullptr && Py_IS_TYPE(object, record_type) ? reinterpret_cast<Record*>(object) : nullptr;
+}
+
+}  // namespace shoal
+
+void bind_record(nb::module_& m) {
+  PyObject* type = PyType_FromSpec(&shoal::record_spec);
+  if (type == nullptr) throw nb::python_error();
+  shoal::record_type = reinterpret_cast<PyTypeObject*>(type);
+  m.attr("Record") = nb::borrow(type);
+}

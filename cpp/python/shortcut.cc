@@ -1,0 +1,296 @@
+// The fast path of a group's collectives: from the user's tensors to a future in one call.
+//
+// Python's work for a call (a lock, a number, a key, a record, a source and a future) takes several times as
+// long as a small all-reduce.  Here it is one step under the GIL, as seen by other threads.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <new>
+#include <optional>
+#include <vector>
+
+#include "engine/group.h"
+#include "python/bindings.h"
+#include "python/calls.h"
+#include "python/record.h"
+#include "python/source.h"
+#include "python/tensors.h"
+
+namespace nb = nanobind;
+
+namespace shoal {
+namespace {
+
+// Odd, so that its multiples are distinct modulo 2**64; as in shoal/group/submission.py.
+constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
+
+PyObject* scope = nullptr;   // the context variable with the running callback, or None
+PyObject* dtypes = nullptr;  // a tuple of torch's dtypes by code
+PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
+
+struct Shortcut {
+  PyObject_HEAD std::shared_ptr<Group> group;
+  PyObject* channel;  // the NativeChannel
+  PyObject* lock;     // the group's threading.Lock; its holder is assigning a number
+  PyObject* append;   // of the flight recorder's records, or None
+  std::uint64_t ident;
+  unsigned long long number;  // of the next call
+  char open;                  // whether calls are accepted
+};
+
+Shortcut* as_shortcut(PyObject* object) { return reinterpret_cast<Shortcut*>(object); }
+
+bool overlap(const Span& a, const Span& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
+// The count that must be equal on all ranks (see backend/native/channel.py); nullopt if the tensors mismatch.
+std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
+  const auto ranks = static_cast<std::uint64_t>(size);
+  switch (kind) {
+    case Kind::kAllReduce:
+    case Kind::kBroadcast:
+      return out.count;
+    case Kind::kAllGather:
+      return out.count == in.count * ranks ? std::optional(in.count) : std::nullopt;
+    case Kind::kReduceScatter:
+      return in.count == out.count * ranks ? std::optional(out.count) : std::nullopt;
+    case Kind::kAllToAll: {
+      const bool cut = !in.shape.empty() && in.shape[0] % size == 0;
+      return cut && std::ranges::equal(in.shape, out.shape) ? std::optional(std::uint64_t{0}) : std::nullopt;
+    }
+    default:
+      return std::nullopt;
+  }
+}
+
+// The dtype and element count of the first tensor, for the record.
+struct Noted {
+  DType dtype = DType::kUInt8;  // also without a tensor
+  std::uint64_t count = 0;
+};
+
+// The request of a collective with at most one plain tensor each way; nullopt in unusual or invalid cases.
+std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
+                                  int root, double seconds, Noted& noted) {
+  if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
+  // Only a barrier has no output, and only a broadcast's receiver has no input: otherwise None is an error.
+  const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
+  if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
+  if (barrier) return collective_request(group, kind, {}, op, 0, root, seconds);
+  const auto to = plain_tensor(out);
+  if (!to) return std::nullopt;
+  const auto from = !given || in == out ? to : plain_tensor(in);
+  if (!from || from->dtype != to->dtype || (in != out && given && overlap(from->span, to->span)))
+    return std::nullopt;
+  if (!legal(to->dtype, op)) return std::nullopt;
+  const auto count = count_of(kind, *from, *to, group.size());
+  if (!count) return std::nullopt;
+  Request request = collective_request(group, kind, to->dtype, op, *count, root, seconds);
+  if (given) request.in.assign(1, from->span);
+  request.out.assign(1, to->span);
+  noted = {to->dtype, from->count};
+  return request;
+}
+
+bool truth(PyObject* object) {  // takes the reference
+  const bool result = object == Py_True;
+  if (object == nullptr) PyErr_Clear();
+  Py_XDECREF(object);
+  return result;
+}
+
+// Whether the call may take the next number now.  No Python code may run until the number is used.
+bool may_go(const Shortcut& self) {
+  return self.open && self.group && !self.group->broken() &&
+         !truth(PyObject_CallMethodNoArgs(self.lock, name_locked));
+}
+
+// Submits the request and assigns its number; null if the call must take the slow path.
+OperationPtr go(Shortcut& self, Request request) {
+  if (!may_go(self)) return nullptr;
+  request.channel = self.number;
+  const std::shared_ptr<Group> group = self.group;
+  if (is_quick(request)) {
+    ++self.number;
+    return group->submit(std::move(request));
+  }
+  // Other threads run meanwhile, and must not get a number before this request is submitted.
+  if (!truth(PyObject_CallMethodOneArg(self.lock, name_acquire, Py_False))) return nullptr;
+  OperationPtr op;
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    op = group->submit(std::move(request));
+  } catch (const std::bad_alloc&) {  // the slow path raises it, if it still occurs
+  }
+  PyEval_RestoreThread(state);
+  if (op) ++self.number;
+  truth(PyObject_CallMethodNoArgs(self.lock, name_release));
+  return op;
+}
+
+// A call from Python.
+struct Given {
+  PyObject *kind, *in, *out;
+  RedOp op;
+  int root;
+  double seconds;
+};
+
+// The future of a call; None if it must take the slow path; null with an exception set.
+PyObject* future_of(Shortcut& self, const Given& call) {
+  Noted noted;
+  auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
+                            call.op, call.root, call.seconds, noted);
+  if (!request) Py_RETURN_NONE;
+  // Create all Python objects first, because this may run the garbage collector.
+  const bool one = call.in == call.out || call.in == Py_None;
+  nb::object keep = one ? nb::borrow(call.out) : nb::steal(PyTuple_Pack(2, call.in, call.out));
+  nb::object source, future, record;
+  if (keep.is_valid()) source = nb::steal(reinterpret_cast<PyObject*>(new_source(self.channel, keep.ptr())));
+  if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), call.out));
+  const bool recorded = self.append != Py_None;
+  if (future.is_valid() && recorded)
+    record = nb::steal(reinterpret_cast<PyObject*>(new_record({
+        .future = future.ptr(),
+        .kind = call.kind,
+        .dtype = PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(noted.dtype)),
+        .count = noted.count,
+        .root = call.root,
+    })));
+  if (!future.is_valid() || (recorded && !record.is_valid())) return nullptr;
+  OperationPtr operation = go(self, std::move(*request));
+  if (!operation) Py_RETURN_NONE;
+  const std::uint64_t number = operation->request().channel;
+  reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
+  set_key(future.ptr(), self.ident + number * kOdd);
+  if (recorded) {
+    as_record(record.ptr())->number = static_cast<std::int64_t>(number);
+    set_record(future.ptr(), as_record(record.ptr()));
+    Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
+  }
+  if (PyErr_Occurred()) PyErr_Clear();  // without memory for a key or a record, the call proceeds
+  return future.release().ptr();
+}
+
+// submit(kind, x, out, op, root, timeout): a future, or None if the call must take the slow path.
+PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Shortcut& self = *as_shortcut(object);
+  if (count != 6) {
+    PyErr_SetString(PyExc_TypeError, "submit takes kind, x, out, op, root and timeout");
+    return nullptr;
+  }
+  PyObject *callback = nullptr, *timeout = arguments[5];
+  const long op = PyLong_AsLong(arguments[3]), root = PyLong_AsLong(arguments[4]);
+  if (PyErr_Occurred() || PyContextVar_Get(scope, nullptr, &callback) < 0) return nullptr;
+  const bool plain = callback == nullptr || callback == Py_None;
+  Py_XDECREF(callback);
+  const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
+                         : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
+                                                      : 0.0;
+  if (PyErr_Occurred()) PyErr_Clear();
+  // A group's first call may be monitored; Python raises a detailed error for a timeout that is not positive.
+  if (!plain || !(seconds > 0) || self.number == 0 || !may_go(self)) Py_RETURN_NONE;
+  try {
+    return future_of(self, {arguments[0], arguments[1], arguments[2], static_cast<RedOp>(op),
+                            static_cast<int>(root), seconds});
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* detach(PyObject* object, PyObject*) {
+  as_shortcut(object)->open = 0;
+  as_shortcut(object)->group.reset();
+  Py_RETURN_NONE;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *core, *channel, *lock, *append;
+  unsigned long long ident;
+  if (!PyArg_ParseTuple(arguments, "OOOKO", &core, &channel, &lock, &ident, &append)) return nullptr;
+  std::shared_ptr<Group> group;
+  if (!nb::try_cast(nb::handle(core), group) || !group) {
+    PyErr_SetString(PyExc_TypeError, "Shortcut takes a Group of the core");
+    return nullptr;
+  }
+  auto* self = as_shortcut(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->group) std::shared_ptr<Group>(std::move(group));
+  self->channel = Py_NewRef(channel);
+  self->lock = Py_NewRef(lock);
+  self->append = Py_NewRef(append);
+  self->ident = ident;
+  self->open = 1;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(as_shortcut(object)->channel);
+  Py_VISIT(as_shortcut(object)->lock);
+  Py_VISIT(as_shortcut(object)->append);
+  return 0;
+}
+
+int clear(PyObject* object) {
+  as_shortcut(object)->open = 0;
+  Py_CLEAR(as_shortcut(object)->channel);
+  Py_CLEAR(as_shortcut(object)->lock);
+  Py_CLEAR(as_shortcut(object)->append);
+  return 0;
+}
+
+void dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  as_shortcut(object)->group.~shared_ptr();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyMethodDef methods[] = {
+    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit)), METH_FASTCALL, nullptr},
+    {"detach", detach, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyMemberDef members[] = {
+    {"number", T_ULONGLONG, offsetof(Shortcut, number), 0, nullptr},
+    {"open", T_BOOL, offsetof(Shortcut, open), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(make)},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {0, nullptr},
+};
+PyType_Spec spec{"shoal._core.Shortcut", sizeof(Shortcut), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+
+void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code) {
+  if (!PyContextVar_CheckExact(scope_variable.ptr()) || dtypes_by_code.size() != kDTypeCount)
+    throw std::invalid_argument("learn_calls takes a ContextVar and a dtype for every code");
+  scope = scope_variable.release().ptr();
+  dtypes = dtypes_by_code.release().ptr();
+}
+
+}  // namespace
+}  // namespace shoal
+
+void bind_shortcut(nb::module_& m) {
+  using namespace shoal;
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nb::python_error();
+  name_acquire = PyUnicode_InternFromString("acquire");
+  name_release = PyUnicode_InternFromString("release");
+  name_locked = PyUnicode_InternFromString("locked");
+  m.attr("Shortcut") = nb::borrow(type);
+  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"),
+        "Keep what the short way looks at: the variable of the callback that runs, and the dtypes by code.");
+}

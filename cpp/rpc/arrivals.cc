@@ -1,0 +1,257 @@
+#include "rpc/arrivals.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "common/clock.h"
+#include "rpc/peer.h"
+
+namespace shoal {
+namespace {
+
+// Whether the sender has sent only the first frame of the message.
+bool partial(const FrameHeader& header) {
+  return header.code == kWithheld || (header.code != kLent && header.payload < header.total);
+}
+
+std::shared_ptr<std::byte> small_buffer(std::uint64_t bytes) {
+  auto* memory = new (std::nothrow) std::byte[bytes > 0 ? bytes : 1];
+  return memory == nullptr ? nullptr : std::shared_ptr<std::byte>(memory, [](std::byte* p) { delete[] p; });
+}
+
+}  // namespace
+
+const LetterState& Arrivals::state() {
+  state_.made = peer_.made();
+  return state_;
+}
+
+// Begins a letter with this header.
+std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
+  const LetterFields& fields = header.letter;
+  auto whole = std::make_shared<Arriving>();
+  whole->letter = std::make_shared<Letter>();
+  Letter& letter = *whole->letter;
+  letter.peer = peer_.id;
+  letter.call = header.channel;
+  letter.header = header;
+  whole->missing = 1u + fields.apart;
+  whole->apart.resize(fields.apart);
+  state_.parts_due = fields.apart;
+  state_.next_part = 0;
+  state_.call = header.channel;
+  switch (fields.verb) {
+    case Verb::kCall: {
+      state_.last = header.channel;
+      const std::int64_t deadline =
+          fields.deadline_ms == 0 ? 0 : now_ns() + std::int64_t{fields.deadline_ms} * kMillisecond;
+      letter.handling = std::make_shared<Handling>(deadline);
+      peer_.handling(header.channel, letter.handling, whole->letter);
+      if (partial(header) || fields.apart > 0) calls_[header.channel] = whole;
+      break;
+    }
+    case Verb::kReply:
+    case Verb::kFailure:
+      whole->dropped = peer_.pending(header.channel) == nullptr;
+      break;
+    default:
+      break;
+  }
+  if (fields.mailbox != 0) ordered_[fields.mailbox].push_back(whole);
+  return whole;
+}
+
+// Allocates memory for a message, or refuses the letter if there is none.  False: the budget has no room now.
+bool Arrivals::make_room(Piece& piece) {
+  Arriving& whole = *piece.whole;
+  const std::uint64_t bytes = piece.header.total;
+  if (bytes > kEager) {
+    const auto budget = post_.budget();
+    if (!budget->take(bytes, *grants_, whole.letter->grants.size())) return false;
+    whole.letter->grants.emplace_back(budget, bytes, grants_);
+  }
+  piece.memory = bytes > kEager ? post_.buffers().take(bytes) : small_buffer(bytes);
+  piece.data = piece.memory.get();
+  if (piece.data == nullptr) refuse(whole, bytes);
+  return true;
+}
+
+Destination Arrivals::on_header(const FrameHeader& header) {
+  if (header.type == FrameType::kMore) {
+    auto incoming = peer_.link.routed(header.message);
+    return incoming ? Destination{incoming->data + incoming->received, incoming} : Destination{};
+  }
+  auto piece = std::make_shared<Piece>();
+  piece->header = header;
+  piece->charge = peer_.link.take_charge();
+  if (header.letter.verb == Verb::kPart) {
+    piece->index = state_.next_part++;
+    --state_.parts_due;
+  } else {
+    piece->index = kItself;
+    current_ = begin(header);
+  }
+  piece->whole = current_;
+  if (header.code == kLent) {  // taken even if the letter is dropped, so that the block is returned
+    const char* flaw = "lent memory, and shares none";
+    if (peer_.borrowed)
+      piece->memory = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
+    if (!piece->memory) peer_.link.refuse(flaw);
+    return {nullptr, piece};
+  }
+  if (current_->dropped) return {nullptr, piece};
+  // Parts are granted in order of arrival.
+  const bool queue = header.total > kEager && !waiting_.empty();
+  if (queue || !make_room(*piece)) {
+    piece->early.reset(new (std::nothrow) std::byte[header.payload > 0 ? header.payload : 1]);
+    if (piece->early) return {piece->early.get(), piece};
+    refuse(*current_, header.payload);
+  }
+  return {current_->dropped ? nullptr : piece->data, piece};
+}
+
+void Arrivals::ask(const std::shared_ptr<Piece>& piece) {
+  piece->received = piece->header.payload;
+  peer_.link.ask_for_rest(piece->header, piece);
+}
+
+void Arrivals::on_frame(const FrameHeader& header, const Destination& destination) {
+  if (!destination.incoming) return;
+  auto piece = std::static_pointer_cast<Piece>(destination.incoming);
+  if (header.type == FrameType::kMore) {
+    piece->received += header.payload;
+    if (piece->received == header.total) finish(*piece);
+    return;
+  }
+  if (piece->whole->dropped) {
+    if (partial(header)) peer_.link.decline(header);
+    return;
+  }
+  if (!partial(header)) return finish(*piece);
+  if (piece->memory) return ask(piece);
+  waiting_.push_back(piece);
+  grant_waiting();  // the budget may have signalled room while the frame was arriving
+}
+
+void Arrivals::grant_waiting() {
+  while (!waiting_.empty()) {
+    auto piece = waiting_.front();
+    if (!piece->whole->dropped) {
+      if (!make_room(*piece)) return;
+      if (!piece->whole->dropped) {
+        std::copy_n(piece->early.get(), piece->header.payload, piece->data);
+        piece->early.reset();
+        ask(piece);
+      }
+    }
+    if (piece->whole->dropped) peer_.link.decline(piece->header);
+    waiting_.pop_front();
+  }
+}
+
+// A message is complete.
+void Arrivals::finish(Piece& piece) {
+  Arriving& whole = *piece.whole;
+  if (whole.dropped) return;
+  const Verb verb = whole.letter->verb();
+  // Bytes counted by the budget need no window, and a reply is bounded by its call.
+  if (piece.header.total > kEager || verb == Verb::kReply || verb == Verb::kFailure)
+    piece.charge = Charge();
+  else
+    whole.letter->charges.push_back(std::move(piece.charge));
+  if (piece.index == kItself)
+    whole.letter->body = piece.memory;
+  else
+    whole.apart[piece.index] = {piece.memory, piece.header.total};
+  if (--whole.missing == 0) complete(whole);
+}
+
+void Arrivals::complete(Arriving& whole) {
+  Letter& letter = *whole.letter;
+  if (const char* flaw = unfold(letter, whole.apart)) return peer_.link.refuse(flaw);
+  whole.complete = true;
+  whole.apart.clear();  // `current_` may refer to this letter for long
+  letter.owner = peer_.shared_from_this();
+  calls_.erase(letter.call);
+  if (letter.verb() == Verb::kReply || letter.verb() == Verb::kFailure) {
+    letter.taken();
+    const LetterPtr reply = std::move(whole.letter);  // dropped if the call has ended meanwhile
+    if (CallPtr call = peer_.pending(reply->call); call && call->claim())
+      post_.ended(peer_, call, CallEnd::kNone, "", reply);
+    return;
+  }
+  if (letter.handling) letter.handling->advance(Handling::kArriving, Handling::kQueued);
+  const std::uint32_t mailbox = letter.header.letter.mailbox;
+  if (mailbox == 0)
+    post_.letter_arrived(std::move(whole.letter));
+  else
+    advance_mailbox(mailbox);
+}
+
+void Arrivals::advance_mailbox(std::uint32_t mailbox) {
+  auto found = ordered_.find(mailbox);
+  if (found == ordered_.end()) return;
+  auto& letters = found->second;
+  while (!letters.empty() && (letters.front()->complete || letters.front()->dropped)) {
+    auto first = std::move(letters.front());
+    letters.pop_front();
+    if (!first->dropped) post_.letter_arrived(std::move(first->letter));
+  }
+  if (letters.empty()) ordered_.erase(found);
+}
+
+// Drops an incomplete letter; pieces that still arrive are discarded.
+void Arrivals::give_up(Arriving& whole) {
+  if (whole.dropped || whole.complete) return;
+  whole.dropped = true;
+  whole.apart.clear();
+  Letter& letter = *whole.letter;
+  letter.grants.clear();
+  if (letter.verb() == Verb::kCall) {
+    peer_.answered(letter.call);
+    calls_.erase(letter.call);
+  }
+  advance_mailbox(letter.header.letter.mailbox);
+}
+
+void Arrivals::refuse(Arriving& whole, std::uint64_t bytes) {
+  const std::string text = "no memory for " + std::to_string(bytes) + " bytes";
+  const std::uint64_t number = whole.letter->call;
+  if (whole.letter->verb() == Verb::kCall) {
+    peer_.control(FrameType::kTellCall, number, 1, "the callee has " + text);
+  } else if (CallPtr call = peer_.pending(number); call && call->claim()) {
+    post_.ended(peer_, call, CallEnd::kRefused, "there is " + text + " of its reply", nullptr);
+  }
+  give_up(whole);
+}
+
+void Arrivals::on_withdrawn(const FrameHeader& header) {
+  std::shared_ptr<Arriving> whole;
+  if (auto incoming = peer_.link.unroute(header.message)) {
+    whole = std::static_pointer_cast<Piece>(incoming)->whole;
+  } else {
+    auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                              [&](const auto& piece) { return piece->header.message == header.message; });
+    if (found == waiting_.end()) return;
+    whole = (*found)->whole;
+    waiting_.erase(found);
+  }
+  give_up(*whole);
+}
+
+void Arrivals::drop(std::uint64_t call) {
+  auto found = calls_.find(call);
+  if (found == calls_.end()) return;
+  if (auto whole = found->second.lock()) give_up(*whole);
+}
+
+void Arrivals::clear() {
+  current_.reset();
+  waiting_.clear();
+  ordered_.clear();
+  calls_.clear();
+}
+
+}  // namespace shoal

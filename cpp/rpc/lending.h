@@ -1,0 +1,124 @@
+// Lent memory: transfer of large parts between posts of one host.
+//
+// The sender copies a part once, into a block of its arena, and the receiver uses this block as its buffer.
+// A block begins with a word for its owner: the sender writes the number of the loan, the receiver adds
+// kTaken when the part arrives, and writes 0 on release.  A sender takes a block back by exchanging the
+// number for 0, which fails if the receiver was faster.  So a block is returned without a message, also after
+// the connection has ended; if the receiver's process has ended, the sender frees its blocks.  When the arena
+// is full, parts are sent through the socket.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "shm/arena.h"
+
+namespace shoal {
+
+// The memory of a post that lends blocks.
+class Lender : public std::enable_shared_from_this<Lender> {
+ public:
+  // A lent block; taken back if destroyed before `sent()`, to be called when the peer is notified of it.
+  class Loan {
+   public:
+    Loan(std::shared_ptr<Lender> lender, std::uint64_t place, std::uint64_t number)
+        : place(place), number(number), lender_(std::move(lender)) {}
+    ~Loan() {
+      if (lender_) lender_->recall(place, number);
+    }
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+    void sent() { lender_.reset(); }
+    const std::uint64_t place, number;
+
+   private:
+    std::shared_ptr<Lender> lender_;
+  };
+
+  // `sooner` is called when `tidy_at` becomes earlier; it must not block.  Throws OutOfMemory.
+  Lender(std::uint64_t limit, std::function<void()> sooner);
+
+  int fd() const { return arena_.fd(); }
+  // Copies the bytes for the peer; null if there is no room.
+  std::unique_ptr<Loan> lend(int peer, const std::byte* data, std::uint64_t bytes);
+  // The connection to the peer has ended: takes back blocks that it has not taken.
+  void lost(int peer);
+  // The process of the peer has ended: takes back all its blocks.
+  void ended(int peer);
+  // Whether the peer has blocks.
+  bool owes(int peer);
+  // Bytes of all lent blocks.
+  std::uint64_t lent();
+  // Frees returned blocks, and returns unused pages to the system.
+  void tidy(std::int64_t now);
+  // When `tidy` is due (ns); the largest number if nothing is lent or kept.
+  std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
+  // The post has been closed: `sooner` is no longer called.
+  void forget();
+  void disown() { arena_.disown(); }
+
+ private:
+  using Word = std::atomic<std::uint64_t>;
+  struct Lent {
+    std::uint64_t number = 0;
+    int peer = 0;
+  };
+  using Table = std::map<std::uint64_t, Lent>;
+  void recall(std::uint64_t place, std::uint64_t number);
+  bool untaken(const Table::value_type& entry);
+  Table::iterator free(Table::iterator at);
+  void look(std::size_t most);
+  Word& word(std::uint64_t place) const { return *arena_.mapping().at<Word>(place); }
+
+  Arena arena_;
+  std::function<void()> sooner_;
+  std::mutex mutex_;
+  Table table_;  // by place
+  std::uint64_t loans_ = 0;
+  std::uint64_t looked_at_ = 0;  // the place of the last checked block
+  std::int64_t pause_ = 0;       // until the next check, while peers keep their blocks
+  std::atomic<std::int64_t> tidy_at_;
+};
+
+// The memory of a lending peer.  It stays mapped as long as a part that was taken from it.
+class Borrowed : public std::enable_shared_from_this<Borrowed> {
+ public:
+  Borrowed(int fd, std::size_t length);
+  // Takes a part that the peer has lent; null and `flaw` if its description is invalid.  All of the peer's
+  // data about its memory is checked here.
+  std::shared_ptr<std::byte> take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
+                                  const char*& flaw);
+
+ private:
+  struct Held {
+    std::uint64_t end = 0;
+    unsigned forks = 0;
+  };
+  const char* claim(std::uint64_t place, std::uint64_t number, std::uint64_t bytes);
+  void give_back(std::uint64_t place);
+
+  Mapping memory_;
+  const unsigned process_;
+  std::mutex mutex_;
+  std::map<std::uint64_t, Held> held_;  // by place
+};
+
+// The memories of all peers.  Connections to one peer share its memory, so that its pages are mapped once.
+class Memories {
+ public:
+  // The memory of the descriptor, which the caller still owns.  Throws BadMemory and OutOfMemory.
+  std::shared_ptr<Borrowed> open(int fd);
+
+ private:
+  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Borrowed>> all_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,429 @@
+#include "rpc/post.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "common/clock.h"
+#include "common/descriptors.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::size_t kLosses = 4096;  // number of losses remembered
+
+// -- forks: the child closes its copies of the descriptors ------------------------------------------
+
+std::mutex posts_mutex;
+std::vector<Post*> posts;
+std::atomic<unsigned> generation{0};
+
+void before_fork() {
+  posts_mutex.lock();
+  for (Post* post : posts) {
+    post->peers_mutex().lock();
+    post->before_fork();
+  }
+}
+void after_fork() {
+  for (Post* post : posts) post->peers_mutex().unlock();
+  posts_mutex.unlock();
+}
+void in_child() {
+  generation.fetch_add(1);
+  for (Post* post : posts) post->disown();
+  after_fork();
+  posts.clear();
+}
+
+void add_post(Post* post) {
+  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  (void)registered;
+  std::lock_guard lock(posts_mutex);
+  posts.push_back(post);
+}
+
+}  // namespace
+
+Post::Post(Options options)
+    : options_(options), generation_(generation.load()), heartbeat_(options.heartbeat) {
+  budget_ = std::make_shared<Budget>(options.budget, [this] {
+    room_.store(true);
+    wake();
+  });
+  buffers_ = std::make_shared<BufferPool>(budget_, [this] { wake(); });
+  try {
+    epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    watch_fd(epoll_, wakeup_, kWakeup);
+  } catch (...) {
+    close_all({&epoll_, &wakeup_});
+    throw;
+  }
+  try {
+    lender_ = std::make_shared<Lender>(options.budget, [this] { wake(); });
+  } catch (const OutOfMemory&) {  // all parts are sent through sockets
+  }
+  add_post(this);
+  heartbeat_.start(now_ns());
+  thread_ = new std::thread([this] {
+    pthread_setname_np(pthread_self(), "shoal-post");
+    run();
+  });
+}
+
+Post::~Post() { close(now_ns()); }
+
+bool Post::foreign() const { return generation_ != generation.load(std::memory_order_relaxed); }
+
+void Post::disown() {
+  for (auto& [id, peer] : peers_) {
+    peer->link.disown();
+    close_all({&peer->pidfd});
+  }
+  for (auto& [id, pidfd] : departed_) close_all({&pidfd});
+  departed_.clear();
+  buffers_->disown();
+  if (lender_) lender_->disown();
+  close_all({&epoll_, &wakeup_});
+}
+
+void Post::wake() {
+  const std::uint64_t one = 1;
+  (void)!write(wakeup_, &one, sizeof one);
+}
+
+// -- peers ------------------------------------------------------------------------------------------
+
+int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
+  std::lock_guard lock(peers_mutex_);
+  const int id = ++last_peer_;
+  int pidfd = -1;
+  std::shared_ptr<Borrowed> borrowed;
+  try {
+    if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
+    if (memory >= 0) borrowed = memories_.open(memory);
+    if (pid > 0) pidfd = open_pidfd(pid);  // if there is none, only the end of the connection is noticed
+    if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(id));
+  } catch (...) {
+    close_all({&fd, &pidfd, &memory});
+    throw;
+  }
+  close_all({&memory});
+  auto peer = std::make_shared<Peer>(*this, *this, id, fd, epoll_, ticket);
+  peer->local = pid > 0;
+  peer->pidfd = pidfd;
+  peer->borrowed = std::move(borrowed);
+  // Blocks lent to a process that cannot be watched might never be returned.
+  if (peer->borrowed && pidfd >= 0) peer->lender = lender_;
+  peers_.emplace(id, peer);
+  wake();  // heartbeats may have to begin
+  return id;
+}
+
+std::shared_ptr<Peer> Post::find(int peer) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = peers_.find(peer);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Peer>> Post::all_peers() {
+  std::lock_guard lock(peers_mutex_);
+  std::vector<std::shared_ptr<Peer>> all;
+  for (auto& [id, peer] : peers_) all.push_back(peer);
+  return all;
+}
+
+// The post's thread sees the end of the connection after it has read everything before.
+void Post::drop(int id, std::string why) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = peers_.find(id);
+  if (found == peers_.end()) return;
+  dropped_.emplace(id, std::move(why));
+  found->second->link.disconnect();
+}
+
+void Post::disconnect(int id) {
+  std::lock_guard lock(peers_mutex_);
+  if (auto found = peers_.find(id); found != peers_.end()) found->second->link.disconnect();
+}
+
+std::string Post::why_lost(int id) {
+  std::lock_guard lock(peers_mutex_);
+  auto found = losses_.find(id);
+  return found == losses_.end() ? "" : found->second;
+}
+
+std::optional<std::string> Post::lost(int id) {
+  if (find(id)) return std::nullopt;
+  return why_lost(id);
+}
+
+// Called in the post's thread, but not from within the link.
+void Post::lose(Peer& gone, std::string why) {
+  const auto peer = gone.shared_from_this();
+  {
+    std::lock_guard lock(peers_mutex_);
+    if (peers_.find(peer->id) == peers_.end()) return;
+    if (auto dropped = dropped_.find(peer->id); dropped != dropped_.end()) {
+      why = std::move(dropped->second);
+      dropped_.erase(dropped);
+    }
+    losses_[peer->id] = why;
+    if (losses_.size() > kLosses) losses_.erase(losses_.begin());
+    peers_.erase(peer->id);
+    made_to_lost_ += peer->made();
+    // With the lock held, so that a fork finds each descriptor either open and registered, or closed.
+    if (peer->pidfd >= 0) departed_.emplace(peer->id, std::exchange(peer->pidfd, -1));
+    peer->link.close();
+  }
+  peer->arrivals.clear();
+  std::vector<CallPtr> pending;
+  std::vector<std::shared_ptr<Handling>> handled;
+  peer->lose(pending, handled);
+  for (const CallPtr& call : pending)
+    if (call->claim()) ended(*peer, call, closed() ? CallEnd::kClosed : CallEnd::kLost, why, nullptr);
+  for (auto& handling : handled) handling->unwant(tickets_);
+  settle(peer->id, false);
+  tickets_.add(peer->ticket);
+}
+
+int Post::memory() {
+  const auto from = lender();
+  return from ? checked(fcntl(from->fd(), F_DUPFD_CLOEXEC, 0), "fcntl") : -1;
+}
+
+std::shared_ptr<Lender> Post::lender() {
+  std::lock_guard lock(peers_mutex_);
+  return lender_;
+}
+
+// Takes back blocks that a lost peer has not taken, or all if its process has `ended`; stops watching the
+// process when it has no more blocks.
+void Post::settle(int id, bool ended) {
+  const auto from = lender();
+  if (from) ended ? from->ended(id) : from->lost(id);
+  if (from && from->owes(id)) return;
+  std::lock_guard lock(peers_mutex_);
+  auto found = departed_.find(id);
+  if (found == departed_.end()) return;
+  close_all({&found->second});
+  departed_.erase(found);
+}
+
+// -- calls ------------------------------------------------------------------------------------------
+
+bool Post::await_room(int id, std::uint64_t bytes, std::int64_t until, bool stage) {
+  const auto peer = find(id);
+  return !peer || peer->await_room(bytes, until, stage);
+}
+
+void Post::unstage(int id, std::uint64_t bytes) {
+  if (const auto peer = find(id)) peer->unstage(bytes);
+}
+
+template <class Submit>
+CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, CallNote note, Submit submit) {
+  auto call = std::make_shared<Call>(id, deadline, std::move(note));
+  call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const auto peer = find(id);
+  if (!closed() && peer) {
+    if (no_room) {
+      call->claim();
+      call->end(CallEnd::kTimeout, peer->starved(now_ns()), nullptr, tickets_);
+      return call;
+    }
+    if (submit(*peer, call)) {
+      if (deadline != 0) set_deadline(call, deadline);
+      if (call->claimed()) forget_deadline(*call);
+      return call;
+    }
+  }
+  call->claim();
+  if (closed())
+    call->end(CallEnd::kClosed, "the post is closed", nullptr, tickets_);
+  else
+    call->end(CallEnd::kLost, why_lost(id), nullptr, tickets_);
+  return call;
+}
+
+CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
+                      std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
+                      bool no_room, CallNote note) {
+  return begin(id, deadline, no_room, std::move(note), [&](Peer& peer, const CallPtr& call) {
+    return peer.submit(compose(fields, head, parts, std::move(keep), peer.lender.get(), id), call);
+  });
+}
+
+CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
+                   CallNote note) {
+  return begin(id, deadline, no_room, std::move(note),
+               [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
+}
+
+bool Post::fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  const auto peer = find(call.peer);
+  return peer &&
+         peer->fill(call, compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id));
+}
+
+void Post::give_up(const CallPtr& call, std::string why) {
+  if (!call->claim()) return;
+  if (const auto peer = find(call->peer))
+    return ended(*peer, call, CallEnd::kUnsent, std::move(why), nullptr);
+  forget_deadline(*call);
+  call->end(CallEnd::kUnsent, std::move(why), nullptr, tickets_);
+}
+
+bool Post::send(int id, const LetterFields& fields, std::span<const std::byte> head,
+                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  const auto peer = find(id);
+  return peer && !closed() &&
+         peer->submit(compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id), nullptr);
+}
+
+bool Post::reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
+                 std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  if (!letter.handling || letter.handling->state() != Handling::kRunning) return false;
+  const auto peer = find(letter.peer);
+  if (!peer) {
+    letter.handling->advance(Handling::kRunning, Handling::kAnswered);
+    return false;
+  }
+  // Throws before the state changes, so that a reply which cannot be sent does not count as an answer.
+  Posting posting = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
+  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
+  peer->answered(letter.call);
+  if (letter.handling->cancelled()) return false;
+  return peer->reply(std::move(posting), letter.call);
+}
+
+void Post::abandon(Letter& letter) {
+  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return;
+  if (const auto peer = find(letter.peer)) peer->answered(letter.call);
+}
+
+// The caller of this has claimed the call.
+void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) {
+  peer.forget(*call);
+  forget_deadline(*call);
+  if (how == CallEnd::kNone)
+    for (auto& message : call->take_sent()) peer.link.cancel(message);
+  else
+    peer.stop_sending(*call);
+  call->end(how, std::move(text), std::move(reply), tickets_);
+}
+
+bool Post::cancel(const CallPtr& call) {
+  if (!call->claim()) return false;
+  const auto peer = find(call->peer);
+  if (!peer) {  // it is lost, but its loss has not reached this call yet
+    forget_deadline(*call);
+    call->end(CallEnd::kCancelled, "cancelled", nullptr, tickets_);
+    return true;
+  }
+  ended(*peer, call, CallEnd::kCancelled, "cancelled", nullptr);
+  peer->control(FrameType::kCancelCall, call->number);
+  return true;
+}
+
+Post::Stats Post::stats() {
+  Stats stats{};
+  std::vector<std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard lock(peers_mutex_);
+    stats.made = made_to_lost_;
+    for (auto& [id, peer] : peers_) peers.push_back(peer);
+  }
+  for (auto& peer : peers) {
+    ++stats.peers;
+    stats.calls += peer->all_pending().size();
+    stats.handled += peer->handled();
+    stats.made += peer->made();
+    stats.queued += peer->queued();
+  }
+  stats.letters = inbox_.waiting();
+  stats.granted = budget_->used();
+  stats.kept = buffers_->kept();
+  if (const auto from = lender()) stats.lent = from->lent();
+  return stats;
+}
+
+std::vector<CallPtr> Post::pending(int id) {
+  std::vector<CallPtr> all;
+  for (auto& peer : all_peers()) {
+    if (id != 0 && peer->id != id) continue;
+    auto theirs = peer->all_pending();
+    all.insert(all.end(), theirs.begin(), theirs.end());
+  }
+  return all;
+}
+
+std::vector<Post::Handled> Post::handled() {
+  std::vector<Handled> all;
+  for (auto& peer : all_peers())
+    for (auto& [number, handling] : peer->all_handled())
+      all.push_back({peer->id, number, handling->standing()});
+  return all;
+}
+
+// -- the end ----------------------------------------------------------------------------------------
+
+std::vector<int> Post::close(std::int64_t deadline) {
+  if (foreign()) return {};
+  std::lock_guard once(close_mutex_);
+  if (std::exchange(closed_, true)) return {};
+  {
+    std::lock_guard lock(peers_mutex_);
+    closing_.store(true, std::memory_order_release);
+  }
+  inbox_.close();
+  auto peers = all_peers();
+  for (auto& peer : peers)
+    for (const CallPtr& call : peer->all_pending())
+      if (call->claim()) {
+        ended(*peer, call, CallEnd::kClosed, "the post was closed", nullptr);
+        peer->control(FrameType::kCancelCall, call->number);
+      }
+  auto sent = [&] {
+    return std::all_of(peers.begin(), peers.end(), [](auto& peer) { return peer->all_sent(); });
+  };
+  while (!sent() && now_ns() < deadline) usleep(200);
+  std::vector<int> late;
+  for (auto& peer : peers)
+    if (!peer->all_sent()) late.push_back(peer->id);
+  FrameHeader bye;
+  bye.type = FrameType::kBye;
+  for (auto& peer : peers) peer->link.send_control(bye);
+  while (!sent() && now_ns() < deadline) usleep(200);
+  stop_.store(true, std::memory_order_release);
+  wake();
+  thread_->join();
+  delete std::exchange(thread_, nullptr);
+  for (auto& peer : peers) peer->link.drain(deadline, heartbeat_.limit());
+  budget_->forget();
+  {
+    std::lock_guard lock(peers_mutex_);
+    if (lender_) lender_->forget();
+    lender_.reset();  // receivers keep their blocks, and can take those that are in flight
+  }
+  buffers_->close();
+  for (auto& peer : peers) lose(*peer, "the post was closed");
+  peers.clear();
+  tickets_.close();
+  std::lock_guard lock(posts_mutex);
+  std::erase(posts, this);
+  for (auto& [id, pidfd] : departed_) close_all({&pidfd});
+  departed_.clear();
+  close_all({&epoll_, &wakeup_});
+  return late;
+}
+
+}  // namespace shoal

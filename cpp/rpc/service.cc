@@ -1,0 +1,277 @@
+// The post's thread: reads the connections, keeps deadlines and detects lost peers.
+
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "common/duration.h"
+#include "rpc/post.h"
+
+namespace shoal {
+namespace {
+
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t kAnswerTime = 200 * kMillisecond;  // for the callee's report on an overdue call
+constexpr std::int64_t kShortCall = kMillisecond / 2;     // shorter handlers need no additional threads
+constexpr std::int64_t kLongestSleep = 3'600'000;         // ms
+constexpr const char* kEnded = "its process has ended";
+
+}  // namespace
+
+// -- deadlines --------------------------------------------------------------------------------------
+
+void Post::set_deadline(const CallPtr& call, std::int64_t at) {
+  std::lock_guard lock(deadlines_mutex_);
+  call->due = at;
+  deadlines_.emplace(std::pair{at, call->unique}, call);
+  if (at >= sleeps_until_) return;
+  sleeps_until_ = at;
+  wake();
+}
+
+void Post::forget_deadline(const Call& call) {
+  if (call.deadline == 0) return;
+  std::lock_guard lock(deadlines_mutex_);
+  deadlines_.erase({call.due, call.unique});
+}
+
+// An overdue call ends when the callee's post has reported its status, or did not report in time.
+void Post::expire(std::int64_t now) {
+  std::vector<CallPtr> due;
+  {
+    std::lock_guard lock(deadlines_mutex_);
+    while (!deadlines_.empty() && deadlines_.begin()->first.first <= now) {
+      due.push_back(std::move(deadlines_.begin()->second));
+      deadlines_.erase(deadlines_.begin());
+    }
+  }
+  for (const CallPtr& call : due) {
+    const auto peer = find(call->peer);
+    if (!peer || call->claimed()) continue;
+    std::string unsent = peer->unsent(*call, now);
+    if (unsent.empty() && !call->asked.exchange(true)) {
+      set_deadline(call, now + kAnswerTime);
+      peer->control(FrameType::kAskCall, call->number);
+      continue;
+    }
+    overdue(*peer, call, unsent.empty() ? "its post does not answer" : std::move(unsent));
+  }
+}
+
+void Post::overdue(Peer& peer, const CallPtr& call, std::string known) {
+  if (!call->claim()) return;
+  ended(peer, call, CallEnd::kTimeout, std::move(known), nullptr);
+  peer.control(FrameType::kCancelCall, call->number);
+}
+
+// -- the thread -------------------------------------------------------------------------------------
+
+std::int64_t Post::next_wake() {
+  std::int64_t at = kNever;
+  {
+    std::lock_guard lock(peers_mutex_);
+    for (auto& [id, peer] : peers_)
+      if (!peer->local) at = heartbeat_.next();
+  }
+  if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
+    at = std::min(at, std::max(since, last_watch_) + patience_);
+  if (const auto from = lender()) at = std::min(at, from->tidy_at());
+  at = std::min(at, buffers_->tidy_at());
+  std::lock_guard lock(deadlines_mutex_);
+  if (!deadlines_.empty()) at = std::min(at, deadlines_.begin()->first.first);
+  // The deadline of an ended call is kept as a time to wake: the next call's deadline is later, so its caller
+  // need not wake this thread.
+  if (sleeps_until_ > now_ns()) at = std::min(at, sleeps_until_);
+  sleeps_until_ = at;
+  return at;
+}
+
+void Post::run() {
+  epoll_event events[64];
+  while (!stop_.load(std::memory_order_acquire)) {
+    const std::int64_t at = next_wake();
+    const std::int64_t left = at == kNever ? -1 : std::max<std::int64_t>(0, at - now_ns());
+    const int patience =
+        left < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(left / kMillisecond + 1, kLongestSleep));
+    const int count = epoll_wait(epoll_, events, 64, left == 0 ? 0 : patience);
+    for (int i = 0; i < count; ++i) {
+      const std::uint64_t what = events[i].data.u64;
+      if (what == kWakeup) {
+        std::uint64_t rings;
+        (void)!read(wakeup_, &rings, sizeof rings);
+        continue;
+      }
+      const auto peer = find(static_cast<int>(what & 0xffffffffULL));
+      if (!peer && (what & kPidfd)) settle(static_cast<int>(what & 0xffffffffULL), true);
+      if (!peer) continue;
+      if (what & kPidfd) {
+        // Frames that it sent before still count.
+        reading_ = peer.get();
+        peer->link.receive_all();
+        end_of(*peer, kEnded);
+      } else {
+        serve(*peer, events[i].events);
+      }
+    }
+    const std::int64_t now = now_ns();
+    if (room_.exchange(false))
+      for (auto& peer : all_peers()) peer->arrivals.grant_waiting();
+    expire(now);
+    beat(now);
+    look_after_inbox(now);
+    tidy(now);
+  }
+}
+
+void Post::serve(Peer& peer, std::uint32_t events) {
+  if (events & EPOLLOUT) peer.link.flush();
+  if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0) return;
+  reading_ = &peer;
+  peer.link.receive();
+  if (peer.link.broken()) end_of(peer, "its connection closed");
+}
+
+// The connection has ended; a reason found while reading takes precedence over `why`.
+void Post::end_of(Peer& peer, const char* why) {
+  std::string found = std::exchange(end_, {});
+  lose(peer, found.empty() ? why : std::move(found));
+  reading_ = nullptr;
+}
+
+const LetterState* Post::letters(Link&) { return &reading_->arrivals.state(); }
+
+Destination Post::on_header(Link&, const FrameHeader& header) {
+  if (header.type == FrameType::kMessage || header.type == FrameType::kMore)
+    return reading_->arrivals.on_header(header);
+  text_.resize(header.payload);
+  return {reinterpret_cast<std::byte*>(text_.data()), nullptr};
+}
+
+void Post::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
+  Peer& peer = *reading_;
+  switch (header.type) {
+    case FrameType::kMessage:
+    case FrameType::kMore:
+      return peer.arrivals.on_frame(header, destination);
+    case FrameType::kGrant:
+      return link.granted(header.message, header.code == kDeclined);
+    case FrameType::kWithdrawn:
+      return peer.arrivals.on_withdrawn(header);
+    case FrameType::kCredit:
+      return peer.credited(header.total);
+    case FrameType::kCancelCall:
+      return cancelled_by_peer(header.channel);
+    case FrameType::kAskCall:
+      return peer.control(FrameType::kTellCall, header.channel, 0, standing(header.channel));
+    case FrameType::kTellCall:
+      return told(header);
+    case FrameType::kBye:
+      end_ = "it has left";
+      return link.refuse("its goodbye");  // nothing follows
+    default:
+      return;
+  }
+}
+
+void Post::on_link_lost(Link&, LinkEnd end, const char* why) {
+  if (!end_.empty()) return;
+  end_ = end == LinkEnd::kGone ? "its connection closed"
+                               : std::string("it sent ") + why + "; the connection to it was cut";
+}
+
+void Post::letter_arrived(LetterPtr letter) {
+  if (inbox_.put(letter) || !letter->handling) return;
+  reading_->answered(letter->call);
+  reading_->control(FrameType::kTellCall, letter->call, 1, "its mailbox is closed");
+}
+
+void Post::cancelled_by_peer(std::uint64_t number) {
+  reading_->arrivals.drop(number);
+  auto [handling, letter] = reading_->handled(number);
+  if (!handling) return;
+  handling->unwant(tickets_);
+  if (handling->state() != Handling::kQueued) return;
+  if (letter) inbox_.remove(*letter);
+  reading_->answered(number);
+}
+
+// Returns the state of a received call, as text.
+std::string Post::standing(std::uint64_t number) {
+  if (number > reading_->arrivals.state().last) return "never received";
+  auto [handling, letter] = reading_->handled(number);
+  if (!handling) return "its handler has ended";
+  switch (handling->state()) {
+    case Handling::kArriving:
+      return "not yet received as a whole";
+    case Handling::kQueued:
+      if (auto ahead = letter ? inbox_.ahead_of(*letter) : std::nullopt)
+        return "queued behind " + std::to_string(*ahead);
+      return "queued";
+    case Handling::kRunning:
+      return handling->running(now_ns());
+    default:
+      return "its handler has ended";
+  }
+}
+
+void Post::told(const FrameHeader& header) {
+  const CallPtr call = reading_->pending(header.channel);
+  if (!call) return;
+  if (header.code == 1) {
+    if (call->claim()) ended(*reading_, call, CallEnd::kRefused, text_, nullptr);
+    return;
+  }
+  if (call->asked.load()) overdue(*reading_, call, text_);
+}
+
+// -- periodic work --------------------------------------------------------------------------------------
+
+void Post::beat(std::int64_t now) {
+  if (!heartbeat_.due(now)) return;
+  FrameHeader beat;
+  beat.type = FrameType::kHeartbeat;
+  for (auto& peer : all_peers()) {
+    if (peer->local) continue;
+    if (!silent_.load() && !peer->link.backlog()) peer->link.send_control(beat);
+    if (std::string silence = heartbeat_.silence(peer->link.last_heard(), now); !silence.empty())
+      lose(*peer, std::move(silence));
+  }
+}
+
+void Post::tidy(std::int64_t now) {
+  if (now >= buffers_->tidy_at()) buffers_->tidy(now);
+  const auto from = lender();
+  if (!from || now < from->tidy_at()) return;
+  from->tidy(now);
+  std::vector<int> departed;
+  {
+    std::lock_guard lock(peers_mutex_);
+    for (auto& [id, pidfd] : departed_) departed.push_back(id);
+  }
+  for (int id : departed) settle(id, false);
+}
+
+void Post::watch(std::int64_t ticket, std::int64_t patience) {
+  patience_ = patience;
+  watch_ticket_ = ticket;
+  wake();
+}
+
+void Post::look_after_inbox(std::int64_t now) {
+  const auto neglect = inbox_.neglect();
+  if (neglect.since == 0 || watch_ticket_ < 0) return;
+  const bool looked = last_watch_ > neglect.since;  // since the oldest letter arrived
+  const std::int64_t begin = looked ? last_watch_ : neglect.since;
+  if (now < begin + patience_) return;
+  const std::uint64_t taken = neglect.taken - (looked ? last_taken_ : neglect.taken_then);
+  last_watch_ = now;
+  last_taken_ = neglect.taken;
+  // Only short calls in succession: more threads would only compete with the running ones.
+  if (static_cast<std::int64_t>(taken) * kShortCall > now - begin) return;
+  tickets_.add(watch_ticket_);
+}
+
+}  // namespace shoal
