@@ -63,8 +63,8 @@ rounds: $(BIN)/ruff  ## random rounds of the core, 2 minutes; ROUNDS=long for te
 	build/stress/stress --operations $(if $(filter long,$(ROUNDS)),1000000,100000)
 	build/stress/stress --frames 100000
 	build/stress/stress --passes 100000
-	build/stress/stress --posts $(if $(filter long,$(ROUNDS)),200,20)
-	build/stress/stress --letters 100000
+	build/stress/stress --endpoints $(if $(filter long,$(ROUNDS)),200,20)
+	build/stress/stress --packets 100000
 	build/stress/stress --agreements $(if $(filter long,$(ROUNDS)),1000000,50000)
 
 # A minute of random rounds each, in builds of their own.  `build/tsan/stress --seed K --operations 1` plays
@@ -75,14 +75,14 @@ sanitize: $(BIN)/ruff  ## the core under the thread, address and undefined behav
 	$(CORE_TESTS) -B build/tsan -DSHOAL_SANITIZE=thread
 	$(TOOLS) cmake --build build/tsan --target stress
 	build/tsan/stress --seconds 60
-	build/tsan/stress --posts 20
+	build/tsan/stress --endpoints 20
 	$(CORE_TESTS) -B build/asan -DSHOAL_SANITIZE=address,undefined
 	$(TOOLS) cmake --build build/asan --target stress
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --seconds 60
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --frames 100000
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --passes 20000
-	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --posts 20
-	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --letters 100000
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --endpoints 20
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --packets 100000
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 build/asan/stress --agreements 20000
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites the tables of docs/benchmark.md

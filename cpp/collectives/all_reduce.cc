@@ -67,9 +67,9 @@ bool reduce_fused(Work& work) {
 
 // The pass in chunks, if some members stage.  Chunk c of a member is in slot c % kSlots of its staging
 // buffer, at the same offsets as in the data.
-class Relay {
+class ChunkedReduce {
  public:
-  explicit Relay(Work& work)
+  explicit ChunkedReduce(Work& work)
       : work_(work),
         phase_(work.phase),
         chunks_((work.data.bytes + kChunk - 1) / kChunk),
@@ -195,7 +195,7 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
     auto reduced = phase.all(&Counters::reduced, 1);
     co_await reduced;
   } else {
-    Relay relay(work);
+    ChunkedReduce relay(work);
     Task relayed = relay.run();
     co_await relayed;
   }

@@ -17,7 +17,7 @@ void copy(const Span& to, const std::byte* from, bool stream) {
 }
 
 // Stages the first two windows.
-Task prime(Phase& phase) {
+Task stage_first_windows(Phase& phase) {
   for (std::uint64_t window = 0; window < std::min<std::uint64_t>(2, phase.windows()); ++window) {
     Task stage = phase.stage(window);
     co_await stage;
@@ -25,7 +25,7 @@ Task prime(Phase& phase) {
 }
 
 // After window `window` of the others was read: announces it, and stages the next window in its buffer.
-Task turn(Phase& phase, std::uint64_t window) {
+Task advance_window(Phase& phase, std::uint64_t window) {
   phase.advance(&Counters::taken, window + 1);
   if (window + 2 >= phase.windows()) co_return;
   auto taken = phase.all(&Counters::taken, window + 1);
@@ -67,7 +67,7 @@ Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
       const Span to = slice(pull.to, offset, std::min(step, pull.to.bytes - offset));
       copy(to, phase.staging(pull.place, (window & 1) * kWindow + pull.part * step, to.bytes), stream);
     }
-    Task next = turn(phase, window);
+    Task next = advance_window(phase, window);
     co_await next;
   }
 }
@@ -80,7 +80,7 @@ Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, i
   Task open = phase.open(std::move(parts), kWindow);
   co_await open;
   if (kept >= 0) phase.keep(static_cast<std::uint32_t>(kept));
-  Task first = prime(phase);
+  Task first = stage_first_windows(phase);
   co_await first;
   Task fetched = pull(phase, std::move(own), std::move(pulls));
   co_await fetched;
@@ -97,7 +97,7 @@ Task shared_broadcast(Operation& op, Span data, int root) {
   if (at_root || exposed) own.push_back(data);
   Task open = phase.open(own, kWindow);
   co_await open;
-  Task first = prime(phase);
+  Task first = stage_first_windows(phase);
   co_await first;
   auto [begin, end] = share(data.bytes, 1, phase.size(), phase.size() - 1);
   const Span last = slice(data, begin, end - begin);
@@ -145,7 +145,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   Task open = phase.open(std::move(parts), kWindow);
   co_await open;
   for (const Reduce& job : reduces) phase.keep(job.part);
-  Task first = prime(phase);
+  Task first = stage_first_windows(phase);
   co_await first;
   Task met = phase.meet_all();
   co_await met;
@@ -198,7 +198,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
                                   : phase.part(place, job.part, length, offset);
       run(job.to + offset / item * out_item, length);
     }
-    Task next = turn(phase, window);
+    Task next = advance_window(phase, window);
     co_await next;
   }
   Task close = phase.close();

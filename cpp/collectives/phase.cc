@@ -20,8 +20,9 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   window_ = window;
   auto found = op_.until([this] { return team_.resolve(); });
   co_await found;
-  if (auto stray = team_.stray())
-    throw PeerFlaw(*stray, "says that its part of the group lies outside of its shared memory");
+  if (auto invalid_member = team_.invalid_member())
+    throw InvalidPeerData(*invalid_member,
+                          "says that its part of the group lies outside of its shared memory");
   // The slot was last used two phases ago; a member that has begun the previous phase no longer reads it.
   int place = 0;
   auto free = op_.until([this, place]() mutable {
@@ -30,7 +31,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
     return true;
   });
   co_await free;
-  Slot& mine = lane_.seats[static_cast<std::size_t>(self())].slot(number_);
+  Slot& mine = lane_.member_lanes[static_cast<std::size_t>(self())].slot(number_);
   PartEntry* table = seat(self()).table(number_);
   Arena& arena = *op_.group().context().arena();
   std::uint64_t total = 0, longest = 0;
@@ -115,8 +116,8 @@ bool Phase::all_direct() const {
 }
 
 void Phase::refuse(int place) const {
-  throw PeerFlaw(team_.members()[static_cast<std::size_t>(place)],
-                 "exposes what lies outside of its shared memory");
+  throw InvalidPeerData(team_.members()[static_cast<std::size_t>(place)],
+                        "exposes what lies outside of its shared memory");
 }
 
 // Other members can write to a member's memory: a value read there may not be its owner's, and may change.

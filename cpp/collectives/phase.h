@@ -5,7 +5,7 @@
 
 #include "collectives/collectives.h"
 #include "engine/group.h"
-#include "engine/team.h"
+#include "engine/host_members.h"
 
 namespace shoal::collectives {
 
@@ -47,7 +47,7 @@ class Phase {
   Exposure exposure() const { return exposure_; }
   const PartEntry& entry(int place, std::uint32_t part) const { return seat(place).table(number_)[part]; }
   // Address of `bytes` of a part that is not staged, from byte `skip` on; address in a member's staging
-  // buffer.  Throw PeerFlaw if it is outside of the member's memory.
+  // buffer.  Throw InvalidPeerData if it is outside of the member's memory.
   std::byte* part(int place, std::uint32_t part, std::uint64_t bytes, std::uint64_t skip = 0) const;
   std::byte* staging(int place, std::uint64_t at, std::uint64_t bytes) const;
   std::byte* my_staging() { return team_.staging(lane_); }
@@ -66,13 +66,13 @@ class Phase {
   Operation& op() const { return op_; }
 
  private:
-  const Seat& seat(int place) const { return lane_.seats[static_cast<std::size_t>(place)]; }
+  const MemberLane& seat(int place) const { return lane_.member_lanes[static_cast<std::size_t>(place)]; }
   std::byte* reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const;
   [[noreturn]] void refuse(int place) const;
 
   Operation& op_;
-  Team& team_;
-  TeamLane& lane_;
+  HostMembers& team_;
+  HostLane& lane_;
   std::uint64_t number_;
   std::vector<Span> parts_;
   std::vector<bool> kept_;

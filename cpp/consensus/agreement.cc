@@ -9,8 +9,8 @@ Agreement::Agreement(const Settings& settings)
       everyone_(RankSet::all(settings.size)),
       lost_(settings.size),
       dead_(settings.size),
-      asked_(settings.size),
-      told_(settings.size),
+      waiting_for_decision_(settings.size),
+      informed_(settings.size),
       leaders_(settings.size),
       followers_(static_cast<std::size_t>(settings.size), Follower{{}, RankSet(settings.size), {}}),
       asked_with_(settings.size) {}
@@ -28,9 +28,9 @@ void Agreement::receive(int from, const Message& message, std::int64_t now) {
   now_ = now;
   if (lost_.has(from)) return;
   if (!begun_) begun_ = now;
-  bury(message.dead);
+  merge_dead(message.dead);
   using enum MessageType;
-  if (message.type == kVote || message.type == kPrepare) asked_.add(from);
+  if (message.type == kVote || message.type == kPrepare) waiting_for_decision_.add(from);
   if (decision_) {
     RankSet whom(settings_.size);
     whom.add(from);
@@ -57,7 +57,7 @@ void Agreement::tick(std::int64_t now) {
   advance();
 }
 
-void Agreement::farewell() {
+void Agreement::inform_all() {
   if (decision_) tell(everyone_);
 }
 
@@ -98,8 +98,8 @@ void Agreement::on_propose(int from, const Message& message) {
 }
 
 void Agreement::on_decide(int from, const Message& message) {
-  told_.add(from);
-  decide(*message.decision, asked_);
+  informed_.add(from);
+  decide(*message.decision, waiting_for_decision_);
 }
 
 // Sends this member's vote and losses, and a promise to another leader, to the leader when they change.
@@ -113,21 +113,21 @@ void Agreement::follow() {
   message.lost = lost_;
   message.vote = self.vote;
   const std::uint64_t promised = owner == leader ? 0 : promised_;
-  if (const bool changed = said_.message != message;
-      changed || said_.leader != leader || said_.promised != promised) {
+  if (const bool changed = last_vote_.message != message;
+      changed || last_vote_.leader != leader || last_vote_.promised != promised) {
     if (changed) {
       RankSet others = leaders_ - lost_;
       others.remove(leader);
       send(others, message);
     }
-    said_ = {leader, promised, message};
+    last_vote_ = {leader, promised, message};
     message.ballot = promised;
     send(leader, std::move(message));
   }
 }
 
 // Adopts the deaths that others know of.
-void Agreement::bury(const RankSet& dead) {
+void Agreement::merge_dead(const RankSet& dead) {
   if (dead.within(dead_)) return;
   if (!dead.within(lost_)) losses_changed_ = now_;
   dead_ |= dead;
@@ -145,9 +145,9 @@ void Agreement::decide(const Decision& decision, const RankSet& whom) {
 }
 
 void Agreement::tell(const RankSet& whom) {
-  RankSet to = whom - lost_ - told_;
+  RankSet to = whom - lost_ - informed_;
   to.remove(settings_.rank);
-  told_ |= to;
+  informed_ |= to;
   Message message = make(MessageType::kDecide, 0);
   message.decision = decision_;
   send(to, std::move(message));

@@ -77,7 +77,7 @@ class Agreement {
   void tick(std::int64_t now);
   // This member leaves, and counts as dead for the others after they have read the resulting messages (its
   // decision, if known).  Only take_messages() may be called afterwards.
-  void farewell();
+  void inform_all();
 
   // -- outputs
 
@@ -98,7 +98,7 @@ class Agreement {
     std::optional<RankSet> drops;  // its answer in this phase: the dead that it knew of
   };
   // The last kVote.
-  struct Said {
+  struct LastVote {
     int leader = -1;
     std::uint64_t promised = 0;
     std::optional<Message> message = {};
@@ -112,7 +112,7 @@ class Agreement {
   void advance();
   int leader() const { return (everyone_ - lost_).lowest(); }
   void follow();
-  void bury(const RankSet& dead);
+  void merge_dead(const RankSet& dead);
   void decide(const Decision& decision, const RankSet& tell);
   void tell(const RankSet& whom);
   Message make(MessageType type, std::uint64_t ballot) const;
@@ -131,7 +131,7 @@ class Agreement {
   void propose();
   std::optional<Decision> count_votes();
   Decision combine(const RankSet& voters) const;
-  RankSet complaints(const RankSet& voters) const;
+  RankSet mutual_losses(const RankSet& voters) const;
   RankSet voters() const;
 
   const Settings settings_;
@@ -148,10 +148,11 @@ class Agreement {
   std::optional<Accepted> accepted_;
   std::optional<Decision> decision_;
   Outcome outcome_ = Outcome::kOpen;
-  RankSet asked_;    // members that wait for a message of this member and must receive a decision
-  RankSet told_;     // members that were sent the decision
-  RankSet leaders_;  // members that have asked for a promise
-  Said said_;
+  RankSet
+      waiting_for_decision_;  // members that wait for a message of this member and must receive a decision
+  RankSet informed_;          // members that were sent the decision
+  RankSet leaders_;           // members that have asked for a promise
+  LastVote last_vote_;
 
   std::vector<Follower> followers_;  // by rank, including this one
   Phase phase_ = Phase::kFollows;

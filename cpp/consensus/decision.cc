@@ -109,12 +109,12 @@ Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes
   return result;
 }
 
-const char* flaw_of(const Vote& vote, int size) {
+const char* invalid_reason(const Vote& vote, int size) {
   if (!is_op(vote.op)) return "a vote has an unknown op";
   return flaw_of_value(vote.op, vote.value, vote_limit(size));
 }
 
-const char* flaw_of(const Decision& decision, int size) {
+const char* invalid_reason(const Decision& decision, int size) {
   if (!decision.ranks.any()) return "a decision has no ranks";
   if (decision.op == Op::kDiffers) return flaw_of_ops(decision.value, decision.ranks.count());
   if (!is_op(decision.op)) return "a decision has an unknown op";

@@ -65,7 +65,7 @@ struct Accepted {
 Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes);
 
 // Returns a description of the flaw of a vote or decision in a group of `size`; null if valid.
-const char* flaw_of(const Vote& vote, int size);
-const char* flaw_of(const Decision& decision, int size);
+const char* invalid_reason(const Vote& vote, int size);
+const char* invalid_reason(const Decision& decision, int size);
 
 }  // namespace shoal::consensus

@@ -151,7 +151,7 @@ std::optional<Decision> Agreement::count_votes() {
       return std::nullopt;
     }
   }
-  const RankSet dropped = complaints(voters);
+  const RankSet dropped = mutual_losses(voters);
   if (const std::int64_t until = losses_changed_ + settings_.settle; dropped.any() && now_ < until) {
     wake_at(until);
     return std::nullopt;
@@ -167,7 +167,7 @@ Decision Agreement::combine(const RankSet& voters) const {
 
 // Ranks to leave out because voters have lost each other, although this member has lost neither: repeatedly
 // the rank with the most such losses (the higher rank if equal), until no such losses remain.
-RankSet Agreement::complaints(const RankSet& voters) const {
+RankSet Agreement::mutual_losses(const RankSet& voters) const {
   const auto size = static_cast<std::size_t>(settings_.size);
   std::vector<RankSet> apart(size, RankSet(settings_.size));
   for (int a : voters.list()) {

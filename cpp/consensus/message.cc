@@ -173,8 +173,8 @@ const char* decode(std::string_view bytes, const Receiver& receiver, Message& me
   if (lost.has(receiver.sender) || lost.has(receiver.rank))
     return "a message of an agreement counts its sender or its receiver as lost";
   if (message.vote)
-    if (const char* flaw = flaw_of(*message.vote, receiver.size)) return flaw;
-  return message.decision ? flaw_of(*message.decision, receiver.size) : nullptr;
+    if (const char* flaw = invalid_reason(*message.vote, receiver.size)) return flaw;
+  return message.decision ? invalid_reason(*message.decision, receiver.size) : nullptr;
 }
 
 }  // namespace shoal::consensus

@@ -11,8 +11,9 @@ namespace {
 
 using namespace consensus;
 
-constexpr std::int64_t kSettle = kSecond;  // time after which the members' views of losses rarely differ
-constexpr std::int64_t kRetry = kSecond / 10;
+constexpr std::int64_t kLossSettleTime =
+    kSecond;  // time after which the members' views of losses rarely differ
+constexpr std::int64_t kBallotRetryTime = kSecond / 10;
 
 }  // namespace
 
@@ -20,7 +21,8 @@ Agreements::Agreements(Group& group, const Rules& rules)
     : group_(group), rules_(rules), lost_(group.size()), dead_(group.size()) {}
 
 Agreements::Entry& Agreements::at(std::uint64_t number) {
-  const Settings settings{group_.rank(), group_.size(), rules_.vote_timeout, kSettle, kRetry};
+  const Settings settings{group_.rank(), group_.size(), rules_.vote_timeout, kLossSettleTime,
+                          kBallotRetryTime};
   auto [found, made] = agreements_.try_emplace(number, Entry{Agreement(settings)});
   if (made)
     for (int rank : lost_.list()) found->second.agreement.lose(rank, dead_.has(rank), now_ns());
@@ -29,7 +31,7 @@ Agreements::Entry& Agreements::at(std::uint64_t number) {
 
 // An evicted process sends nothing: some peers may know of its eviction already, others not yet.
 void Agreements::send(std::uint64_t number, Agreement& agreement) {
-  if (group_.context().given_up()) {
+  if (group_.context().evicted()) {
     agreement.take_messages();
     return;
   }
@@ -37,7 +39,7 @@ void Agreements::send(std::uint64_t number, Agreement& agreement) {
     FrameHeader header = group_.frame(FrameType::kAgree);
     header.channel = number;
     const std::string bytes = encode(*broadcast.message, group_.size());
-    for (int rank : broadcast.to) group_.tell(rank, header, bytes);
+    for (int rank : broadcast.to) group_.send_to(rank, header, bytes);
   }
 }
 
@@ -47,7 +49,7 @@ std::optional<std::uint64_t> Agreements::begin(Vote vote, std::int64_t timeout) 
     std::lock_guard lock(mutex_);
     number = next_number_;
     while (!agreements_.empty() && agreements_.begin()->first + kKept <= number) {
-      if (!agreements_.begin()->second.told) return std::nullopt;
+      if (!agreements_.begin()->second.fetched) return std::nullopt;
       agreements_.erase(agreements_.begin());
     }
     ++next_number_;
@@ -60,30 +62,30 @@ std::optional<std::uint64_t> Agreements::begin(Vote vote, std::int64_t timeout) 
   return number;
 }
 
-Agreements::News Agreements::wait(std::uint64_t number, std::int64_t until) {
+Agreements::Status Agreements::wait(std::uint64_t number, std::int64_t until) {
   auto news = [&] {
     std::lock_guard lock(mutex_);
     Entry& entry = agreements_.at(number);
-    News result{entry.agreement.outcome(), {}, entry.agreement.take_request()};
+    Status result{entry.agreement.outcome(), {}, entry.agreement.take_request()};
     if (result.outcome != Outcome::kOpen) {
       result.decision = entry.agreement.decision();
-      entry.told = true;
-    } else if (group_.context().given_up()) {
-      entry.told = true;
-      return News{Outcome::kLeftOut, {}, {}};
+      entry.fetched = true;
+    } else if (group_.context().evicted()) {
+      entry.fetched = true;
+      return Status{Outcome::kLeftOut, {}, {}};
     } else if (closed_) {
       result.outcome = Outcome::kClosed;
     }
     return result;
   };
-  auto any = [](const News& it) { return it.outcome != Outcome::kOpen || it.request; };
+  auto any = [](const Status& it) { return it.outcome != Outcome::kOpen || it.request; };
   struct Attention {
     std::atomic<int>& waiting;
     explicit Attention(std::atomic<int>& w) : waiting(w) { waiting.fetch_add(1, std::memory_order_seq_cst); }
     ~Attention() { waiting.fetch_sub(1, std::memory_order_relaxed); }
   } attention(waiting_);
   for (;;) {
-    News now = news();
+    Status now = news();
     if (any(now) || now_ns() >= until) return now;
     Doorbell::Sleeper sleeper(group_.context().bell(), Wake::Any);
     if (now = news(); any(now)) return now;
@@ -111,7 +113,7 @@ std::pair<RankSet, RankSet> Agreements::losses() {
 const char* Agreements::on_frame(int rank, const FrameHeader& header, const std::string& text) {
   Message message;
   if (const char* flaw = decode(text, {group_.size(), group_.rank(), rank}, message)) return flaw;
-  if (group_.context().peers().given_up(group_.global(rank))) {  // the watch thread will detect it too
+  if (group_.context().peers().is_evicted(group_.global(rank))) {  // the watch thread will detect it too
     lose(rank, false);
     return nullptr;
   }
@@ -131,7 +133,7 @@ const char* Agreements::on_frame(int rank, const FrameHeader& header, const std:
 void Agreements::lose(int rank, bool dead) {
   {
     std::lock_guard lock(mutex_);
-    dead |= rules_.believing;
+    dead |= rules_.losses_are_deaths;
     lost_.add(rank);
     if (dead) dead_.add(rank);
     if (closed_) return;
@@ -169,7 +171,7 @@ void Agreements::close() {
     std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return;
     for (auto& [number, entry] : agreements_) {
-      entry.agreement.farewell();
+      entry.agreement.inform_all();
       send(number, entry.agreement);
     }
   }

@@ -24,11 +24,11 @@ class Group;
 class Agreements {
  public:
   struct Rules {
-    std::int64_t vote_timeout = 0;  // nanoseconds; see consensus::Settings
-    bool believing = false;         // whether every loss counts as a death
+    std::int64_t vote_timeout = 0;   // nanoseconds; see consensus::Settings
+    bool losses_are_deaths = false;  // whether every loss counts as a death
   };
   // The state of an agreement.
-  struct News {
+  struct Status {
     // kLeftOut also without a decision: this process was evicted while it was stopped.
     consensus::Outcome outcome = consensus::Outcome::kOpen;
     std::optional<consensus::Decision> decision;
@@ -41,9 +41,9 @@ class Agreements {
   // nothing while the outcome of the agreement kKept numbers before has not been fetched.
   std::optional<std::uint64_t> begin(consensus::Vote vote, std::int64_t timeout);
   // Waits until `until` for an outcome, a request, or the end of the group.
-  News wait(std::uint64_t number, std::int64_t until);
+  Status wait(std::uint64_t number, std::int64_t until);
   // Whether a thread is waiting.
-  bool awaited() const { return waiting_.load(std::memory_order_seq_cst) > 0; }
+  bool has_waiters() const { return waiting_.load(std::memory_order_seq_cst) > 0; }
   void answer(std::uint64_t number, const consensus::WitnessAnswer& answer);
   // The lost members, and those of them that are certainly dead.
   std::pair<consensus::RankSet, consensus::RankSet> losses();
@@ -64,7 +64,7 @@ class Agreements {
 
   struct Entry {
     consensus::Agreement agreement;
-    bool told = false;  // its outcome was fetched by wait()
+    bool fetched = false;  // its outcome was fetched by wait()
   };
 
   // All require the mutex, sending too, so that an agreement's messages stay in order.

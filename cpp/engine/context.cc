@@ -15,13 +15,15 @@ namespace {
 // Maximum bytes kept of one peer's frames for groups that do not exist here yet.
 constexpr std::size_t kMostEarly = 1 << 20;
 // Maximum wait for threads that are reporting losses.
-constexpr std::int64_t kTelling = kSecond;
+constexpr std::int64_t kLossReportTimeout = kSecond;
 
 int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
 // Nanoseconds between two checks of the local peers, while operations are pending and while none are.
-std::int64_t look_out(int ranks) { return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores()); }
-std::int64_t look_out_idle(int ranks) { return std::max(look_out(ranks), 250 * kMillisecond); }
+std::int64_t check_local_peers(int ranks) {
+  return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores());
+}
+std::int64_t look_out_idle(int ranks) { return std::max(check_local_peers(ranks), 250 * kMillisecond); }
 
 }  // namespace
 
@@ -29,9 +31,9 @@ Context::Context(Options options)
     : options_(options),
       arena_(std::make_shared<Arena>(options.capacity, options.limit)),
       quarantine_(arena_),
-      look_out_(shoal::look_out(options.local_size)),
-      look_out_idle_(shoal::look_out_idle(options.local_size)),
-      peers_(*this, options.rank, options.size, options.heartbeat, look_out_idle_) {
+      peer_check_interval_(shoal::check_local_peers(options.local_size)),
+      idle_peer_check_interval_(shoal::look_out_idle(options.local_size)),
+      peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_) {
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
   // Spin only if every rank of the host has a core; otherwise yield the core a few times, then sleep.
@@ -39,9 +41,9 @@ Context::Context(Options options)
   // Sleeping too early costs a wake-up on each side, and two sleeping sides never find each other awake
   // again.
   spins_ = roomy ? 1000 : 0;
-  patience_ = roomy ? kMillisecond : kMillisecond / 5;
+  yield_time_ = roomy ? kMillisecond : kMillisecond / 5;
   // The progress threads check once per millisecond and core, not per rank: 64 ranks would saturate 2 cores.
-  look_in_ = kMillisecond * std::max(1, options_.local_size / cores());
+  progress_interval_ = kMillisecond * std::max(1, options_.local_size / cores());
 }
 
 Context::~Context() {
@@ -140,7 +142,7 @@ void Context::drop_groups() {
   std::vector<std::shared_ptr<Group>> dropped;
   std::lock_guard lock(groups_mutex_);
   std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
-    if (!group->closed() || !(group->all_told() || group->all_peers_gone())) return false;
+    if (!group->closed() || !(group->failure_announced() || group->all_peers_gone())) return false;
     dropped.push_back(group);
     return true;
   });
@@ -164,11 +166,11 @@ void Context::lost(Loss loss) {
     std::atomic<int>& count;
     explicit Telling(std::atomic<int>& c) : count(c) { count.fetch_add(1); }
     ~Telling() { count.fetch_sub(1); }
-  } telling(telling_);
+  } telling(reporting_losses_);
   if (peers_.mark_lost(loss)) {
     std::vector<Loss> losses{std::move(loss)};
     for (Loss& other : peers_.ended()) losses.push_back(std::move(other));  // several often end together
-    tell_groups(losses);
+    report_to_groups(losses);
   } else if (loss.dead) {  // a known loss turns out to be a death
     for (auto& group : groups())
       if (const int rank = group->rank_of(loss.peer); rank >= 0) group->agreements().lose(rank, true);
@@ -176,7 +178,7 @@ void Context::lost(Loss loss) {
   bell().wake();
 }
 
-void Context::tell_groups(const std::vector<Loss>& losses) {
+void Context::report_to_groups(const std::vector<Loss>& losses) {
   bool silent = false;  // a group does not notify lost members, which may still run
   for (auto& group : groups()) silent |= group->on_peers_lost(losses);
   for (const Loss& loss : losses) {
@@ -191,9 +193,9 @@ void Context::look_for_deaths() {
   if (forked_ || closed()) return;
   poll_sockets();
   const std::vector<Loss> losses = peers_.ended();
-  if (!losses.empty()) tell_groups(losses);
-  const std::int64_t until = now_ns() + kTelling;
-  while ((peers_.breaking() || telling_.load() > 0) && now_ns() < until) usleep(100);
+  if (!losses.empty()) report_to_groups(losses);
+  const std::int64_t until = now_ns() + kLossReportTimeout;
+  while ((peers_.breaking() || reporting_losses_.load() > 0) && now_ns() < until) usleep(100);
 }
 
 std::vector<int> Context::all_lost() {
@@ -202,7 +204,7 @@ std::vector<int> Context::all_lost() {
 }
 
 void Context::on_link_lost(Link& link, LinkEnd end, const char* why) {
-  if (end == LinkEnd::kGone) return lost({link.peer(), why});
+  if (end == LinkEnd::kClosed) return lost({link.peer(), why});
   lost({link.peer(), std::string("it sent ") + why + "; the connection to it was cut", ErrorCode::kWire});
   peers_.disconnect(link.peer());  // notifies it immediately, although its data is no longer read
 }
@@ -213,8 +215,8 @@ void Context::left(std::uint64_t group, int peer) {
   quarantine_.left(group, peer);
 }
 
-void Context::departed(int rank, Departure why) {
-  if (!peers_.mark_departed(rank, why)) return;
+void Context::on_peer_left(int rank, Departure why) {
+  if (!peers_.mark_left(rank, why)) return;
   for (auto& group : groups())
     if (int member = group->rank_of(rank); member >= 0) group->on_peer_closed(member, 0, why);
   messenger_.gone(rank);
@@ -236,7 +238,7 @@ Destination Context::on_header(Link& link, const FrameHeader& header) {
       link.refuse(flaw);
       return {};
     }
-    if ((header.channel & kPointToPoint) == 0) group->inquiry().seen(header.channel, header.call);
+    if ((header.channel & kPointToPoint) == 0) group->inquiry().on_peer_call(header.channel, header.call);
     return messenger_.on_message(link, header);
   }
   if (header.type == FrameType::kMore) return messenger_.on_more(link, header);
@@ -261,7 +263,7 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       link.credited(header.total);
       return;
     case FrameType::kBye:
-      departed(link.peer(), static_cast<Departure>(header.code));
+      on_peer_left(link.peer(), static_cast<Departure>(header.code));
       return;
     case FrameType::kHeartbeat:
       return;

@@ -28,7 +28,7 @@ enum class Fault : int {
   kWriting,   // in a reduction, after the first part of its slices was written to all members
   kReduced,   // after it announced that its slice is reduced
   kFinished,  // after an operation has completed, before any peer is notified
-  kGaveUp,    // after a stopped peer was marked as evicted, before any peer is notified
+  kEvicted,   // after a stopped peer was marked as evicted, before any peer is notified
 };
 
 class Context : public FrameSink, public std::enable_shared_from_this<Context> {
@@ -99,10 +99,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::vector<int> all_lost();
   // Whether this process was stopped and then evicted by a peer on its host.  It must then neither decide
   // anything nor end other processes.
-  bool given_up() const { return header_->life.given_up.load(std::memory_order_seq_cst) != 0; }
+  bool evicted() const { return header_->life.evicted.load(std::memory_order_seq_cst) != 0; }
   // Kills those of `ranks` that are lost and may still run; see Peers.
   std::vector<int> fence(const std::vector<int>& ranks, std::int64_t until) {
-    return given_up() ? std::vector<int>() : peers_.fence(ranks, until);
+    return evicted() ? std::vector<int>() : peers_.fence(ranks, until);
   }
 
   Destination on_header(Link& link, const FrameHeader& header) override;
@@ -115,24 +115,24 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void watch_loop();
   bool poll_sockets();
   // A thread in wait() that polls the sockets; paused while it sleeps.
-  struct Driving {
+  struct SocketPolling {
     Context& context;
     bool paused = false;
-    explicit Driving(Context& c) : context(c) { resume(); }
-    ~Driving();
+    explicit SocketPolling(Context& c) : context(c) { resume(); }
+    ~SocketPolling();
     void pause();
     void resume();
   };
   void rearm();
-  std::int64_t look_out(std::int64_t now, bool held, std::int64_t late);
+  std::int64_t check_local_peers(std::int64_t now, bool held, std::int64_t late);
   bool busy();
-  void park_or_rearm(bool readable, std::uint64_t& seen);
+  void release_or_reclaim_sockets(bool readable, std::uint64_t& seen);
   bool progress(bool& waiting);
   void check(std::int64_t now, std::int64_t& next);
   void lost(Loss loss);
-  void tell_groups(const std::vector<Loss>& losses);
+  void report_to_groups(const std::vector<Loss>& losses);
   void left(std::uint64_t group, int peer);
-  void departed(int peer, Departure why);
+  void on_peer_left(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
   std::shared_ptr<Group> find(std::uint64_t ident);  // requires groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
@@ -143,11 +143,11 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::shared_ptr<Arena> arena_;
   Quarantine quarantine_;
   ArenaHeader* header_;
-  int spins_;              // checks of a wait's condition before yielding the core
-  std::int64_t patience_;  // nanoseconds of yielding before sleeping
-  std::int64_t look_in_;   // nanoseconds between the progress thread's checks for small operations
+  int spins_;                       // checks of a wait's condition before yielding the core
+  std::int64_t yield_time_;         // nanoseconds of yielding before sleeping
+  std::int64_t progress_interval_;  // nanoseconds between the progress thread's checks for small operations
   // Nanoseconds between the watch thread's checks of local peers, while operations are pending and otherwise.
-  const std::int64_t look_out_, look_out_idle_;
+  const std::int64_t peer_check_interval_, idle_peer_check_interval_;
   Peers peers_;
   Messenger messenger_;
 
@@ -162,11 +162,11 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   std::thread progress_thread_, watch_thread_;
   // State with which threads in wait() and the watch thread share the TCP sockets (waiting.cc).
-  std::atomic<int> drivers_{0};            // threads in wait() that poll them
-  std::atomic<std::uint64_t> drives_{0};   // number of times a thread began to
-  std::atomic<int> asleep_{0};             // threads in wait() that sleep
-  std::atomic<bool> parked_{false};        // the watch thread leaves the sockets to the drivers
-  std::atomic<int> telling_{0};            // threads that are reporting a loss
+  std::atomic<int> polling_waiters_{0};          // threads in wait() that poll them
+  std::atomic<std::uint64_t> poll_sessions_{0};  // number of times a thread began to
+  std::atomic<int> asleep_{0};                   // threads in wait() that sleep
+  std::atomic<bool> sockets_released_{false};    // the watch thread leaves the sockets to the drivers
+  std::atomic<int> reporting_losses_{0};         // threads that are reporting a loss
   std::atomic<bool> monitor_idle_{false};  // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};
   std::atomic<bool> deep_{false};

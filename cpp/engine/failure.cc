@@ -8,7 +8,7 @@
 namespace shoal {
 
 // The error of an evicted rank, from its mark alone.
-Error Group::error_of_given_up() const {
+Error Group::eviction_error() const {
   Error error;
   error.code = ErrorCode::kPeerLost;
   error.add({rank(), kStoppedText});
@@ -20,8 +20,8 @@ Error Group::error_of_given_up() const {
 void Group::fail(Error error, bool announce) {
   // If this rank was evicted, that is the cause, whatever is seen first: its peers have cut their
   // connections, and the rank that evicted it may have died before reporting it.
-  if (error.code == ErrorCode::kPeerLost && !error.blames(rank()) && context_->given_up()) {
-    error = error_of_given_up();
+  if (error.code == ErrorCode::kPeerLost && !error.blames(rank()) && context_->evicted()) {
+    error = eviction_error();
     announce = false;
   }
   {
@@ -34,15 +34,15 @@ void Group::fail(Error error, bool announce) {
     broken_.store(true, std::memory_order_release);
   }
   inquiry_.stop();
-  if (announce) tell_failure();
+  if (announce) announce_failure();
   context_->bell().wake();
 }
 
 // The error of a broken group does not change.
-void Group::tell_failure() {
+void Group::announce_failure() {
   FrameHeader header = frame(FrameType::kBroken);
   header.code = static_cast<std::uint16_t>(error_.code);
-  tell_all(header, encode(error_));
+  send_to_all(header, encode(error_));
 }
 
 std::optional<Error> Group::failure() {
@@ -75,7 +75,7 @@ bool Group::on_peers_lost(const std::vector<Loss>& losses) {
     std::lock_guard lock(state_mutex_);
     for (const Loss& loss : losses) {
       const int rank = rank_of(loss.peer);
-      if (rank < 0 || member(rank).departed != ~0ULL) continue;  // it had closed this group
+      if (rank < 0 || member(rank).left_at != ~0ULL) continue;  // it had closed this group
       if (error.ranks.empty()) error.code = loss.code;
       if (!member(rank).loss) member(rank).loss = loss;
       error.add({rank, loss.why});
@@ -114,12 +114,12 @@ std::optional<Error> Group::lost_for(Operation& op) {
     if (peer.loss) {
       error.code = peer.loss->code;
       error.add({r, peer.loss->why});
-    } else if (request.peer < 0 && peer.departed == ~0ULL) {
+    } else if (request.peer < 0 && peer.left_at == ~0ULL) {
       return std::nullopt;  // it may still send
     }
   }
   if (error.ranks.empty()) return std::nullopt;
-  return context_->given_up() ? error_of_given_up() : std::move(error);
+  return context_->evicted() ? eviction_error() : std::move(error);
 }
 
 // Keeps the first cause of the group's failure, and adds members lost since then.

@@ -15,13 +15,13 @@ Group::Group(std::shared_ptr<Context> context, Options options)
       inquiry_(*this),
       agreements_(*this, options_.agreements),
       members_(options_.ranks.size()) {
-  std::vector<int> seen;
+  std::vector<int> on_peer_call;
   for (int rank = 0; rank < size(); ++rank) {
     int host = options_.hosts[static_cast<std::size_t>(rank)];
-    auto found = std::find(seen.begin(), seen.end(), host);
-    std::size_t index = static_cast<std::size_t>(found - seen.begin());
-    if (found == seen.end()) {
-      seen.push_back(host);
+    auto found = std::find(on_peer_call.begin(), on_peer_call.end(), host);
+    std::size_t index = static_cast<std::size_t>(found - on_peer_call.begin());
+    if (found == on_peer_call.end()) {
+      on_peer_call.push_back(host);
       hosts_.emplace_back();
     }
     hosts_[index].push_back(rank);
@@ -34,7 +34,7 @@ Group::Group(std::shared_ptr<Context> context, Options options)
     for (int member : mine)
       if (member != rank()) others.push_back(global(member));
     context_->quarantine().open(ident(), std::move(others));
-    team_ = std::make_unique<Team>(*context_, ident(), mine, options_.ranks, self, options_.lanes);
+    team_ = std::make_unique<HostMembers>(*context_, ident(), mine, options_.ranks, self, options_.lanes);
   }
 }
 
@@ -49,7 +49,7 @@ Link* Group::link(int rank) const { return context_->link(global(rank)); }
 
 OperationPtr Group::submit(Request request) {
   auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));
-  if (op->request().collective()) inquiry_.note(op->request(), op->call_);
+  if (op->request().collective()) inquiry_.record_call(op->request(), op->call_);
   lanes_.submit(op);
   if (!op->done()) context_->submitted(op->large());
   return op;
@@ -62,7 +62,7 @@ void Group::check(std::int64_t now, std::int64_t& next) {
   for (auto& op : overdue) {
     const Request& request = op->request();
     if (request.collective()) {
-      inquiry_.late(request);
+      inquiry_.start_timeout(request);
       continue;
     }
     Error error{ErrorCode::kTimeout,
@@ -99,14 +99,14 @@ FrameHeader Group::frame(FrameType type) const {
   return header;
 }
 
-void Group::tell(int rank, const FrameHeader& header, const std::string& text) {
+void Group::send_to(int rank, const FrameHeader& header, const std::string& text) {
   std::lock_guard lock(goodbye_mutex_);
   Link* to = said_goodbye_ ? nullptr : link(rank);
   if (to != nullptr && !to->broken()) to->send_control(header, text.data(), text.size());
 }
 
 // kGroupClosed must be a group's last frame, because the peers then forget the group.
-void Group::tell_all(const FrameHeader& header, const std::string& text) {
+void Group::send_to_all(const FrameHeader& header, const std::string& text) {
   std::lock_guard lock(goodbye_mutex_);
   if (said_goodbye_) return;
   said_goodbye_ = header.type == FrameType::kGroupClosed;

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "engine/agreements.h"
-#include "engine/inquiry.h"
+#include "engine/call_comparison.h"
+#include "engine/host_members.h"
 #include "engine/lanes.h"
 #include "engine/operation.h"
 #include "engine/peers.h"
-#include "engine/team.h"
 
 namespace shoal {
 
@@ -50,10 +50,10 @@ class Group : public std::enable_shared_from_this<Group> {
   int host() const { return host_; }                                     // index of this member's host
   int lane_count() const { return options_.lanes; }
   bool pairwise() const { return options_.scope == Scope::kPair; }
-  Team* team() const { return team_.get(); }  // null if alone on this host
+  HostMembers* team() const { return team_.get(); }  // null if alone on this host
   Link* link(int rank) const;
   Lanes& lanes() { return lanes_; }
-  Inquiry& inquiry() { return inquiry_; }
+  CallComparison& inquiry() { return inquiry_; }
   Agreements& agreements() { return agreements_; }
 
   OperationPtr submit(Request request);
@@ -63,8 +63,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Creates a frame of this member; sends a frame to one or all members.
   FrameHeader frame(FrameType type) const;
-  void tell(int rank, const FrameHeader& header, const std::string& text = {});
-  void tell_all(const FrameHeader& header, const std::string& text = {});
+  void send_to(int rank, const FrameHeader& header, const std::string& text = {});
+  void send_to_all(const FrameHeader& header, const std::string& text = {});
 
   bool broken() const { return broken_.load(std::memory_order_acquire); }
   std::optional<Error> failure();
@@ -73,10 +73,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // Ends the group with `error`, once; notifies the peers if `announce`.
   void fail(Error error, bool announce);
   // Fails an operation that can no longer complete, after a last try.  Requires the token of its lane.
-  void fail_if_in_vain(Operation& op);
+  void fail_if_unreachable(Operation& op);
   // Whether an earlier operation failed by itself, so that this one must not begin.
-  bool gave_up(const Request& request) const {
-    return request.numbered() && request.channel >= given_up_.load(std::memory_order_relaxed);
+  bool is_abandoned(const Request& request) const {
+    return request.numbered() && request.channel >= first_abandoned_.load(std::memory_order_relaxed);
   }
 
   // Called by the links.
@@ -95,43 +95,43 @@ class Group : public std::enable_shared_from_this<Group> {
   // this member's operations; then notifies the peers and fails the rest.
   void close(std::int64_t deadline);
   // Whether closing members wait for this one.
-  bool owes_answers() const { return owes_answers_.load(std::memory_order_seq_cst); }
+  bool has_unanswered_closings() const { return owes_answers_.load(std::memory_order_seq_cst); }
   bool closed() const { return closed_.load(); }
   bool all_peers_gone();
   // Closed after it broke, and all peers know the reason: none continues an operation.
-  bool all_told() const { return all_told_.load(); }
+  bool failure_announced() const { return all_told_.load(); }
 
  private:
   // This member's knowledge of a member.
   struct Member {
-    std::uint64_t departed = ~0ULL;  // the first number that it will not submit; ~0: it has not left
-    bool program_ended = false;      // it left because its program ended
+    std::uint64_t left_at = ~0ULL;  // the first number that it will not submit; ~0: it has not left
+    bool program_ended = false;     // it left because its program ended
     std::optional<Loss> loss;
-    std::uint64_t leaving = ~0ULL;  // like `departed`, from when it submits nothing more
+    std::uint64_t leaving = ~0ULL;  // like `left_at`, from when it submits nothing more
     bool has_read = false;          // it has read everything that this rank sent before closing
     bool finished = false;          // it has completed all operations of this rank
     std::uint64_t history = 0;      // hash of its calls when it leaves
     bool answered = false;          // it was notified that this rank has completed its operations
   };
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
-  Error error_of_given_up() const;
+  Error eviction_error() const;
   std::optional<Error> lost_for(Operation& op);
-  std::optional<int> departed_for(Operation& op);
+  std::optional<int> missing_member_for(Operation& op);
   std::optional<Error> closing_for(Operation& op);
   Error departure(int rank, const Request& request);
-  void give_up_from(std::uint64_t channel);
-  void tell_closing(int rank, Closing what);
+  void abandon_from(std::uint64_t channel);
+  void announce_closing(int rank, Closing what);
   void answer_leaving();
   bool settled();
-  void tell_failure();
+  void announce_failure();
 
   std::shared_ptr<Context> context_;
   Options options_;
   std::vector<std::vector<int>> hosts_;
   int host_ = 0;
-  std::unique_ptr<Team> team_;
+  std::unique_ptr<HostMembers> team_;
   Lanes lanes_;
-  Inquiry inquiry_;
+  CallComparison inquiry_;
   Agreements agreements_;
 
   std::mutex goodbye_mutex_;
@@ -140,11 +140,11 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> broken_{false};
   std::atomic<bool> closed_{false};
   std::atomic<bool> all_told_{false};
-  std::atomic<bool> any_departed_{false};
+  std::atomic<bool> any_member_left_{false};
   std::atomic<bool> any_lost_{false};  // pairwise groups only
   std::atomic<bool> leaving_{false};   // this member is closing
   std::atomic<bool> owes_answers_{false};
-  std::atomic<std::uint64_t> given_up_{~0ULL};  // the first numbered operation that failed by itself
+  std::atomic<std::uint64_t> first_abandoned_{~0ULL};  // the first numbered operation that failed by itself
   std::mutex state_mutex_;
   Error error_;
   std::vector<Member> members_;

@@ -17,21 +17,21 @@ void Lanes::submit(const OperationPtr& op) {
       std::lock_guard lock(lane.mutex);
       lane.queue.push_back(op);
     }
-    run(lane, Effort::kBegin);
+    run(lane, RunMode::kBegin);
     return;
   }
   auto lane = std::make_shared<Lane>();
   lane->queue.push_back(op);
-  run(*lane, Effort::kBegin);
+  run(*lane, RunMode::kBegin);
   if (op->done()) return;
   std::lock_guard lock(loose_mutex_);
-  loose_.push_back({op, lane});
-  loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+  unordered_.push_back({op, lane});
+  loose_count_.store(static_cast<int>(unordered_.size()), std::memory_order_relaxed);
 }
 
 // A thread that finds the token taken may go to sleep.  So the holder checks again before it leaves: the
 // reason for which the other thread came may not have been there at the last check.
-bool Lanes::run(Lane& lane, Effort effort) {
+bool Lanes::run(Lane& lane, RunMode effort) {
   bool moved = false;
   do {
     if (lane.token.test_and_set(std::memory_order_seq_cst)) {
@@ -41,7 +41,7 @@ bool Lanes::run(Lane& lane, Effort effort) {
     if (lane.missed.load(std::memory_order_relaxed)) lane.missed.exchange(false, std::memory_order_seq_cst);
     moved |= run_held(lane, effort);
     lane.token.clear(std::memory_order_seq_cst);
-    if (effort == Effort::kBegin && lane.missed.load(std::memory_order_seq_cst)) {
+    if (effort == RunMode::kBegin && lane.missed.load(std::memory_order_seq_cst)) {
       group_.context().bell().wake();  // the other thread may have come for work that a submitter skips
       return moved;
     }
@@ -50,7 +50,7 @@ bool Lanes::run(Lane& lane, Effort effort) {
 }
 
 // Runs the lane's operations in order until one must wait.  Requires the token.
-bool Lanes::run_held(Lane& lane, Effort effort) {
+bool Lanes::run_held(Lane& lane, RunMode effort) {
   bool moved = false;
   while (true) {
     OperationPtr op;
@@ -59,11 +59,11 @@ bool Lanes::run_held(Lane& lane, Effort effort) {
       if (!lane.queue.empty()) op = lane.queue.front();
     }
     if (!op) break;
-    if (effort == Effort::kBegin && op->large()) {
+    if (effort == RunMode::kBegin && op->large()) {
       moved |= op->begin();
     } else {
       moved |= op->step();
-      if (!op->done()) group_.fail_if_in_vain(*op);
+      if (!op->done()) group_.fail_if_unreachable(*op);
     }
     if (!op->done()) break;
     moved = true;
@@ -74,8 +74,8 @@ bool Lanes::run_held(Lane& lane, Effort effort) {
 }
 
 void Lanes::drop_done() {
-  std::erase_if(loose_, [](const Loose& entry) { return entry.op->done(); });
-  loose_count_.store(static_cast<int>(loose_.size()), std::memory_order_relaxed);
+  std::erase_if(unordered_, [](const UnorderedOperation& entry) { return entry.op->done(); });
+  loose_count_.store(static_cast<int>(unordered_.size()), std::memory_order_relaxed);
 }
 
 bool Lanes::drive(Operation& op) {
@@ -83,7 +83,7 @@ bool Lanes::drive(Operation& op) {
   std::shared_ptr<Lane> lane;
   {
     std::lock_guard lock(loose_mutex_);
-    for (auto& entry : loose_)
+    for (auto& entry : unordered_)
       if (entry.op.get() == &op) lane = entry.lane;
   }
   if (!lane) return false;
@@ -121,15 +121,15 @@ bool Lanes::progress(bool& waiting) {
     waiting |= !lane.queue.empty();
   }
   if (loose_count_.load(std::memory_order_relaxed) == 0) return moved;
-  std::vector<Loose> loose;
+  std::vector<UnorderedOperation> loose;
   {
     std::lock_guard lock(loose_mutex_);
-    loose = loose_;
+    loose = unordered_;
   }
   for (auto& entry : loose) moved |= run(*entry.lane);
   std::lock_guard lock(loose_mutex_);
   drop_done();
-  waiting |= !loose_.empty();
+  waiting |= !unordered_.empty();
   return moved;
 }
 
@@ -139,7 +139,7 @@ bool Lanes::pending() {
     if (!lane.queue.empty()) return true;
   }
   std::lock_guard lock(loose_mutex_);
-  return std::ranges::any_of(loose_, [](const Loose& entry) { return !entry.op->done(); });
+  return std::ranges::any_of(unordered_, [](const UnorderedOperation& entry) { return !entry.op->done(); });
 }
 
 Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
@@ -147,7 +147,7 @@ Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
   auto look = [&](const OperationPtr& op, bool first) {
     if (op->done()) return;
     if (op->overdue(now, next)) late.overdue.push_back(op);
-    if (first && op->stalls(now, next)) late.stalled.push_back(op);
+    if (first && op->is_stalled(now, next)) late.stalled.push_back(op);
   };
   for (Lane& lane : lanes_) {
     std::lock_guard lock(lane.mutex);
@@ -155,14 +155,15 @@ Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
   }
   if (loose_count_.load(std::memory_order_relaxed) > 0) {
     std::lock_guard lock(loose_mutex_);
-    for (auto& entry : loose_) look(entry.op, true);
+    for (auto& entry : unordered_) look(entry.op, true);
   }
   return late;
 }
 
 void Lanes::completed(const Operation& op) {
   lane_of(op).next.store(op.request().channel + lanes_.size(), std::memory_order_seq_cst);
-  if (group_.owes_answers()) group_.context().bell().wake();  // the progress thread may now be able to answer
+  if (group_.has_unanswered_closings())
+    group_.context().bell().wake();  // the progress thread may now be able to answer
 }
 
 std::int64_t Lanes::last_completed() const {

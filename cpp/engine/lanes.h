@@ -53,21 +53,21 @@ class Lanes {
     std::deque<OperationPtr> queue;
     std::atomic<std::uint64_t> next{0};  // number of the first operation that has not completed
   };
-  struct Loose {
+  struct UnorderedOperation {
     OperationPtr op;
     std::shared_ptr<Lane> lane;
   };
   // How far operations are run: a submitting thread only begins the large ones.
-  enum class Effort { kBegin, kWhole };
-  bool run(Lane& lane, Effort effort = Effort::kWhole);
-  bool run_held(Lane& lane, Effort effort);
+  enum class RunMode { kBegin, kWhole };
+  bool run(Lane& lane, RunMode effort = RunMode::kWhole);
+  bool run_held(Lane& lane, RunMode effort);
   void drop_done();  // requires loose_mutex_
   Lane& lane_of(const Operation& op) { return lanes_[op.request().channel % lanes_.size()]; }
 
   Group& group_;
   std::deque<Lane> lanes_;
   std::mutex loose_mutex_;
-  std::vector<Loose> loose_;
+  std::vector<UnorderedOperation> unordered_;
   std::atomic<int> loose_count_{0};
 };
 

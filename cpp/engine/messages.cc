@@ -9,7 +9,7 @@ Messages::Messages(Operation& op) : op_(op), group_(op.group()) {
   if (!op.request().collective()) return;
   for (const Fingerprint& call :
        group_.context().messenger().early_calls(group_.ident(), op.request().channel))
-    group_.inquiry().seen(op.request().channel, call);
+    group_.inquiry().on_peer_call(op.request().channel, call);
 }
 
 Messages::~Messages() {
@@ -114,7 +114,7 @@ bool Messages::written(const Operation& op) {
   return all;
 }
 
-bool Messages::hand_over(const Operation& op) {
+bool Messages::release_sends(const Operation& op) {
   bool all = !op.messages.empty();
   for (const Messages* messages : op.messages)
     for (auto& [link, message] : messages->outgoing_) all &= link->cancel(message);

@@ -33,7 +33,7 @@ class Messages {
   // Whether all messages of the operation are written, also if the writing thread has not recorded it yet.
   static bool written(const Operation& op);
   // Releases the memory that the operation sends; true if its receivers get everything anyway.
-  static bool hand_over(const Operation& op);
+  static bool release_sends(const Operation& op);
   // Ranks whose messages the operation still waits for.
   static std::vector<int> sources_of(const Operation& op);
 

@@ -9,7 +9,7 @@ namespace shoal {
 namespace {
 
 // Whether the sender has sent only the first frame of the message.
-bool partial(const FrameHeader& header) { return header.code == kWithheld || header.payload < header.total; }
+bool partial(const FrameHeader& header) { return header.code == kDeferred || header.payload < header.total; }
 
 }  // namespace
 
@@ -37,7 +37,8 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   return true;
 }
 
-void Messenger::go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming) {
+void Messenger::after_first_frame(Link& link, const FrameHeader& header,
+                                  const std::shared_ptr<Incoming>& incoming) {
   incoming->received = header.payload;
   if (partial(header))
     link.ask_for_rest(header, incoming);
@@ -48,7 +49,7 @@ void Messenger::go_on(Link& link, const FrameHeader& header, const std::shared_p
 void Messenger::deliver(Early& early, const std::shared_ptr<Incoming>& incoming) {
   if (!accept(*incoming, early.header, *early.link)) return;
   std::copy_n(early.holder->data, early.header.payload, incoming->data);
-  go_on(*early.link, early.header, incoming);
+  after_first_frame(*early.link, early.header, incoming);
 }
 
 void Messenger::post(const std::shared_ptr<Incoming>& incoming) {
@@ -90,7 +91,7 @@ void Messenger::post_again(const std::shared_ptr<Incoming>& incoming) {
 }
 
 void Messenger::repost(const std::shared_ptr<Incoming>& incoming) {
-  take_back(incoming, true);
+  withdraw(incoming, true);
   std::lock_guard lock(mutex_);
   incoming->cancelled = false;
   post_again(incoming);
@@ -152,7 +153,7 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
       if (header.type == FrameType::kMessage && partial(header)) link.decline(header);
       return;
     }
-    if (header.type == FrameType::kMessage) return go_on(link, header, destination.incoming);
+    if (header.type == FrameType::kMessage) return after_first_frame(link, header, destination.incoming);
     incoming.received += header.payload;
     if (incoming.received == header.total) incoming.state.store(Incoming::kDone, std::memory_order_release);
     return;
@@ -168,9 +169,9 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
 }
 
-void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) { take_back(incoming, false); }
+void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) { withdraw(incoming, false); }
 
-void Messenger::take_back(const std::shared_ptr<Incoming>& incoming, bool forget) {
+void Messenger::withdraw(const std::shared_ptr<Incoming>& incoming, bool forget) {
   {
     std::lock_guard lock(mutex_);
     incoming->cancelled = true;
@@ -196,7 +197,7 @@ void Messenger::forget(std::uint64_t group) {
   auto found = groups_.find(group);
   if (found == groups_.end()) return;
   found->second.open = false;
-  if (found->second.over()) groups_.erase(found);
+  if (found->second.is_finished()) groups_.erase(found);
 }
 
 bool Messenger::known(std::uint64_t group) {
@@ -209,13 +210,13 @@ void Messenger::left(std::uint64_t group, int peer) {
   auto found = groups_.find(group);
   if (found == groups_.end()) return;
   std::erase(found->second.others, peer);
-  if (found->second.over()) groups_.erase(found);
+  if (found->second.is_finished()) groups_.erase(found);
 }
 
 void Messenger::gone(int peer) {
   std::lock_guard lock(mutex_);
   for (auto& [group, membership] : groups_) std::erase(membership.others, peer);
-  std::erase_if(groups_, [](const auto& entry) { return entry.second.over(); });
+  std::erase_if(groups_, [](const auto& entry) { return entry.second.is_finished(); });
   std::vector<std::shared_ptr<Incoming>> claims;
   for (auto it = channels_.begin(); it != channels_.end();) {
     auto& channel = it->second;

@@ -72,15 +72,16 @@ class Messenger {
   bool match_early(const std::shared_ptr<Incoming>& incoming);
   // Posts the receive again, before the receives that were posted after it.
   void post_again(const std::shared_ptr<Incoming>& incoming);
-  void take_back(const std::shared_ptr<Incoming>& incoming, bool forget);
+  void withdraw(const std::shared_ptr<Incoming>& incoming, bool forget);
   static void deliver(Early& early, const std::shared_ptr<Incoming>& incoming);
   // After the first frame of a message: completes the receive, or asks for the rest.
-  static void go_on(Link& link, const FrameHeader& header, const std::shared_ptr<Incoming>& incoming);
+  static void after_first_frame(Link& link, const FrameHeader& header,
+                                const std::shared_ptr<Incoming>& incoming);
 
   struct Membership {
     bool open = true;
     std::vector<int> others;  // members that may still send to the group
-    bool over() const { return !open && others.empty(); }
+    bool is_finished() const { return !open && others.empty(); }
   };
   std::mutex mutex_;
   std::unordered_map<Key, Channel, Hash> channels_;

@@ -45,7 +45,7 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
 
 Operation::~Operation() = default;
 
-bool Operation::announce(std::int64_t ticket) {
+bool Operation::notify_with(std::int64_t ticket) {
   ticket_ = ticket;
   if (state_.fetch_or(kAnnounceBit, std::memory_order_acq_rel) & kDoneBit) return true;
   group_->context().submitted(true);  // no thread drives it by waiting, but one needs its completion
@@ -60,7 +60,7 @@ bool Operation::step() {
     // group broke would mistake this operation's data for the rest of it, and for a mismatch.
     if (request_.collective() && group_->broken()) return false;
     if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
-    if (group_->gave_up(request_)) return false;
+    if (group_->is_abandoned(request_)) return false;
     task_ = request_.algorithm(*this);
     resume_ = task_.handle();
     moved = true;
@@ -73,7 +73,7 @@ bool Operation::step() {
   }
   try {
     task_.rethrow();
-  } catch (const PeerFlaw& flaw) {
+  } catch (const InvalidPeerData& flaw) {
     group_->fail({ErrorCode::kWire, "rank " + std::to_string(flaw.rank) + " " + flaw.what(), {flaw.rank}},
                  true);
     return true;
@@ -83,7 +83,7 @@ bool Operation::step() {
       end(std::move(lack));
     else
       group_->fail(std::move(lack), true);
-    return true;  // Group::fail_if_in_vain fails the operation
+    return true;  // Group::fail_if_unreachable fails the operation
   }
   complete();
   return true;
@@ -95,12 +95,12 @@ bool Operation::overdue(std::int64_t now, std::int64_t& next) const {
   return false;
 }
 
-bool Operation::stalls(std::int64_t now, std::int64_t& next) {
+bool Operation::is_stalled(std::int64_t now, std::int64_t& next) {
   if (!request_.collective()) return false;
-  const bool stalls = ask_at_ <= now;
-  if (stalls) ask_at_ = std::numeric_limits<std::int64_t>::max();
+  const bool is_stalled = ask_at_ <= now;
+  if (is_stalled) ask_at_ = std::numeric_limits<std::int64_t>::max();
   next = std::min(next, ask_at_);
-  return stalls;
+  return is_stalled;
 }
 
 bool Operation::begin() {
@@ -161,7 +161,7 @@ bool Operation::orphaned() {
 }
 
 Task Operation::mismatch() {
-  group_->inquiry().suspect(request_.channel);
+  group_->inquiry().start_mismatch(request_.channel);
   co_await never();
 }
 

@@ -24,9 +24,9 @@ class Operation;
 constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
 // A peer wrote invalid data into shared memory.  Ends the group of the operation that throws it.
-class PeerFlaw : public std::runtime_error {
+class InvalidPeerData : public std::runtime_error {
  public:
-  PeerFlaw(int rank, const std::string& what) : std::runtime_error(what), rank(rank) {}
+  InvalidPeerData(int rank, const std::string& what) : std::runtime_error(what), rank(rank) {}
   const int rank;  // in the group
 };
 
@@ -85,9 +85,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Whether it has timed out; whether it has run so long that its call must be compared with a neighbour's
   // (reported once).  Lowers `next` to the time of the next check.
   bool overdue(std::int64_t now, std::int64_t& next) const;
-  bool stalls(std::int64_t now, std::int64_t& next);
+  bool is_stalled(std::int64_t now, std::int64_t& next);
   // True if the operation is already done; otherwise the context's tickets receive `ticket` when it is.
-  bool announce(std::int64_t ticket);
+  bool notify_with(std::int64_t ticket);
 
   // Runs as far as possible; true if anything moved.  Requires the token of its lane.
   bool step();

@@ -25,16 +25,16 @@ constexpr std::size_t kRingCapacity = 128 * 1024;  // a constant, because both s
 
 Loss process_ended(int rank) { return {rank, "its process has ended", ErrorCode::kPeerLost, true}; }
 
-// After kQuiet checks without a beat, a local peer's process is examined.  It is lost when kStopped more
-// checks have found it stopped: after 1.25 s in most jobs.
-constexpr int kQuiet = 2, kStopped = 3;
+// After kSilentChecks checks without a beat, a local peer's process is examined.  It is lost when
+// kStoppedChecks more checks have found it stopped: after 1.25 s in most jobs.
+constexpr int kSilentChecks = 2, kStoppedChecks = 3;
 // Maximum wait for a stopped peer if this process was stopped too: the whole job may have been suspended, and
 // its processes may be resumed one after another.
-constexpr std::int64_t kExcused = 60 * kSecond;
+constexpr std::int64_t kMaxSuspendGrace = 60 * kSecond;
 
 // The same for a thread that may have been stopped, or had no CPU.
 std::int64_t excused(std::int64_t late) {
-  return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kExcused);
+  return late < kSecond / 10 ? 0 : std::clamp(10 * late, 5 * kSecond, kMaxSuspendGrace);
 }
 
 // The subject of an epoll event, besides the rank of a local peer.
@@ -47,7 +47,7 @@ Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::i
       rank_(rank),
       look_(look),
       heartbeat_(heartbeat),
-      beats_((kQuiet + kStopped) * look),
+      beats_((kSilentChecks + kStoppedChecks) * look),
       peers_(static_cast<std::size_t>(size)) {
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
@@ -127,7 +127,7 @@ void Peers::add_remote(int rank, int socket) {
 void Peers::start(std::int64_t now) {
   heartbeat_.start(now);
   beats_.start(now);
-  for (int rank : ring_peers_) at(rank).excused_until = now + kExcused;
+  for (int rank : ring_peers_) at(rank).grace_until = now + kMaxSuspendGrace;
 }
 
 // -- reading and writing ----------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ bool Peers::poll_sockets() {
 
 // -- watching ---------------------------------------------------------------------------------------------
 
-Peers::News Peers::wait_for_news(int milliseconds) {
+Peers::Events Peers::wait_for_events(int milliseconds) {
   epoll_event events[64];
   int count = epoll_wait(epoll_, events, 64, milliseconds);
-  News news;
+  Events news;
   news.held = count < 0 && errno == EINTR;  // this thread handles no signals
   for (int i = 0; i < count; ++i) {
     const std::uint64_t what = events[i].data.u64;
@@ -222,11 +222,11 @@ std::vector<Loss> Peers::heartbeats(std::int64_t now) {
 std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late) {
   std::vector<Loss> losses;
   beats_.due(now);  // no beats are sent, but this records when the thread did not run
-  const std::int64_t excuse = held ? kExcused : excused(late);
+  const std::int64_t excuse = held ? kMaxSuspendGrace : excused(late);
   for (int rank : ring_peers_) {
     Peer& peer = at(rank);
     if (state(rank) != kAlive) continue;
-    if (given_up(rank)) {  // by a process that has watched it continuously
+    if (is_evicted(rank)) {  // by a process that has watched it continuously
       losses.push_back({rank, kStoppedText});
       continue;
     }
@@ -234,14 +234,15 @@ std::vector<Loss> Peers::stopped(std::int64_t now, bool held, std::int64_t late)
     if (const std::int64_t beat = life(peer).beat.load(std::memory_order_relaxed); beat != peer.beat) {
       peer.beat = beat;
       peer.beat_at = now;
-      peer.excused_until = 0;
+      peer.grace_until = 0;
     }
-    if (excuse > 0) peer.excused_until = std::max(peer.excused_until, now + excuse);
-    if (now < peer.excused_until || now - peer.beat_at < kQuiet * look_ || !stopped_by_signal(peer.pidfd))
+    if (excuse > 0) peer.grace_until = std::max(peer.grace_until, now + excuse);
+    if (now < peer.grace_until || now - peer.beat_at < kSilentChecks * look_ ||
+        !stopped_by_signal(peer.pidfd))
       peer.stopped_since = 0;
     else if (peer.stopped_since == 0)
       peer.stopped_since = now;
-    else if (now - peer.stopped_since >= kStopped * look_)
+    else if (now - peer.stopped_since >= kStoppedChecks * look_)
       losses.push_back({rank, kStoppedText});
   }
   return losses;
@@ -271,7 +272,7 @@ bool Peers::mark_lost(Loss& loss) {
   return true;
 }
 
-bool Peers::mark_departed(int rank, Departure why) {
+bool Peers::mark_left(int rank, Departure why) {
   int alive = kAlive;
   return at(rank).state.compare_exchange_strong(alive, why == kProgramEnded ? kEnded : kDeparted);
 }

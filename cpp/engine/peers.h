@@ -61,14 +61,14 @@ class Peers {
   bool poll_sockets();
 
   // For the watch thread: waits for an event of a peer, at most `milliseconds`.
-  struct News {
+  struct Events {
     bool readable = false;  // the sockets are readable, if they are listened to
     bool woken = false;     // by wake()
     bool held = false;      // this process was stopped meanwhile
     std::vector<Loss> losses;
     std::vector<int> ended;  // local peers with ended processes and unmapped memory
   };
-  News wait_for_news(int milliseconds);
+  Events wait_for_events(int milliseconds);
   void wake();
   void listen(bool sockets);
   std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, in nanoseconds
@@ -78,16 +78,16 @@ class Peers {
   // this process was stopped since the last call; late: delay of this call, in nanoseconds.
   std::vector<Loss> stopped(std::int64_t now, bool held, std::int64_t late);
   // Marks a local peer as evicted, for all processes of the host and for itself; whether it is marked.
-  void give_up(int rank) { life(at(rank)).given_up.store(1, std::memory_order_seq_cst); }
-  bool given_up(int rank) const {
-    return at(rank).memory && life(at(rank)).given_up.load(std::memory_order_seq_cst) != 0;
+  void mark_evicted(int rank) { life(at(rank)).evicted.store(1, std::memory_order_seq_cst); }
+  bool is_evicted(int rank) const {
+    return at(rank).memory && life(at(rank)).evicted.load(std::memory_order_seq_cst) != 0;
   }
   // Text that this process recently did not run, because it was stopped or starved; empty if it ran.
   std::string absence() const;
 
   // Marks a peer as lost; false if it had left before.
   bool mark_lost(Loss& loss);
-  bool mark_departed(int rank, Departure why);
+  bool mark_left(int rank, Departure why);
   void lost_to_others(int rank) { at(rank).lost_to_others.store(true); }
   // Whether connections to remote peers have ended, and another thread is about to report it.
   bool breaking();
@@ -120,14 +120,14 @@ class Peers {
     int socket = -1;                     // local peers: closes when the peer ends
     int pidfd = -1;                      // readable when the peer has ended and its memory is unmapped
     std::int64_t beat = 0, beat_at = 0;  // the last beat seen, and the time
-    std::int64_t excused_until = 0;      // unless a beat comes before
+    std::int64_t grace_until = 0;        // unless a beat comes before
     std::int64_t stopped_since = 0;      // all checks since then found it stopped; 0: the last one did not
     std::atomic<int> state{kAlive};
     std::atomic<bool> lost_to_others{false};
     std::atomic<bool> dead{false};  // its process has certainly ended
     std::vector<std::byte> text;
   };
-  static Life& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
+  static ProcessLiveness& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
   Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int size() const { return static_cast<int>(peers_.size()); }

@@ -31,7 +31,7 @@ void Quarantine::ended(int peer) {
 Quarantine::Entries::iterator Quarantine::strike_out(Entries::iterator entry, int peer) {
   std::erase(entry->second.others, peer);
   if (!entry->second.others.empty()) return std::next(entry);
-  for (std::uint64_t offset : entry->second.held) arena_->let_go(offset);
+  for (std::uint64_t offset : entry->second.held) arena_->unhold(offset);
   return entries_.erase(entry);
 }
 

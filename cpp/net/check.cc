@@ -30,7 +30,7 @@ struct Limits {
 const Limits* limits_of(FrameType type) {
   //                       codes      payload      member channel message total     step
   static constexpr Limits kTable[] = {
-      {{0, kLent}, kEager, true, true, true, kLongest, true, Between::kAll},
+      {{0, kSharedBuffer}, kEager, true, true, true, kLongest, true, Between::kAll},
       {{0, 0}, kMoreLimit, true, true, true, kLongest, true, Between::kAll},
       {{kWanted, kDeclined}, 0, false, false, true, 0, false, Between::kAll},         // grant
       {{kNotArrived, kKnown}, 0, true, true, false, 0, false},                        // query
@@ -67,14 +67,14 @@ const char* flaw_of_call(const FrameHeader& header) {
 }
 
 const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
-  const bool nothing = header.code == kWithheld || header.code == kLent;
+  const bool nothing = header.code == kDeferred || header.code == kSharedBuffer;
   const std::uint64_t due = nothing ? 0 : std::min<std::uint64_t>(header.total, kEager);
   if (header.payload != due) return "a message that is not cut as messages are";
   if (header.message != link.next_message) return "a message out of turn";
   if (!nothing && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
     return "more than its window has room for";
-  if (link.letters != nullptr) return flaw_of_letter(header, *link.letters);
-  if (header.code == kLent) return "a message in memory that it has not lent";
+  if (link.packets != nullptr) return flaw_of_letter(header, *link.packets);
+  if (header.code == kSharedBuffer) return "a message in memory that it has not lent";
   if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
   if (header.step != 0) return "a step of a message that has none";
   return flaw_of_shape(header.shape, header.total);
@@ -138,11 +138,11 @@ const char* flaw_of_shape(const Shape& shape, std::uint64_t total) {
   return count == total ? nullptr : "a shape that does not fit the number of bytes";
 }
 
-const char* flaw_of(const FrameHeader& header, const LinkState& link) {
+const char* invalid_reason(const FrameHeader& header, const LinkState& link) {
   if (header.magic != kFrameMagic) return "something that is not a frame";
   const Limits* limits = limits_of(header.type);
   if (limits == nullptr) return "a frame of a type that does not exist";
-  if (limits->between == (link.letters != nullptr ? Between::kRanks : Between::kPosts))
+  if (limits->between == (link.packets != nullptr ? Between::kRanks : Between::kPosts))
     return "a frame of a type that has no place here";
   if (header.code < limits->codes[0] || header.code > limits->codes[1]) return "a code that does not exist";
   if (header.payload > limits->payload) return "a frame that is too long";
@@ -169,7 +169,7 @@ const char* flaw_of(const FrameHeader& header, const LinkState& link) {
         return "the withdrawal of a message that was not sent";
       break;
     case FrameType::kTellCall:
-      if (header.channel == 0 || header.channel > link.letters->made)
+      if (header.channel == 0 || header.channel > link.packets->made)
         return "news of a call that was not made";
       break;
     case FrameType::kCredit:

@@ -12,13 +12,13 @@
 
 namespace shoal {
 
-// The state of the letters on a link between posts.
-struct LetterState {
+// The state of the packets on a link between RPC endpoints.
+struct PacketState {
   std::uint64_t made = 0;       // number of this process's last call
   std::uint64_t last = 0;       // number of the peer's last call
-  std::uint32_t parts_due = 0;  // number of parts of the last letter that have yet to arrive separately
+  std::uint32_t parts_due = 0;  // number of parts of the last packet that have yet to arrive separately
   std::uint32_t next_part = 0;
-  std::uint64_t call = 0;  // the `channel` of the last letter
+  std::uint64_t call = 0;  // the `channel` of the last packet
 };
 
 // The state of the link on which a frame arrives.
@@ -30,11 +30,11 @@ struct LinkState {
   // For kMore: the message that it continues (null if none was granted), and its bytes received so far.
   const FrameHeader* continues = nullptr;
   std::uint64_t arrived = 0;
-  const LetterState* letters = nullptr;  // null: the link carries no letters
+  const PacketState* packets = nullptr;  // null: the link carries no packets
 };
 
 // Returns a description of the flaw of a frame, for the error that ends the connection; null if it is valid.
-const char* flaw_of(const FrameHeader& header, const LinkState& link);
+const char* invalid_reason(const FrameHeader& header, const LinkState& link);
 
 // Checks that depend on the group; `ranks` are its members' global ranks, in order.
 const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector<int>& ranks);
@@ -42,10 +42,10 @@ const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector
 // Checks the shape of a point-to-point message of `total` bytes.
 const char* flaw_of_shape(const Shape& shape, std::uint64_t total);
 
-// Additional checks for the message of a letter, or of one separate part of it.
-const char* flaw_of_letter(const FrameHeader& header, const LetterState& state);
+// Additional checks for the message of a packet, or of one separate part of it.
+const char* flaw_of_letter(const FrameHeader& header, const PacketState& state);
 
-// Checks the table of a letter's parts, when all parts have arrived: the letter's header, its payload, and
+// Checks the table of a packet's parts, when all parts have arrived: the packet's header, its payload, and
 // the sizes of the separate parts in order.
 const char* flaw_of_parts(const FrameHeader& header, const std::byte* payload,
                           const std::vector<std::uint64_t>& apart);

@@ -6,7 +6,7 @@
 //
 // A peer's unread bytes are bounded: each kMessage is charged to a window of its link, and the receiver
 // returns the bytes (kCredit) when it has delivered or dropped them.  If the window has no room for a
-// message, only its header is sent (kWithheld), and the whole message waits for a grant.
+// message, only its header is sent (kDeferred), and the whole message waits for a grant.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,8 @@ constexpr std::uint64_t kHeaderCharge = 256;     // charge of a message in addit
 constexpr std::uint64_t kLongest = 1ULL << 48;   // maximum bytes of a message: no address space holds more
 
 // The code of a kMessage.
-constexpr std::uint16_t kWithheld = 1;  // the whole message waits for a grant
-constexpr std::uint16_t kLent = 2;      // the payload is in memory that the sender shares (LoanFields)
+constexpr std::uint16_t kDeferred = 1;      // the whole message waits for a grant
+constexpr std::uint16_t kSharedBuffer = 2;  // the payload is in memory that the sender shares (LoanFields)
 
 enum class Kind : std::uint8_t {
   kAllReduce = 1,
@@ -73,7 +73,7 @@ enum class FrameType : std::uint16_t {
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits no more operations to the group; code: Closing
   kWithdrawn = 12,     // `message`, which was sent in part, is withdrawn as if it had never been sent
-  // Between posts (cpp/post) only; `channel` is the caller's number of the call.
+  // Between RPC endpoints (cpp/rpc) only; `channel` is the caller's number of the call.
   kCancelCall = 13,  // the reply is no longer needed
   kAskCall = 14,     // asks for the status of the call
   kTellCall = 15,    // payload: the status
@@ -130,11 +130,11 @@ struct Shape {
   std::uint64_t sizes[kMaxDims] = {};
 };
 
-// The purpose of a kMessage between posts.  A letter's payload is a table of its parts, its head, and the
-// parts that are not sent separately.  Each separate part follows its letter as a kPart.
+// The purpose of a kMessage between RPC endpoints.  A packet's payload is a table of its parts, its head, and
+// the parts that are not sent separately.  Each separate part follows its packet as a kPart.
 enum class Verb : std::uint8_t { kCall = 1, kPost = 2, kReply = 3, kFailure = 4, kPart = 5 };
 
-struct LetterFields {
+struct PacketFields {
   Verb verb{};
   std::uint8_t reserved = 0;
   std::uint16_t flags = 0;
@@ -145,21 +145,23 @@ struct LetterFields {
   std::uint32_t head = 0;         // bytes
   std::uint32_t unused = 0;
 };
-static_assert(sizeof(LetterFields) == 24);
+static_assert(sizeof(PacketFields) == 24);
 
-// A kPart with kLent: its address in the sender's memory, and the number of the loan (rpc/lending.h).
+// A kPart with kSharedBuffer: its address in the sender's memory, and the number of the loan
+// (rpc/shared_buffers.h).
 struct LoanFields {
   Verb verb{};
   std::uint8_t reserved[7] = {};
   std::uint64_t place = 0;
   std::uint64_t number = 0;
 };
-static_assert(sizeof(LoanFields) == sizeof(LetterFields));
+static_assert(sizeof(LoanFields) == sizeof(PacketFields));
 
 struct FrameHeader {
   std::uint32_t magic = kFrameMagic;
   FrameType type{};
-  std::uint16_t code = 0;     // kBroken: the error code; calls: Knowledge; kMessage: kWithheld, kLent or 0
+  std::uint16_t code =
+      0;  // kBroken: the error code; calls: Knowledge; kMessage: kDeferred, kSharedBuffer or 0
   std::uint32_t payload = 0;  // bytes that follow
   std::uint32_t source = 0;   // rank in the group
   std::uint64_t group = 0;
@@ -171,7 +173,7 @@ struct FrameHeader {
   union {
     Fingerprint call;
     Shape shape;
-    LetterFields letter;
+    PacketFields packet;
     LoanFields loan;
   };
   FrameHeader() : shape() {}

@@ -11,7 +11,7 @@ constexpr std::size_t kReadBatch = 16;                    // frames delivered be
 constexpr std::uint64_t kCreditBatch = kUnreadLimit / 2;  // bytes returned with one frame
 
 std::uint64_t charge_of(const FrameHeader& header) {
-  return header.code == kWithheld || header.code == kLent ? 0 : header.payload + kHeaderCharge;
+  return header.code == kDeferred || header.code == kSharedBuffer ? 0 : header.payload + kHeaderCharge;
 }
 
 }  // namespace
@@ -52,12 +52,12 @@ Link::Item Link::first_chunk(const std::shared_ptr<Outgoing>& message) {
   Item item;
   message->begun = true;
   message->header.type = FrameType::kMessage;
-  const bool lent = message->header.code == kLent;
+  const bool lent = message->header.code == kSharedBuffer;
   const std::uint64_t bytes = lent ? 0 : std::min<std::uint64_t>(message->header.total, kEager);
   const bool withheld = !lent && lent_ + bytes + kHeaderCharge > kUnreadLimit;
   item.bytes = withheld ? 0 : static_cast<std::size_t>(bytes);
   item.header = message->header;
-  if (!lent) item.header.code = withheld ? kWithheld : 0;
+  if (!lent) item.header.code = withheld ? kDeferred : 0;
   item.header.payload = static_cast<std::uint32_t>(item.bytes);
   item.data = message->data;
   item.message = message;
@@ -330,7 +330,7 @@ void Link::receive_missed() {
 }
 
 bool Link::failed(std::ptrdiff_t moved) {
-  if (moved == kPeerGone) fail(LinkEnd::kGone, "connection closed");
+  if (moved == kPeerClosed) fail(LinkEnd::kClosed, "connection closed");
   if (moved == kCorrupt) refuse("indices of a ring that are out of range");
   return moved < 0;
 }
@@ -340,7 +340,7 @@ bool Link::accept_header() {
   LinkState state;
   state.next_message = arrived_ + 1;
   state.unread = unread_.load(std::memory_order_relaxed);
-  state.letters = sink_.letters(*this);
+  state.packets = sink_.packets(*this);
   FrameHeader continues;
   if (header_.type == FrameType::kMore) {
     std::lock_guard lock(route_mutex_);
@@ -354,7 +354,7 @@ bool Link::accept_header() {
     state.sent = next_message_ - 1;
     state.lent = lent_;
   }
-  if (const char* flaw = flaw_of(header_, state)) {
+  if (const char* flaw = invalid_reason(header_, state)) {
     refuse(flaw);
     return false;
   }
@@ -411,7 +411,7 @@ bool Link::receive_some() {
 void Link::close() {
   std::scoped_lock lock(receive_mutex_, send_mutex_);
   broken_.store(true, std::memory_order_release);
-  let_go();
+  release_descriptor();
 }
 
 void Link::fail(LinkEnd end, const char* why) {

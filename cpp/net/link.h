@@ -57,15 +57,15 @@ struct Destination {
 };
 
 // Why a link ended: the peer closed it, or it violated the protocol.
-enum class LinkEnd { kGone, kRefused };
+enum class LinkEnd { kClosed, kRefused };
 
-struct LetterState;
+struct PacketState;
 
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // The state against which letters are checked; null: the link carries a group's frames and no letters.
-  virtual const LetterState* letters(Link&) { return nullptr; }
+  // The state against which packets are checked; null: the link carries a group's frames and no packets.
+  virtual const PacketState* packets(Link&) { return nullptr; }
   virtual Destination on_header(Link& link, const FrameHeader& header) = 0;
   virtual void on_frame(Link& link, const FrameHeader& header, const Destination& destination) = 0;
   virtual void on_link_lost(Link& link, LinkEnd end, const char* why) = 0;
@@ -154,7 +154,7 @@ class Link {
   std::int64_t last_heard() const { return last_heard_.load(std::memory_order_relaxed); }
 
  protected:
-  static constexpr std::ptrdiff_t kPeerGone = -1, kCorrupt = -2;
+  static constexpr std::ptrdiff_t kPeerClosed = -1, kCorrupt = -2;
   // Return the number of bytes moved; 0: would block; or one of the above.
   virtual std::ptrdiff_t write_some(const iovec* parts, int count) = 0;
   virtual std::ptrdiff_t read_some(std::byte* data, std::size_t bytes) = 0;
@@ -163,7 +163,7 @@ class Link {
   virtual void unwatch() {}
   // Bytes were taken from the socket that have not been read from the link: no event will announce them.
   virtual bool holds_bytes() const { return false; }
-  virtual void let_go() {}
+  virtual void release_descriptor() {}
   std::atomic<std::int64_t> last_heard_{0};
 
  private:

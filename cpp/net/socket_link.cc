@@ -70,7 +70,7 @@ std::ptrdiff_t SocketLink::write_some(const iovec* parts, int count) {
     ssize_t sent = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent >= 0) return sent;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerGone;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerClosed;
   }
 }
 
@@ -84,9 +84,9 @@ std::ptrdiff_t SocketLink::take(std::byte* data, std::size_t bytes) {
       drained_ = static_cast<std::size_t>(got) < bytes;
       return got;
     }
-    if (got == 0) return kPeerGone;
+    if (got == 0) return kPeerClosed;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerGone;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : kPeerClosed;
   }
 }
 

@@ -26,7 +26,7 @@ class SocketLink final : public Link {
   void want_write(bool wanted) override;
   void unwatch() override;
   bool holds_bytes() const override { return ahead_begin_ != ahead_end_; }
-  void let_go() override { disown(); }
+  void release_descriptor() override { disown(); }
 
  private:
   // Reads from the socket; returns bytes; 0: no data; -1: the peer closed it.

@@ -140,7 +140,7 @@ struct AgreementNews {
 };
 
 AgreementNews agreed(Group& group, std::uint64_t number, double timeout) {
-  Agreements::News news;
+  Agreements::Status news;
   {
     nb::gil_scoped_release release;
     news = group.agreements().wait(number, until(timeout));
@@ -222,7 +222,7 @@ void bind_records(nb::module_& m) {
       .value("WRITING", Fault::kWriting)
       .value("REDUCED", Fault::kReduced)
       .value("FINISHED", Fault::kFinished)
-      .value("GAVE_UP", Fault::kGaveUp);
+      .value("GAVE_UP", Fault::kEvicted);
   nb::enum_<consensus::Outcome>(m, "AgreementOutcome", "What became of an agreement on this rank.")
       .value("OPEN", consensus::Outcome::kOpen)
       .value("DECIDED", consensus::Outcome::kDecided)
@@ -306,7 +306,7 @@ void bind_engine(nb::module_& m) {
       .def(
           "error", [](const Operation& op) { return latest(op.group(), op.error()); },
           "The Error of a done operation, or None.")
-      .def("announce", &Operation::announce, nb::arg("ticket"),
+      .def("announce", &Operation::notify_with, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
       .def("cancel", &Operation::cancel, nb::call_guard<nb::gil_scoped_release>(),
            "End the operation before its time; False for a collective, or if it has ended otherwise.")
@@ -338,7 +338,8 @@ void bind_engine(nb::module_& m) {
           "agree",
           [](Group& group, consensus::Op op, nb::bytes value, double timeout) -> nb::object {
             consensus::Vote vote{op, {value.c_str(), value.size()}};
-            if (const char* flaw = consensus::flaw_of(vote, group.size())) throw std::invalid_argument(flaw);
+            if (const char* flaw = consensus::invalid_reason(vote, group.size()))
+              throw std::invalid_argument(flaw);
             std::optional<std::uint64_t> number;
             {
               nb::gil_scoped_release release;
@@ -393,7 +394,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
       .def_prop_ro(
-          "memory_warm", [](const Context& context) { return context.arena()->warm(); },
+          "memory_warm", [](const Context& context) { return context.arena()->idle_bytes(); },
           "Bytes of released memory that have not been returned to the system yet.")
       .def(
           "trim",
@@ -411,10 +412,10 @@ void bind_engine(nb::module_& m) {
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
              std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise, double vote_timeout,
-             bool believing) {
+             bool losses_are_deaths) {
             return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts),
                                         lanes, pairwise ? Scope::kPair : Scope::kAll,
-                                        Agreements::Rules{nanoseconds(vote_timeout), believing}});
+                                        Agreements::Rules{nanoseconds(vote_timeout), losses_are_deaths}});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
           nb::arg("lanes"), nb::arg("pairwise") = false, nb::arg("vote_timeout") = 10.0,

@@ -1,4 +1,4 @@
-// Handling of Ctrl-C in combination with torch's C++.
+// ReceivedCall of Ctrl-C in combination with torch's C++.
 //
 // Python calls a handler of SIGINT in the main thread, between two bytecodes and in functions of its C API
 // that check signals.  Torch calls such functions where C++ must not throw (to look up overrides of a device
@@ -24,7 +24,7 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr long kPause = 1'000'000;  // nanoseconds until the signal is sent again
+constexpr long kResendDelayNs = 1'000'000;  // nanoseconds until the signal is sent again
 
 timer_t timer;
 pid_t owner = 0;  // the process with the timer: a forked child has none
@@ -115,7 +115,7 @@ PyObject* guarded(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   PyErr_Fetch(&type, &value, &traceback);
   PyObject* result = Py_None;
   if (called_by_torch() || in_uncut(PyTuple_GET_ITEM(self, 1))) {
-    send_after(kPause);
+    send_after(kResendDelayNs);
     Py_INCREF(result);
   } else {
     send_after(0);

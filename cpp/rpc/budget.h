@@ -1,4 +1,4 @@
-// Limits the bytes of large parts that a post has received and that no handler has taken.
+// Limits the bytes of large parts that an endpoint has received and that no handler has taken.
 #pragma once
 
 #include <algorithm>
@@ -38,11 +38,11 @@ class Budget {
     std::shared_ptr<int> of_peer_;  // number of the peer's grants; requires the budget's lock
   };
 
-  // False: there is no room now.  If all grants of a peer are for one letter (`of_letter` of them), the next
-  // is always given, so that every letter can be completed.
-  bool take(std::uint64_t bytes, int& of_peer, std::size_t of_letter) {
+  // False: there is no room now.  If all grants of a peer are for one packet (`of_packet` of them), the next
+  // is always given, so that every packet can be completed.
+  bool take(std::uint64_t bytes, int& of_peer, std::size_t of_packet) {
     std::lock_guard lock(mutex_);
-    if (static_cast<std::size_t>(of_peer) > of_letter && (bytes > limit_ || used_ > limit_ - bytes)) {
+    if (static_cast<std::size_t>(of_peer) > of_packet && (bytes > limit_ || used_ > limit_ - bytes)) {
       refused_ = true;
       return false;
     }
@@ -60,7 +60,7 @@ class Budget {
     return limit_ - std::min(limit_, used_);
   }
 
-  // The post has been closed: `room` is no longer called.
+  // The endpoint has been closed: `room` is no longer called.
   void forget() {
     std::lock_guard lock(mutex_);
     room_ = nullptr;

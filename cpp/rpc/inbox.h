@@ -1,6 +1,6 @@
-// The received letters that no thread has taken yet, by mailbox.
+// The received packets that no thread has taken yet, by mailbox.
 //
-// Mailbox 0 is always open; others must be opened before they can receive letters.  So mailboxes that were
+// Mailbox 0 is always open; others must be opened before they can receive packets.  So mailboxes that were
 // released or never opened use no memory.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "rpc/letter.h"
+#include "rpc/packet.h"
 
 namespace shoal {
 
@@ -19,35 +19,35 @@ class Inbox {
  public:
   Inbox() { mailboxes_.try_emplace(0); }
 
-  // Hands the letter to a thread that sleeps in `take`, or stores it.  False: its mailbox is not open.
-  bool put(LetterPtr letter);
-  // The letter was cancelled; does nothing if it was taken already.
-  void remove(const Letter& letter);
-  // Takes the next letters, at most until `until` (ns) or a signal; false: the mailbox is not open.
-  bool take(std::uint32_t mailbox, std::int64_t until, std::size_t most, std::vector<LetterPtr>& letters);
+  // Hands the packet to a thread that sleeps in `take`, or stores it.  False: its mailbox is not open.
+  bool put(PacketPtr packet);
+  // The packet was cancelled; does nothing if it was taken already.
+  void remove(const Packet& packet);
+  // Takes the next packets, at most until `until` (ns) or a signal; false: the mailbox is not open.
+  bool take(std::uint32_t mailbox, std::int64_t until, std::size_t most, std::vector<PacketPtr>& packets);
   std::size_t waiting(std::uint32_t mailbox);
   std::size_t waiting();
-  // Number of letters to be taken before this one; nullopt if it is not here.
-  std::optional<std::size_t> ahead_of(const Letter& letter);
+  // Number of packets to be taken before this one; nullopt if it is not here.
+  std::optional<std::size_t> ahead_of(const Packet& packet);
   // Letters of mailbox 0 that no thread in `take` waits for: when the oldest arrived (0: there are none), and
-  // the numbers of letters taken until then and until now.
+  // the numbers of packets taken until then and until now.
   struct Neglect {
     std::int64_t since = 0;
     std::uint64_t taken_then = 0, taken = 0;
   };
-  Neglect neglect();
+  Neglect idle_backlog();
   void open(std::uint32_t mailbox);
-  // Closes a mailbox other than 0: its letters are dropped, and threads in `take` return.
+  // Closes a mailbox other than 0: its packets are dropped, and threads in `take` return.
   void release(std::uint32_t mailbox);
   void close();
 
  private:
   struct Sleeper {
     Latch woken;
-    LetterPtr letter;
+    PacketPtr packet;
   };
   struct Mailbox {
-    std::map<std::uint64_t, LetterPtr> letters;  // in order of arrival
+    std::map<std::uint64_t, PacketPtr> packets;  // in order of arrival
     std::vector<Sleeper*> asleep;
   };
   bool closed() const { return mailboxes_.empty(); }

@@ -29,7 +29,7 @@ class Latch {
 
   // Blocks until the latch is open, until `deadline` (ns), or until a signal; returns whether it is open.
   bool wait(std::int64_t deadline) {
-    for (const std::int64_t until = std::min(deadline, now_ns() + kLook); now_ns() < until; sched_yield())
+    for (const std::int64_t until = std::min(deadline, now_ns() + kSpinTime); now_ns() < until; sched_yield())
       if (is_open()) return true;
     std::uint32_t seen = kShut;
     if (!word_.compare_exchange_strong(seen, kAwaited, std::memory_order_acq_rel) && seen == kOpen)
@@ -44,7 +44,7 @@ class Latch {
 
  private:
   // Longer than a short call and its caller's work before the next; waking an idle core can take as long.
-  static constexpr std::int64_t kLook = 100'000;  // ns
+  static constexpr std::int64_t kSpinTime = 100'000;  // ns
   static constexpr std::uint32_t kShut = 0, kAwaited = 1, kOpen = 2;
   void futex(int what, std::uint32_t value, const timespec* limit) {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word_), what, value, limit, nullptr, 0);

@@ -11,8 +11,9 @@
 namespace shoal {
 namespace {
 
-// The part of a link's window (kUnreadLimit) for calls and posts; the rest is for replies, which never wait.
-// It must be larger than the bytes that a receiver holds before it sends a credit, or both sides would wait.
+// The part of a link's window (kUnreadLimit) for calls and endpoints; the rest is for replies, which never
+// wait. It must be larger than the bytes that a receiver holds before it sends a credit, or both sides would
+// wait.
 constexpr std::uint64_t kLetterWindow = kUnreadLimit / 4 * 3;
 constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before submitters must wait
 
@@ -20,33 +21,33 @@ constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before sub
 
 // -- sending ----------------------------------------------------------------------------------------
 
-bool Peer::fits(const Posting& posting) {
-  const auto first = std::min<std::uint64_t>(posting.messages[0]->header.total, kEager);
+bool Peer::fits(const OutgoingPacket& outgoing) {
+  const auto first = std::min<std::uint64_t>(outgoing.messages[0]->header.total, kEager);
   return link.lent() + first + kHeaderCharge <= kLetterWindow;
 }
 
 // Requires `sending_`.
-void Peer::transmit(Posting& posting, const CallPtr& call) {
+void Peer::transmit(OutgoingPacket& outgoing, const CallPtr& call) {
   if (call) {
-    if (call->number < last_sent_ && !number_anew(call)) return;
+    if (call->number < last_sent_ && !renumber(call)) return;
     last_sent_ = call->number;
-    FrameHeader& header = posting.messages[0]->header;
+    FrameHeader& header = outgoing.messages[0]->header;
     if (call->deadline != 0) {
       constexpr std::int64_t kLongestDeadline = std::numeric_limits<std::uint32_t>::max();
       const std::int64_t left = (call->deadline - now_ns() + kMillisecond - 1) / kMillisecond;
-      header.letter.deadline_ms =
+      header.packet.deadline_ms =
           static_cast<std::uint32_t>(std::clamp<std::int64_t>(left, 1, kLongestDeadline));
     }
-    for (auto& message : posting.messages) message->header.channel = call->number;
+    for (auto& message : outgoing.messages) message->header.channel = call->number;
   }
-  for (auto& message : posting.messages) {
+  for (auto& message : outgoing.messages) {
     if (message->loan) message->loan->sent();
     link.send(message);
   }
   if (!call) return;
-  std::erase_if(posting.messages, [](const auto& message) { return message->done.load(); });
-  if (posting.messages.empty()) return;
-  call->sent(std::move(posting.messages));
+  std::erase_if(outgoing.messages, [](const auto& message) { return message->done.load(); });
+  if (outgoing.messages.empty()) return;
+  call->sent(std::move(outgoing.messages));
   if (call->claimed())  // it ended before it was given its messages
     for (auto& message : call->take_sent()) link.cancel(message);
 }
@@ -72,7 +73,7 @@ void Peer::unstage(std::uint64_t bytes) {
   room_.notify_all();
 }
 
-bool Peer::enroll(const CallPtr& call) {
+bool Peer::register_call(const CallPtr& call) {
   std::lock_guard calls(calls_mutex_);
   if (lost_) return false;
   if (call) {
@@ -83,8 +84,8 @@ bool Peer::enroll(const CallPtr& call) {
   return true;
 }
 
-// The numbers of calls must rise from letter to letter; false if the call has ended.
-bool Peer::number_anew(const CallPtr& call) {
+// The numbers of calls must rise from packet to packet; false if the call has ended.
+bool Peer::renumber(const CallPtr& call) {
   std::lock_guard calls(calls_mutex_);
   if (pending_.erase(call->number) == 0) return false;
   call->number = made_.fetch_add(1) + 1;
@@ -92,24 +93,24 @@ bool Peer::number_anew(const CallPtr& call) {
   return true;
 }
 
-// Whether a letter to `mailbox` may be sent before everything in the outbox.
+// Whether a packet to `mailbox` may be sent before everything in the outbox.
 bool Peer::may_pass(std::uint32_t mailbox) const {
   return outbox_.empty() || (held_ == outbox_.size() && !mailboxes_.contains(mailbox));
 }
 
-bool Peer::submit(Posting posting, const CallPtr& call) {
+bool Peer::submit(OutgoingPacket outgoing, const CallPtr& call) {
   std::lock_guard lock(sending_);
-  if (!enroll(call)) return false;
-  const std::uint32_t mailbox = posting.messages[0]->header.letter.mailbox;
-  if (may_pass(mailbox) && fits(posting)) {
-    transmit(posting, call);
+  if (!register_call(call)) return false;
+  const std::uint32_t mailbox = outgoing.messages[0]->header.packet.mailbox;
+  if (may_pass(mailbox) && fits(outgoing)) {
+    transmit(outgoing, call);
     return true;
   }
-  if (outbox_.empty()) stuck_since_ = now_ns();
-  queued_ += posting.bytes;
+  if (outbox_.empty()) blocked_since_ = now_ns();
+  queued_ += outgoing.bytes;
   ++submitted_;
   if (call) call->queued_at = submitted_;
-  outbox_.emplace(submitted_, Queued{std::move(posting), call, mailbox});
+  outbox_.emplace(submitted_, Queued{std::move(outgoing), call, mailbox});
   if (mailbox != 0) ++mailboxes_[mailbox];
   if (held_ != 0) pump();
   return true;
@@ -117,8 +118,8 @@ bool Peer::submit(Posting posting, const CallPtr& call) {
 
 bool Peer::hold(std::uint32_t mailbox, const CallPtr& call, bool one_way) {
   std::lock_guard lock(sending_);
-  if (!enroll(one_way ? nullptr : call)) return false;
-  if (outbox_.empty()) stuck_since_ = now_ns();
+  if (!register_call(one_way ? nullptr : call)) return false;
+  if (outbox_.empty()) blocked_since_ = now_ns();
   call->queued_at = ++submitted_;
   outbox_.emplace(submitted_, Queued{{}, one_way ? nullptr : call, mailbox, true});
   ++held_;
@@ -126,29 +127,29 @@ bool Peer::hold(std::uint32_t mailbox, const CallPtr& call, bool one_way) {
   return true;
 }
 
-bool Peer::fill(Call& call, Posting posting) {
+bool Peer::fill(Call& call, OutgoingPacket outgoing) {
   std::lock_guard lock(sending_);
   auto found = outbox_.find(call.queued_at);
   if (found == outbox_.end() || !found->second.held) return false;
   found->second.held = false;
   --held_;
-  queued_ += posting.bytes;
-  found->second.posting = std::move(posting);
+  queued_ += outgoing.bytes;
+  found->second.outgoing = std::move(outgoing);
   pump();
   return true;
 }
 
 // Requires `sending_`.
-void Peer::take_out(std::map<std::uint64_t, Queued>::iterator queued) {
+void Peer::remove_queued(std::map<std::uint64_t, Queued>::iterator queued) {
   const Queued& gone = queued->second;
   if (gone.held) --held_;
-  queued_ -= gone.posting.bytes;
+  queued_ -= gone.outgoing.bytes;
   if (auto found = mailboxes_.find(gone.mailbox); found != mailboxes_.end() && --found->second == 0)
     mailboxes_.erase(found);
   outbox_.erase(queued);
 }
 
-// Requires `sending_`.  Sends queued letters in order; a held letter blocks later letters to its mailbox.
+// Requires `sending_`.  Sends queued packets in order; a held packet blocks later packets to its mailbox.
 void Peer::pump() {
   std::unordered_set<std::uint32_t> kept_back;
   std::size_t ready = outbox_.size() - held_;
@@ -162,26 +163,26 @@ void Peer::pump() {
     }
     --ready;
     if (kept_back.contains(next.mailbox)) continue;
-    if (!fits(next.posting)) break;
-    if (!next.call || !next.call->claimed()) transmit(next.posting, next.call);
-    take_out(queued);
+    if (!fits(next.outgoing)) break;
+    if (!next.call || !next.call->claimed()) transmit(next.outgoing, next.call);
+    remove_queued(queued);
     any = true;
   }
   if (any) room_.notify_all();
 }
 
-bool Peer::reply(Posting posting, std::uint64_t number) {
+bool Peer::reply(OutgoingPacket outgoing, std::uint64_t number) {
   std::lock_guard lock(sending_);
   if (lost_) return false;
-  for (auto& message : posting.messages) message->header.channel = number;
-  transmit(posting, nullptr);
+  for (auto& message : outgoing.messages) message->header.channel = number;
+  transmit(outgoing, nullptr);
   return true;
 }
 
 void Peer::credited(std::uint64_t bytes) {
   link.credited(bytes);
   std::lock_guard lock(sending_);
-  stuck_since_ = now_ns();
+  blocked_since_ = now_ns();
   pump();
 }
 
@@ -197,8 +198,8 @@ void Peer::stop_sending(Call& call) {
   {
     std::lock_guard lock(sending_);
     if (auto found = outbox_.find(call.queued_at); found != outbox_.end()) {
-      take_out(found);
-      pump();  // letters that waited behind it
+      remove_queued(found);
+      pump();  // packets that waited behind it
       room_.notify_all();
       return;
     }
@@ -223,14 +224,14 @@ std::string Peer::unsent(const Call& call, std::int64_t now) {
   return found->second.held ? "its device has not handed its tensors over yet" : backlog(now);
 }
 
-std::string Peer::starved(std::int64_t now) {
+std::string Peer::queue_full_reason(std::int64_t now) {
   std::lock_guard lock(sending_);
   return backlog(now);
 }
 
 std::string Peer::backlog(std::int64_t now) const {
-  return "takes nothing for " + seconds(now - stuck_since_) + ", " + std::to_string(outbox_.size()) +
-         " letters queued";
+  return "takes nothing for " + seconds(now - blocked_since_) + ", " + std::to_string(outbox_.size()) +
+         " packets queued";
 }
 
 // -- calls ------------------------------------------------------------------------------------------
@@ -254,17 +255,17 @@ std::vector<CallPtr> Peer::all_pending() {
   return all;
 }
 
-void Peer::handling(std::uint64_t number, const std::shared_ptr<Handling>& handling,
-                    const LetterPtr& letter) {
+void Peer::handling(std::uint64_t number, const std::shared_ptr<ReceivedCall>& handling,
+                    const PacketPtr& packet) {
   std::lock_guard lock(calls_mutex_);
-  handled_[number] = {handling, letter};
+  handled_[number] = {handling, packet};
 }
 
-std::pair<std::shared_ptr<Handling>, LetterPtr> Peer::handled(std::uint64_t number) {
+std::pair<std::shared_ptr<ReceivedCall>, PacketPtr> Peer::handled(std::uint64_t number) {
   std::lock_guard lock(calls_mutex_);
   auto found = handled_.find(number);
   if (found == handled_.end()) return {};
-  return {found->second.handling, found->second.letter.lock()};
+  return {found->second.handling, found->second.packet.lock()};
 }
 
 void Peer::answered(std::uint64_t number) {
@@ -277,15 +278,15 @@ std::size_t Peer::handled() {
   return handled_.size();
 }
 
-std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> Peer::all_handled() {
+std::vector<std::pair<std::uint64_t, std::shared_ptr<ReceivedCall>>> Peer::all_handled() {
   std::lock_guard lock(calls_mutex_);
-  std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> all;
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<ReceivedCall>>> all;
   all.reserve(handled_.size());
   for (auto& [number, entry] : handled_) all.emplace_back(number, entry.handling);
   return all;
 }
 
-void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled) {
+void Peer::lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<ReceivedCall>>& handled) {
   std::map<std::uint64_t, Queued> dropped;  // destroyed after the locks are released
   std::lock_guard lock(sending_);
   std::lock_guard calls(calls_mutex_);

@@ -1,4 +1,5 @@
-// One peer of a post: its connection, the letters queued for it, the calls made to it and received from it.
+// One peer of an endpoint: its connection, the packets queued for it, the calls made to it and received from
+// it.
 #pragma once
 
 #include <atomic>
@@ -11,38 +12,39 @@
 #include <vector>
 
 #include "net/socket_link.h"
-#include "rpc/arrivals.h"
 #include "rpc/buffer_pool.h"
-#include "rpc/letter.h"
+#include "rpc/packet.h"
+#include "rpc/packet_assembler.h"
 
 namespace shoal {
 
-// The interface by which a peer reports to its post.  All functions except `ended` run in the post's thread.
-class Correspondence {
+// The interface by which a peer reports to its endpoint.  All functions except `ended` run in the endpoint's
+// thread.
+class PeerListener {
  public:
-  virtual ~Correspondence() = default;
+  virtual ~PeerListener() = default;
   // A call or a post has arrived completely.
-  virtual void letter_arrived(LetterPtr letter) = 0;
+  virtual void packet_arrived(PacketPtr packet) = 0;
   // A call has ended; the caller of this has claimed it.
   virtual void ended(class Peer& peer, const CallPtr& call, CallEnd how, std::string text,
-                     LetterPtr reply) = 0;
+                     PacketPtr reply) = 0;
   virtual std::shared_ptr<Budget> budget() = 0;
   virtual BufferPool& buffers() = 0;
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {
  public:
-  Peer(Correspondence& post, FrameSink& sink, int id, int fd, int epoll, std::int64_t ticket)
-      : id(id), ticket(ticket), link(id, sink, fd, epoll), arrivals(*this, post), post_(post) {}
+  Peer(PeerListener& endpoint, FrameSink& sink, int id, int fd, int epoll, std::int64_t ticket)
+      : id(id), ticket(ticket), link(id, sink, fd, epoll), arrivals(*this, endpoint), endpoint_(endpoint) {}
 
   const int id;
   const std::int64_t ticket;
   SocketLink link;
-  Arrivals arrivals;  // the post's thread only
+  PacketAssembler arrivals;  // the endpoint's thread only
   int pidfd = -1;
-  std::shared_ptr<Borrowed> borrowed;  // the memory that the peer shares
-  std::shared_ptr<Lender> lender;      // the memory lent to the peer
-  bool local = false;                  // on this host: its process is watched, so no heartbeats are needed
+  std::shared_ptr<PeerBuffer> borrowed;      // the memory that the peer shares
+  std::shared_ptr<SharedBufferPool> lender;  // the memory lent to the peer
+  bool local = false;  // on this host: its process is watched, so no heartbeats are needed
 
   // -- sending ------------------------------------------------------------------------------------
 
@@ -51,13 +53,13 @@ class Peer : public std::enable_shared_from_this<Peer> {
   bool await_room(std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(std::uint64_t bytes);
   // Sends a call (a post, if `call` is null), or queues it; false if the peer is lost.
-  bool submit(Posting posting, const CallPtr& call);
-  // Reserves the place of a letter with contents that come later (`fill`); false if the peer is lost.  Later
-  // letters to the same ordered mailbox wait for it.  `one_way`: a post, which `call` represents.
+  bool submit(OutgoingPacket outgoing, const CallPtr& call);
+  // Reserves the place of a packet with contents that come later (`fill`); false if the peer is lost.  Later
+  // packets to the same ordered mailbox wait for it.  `one_way`: a post, which `call` represents.
   bool hold(std::uint32_t mailbox, const CallPtr& call, bool one_way);
-  // Sends a held letter; false if it was cancelled meanwhile.
-  bool fill(Call& call, Posting posting);
-  bool reply(Posting posting, std::uint64_t number);
+  // Sends a held packet; false if it was cancelled meanwhile.
+  bool fill(Call& call, OutgoingPacket outgoing);
+  bool reply(OutgoingPacket outgoing, std::uint64_t number);
   // The peer returned a part of its window.
   void credited(std::uint64_t bytes);
   void control(FrameType type, std::uint64_t call, std::uint16_t code = 0, const std::string& text = "");
@@ -65,10 +67,10 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void stop_sending(Call& call);
   bool all_sent();
   std::uint64_t queued();
-  // Why the call is still in the queue, such as "takes nothing for 5 s, 812 letters queued"; "" if it is not.
+  // Why the call is still in the queue, such as "takes nothing for 5 s, 812 packets queued"; "" if it is not.
   std::string unsent(const Call& call, std::int64_t now);
   // The same for a call for which the queue had no room.
-  std::string starved(std::int64_t now);
+  std::string queue_full_reason(std::int64_t now);
 
   // -- calls --------------------------------------------------------------------------------------
 
@@ -77,52 +79,52 @@ class Peer : public std::enable_shared_from_this<Peer> {
   CallPtr pending(std::uint64_t number);
   void forget(const Call& call);
   std::vector<CallPtr> all_pending();
-  void handling(std::uint64_t number, const std::shared_ptr<Handling>& handling, const LetterPtr& letter);
-  std::pair<std::shared_ptr<Handling>, LetterPtr> handled(std::uint64_t number);
+  void handling(std::uint64_t number, const std::shared_ptr<ReceivedCall>& handling, const PacketPtr& packet);
+  std::pair<std::shared_ptr<ReceivedCall>, PacketPtr> handled(std::uint64_t number);
   void answered(std::uint64_t number);
   std::size_t handled();
-  std::vector<std::pair<std::uint64_t, std::shared_ptr<Handling>>> all_handled();
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<ReceivedCall>>> all_handled();
 
   // Ends sending; returns the calls pending and handled until now.
-  void lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<Handling>>& handled);
+  void lose(std::vector<CallPtr>& pending, std::vector<std::shared_ptr<ReceivedCall>>& handled);
 
  private:
   struct Queued {
-    Posting posting;
+    OutgoingPacket outgoing;
     CallPtr call;
     std::uint32_t mailbox = 0;
     bool held = false;  // its contents have yet to come
   };
-  struct Handled {
-    std::shared_ptr<Handling> handling;
-    std::weak_ptr<Letter> letter;
+  struct CallBeingServed {
+    std::shared_ptr<ReceivedCall> handling;
+    std::weak_ptr<Packet> packet;
   };
   std::string backlog(std::int64_t now) const;
-  bool fits(const Posting& posting);
+  bool fits(const OutgoingPacket& outgoing);
   bool may_pass(std::uint32_t mailbox) const;
   void pump();
-  void take_out(std::map<std::uint64_t, Queued>::iterator queued);
-  bool enroll(const CallPtr& call);
-  bool number_anew(const CallPtr& call);
-  void transmit(Posting& posting, const CallPtr& call);
+  void remove_queued(std::map<std::uint64_t, Queued>::iterator queued);
+  bool register_call(const CallPtr& call);
+  bool renumber(const CallPtr& call);
+  void transmit(OutgoingPacket& outgoing, const CallPtr& call);
 
-  Correspondence& post_;
+  PeerListener& endpoint_;
 
-  std::mutex sending_;  // held for every message to the peer, so that parts follow their letter
+  std::mutex sending_;  // held for every message to the peer, so that parts follow their packet
   std::condition_variable room_;
   std::map<std::uint64_t, Queued> outbox_;            // in order of submission
-  std::unordered_map<std::uint32_t, int> mailboxes_;  // ordered mailboxes with letters in the outbox
-  std::size_t held_ = 0;                              // number of held letters in the outbox
+  std::unordered_map<std::uint32_t, int> mailboxes_;  // ordered mailboxes with packets in the outbox
+  std::size_t held_ = 0;                              // number of held packets in the outbox
   std::uint64_t submitted_ = 0;
   std::uint64_t last_sent_ = 0;            // number of the last call sent
   std::uint64_t queued_ = 0, staged_ = 0;  // bytes
-  std::int64_t stuck_since_ = 0;           // when the peer last took a letter, or the outbox got its first
+  std::int64_t blocked_since_ = 0;         // when the peer last took a packet, or the outbox got its first
 
   std::mutex calls_mutex_;
   std::atomic<bool> lost_{false};
   std::atomic<std::uint64_t> made_{0};
   std::unordered_map<std::uint64_t, CallPtr> pending_;
-  std::unordered_map<std::uint64_t, Handled> handled_;
+  std::unordered_map<std::uint64_t, CallBeingServed> handled_;
 };
 
 }  // namespace shoal

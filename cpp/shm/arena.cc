@@ -17,7 +17,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPunch = 64 << 20;  // maximum number of bytes returned to the system at a time
+constexpr std::size_t kTrimBytes = 64 << 20;  // maximum number of bytes returned to the system at a time
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW, kSeals = kSizeSeals | F_SEAL_SEAL;
 // Consecutive blocks at a power-of-two distance conflict in the caches; one more page avoids that.
 constexpr std::size_t kColourFrom = 16 * kPage;
@@ -73,7 +73,7 @@ std::size_t Arena::in_use() const {
   return in_use_;
 }
 
-std::size_t Arena::warm() const {
+std::size_t Arena::idle_bytes() const {
   std::lock_guard lock(mutex_);
   std::size_t sum = 0;
   for (auto& [offset, range] : warm_) sum += range.bytes;
@@ -148,7 +148,7 @@ std::optional<std::uint64_t> Arena::hold(const void* address) {
   return first;
 }
 
-void Arena::let_go(std::uint64_t offset) {
+void Arena::unhold(std::uint64_t offset) {
   if (fd_ < 0) return;
   std::lock_guard lock(mutex_);
   auto found = taken_.find(offset);
@@ -189,11 +189,11 @@ bool Arena::cool(std::uint64_t offset, std::size_t bytes) {
   if (it != warm_.begin() && std::prev(it)->first + std::prev(it)->second.bytes > offset) --it;
   while (it != warm_.end() && it->first < end) {
     const std::uint64_t first = it->first, last = first + it->second.bytes;
-    const Warm warm = it->second;
-    if (warm.whole) there += std::min(last, end) - std::max(first, offset);
+    const Warm idle_bytes = it->second;
+    if (idle_bytes.whole) there += std::min(last, end) - std::max(first, offset);
     it = warm_.erase(it);
-    if (first < offset) warm_[first] = {offset - first, warm.since, warm.whole};
-    if (last > end) warm_[end] = {last - end, warm.since, warm.whole};
+    if (first < offset) warm_[first] = {offset - first, idle_bytes.since, idle_bytes.whole};
+    if (last > end) warm_[end] = {last - end, idle_bytes.since, idle_bytes.whole};
   }
   return there == bytes;
 }
@@ -208,7 +208,7 @@ bool Arena::trim(std::int64_t until) {
         std::find_if(warm_.begin(), warm_.end(), [&](auto& entry) { return entry.second.since <= until; });
     if (due == warm_.end()) return false;
     offset = due->first;
-    bytes = std::min(due->second.bytes, kPunch);
+    bytes = std::min(due->second.bytes, kTrimBytes);
     cool(offset, bytes);
     auto it = std::prev(free_.upper_bound(offset));
     const std::uint64_t first = it->first, last = first + it->second;

@@ -67,7 +67,7 @@ class Arena {
   int fd() const { return fd_; }
   std::size_t capacity() const { return mapping_->length(); }
   std::size_t in_use() const;
-  std::size_t warm() const;  // bytes of free ranges that still have pages
+  std::size_t idle_bytes() const;  // bytes of free ranges that still have pages
   const Mapping& mapping() const { return *mapping_; }
 
   // Allocates a zero-filled or recycled, page-aligned range.  commit=false leaves it sparse (for rings).
@@ -78,7 +78,7 @@ class Arena {
   // Holds the range that contains `address`: even if released, it is not reused until let_go() was called as
   // often as hold().  Returns its offset, or nothing if there is no such range.
   std::optional<std::uint64_t> hold(const void* address);
-  void let_go(std::uint64_t offset);
+  void unhold(std::uint64_t offset);
 
   bool contains(const void* address, std::size_t bytes) const {
     auto p = static_cast<const std::byte*>(address);

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <ctime>
 
-#include "shm/life.h"
+#include "shm/liveness.h"
 
 namespace shoal {
 
@@ -87,7 +87,7 @@ constexpr std::size_t kDirectorySize = 4096;
 struct ArenaHeader {
   std::uint64_t magic = kArenaMagic;
   Doorbell doorbell;
-  Life life;
+  ProcessLiveness life;
   alignas(64) DirectoryEntry directory[kDirectorySize];
 };
 

@@ -22,7 +22,7 @@ namespace {
 using namespace shoal::consensus;
 using Time = std::int64_t;
 
-constexpr Time kVoteTimeout = 500, kSettle = 100, kRetry = 40;
+constexpr Time kVoteTimeout = 500, kLossSettleTime = 100, kBallotRetryTime = 40;
 constexpr Time kCalmSettle = 1000, kPrompt = 120;  // far more than an agreement's messages take; the most
 constexpr Time kLastDeadline = 100000, kEnd = 200000;
 
@@ -133,8 +133,8 @@ Round::Round(std::uint64_t seed, QuorumRule rule)
   for (int& side : side_) side = pick(random_, 0, 1);
   if (kind_.calm) certainty_ = 10;
   for (int rank = 0; rank < size_; ++rank)
-    members_.emplace_back(
-        Settings{rank, size_, kVoteTimeout, kind_.calm ? kCalmSettle : kSettle, kRetry, rule});
+    members_.emplace_back(Settings{rank, size_, kVoteTimeout, kind_.calm ? kCalmSettle : kLossSettleTime,
+                                   kBallotRetryTime, rule});
   plan_votes();
   if (!kind_.clean && !kind_.pairs) plan_crashes();
   if (!kind_.calm) plan_losses();
@@ -221,7 +221,7 @@ void Round::cut(int a, int b, Time time) {
 
 // A member that receives the goodbye has read all earlier messages.
 void Round::leave(int rank) {
-  member(rank).agreement.farewell();
+  member(rank).agreement.inform_all();
   flush(rank);
   if (!member(rank).alive) return;
   member(rank).left = true;
@@ -349,7 +349,7 @@ void Round::spoil(const std::string& honest, const Receiver& receiver) {
   Message message;
   if (decode(bytes, receiver, message) != nullptr) return;
   check(decode(encode(message, size_), receiver, message) == nullptr, "what was accepted once is refused");
-  Agreement victim({receiver.rank, size_, kVoteTimeout, kSettle, kRetry});
+  Agreement victim({receiver.rank, size_, kVoteTimeout, kLossSettleTime, kBallotRetryTime});
   victim.vote(member(receiver.rank).vote, kEnd, 0);
   victim.receive(receiver.sender, message, 1);
   victim.tick(kVoteTimeout * 2);

@@ -72,16 +72,16 @@ bool is_signed(DType dtype) {
 }
 
 std::array<Element, 16> alphabet(const kernels::Reduction& how) {
-  std::array<Element, 16> letters;
+  std::array<Element, 16> packets;
   for (int i = 0; i < 16; ++i) {
     int real = is_signed(how.dtype) ? i - 8 : i, imaginary = i * 7 % 16 - 8;
     if (how.op == RedOp::kProduct) real = 1 + (i & 1), imaginary = 0;  // and no zero has a sign
-    Element& letter = letters[static_cast<std::size_t>(i)] = encode(how.dtype, real);
+    Element& packet = packets[static_cast<std::size_t>(i)] = encode(how.dtype, real);
     if (!complex(how.dtype)) continue;
     const std::size_t half = itemsize(how.dtype) / 2;
-    std::memcpy(letter.data() + half, encode(how.dtype, imaginary).data(), half);
+    std::memcpy(packet.data() + half, encode(how.dtype, imaginary).data(), half);
   }
-  return letters;
+  return packets;
 }
 
 // The contents of part number `part` of `rank`.
@@ -95,11 +95,11 @@ void fill(Span to, const Plan& plan, int rank, int part) {
     return;
   }
   const std::size_t item = plan.item();
-  const auto letters = alphabet(plan.how);
+  const auto packets = alphabet(plan.how);
   std::uint64_t bits = 0;
   for (std::uint64_t i = 0; i < to.bytes / item; ++i, bits >>= 4) {
     if (i % 16 == 0) bits = stream.next();
-    std::memcpy(to.data + i * item, letters[bits & 15].data(), item);
+    std::memcpy(to.data + i * item, packets[bits & 15].data(), item);
   }
 }
 
@@ -267,7 +267,7 @@ bool Call::finish() {
   // Tickets are received by one thread of a rank; the keyed calls have another.
   if (taste_.by_message && !op_->request().keyed()) {
     const auto ticket = static_cast<std::int64_t>(op_->request().channel + (group_->ident() << 24));
-    bool told = op_->announce(ticket);
+    bool told = op_->notify_with(ticket);
     std::vector<std::int64_t> due;
     while (!told && context.tickets().wait(now_ns() + kSecond, due))
       for (std::int64_t arrived : due) {

@@ -238,7 +238,7 @@ class Peer {
     header.payload = static_cast<std::uint32_t>(std::min<std::uint64_t>(header.total, kEager));
     const std::uint64_t charge = header.payload + kHeaderCharge;
     if (victim_.link(rank_)->unread() + charge + unseen_ > kUnreadLimit || chance(random_, 8)) {
-      header.code = kWithheld;
+      header.code = kDeferred;
       header.payload = 0;
     } else {
       unseen_ += charge;  // the rank under test may not have read it yet

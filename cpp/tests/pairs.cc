@@ -112,7 +112,7 @@ class PairRank {
     return bits;
   }
 
-  void take_back(Received& receive) {
+  void withdraw(Received& receive) {
     if (!receive.op->cancel()) return;
     receive.cancelled = true;
     desk_.ended(receive.op);
@@ -120,7 +120,7 @@ class PairRank {
     std::fill(receive.data.begin(), receive.data.end(), kGivenBack);
   }
 
-  void take_back(Sent& send) {
+  void withdraw(Sent& send) {
     if (!send.op->cancel()) return;
     send.cancelled = true;
     desk_.ended(send.op);
@@ -162,11 +162,11 @@ class PairRank {
       }
       if (chance(own_, 4)) {
         auto& send = sends[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
-        if (send.op && !send.cancelled) take_back(send);
+        if (send.op && !send.cancelled) withdraw(send);
       }
       if (chance(own_, 4)) {
         auto& receive = receives[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
-        if (receive.op && !receive.cancelled) take_back(receive);
+        if (receive.op && !receive.cancelled) withdraw(receive);
       }
     }
     const std::uint8_t mine = mask(sends), refused = mask(receives);
@@ -175,10 +175,10 @@ class PairRank {
       auto& send = sends[static_cast<std::size_t>(i)];
       auto& receive = receives[static_cast<std::size_t>(i)];
       if (!receive.cancelled && (withdrawn >> i & 1)) {
-        take_back(receive);
+        withdraw(receive);
         check(receive.cancelled, "a message that was taken back has arrived");
       }
-      if (!send.cancelled && (unwanted >> i & 1)) take_back(send);
+      if (!send.cancelled && (unwanted >> i & 1)) withdraw(send);
     }
     for (int i = 0; i < kMessages; ++i) {
       auto& send = sends[static_cast<std::size_t>(i)];

@@ -33,10 +33,10 @@ void late_frames();
 // number of frames sent.
 std::uint64_t hostile(std::uint64_t seed, std::uint64_t frames, Watchdog& watchdog, Tally& tally);
 
-// Posts that call each other while connections are cut and posts are closed.
-void posts(std::uint64_t seed, Tally& tally);
+// Posts that call each other while connections are cut and endpoints are closed.
+void endpoints(std::uint64_t seed, Tally& tally);
 
-// Peers that send a post at least `frames` frames, some with an error.  Returns the number sent.
+// Peers that send an endpoint at least `frames` frames, some with an error.  Returns the number sent.
 std::uint64_t lies(std::uint64_t seed, std::uint64_t frames, Tally& tally);
 
 // Backward passes of the gradient reducer, on ranks that run one after another.

@@ -3,8 +3,8 @@
 //   stress [--operations N | --seconds S] [--seed K] [--patience S]
 //   stress --frames N [--seed K] [--patience S]
 //   stress --passes N [--seed K] [--patience S]
-//   stress --posts N [--seed K] [--patience S]
-//   stress --letters N [--seed K] [--patience S]
+//   stress --endpoints N [--seed K] [--patience S]
+//   stress --packets N [--seed K] [--patience S]
 //   stress --agreements N [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until N collectives have succeeded, or for S seconds.  Every result
@@ -12,8 +12,9 @@
 // --operations 1`): the events of a round follow from the seed, their times do not.
 //
 // With --frames, peers send N frames that violate the protocol (hostile.cc).  With --passes, N rounds of
-// backward passes are compared with a model of the gradient reducer (passes.cc).  With --posts, N rounds of
-// calls run between posts, and with --letters, peers of a post send N frames (posts.cc, letters.cc).  With
+// backward passes are compared with a model of the gradient reducer (passes.cc).  With --endpoints, N rounds
+// of calls run between RPC endpoints, and with --packets, peers of an endpoint send N frames (endpoints.cc,
+// packets.cc).  With
 // --agreements, N agreements are simulated, and a fifth as many with each of two wrong rules, for which a
 // disagreement must be found (agreement.cc).
 //
@@ -52,8 +53,8 @@ struct Options {
   std::uint64_t seconds = 0;
   std::uint64_t frames = 0;
   std::uint64_t passes = 0;
-  std::uint64_t posts = 0;
-  std::uint64_t letters = 0;
+  std::uint64_t endpoints = 0;
+  std::uint64_t packets = 0;
   std::uint64_t agreements = 0;
   std::uint64_t seed = 1;
   std::uint64_t patience = 60;
@@ -66,8 +67,8 @@ bool parse(int count, char** arguments, Options& options) {
                         : name == "--seconds"    ? &options.seconds
                         : name == "--frames"     ? &options.frames
                         : name == "--passes"     ? &options.passes
-                        : name == "--posts"      ? &options.posts
-                        : name == "--letters"    ? &options.letters
+                        : name == "--endpoints"  ? &options.endpoints
+                        : name == "--packets"    ? &options.packets
                         : name == "--agreements" ? &options.agreements
                         : name == "--seed"       ? &options.seed
                         : name == "--patience"   ? &options.patience
@@ -89,10 +90,11 @@ unsigned long long printable(std::uint64_t number) { return number; }
 int main(int count, char** arguments) {
   Options options;
   if (!parse(count, arguments, options)) {
-    std::fprintf(stderr,
-                 "usage: %s [--operations N | --seconds S | --frames N | --passes N | --posts N | --letters "
-                 "N | --agreements N] [--seed K] [--patience S]\n",
-                 arguments[0]);
+    std::fprintf(
+        stderr,
+        "usage: %s [--operations N | --seconds S | --frames N | --passes N | --endpoints N | --packets "
+        "N | --agreements N] [--seed K] [--patience S]\n",
+        arguments[0]);
     return 2;
   }
   Tally tally;
@@ -121,22 +123,23 @@ int main(int count, char** arguments) {
                 elapsed());
     return 0;
   }
-  if (options.posts > 0) {
-    for (; seed < options.seed + options.posts; ++seed) {
+  if (options.endpoints > 0) {
+    for (; seed < options.seed + options.endpoints; ++seed) {
       watchdog.begin_round(seed);
-      posts(seed, tally);
+      endpoints(seed, tally);
     }
-    std::printf("%llu rounds of posts in %.1f s: %llu calls answered, %llu ended otherwise\n",
-                printable(options.posts), elapsed(), printable(tally.collectives), printable(tally.failures));
+    std::printf("%llu rounds of endpoints in %.1f s: %llu calls answered, %llu ended otherwise\n",
+                printable(options.endpoints), elapsed(), printable(tally.collectives),
+                printable(tally.failures));
     return 0;
   }
-  if (options.letters > 0) {
+  if (options.packets > 0) {
     std::uint64_t sent = 0;
-    while (sent < options.letters) {
+    while (sent < options.packets) {
       watchdog.begin_round(seed);
-      sent += lies(seed++, std::min<std::uint64_t>(options.letters - sent, 1000), tally);
+      sent += lies(seed++, std::min<std::uint64_t>(options.packets - sent, 1000), tally);
     }
-    std::printf("%llu frames of peers of a post in %.1f s: %llu connections refused\n", printable(sent),
+    std::printf("%llu frames of peers of an endpoint in %.1f s: %llu connections refused\n", printable(sent),
                 elapsed(), printable(tally.failures));
     return 0;
   }

@@ -82,10 +82,10 @@ void print_lane(const Operation& operation) {
   const Request& request = operation.request();
   if (!request.numbered() || group.team() == nullptr) return;
   const int index = static_cast<int>(request.channel % static_cast<std::uint64_t>(group.lane_count()));
-  const TeamLane& lane = group.team()->lane(index);
+  const HostLane& lane = group.team()->lane(index);
   std::fprintf(stderr, ", lane %d at phase %llu", index, static_cast<unsigned long long>(lane.phase));
-  for (std::size_t place = 0; place < lane.seats.size(); ++place) {
-    const Counters* counters = lane.seats[place].counters;
+  for (std::size_t place = 0; place < lane.member_lanes.size(); ++place) {
+    const Counters* counters = lane.member_lanes[place].counters;
     if (counters == nullptr) {
       std::fprintf(stderr, "\n      member %zu not found", place);
       continue;
@@ -96,7 +96,7 @@ void print_lane(const Operation& operation) {
                  static_cast<unsigned long long>(counters->taken.load()));
     for (std::uint64_t parity : {0, 1})
       std::fprintf(stderr, " %llu",
-                   static_cast<unsigned long long>(lane.seats[place].slot(parity).phase.load()));
+                   static_cast<unsigned long long>(lane.member_lanes[place].slot(parity).phase.load()));
   }
 }
 

@@ -450,7 +450,7 @@ class CallEnd(enum.Enum):
     TIMEOUT = ...  # the deadline passed
     CANCELLED = ...  # by Call.cancel
     LOST = ...  # the peer ended, or was dropped
-    CLOSED = ...  # the post was closed
+    CLOSED = ...  # the endpoint was closed
     REFUSED = ...  # the mailbox is closed at the callee, or one of the two has no memory for the letter
     UNSENT = ...  # by Post.give_up
 
@@ -496,7 +496,7 @@ class Call:
 
         The text of a timeout is what the callee's post knew of the call, if it has answered ("never
         received", "queued behind 3", "running for 3.2 s in fn"), else what is known here ("takes nothing for
-        5 s, 812 letters queued").
+        5 s, 812 packets queued").
         """
 
     def reply(self) -> Letter:
@@ -566,7 +566,7 @@ class Post:
                 ends have exchanged them: large parts are then lent in both directions; -1: none are.
 
         Raises:
-            ConnectionError: the post is closed, or the memory is no memfd whose size is sealed.
+            ConnectionError: the endpoint is closed, or the memory is no memfd whose size is sealed.
             OSError: no descriptor is left.
         """
 
@@ -704,7 +704,7 @@ class Post:
     def completions(self, timeout: float | None) -> list[int] | None:
         """The tickets that have become due, in order; [] if none did in ``timeout`` seconds.
 
-        None once the post is closed and all tickets were given.  Blocks without the GIL; one thread calls it.
+        None once the endpoint is closed and all tickets were given.  Blocks without the GIL; one thread calls it.
         """
 
     def stats(self) -> dict[str, int]:
@@ -743,7 +743,7 @@ class Post:
         A second call does nothing.
         """
 
-# -- cpp/python/ending.cc -------------------------------------------------------------------------
+# -- cpp/python/exit_code.cc -------------------------------------------------------------------------
 
 def exit_with(code: int) -> None:
     """The process ends with this code, from 1 to 255, should it end in good order."""

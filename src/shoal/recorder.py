@@ -80,7 +80,7 @@ class FlightRecorder:
         self._group = group
         self._rank = rank
         self._ring: deque[Record] = deque(maxlen=size)
-        #: appends a record; used by :meth:`add` and cpp/python/shortcut.cc
+        #: appends a record; used by :meth:`add` and cpp/python/fast_path.cc
         self.append: Callable[[Record], None] = self._ring.append
 
     def add(

@@ -164,7 +164,7 @@ def test_an_overdue_call_says_what_its_callee_knows_of_it(two: Two) -> None:
         until(letter.cancelled)
         until(lambda: two.callee.waiting(0) == 0)
         # Nor has the machine stood still between the call and its description.
-        if "module.fn" in ends[0][1] and all(text != "its post does not answer" for _, text in ends):
+        if "module.fn" in ends[0][1] and all(text != "its endpoint does not answer" for _, text in ends):
             break
     assert re.fullmatch(r"running for [\d.]+ s in module.fn", ends[0][1])
     assert ends[1][1] == "queued behind 0"
@@ -251,7 +251,7 @@ def test_a_flooding_caller_waits_and_learns_that_nothing_is_taken(two: Two) -> N
         calls.append(two.call(head))
     end, text = outcome(two.call(head, timeout=0.2)) or (None, "")
     assert end is CallEnd.TIMEOUT
-    assert re.fullmatch(r"takes nothing for [\d.]+ s, 3\d\d letters queued", text)
+    assert re.fullmatch(r"takes nothing for [\d.]+ s, 3\d\d packets queued", text)
     assert two.callee.stats()["letters"] * len(head) <= 8 << 20
     assert two.caller.stats()["queued"] <= 65 << 20
     two.serve()
@@ -330,8 +330,8 @@ def test_a_close_ends_whatever_waits() -> None:
             thread.join(BACKSTOP)
         assert sorted(ends, key=str) == [None, [1]]
         assert two.caller.completions(None) is None
-        assert outcome(call) == (CallEnd.CLOSED, "the post was closed")
-        assert outcome(two.call()) == (CallEnd.CLOSED, "the post is closed")
+        assert outcome(call) == (CallEnd.CLOSED, "the endpoint was closed")
+        assert outcome(two.call()) == (CallEnd.CLOSED, "the endpoint is closed")
         two.close()
 
 
@@ -351,7 +351,7 @@ def sleeps() -> int:
     total = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # another thread may just have ended
-            if (task / "comm").read_text() == "shoal-post\n":
+            if (task / "comm").read_text() == "shoal-rpc\n":
                 words = (task / "status").read_text().split()
                 total += int(words[words.index("voluntary_ctxt_switches:") + 1])
     return total

@@ -49,7 +49,7 @@ def test_a_flood_of_letters_stops_at_its_sender(meeting: Agents, a: Agent, tmp_p
     while a.stats()["queued"] <= 64 * MIB - 2 * len(letter):
         futures.append(patient.call(len, letter))
     hasty = b.options(timeout=0.2)
-    with pytest.raises(CallTimeout, match=r"within 0\.2 s: .*takes nothing for .* letters queued"):
+    with pytest.raises(CallTimeout, match=r"within 0\.2 s: .*takes nothing for .* packets queued"):
         [hasty.call(len, letter) for _ in range(3)][-1].wait()
     with pytest.raises(CallTimeout, match="was not sent: the worker did not receive within the timeout"):
         post_all(hasty, letter)

@@ -121,7 +121,7 @@ class NoRoom:
         return getattr(self._post, name)
 
     def request(self, *_: Any) -> Any:
-        raise ValueError("the head of a letter has at most 4 GiB")
+        raise ValueError("the head of a packet has at most 4 GiB")
 
     post = request
 
@@ -133,7 +133,7 @@ def test_what_no_letter_can_hold_is_refused_by_name(
     peer = a.peer("b")
     monkeypatch.setattr(a.endpoint, "post", NoRoom(a.endpoint.post))
     for use in (peer.call, peer.post, peer.remote):
-        with pytest.raises(UsageError, match=r"handlers.echo at 'b' cannot be sent: the head of a letter"):
+        with pytest.raises(UsageError, match=r"handlers.echo at 'b' cannot be sent: the head of a packet"):
             use(handlers.echo, 1)
     monkeypatch.undo()
     become([], b.leaks)

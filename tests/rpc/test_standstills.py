@@ -63,7 +63,7 @@ def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Agents,
     assert ref.rpc_sync().get() == 3
     pid = meeting.pids["b"]
     faults.stop(pid)
-    with pytest.raises(CallTimeout, match="its post does not answer"):
+    with pytest.raises(CallTimeout, match="its endpoint does not answer"):
         b.options(timeout=1.25 * SILENCE).call(handlers.echo, 1).wait()
     assert b.alive
     faults.resume(pid)

@@ -22,7 +22,7 @@ Mark = _core.Mark
 #: What ``Pass.finish`` returns.
 PassEnd = _core.PassEnd
 
-#: Makes a hook that copies a gradient into its bucket (``cpp/python/reducer.cc``).
+#: Makes a hook that copies a gradient into its bucket (``cpp/python/ddp.cc``).
 gradient_hook = _core.gradient_hook
 
 #: Whether the concatenated values of all dictionaries are identical (``is``) to the given objects.

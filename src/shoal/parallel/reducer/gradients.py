@@ -1,7 +1,7 @@
 """Moving gradients from their parameters into the buckets, and the averages back.
 
 A gradient is copied into its bucket when it arrives, while it is still in the cache and its memory can be
-reused for the next one.  The hook itself (``cpp/python/reducer.cc``) does this if copying bytes suffices,
+reused for the next one.  The hook itself (``cpp/python/ddp.cc``) does this if copying bytes suffices,
 otherwise :meth:`Gradients.take`.
 
 The next pass overwrites a gradient that is a view of its bucket, unless the program still references it (as

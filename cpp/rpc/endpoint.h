@@ -1,10 +1,10 @@
-// The native endpoint of RPC: exchanges letters with any number of peers, which may join and leave.
+// The native endpoint of RPC: exchanges packets with any number of peers, which may join and leave.
 //
 // One thread reads all connections, keeps deadlines, and detects lost peers; it never runs Python.  A thread
-// that submits a letter writes it to the socket itself if there is room.
+// that submits a packet writes it to the socket itself if there is room.
 //
 // Order of locks, outermost first: peers_mutex_; a peer's `sending_`; its `calls_mutex_`; those of its link;
-// all others, which are held briefly.  The post's thread never takes peers_mutex_ from within a link.
+// all others, which are held briefly.  The endpoint's thread never takes peers_mutex_ from within a link.
 #pragma once
 
 #include <atomic>
@@ -25,23 +25,23 @@
 #include "rpc/budget.h"
 #include "rpc/buffer_pool.h"
 #include "rpc/inbox.h"
-#include "rpc/lending.h"
-#include "rpc/letter.h"
+#include "rpc/packet.h"
 #include "rpc/peer.h"
+#include "rpc/shared_buffers.h"
 
 namespace shoal {
 
-class Post final : public FrameSink, public Correspondence {
+class RpcEndpoint final : public FrameSink, public PeerListener {
  public:
   struct Options {
     std::uint64_t budget = 0;    // maximum bytes of large parts that were received and not yet taken
     std::int64_t heartbeat = 0;  // ns
   };
 
-  explicit Post(Options options);
-  ~Post() override;
+  explicit RpcEndpoint(Options options);
+  ~RpcEndpoint() override;
 
-  // Whether this is a child that was forked after the post was made: then nothing here may be used.
+  // Whether this is a child that was forked after the endpoint was made: then nothing here may be used.
   bool foreign() const;
   bool closed() const { return closing_.load(std::memory_order_acquire); }
 
@@ -59,31 +59,31 @@ class Post final : public FrameSink, public Correspondence {
   bool await_room(int peer, std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(int peer, std::uint64_t bytes);
   // `no_room`: await_room timed out, so the call times out.
-  CallPtr request(int peer, const LetterFields& fields, std::span<const std::byte> head,
+  CallPtr request(int peer, const PacketFields& fields, std::span<const std::byte> head,
                   std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
                   bool no_room, CallNote note);
-  bool send(int peer, const LetterFields& fields, std::span<const std::byte> head,
+  bool send(int peer, const PacketFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
   // A call, or a post if `one_way`, with contents that come later (`fill`); `no_room` as for `request`.
   CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
                CallNote note);
-  // Sends a held letter; false if it was cancelled meanwhile.
-  bool fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
+  // Sends a held packet; false if it was cancelled meanwhile.
+  bool fill(Call& call, const PacketFields& fields, std::span<const std::byte> head,
             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
-  // Cancels a held letter, because its contents will never come.
-  void give_up(const CallPtr& call, std::string why);
-  bool reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
+  // Cancels a held packet, because its contents will never come.
+  void abandon_held(const CallPtr& call, std::string why);
+  bool reply(Packet& packet, const PacketFields& fields, std::span<const std::byte> head,
              std::span<const PartToSend> parts, std::shared_ptr<void> keep);
   // The call will not be answered.
-  void abandon(Letter& letter);
+  void abandon(Packet& packet);
   bool cancel(const CallPtr& call);
 
   Inbox& inbox() { return inbox_; }
   Tickets& tickets() { return tickets_; }
-  void watch(std::int64_t ticket, std::int64_t patience);
+  void watch_inbox(std::int64_t ticket, std::int64_t patience);
 
   struct Stats {
-    std::size_t peers, calls, letters, handled;
+    std::size_t peers, calls, packets, handled;
     std::uint64_t made, queued, granted, lent, kept;
   };
   Stats stats();
@@ -93,12 +93,12 @@ class Post final : public FrameSink, public Correspondence {
   struct Handled {
     int peer;
     std::uint64_t number;
-    Handling::Standing standing;
+    ReceivedCall::Status status;
   };
   std::vector<Handled> handled();
   void disconnect(int peer);
   void pause_heartbeats(bool silent) { silent_ = silent; }
-  // Sends queued letters and closes; returns the peers that did not take all of them before the deadline.
+  // Sends queued packets and closes; returns the peers that did not take all of them before the deadline.
   std::vector<int> close(std::int64_t deadline);
 
   // Releases memory that a forked child should not inherit.
@@ -111,15 +111,15 @@ class Post final : public FrameSink, public Correspondence {
   // Flags in the data of an epoll event, besides the peer's id.
   static constexpr std::uint64_t kWakeup = 1ULL << 63, kPidfd = 1ULL << 62;
 
-  // FrameSink; called in the post's thread.
-  const LetterState* letters(Link& link) override;
+  // FrameSink; called in the endpoint's thread.
+  const PacketState* packets(Link& link) override;
   Destination on_header(Link& link, const FrameHeader& header) override;
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
   void on_link_lost(Link& link, LinkEnd end, const char* why) override;
   void on_sent() override {}
-  // Correspondence
-  void letter_arrived(LetterPtr letter) override;
-  void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) override;
+  // PeerListener
+  void packet_arrived(PacketPtr packet) override;
+  void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply) override;
   std::shared_ptr<Budget> budget() override { return budget_; }
   BufferPool& buffers() override { return *buffers_; }
 
@@ -135,16 +135,16 @@ class Post final : public FrameSink, public Correspondence {
   void lose(Peer& peer, std::string why);
   void expire(std::int64_t now);
   void overdue(Peer& peer, const CallPtr& call, std::string known);
-  void told(const FrameHeader& header);
+  void on_status_report(const FrameHeader& header);
   void set_deadline(const CallPtr& call, std::int64_t at);
   void forget_deadline(const Call& call);
   void cancelled_by_peer(std::uint64_t call);
-  std::string standing(std::uint64_t call);
+  std::string status(std::uint64_t call);
   void beat(std::int64_t now);
-  void look_after_inbox(std::int64_t now);
+  void check_inbox(std::int64_t now);
   std::string why_lost(int peer);
-  std::shared_ptr<Lender> lender();
-  void settle(int departed, bool ended);
+  std::shared_ptr<SharedBufferPool> lender();
+  void release_peer_buffers(int lost_peers, bool ended);
   void tidy(std::int64_t now);
 
   const Options options_;
@@ -166,24 +166,24 @@ class Post final : public FrameSink, public Correspondence {
   std::map<int, std::string> losses_;
   std::uint64_t made_to_lost_ = 0;  // calls of this process to peers that are lost
   std::map<int, int> departed_;     // pidfds of lost peers that may still use lent blocks
-  Memories memories_;
-  std::shared_ptr<Lender> lender_;  // until the post is closed
+  PeerMemories memories_;
+  std::shared_ptr<SharedBufferPool> lender_;  // until the endpoint is closed
 
   std::mutex deadlines_mutex_;
   std::map<std::pair<std::int64_t, std::uint64_t>, CallPtr> deadlines_;
   std::int64_t sleeps_until_ = 0;
   std::atomic<std::uint64_t> calls_{0};
 
-  std::atomic<std::int64_t> watch_ticket_{-1}, patience_{0};
+  std::atomic<std::int64_t> watch_ticket_{-1}, inbox_alarm_delay_{0};
 
-  // Used by the post's thread only.
+  // Used by the endpoint's thread only.
   std::thread* thread_ = nullptr;  // a pointer: a forked child must not join it
   Peer* reading_ = nullptr;        // the peer whose link is being read
   std::string end_;                // why that link has ended
   std::string text_;               // of the current control frame
   Heartbeat heartbeat_;
   std::int64_t last_watch_ = 0;
-  std::uint64_t last_taken_ = 0;  // number of letters taken at last_watch_
+  std::uint64_t last_taken_ = 0;  // number of packets taken at last_watch_
 };
 
 }  // namespace shoal

@@ -1,4 +1,4 @@
-#include "rpc/post.h"
+#include "rpc/endpoint.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -21,37 +21,37 @@ constexpr std::size_t kLosses = 4096;  // number of losses remembered
 // -- forks: the child closes its copies of the descriptors ------------------------------------------
 
 std::mutex posts_mutex;
-std::vector<Post*> posts;
+std::vector<RpcEndpoint*> endpoints;
 std::atomic<unsigned> generation{0};
 
 void before_fork() {
   posts_mutex.lock();
-  for (Post* post : posts) {
-    post->peers_mutex().lock();
-    post->before_fork();
+  for (RpcEndpoint* endpoint : endpoints) {
+    endpoint->peers_mutex().lock();
+    endpoint->before_fork();
   }
 }
 void after_fork() {
-  for (Post* post : posts) post->peers_mutex().unlock();
+  for (RpcEndpoint* endpoint : endpoints) endpoint->peers_mutex().unlock();
   posts_mutex.unlock();
 }
 void in_child() {
   generation.fetch_add(1);
-  for (Post* post : posts) post->disown();
+  for (RpcEndpoint* endpoint : endpoints) endpoint->disown();
   after_fork();
-  posts.clear();
+  endpoints.clear();
 }
 
-void add_post(Post* post) {
+void add_endpoint(RpcEndpoint* endpoint) {
   static const int registered = pthread_atfork(before_fork, after_fork, in_child);
   (void)registered;
   std::lock_guard lock(posts_mutex);
-  posts.push_back(post);
+  endpoints.push_back(endpoint);
 }
 
 }  // namespace
 
-Post::Post(Options options)
+RpcEndpoint::RpcEndpoint(Options options)
     : options_(options), generation_(generation.load()), heartbeat_(options.heartbeat) {
   budget_ = std::make_shared<Budget>(options.budget, [this] {
     room_.store(true);
@@ -67,22 +67,22 @@ Post::Post(Options options)
     throw;
   }
   try {
-    lender_ = std::make_shared<Lender>(options.budget, [this] { wake(); });
+    lender_ = std::make_shared<SharedBufferPool>(options.budget, [this] { wake(); });
   } catch (const OutOfMemory&) {  // all parts are sent through sockets
   }
-  add_post(this);
+  add_endpoint(this);
   heartbeat_.start(now_ns());
   thread_ = new std::thread([this] {
-    pthread_setname_np(pthread_self(), "shoal-post");
+    pthread_setname_np(pthread_self(), "shoal-rpc");
     run();
   });
 }
 
-Post::~Post() { close(now_ns()); }
+RpcEndpoint::~RpcEndpoint() { close(now_ns()); }
 
-bool Post::foreign() const { return generation_ != generation.load(std::memory_order_relaxed); }
+bool RpcEndpoint::foreign() const { return generation_ != generation.load(std::memory_order_relaxed); }
 
-void Post::disown() {
+void RpcEndpoint::disown() {
   for (auto& [id, peer] : peers_) {
     peer->link.disown();
     close_all({&peer->pidfd});
@@ -94,20 +94,20 @@ void Post::disown() {
   close_all({&epoll_, &wakeup_});
 }
 
-void Post::wake() {
+void RpcEndpoint::wake() {
   const std::uint64_t one = 1;
   (void)!write(wakeup_, &one, sizeof one);
 }
 
 // -- peers ------------------------------------------------------------------------------------------
 
-int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
+int RpcEndpoint::attach(int fd, int pid, std::int64_t ticket, int memory) {
   std::lock_guard lock(peers_mutex_);
   const int id = ++last_peer_;
   int pidfd = -1;
-  std::shared_ptr<Borrowed> borrowed;
+  std::shared_ptr<PeerBuffer> borrowed;
   try {
-    if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the post is closed");
+    if (closed()) throw std::system_error(ECONNABORTED, std::generic_category(), "the endpoint is closed");
     if (memory >= 0) borrowed = memories_.open(memory);
     if (pid > 0) pidfd = open_pidfd(pid);  // if there is none, only the end of the connection is noticed
     if (pidfd >= 0) watch_fd(epoll_, pidfd, kPidfd | static_cast<std::uint64_t>(id));
@@ -127,21 +127,21 @@ int Post::attach(int fd, int pid, std::int64_t ticket, int memory) {
   return id;
 }
 
-std::shared_ptr<Peer> Post::find(int peer) {
+std::shared_ptr<Peer> RpcEndpoint::find(int peer) {
   std::lock_guard lock(peers_mutex_);
   auto found = peers_.find(peer);
   return found == peers_.end() ? nullptr : found->second;
 }
 
-std::vector<std::shared_ptr<Peer>> Post::all_peers() {
+std::vector<std::shared_ptr<Peer>> RpcEndpoint::all_peers() {
   std::lock_guard lock(peers_mutex_);
   std::vector<std::shared_ptr<Peer>> all;
   for (auto& [id, peer] : peers_) all.push_back(peer);
   return all;
 }
 
-// The post's thread sees the end of the connection after it has read everything before.
-void Post::drop(int id, std::string why) {
+// The endpoint's thread sees the end of the connection after it has read everything before.
+void RpcEndpoint::drop(int id, std::string why) {
   std::lock_guard lock(peers_mutex_);
   auto found = peers_.find(id);
   if (found == peers_.end()) return;
@@ -149,24 +149,24 @@ void Post::drop(int id, std::string why) {
   found->second->link.disconnect();
 }
 
-void Post::disconnect(int id) {
+void RpcEndpoint::disconnect(int id) {
   std::lock_guard lock(peers_mutex_);
   if (auto found = peers_.find(id); found != peers_.end()) found->second->link.disconnect();
 }
 
-std::string Post::why_lost(int id) {
+std::string RpcEndpoint::why_lost(int id) {
   std::lock_guard lock(peers_mutex_);
   auto found = losses_.find(id);
   return found == losses_.end() ? "" : found->second;
 }
 
-std::optional<std::string> Post::lost(int id) {
+std::optional<std::string> RpcEndpoint::lost(int id) {
   if (find(id)) return std::nullopt;
   return why_lost(id);
 }
 
-// Called in the post's thread, but not from within the link.
-void Post::lose(Peer& gone, std::string why) {
+// Called in the endpoint's thread, but not from within the link.
+void RpcEndpoint::lose(Peer& gone, std::string why) {
   const auto peer = gone.shared_from_this();
   {
     std::lock_guard lock(peers_mutex_);
@@ -185,28 +185,28 @@ void Post::lose(Peer& gone, std::string why) {
   }
   peer->arrivals.clear();
   std::vector<CallPtr> pending;
-  std::vector<std::shared_ptr<Handling>> handled;
+  std::vector<std::shared_ptr<ReceivedCall>> handled;
   peer->lose(pending, handled);
   for (const CallPtr& call : pending)
     if (call->claim()) ended(*peer, call, closed() ? CallEnd::kClosed : CallEnd::kLost, why, nullptr);
-  for (auto& handling : handled) handling->unwant(tickets_);
-  settle(peer->id, false);
+  for (auto& handling : handled) handling->withdraw_reply(tickets_);
+  release_peer_buffers(peer->id, false);
   tickets_.add(peer->ticket);
 }
 
-int Post::memory() {
+int RpcEndpoint::memory() {
   const auto from = lender();
   return from ? checked(fcntl(from->fd(), F_DUPFD_CLOEXEC, 0), "fcntl") : -1;
 }
 
-std::shared_ptr<Lender> Post::lender() {
+std::shared_ptr<SharedBufferPool> RpcEndpoint::lender() {
   std::lock_guard lock(peers_mutex_);
   return lender_;
 }
 
 // Takes back blocks that a lost peer has not taken, or all if its process has `ended`; stops watching the
 // process when it has no more blocks.
-void Post::settle(int id, bool ended) {
+void RpcEndpoint::release_peer_buffers(int id, bool ended) {
   const auto from = lender();
   if (from) ended ? from->ended(id) : from->lost(id);
   if (from && from->owes(id)) return;
@@ -219,24 +219,24 @@ void Post::settle(int id, bool ended) {
 
 // -- calls ------------------------------------------------------------------------------------------
 
-bool Post::await_room(int id, std::uint64_t bytes, std::int64_t until, bool stage) {
+bool RpcEndpoint::await_room(int id, std::uint64_t bytes, std::int64_t until, bool stage) {
   const auto peer = find(id);
   return !peer || peer->await_room(bytes, until, stage);
 }
 
-void Post::unstage(int id, std::uint64_t bytes) {
+void RpcEndpoint::unstage(int id, std::uint64_t bytes) {
   if (const auto peer = find(id)) peer->unstage(bytes);
 }
 
 template <class Submit>
-CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, CallNote note, Submit submit) {
+CallPtr RpcEndpoint::begin(int id, std::int64_t deadline, bool no_room, CallNote note, Submit submit) {
   auto call = std::make_shared<Call>(id, deadline, std::move(note));
   call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto peer = find(id);
   if (!closed() && peer) {
     if (no_room) {
       call->claim();
-      call->end(CallEnd::kTimeout, peer->starved(now_ns()), nullptr, tickets_);
+      call->end(CallEnd::kTimeout, peer->queue_full_reason(now_ns()), nullptr, tickets_);
       return call;
     }
     if (submit(*peer, call)) {
@@ -247,34 +247,34 @@ CallPtr Post::begin(int id, std::int64_t deadline, bool no_room, CallNote note, 
   }
   call->claim();
   if (closed())
-    call->end(CallEnd::kClosed, "the post is closed", nullptr, tickets_);
+    call->end(CallEnd::kClosed, "the endpoint is closed", nullptr, tickets_);
   else
     call->end(CallEnd::kLost, why_lost(id), nullptr, tickets_);
   return call;
 }
 
-CallPtr Post::request(int id, const LetterFields& fields, std::span<const std::byte> head,
-                      std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
-                      bool no_room, CallNote note) {
+CallPtr RpcEndpoint::request(int id, const PacketFields& fields, std::span<const std::byte> head,
+                             std::span<const PartToSend> parts, std::shared_ptr<void> keep,
+                             std::int64_t deadline, bool no_room, CallNote note) {
   return begin(id, deadline, no_room, std::move(note), [&](Peer& peer, const CallPtr& call) {
     return peer.submit(compose(fields, head, parts, std::move(keep), peer.lender.get(), id), call);
   });
 }
 
-CallPtr Post::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
-                   CallNote note) {
+CallPtr RpcEndpoint::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
+                          CallNote note) {
   return begin(id, deadline, no_room, std::move(note),
                [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
 }
 
-bool Post::fill(Call& call, const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+bool RpcEndpoint::fill(Call& call, const PacketFields& fields, std::span<const std::byte> head,
+                       std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
   const auto peer = find(call.peer);
   return peer &&
          peer->fill(call, compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id));
 }
 
-void Post::give_up(const CallPtr& call, std::string why) {
+void RpcEndpoint::abandon_held(const CallPtr& call, std::string why) {
   if (!call->claim()) return;
   if (const auto peer = find(call->peer))
     return ended(*peer, call, CallEnd::kUnsent, std::move(why), nullptr);
@@ -282,36 +282,36 @@ void Post::give_up(const CallPtr& call, std::string why) {
   call->end(CallEnd::kUnsent, std::move(why), nullptr, tickets_);
 }
 
-bool Post::send(int id, const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+bool RpcEndpoint::send(int id, const PacketFields& fields, std::span<const std::byte> head,
+                       std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
   const auto peer = find(id);
   return peer && !closed() &&
          peer->submit(compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id), nullptr);
 }
 
-bool Post::reply(Letter& letter, const LetterFields& fields, std::span<const std::byte> head,
-                 std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
-  if (!letter.handling || letter.handling->state() != Handling::kRunning) return false;
-  const auto peer = find(letter.peer);
+bool RpcEndpoint::reply(Packet& packet, const PacketFields& fields, std::span<const std::byte> head,
+                        std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+  if (!packet.handling || packet.handling->state() != ReceivedCall::kRunning) return false;
+  const auto peer = find(packet.peer);
   if (!peer) {
-    letter.handling->advance(Handling::kRunning, Handling::kAnswered);
+    packet.handling->advance(ReceivedCall::kRunning, ReceivedCall::kAnswered);
     return false;
   }
   // Throws before the state changes, so that a reply which cannot be sent does not count as an answer.
-  Posting posting = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
-  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return false;
-  peer->answered(letter.call);
-  if (letter.handling->cancelled()) return false;
-  return peer->reply(std::move(posting), letter.call);
+  OutgoingPacket outgoing = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
+  if (!packet.handling->advance(ReceivedCall::kRunning, ReceivedCall::kAnswered)) return false;
+  peer->answered(packet.call);
+  if (packet.handling->cancelled()) return false;
+  return peer->reply(std::move(outgoing), packet.call);
 }
 
-void Post::abandon(Letter& letter) {
-  if (!letter.handling->advance(Handling::kRunning, Handling::kAnswered)) return;
-  if (const auto peer = find(letter.peer)) peer->answered(letter.call);
+void RpcEndpoint::abandon(Packet& packet) {
+  if (!packet.handling->advance(ReceivedCall::kRunning, ReceivedCall::kAnswered)) return;
+  if (const auto peer = find(packet.peer)) peer->answered(packet.call);
 }
 
 // The caller of this has claimed the call.
-void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, LetterPtr reply) {
+void RpcEndpoint::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply) {
   peer.forget(*call);
   forget_deadline(*call);
   if (how == CallEnd::kNone)
@@ -321,7 +321,7 @@ void Post::ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text,
   call->end(how, std::move(text), std::move(reply), tickets_);
 }
 
-bool Post::cancel(const CallPtr& call) {
+bool RpcEndpoint::cancel(const CallPtr& call) {
   if (!call->claim()) return false;
   const auto peer = find(call->peer);
   if (!peer) {  // it is lost, but its loss has not reached this call yet
@@ -334,7 +334,7 @@ bool Post::cancel(const CallPtr& call) {
   return true;
 }
 
-Post::Stats Post::stats() {
+RpcEndpoint::Stats RpcEndpoint::stats() {
   Stats stats{};
   std::vector<std::shared_ptr<Peer>> peers;
   {
@@ -349,14 +349,14 @@ Post::Stats Post::stats() {
     stats.made += peer->made();
     stats.queued += peer->queued();
   }
-  stats.letters = inbox_.waiting();
+  stats.packets = inbox_.waiting();
   stats.granted = budget_->used();
   stats.kept = buffers_->kept();
   if (const auto from = lender()) stats.lent = from->lent();
   return stats;
 }
 
-std::vector<CallPtr> Post::pending(int id) {
+std::vector<CallPtr> RpcEndpoint::pending(int id) {
   std::vector<CallPtr> all;
   for (auto& peer : all_peers()) {
     if (id != 0 && peer->id != id) continue;
@@ -366,17 +366,17 @@ std::vector<CallPtr> Post::pending(int id) {
   return all;
 }
 
-std::vector<Post::Handled> Post::handled() {
+std::vector<RpcEndpoint::Handled> RpcEndpoint::handled() {
   std::vector<Handled> all;
   for (auto& peer : all_peers())
     for (auto& [number, handling] : peer->all_handled())
-      all.push_back({peer->id, number, handling->standing()});
+      all.push_back({peer->id, number, handling->status()});
   return all;
 }
 
 // -- the end ----------------------------------------------------------------------------------------
 
-std::vector<int> Post::close(std::int64_t deadline) {
+std::vector<int> RpcEndpoint::close(std::int64_t deadline) {
   if (foreign()) return {};
   std::lock_guard once(close_mutex_);
   if (std::exchange(closed_, true)) return {};
@@ -389,7 +389,7 @@ std::vector<int> Post::close(std::int64_t deadline) {
   for (auto& peer : peers)
     for (const CallPtr& call : peer->all_pending())
       if (call->claim()) {
-        ended(*peer, call, CallEnd::kClosed, "the post was closed", nullptr);
+        ended(*peer, call, CallEnd::kClosed, "the endpoint was closed", nullptr);
         peer->control(FrameType::kCancelCall, call->number);
       }
   auto sent = [&] {
@@ -415,11 +415,11 @@ std::vector<int> Post::close(std::int64_t deadline) {
     lender_.reset();  // receivers keep their blocks, and can take those that are in flight
   }
   buffers_->close();
-  for (auto& peer : peers) lose(*peer, "the post was closed");
+  for (auto& peer : peers) lose(*peer, "the endpoint was closed");
   peers.clear();
   tickets_.close();
   std::lock_guard lock(posts_mutex);
-  std::erase(posts, this);
+  std::erase(endpoints, this);
   for (auto& [id, pidfd] : departed_) close_all({&pidfd});
   departed_.clear();
   close_all({&epoll_, &wakeup_});

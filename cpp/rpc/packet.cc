@@ -1,4 +1,4 @@
-#include "rpc/letter.h"
+#include "rpc/packet.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,15 +11,16 @@
 
 namespace shoal {
 
-Posting compose(const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep, Lender* lender, int peer) {
+OutgoingPacket compose(const PacketFields& fields, std::span<const std::byte> head,
+                       std::span<const PartToSend> parts, std::shared_ptr<void> keep,
+                       SharedBufferPool* lender, int peer) {
   if (parts.size() > std::numeric_limits<std::uint16_t>::max())
-    throw std::invalid_argument("a letter has at most 65,535 parts, got " + std::to_string(parts.size()));
+    throw std::invalid_argument("a packet has at most 65,535 parts, got " + std::to_string(parts.size()));
   if (head.size() > std::numeric_limits<std::uint32_t>::max())
-    throw std::invalid_argument("the head of a letter has at most 4 GiB");
-  Posting posting;
-  auto letter = std::make_shared<Parcel>();
-  LetterFields& named = letter->header.letter;
+    throw std::invalid_argument("the head of a packet has at most 4 GiB");
+  OutgoingPacket outgoing;
+  auto packet = std::make_shared<OutgoingPart>();
+  PacketFields& named = packet->header.packet;
   named = fields;
   named.parts = static_cast<std::uint16_t>(parts.size());
   named.head = static_cast<std::uint32_t>(head.size());
@@ -29,32 +30,32 @@ Posting compose(const LetterFields& fields, std::span<const std::byte> head,
       ++named.apart;
     else
       total = layout::aligned(total) + part.bytes;
-  letter->own = std::make_unique_for_overwrite<std::byte[]>(total + 1);
-  std::byte* const begin = letter->own.get();
+  packet->own = std::make_unique_for_overwrite<std::byte[]>(total + 1);
+  std::byte* const begin = packet->own.get();
   std::uint64_t at = layout::head_at(named);
   std::copy(head.begin(), head.end(), begin + at);
   at += head.size();
-  posting.messages.push_back(letter);
-  posting.bytes = total;
+  outgoing.messages.push_back(packet);
+  outgoing.bytes = total;
   for (std::size_t i = 0; i < parts.size(); ++i) {
     layout::Entry entry{parts[i].bytes, layout::kInside};
     if (parts[i].bytes > kInsideLimit) {
       entry.place = layout::kApart;
-      auto apart = std::make_shared<Parcel>();
-      apart->header.step = static_cast<std::uint32_t>(posting.messages.size() - 1);
-      apart->header.letter.verb = Verb::kPart;
+      auto apart = std::make_shared<OutgoingPart>();
+      apart->header.step = static_cast<std::uint32_t>(outgoing.messages.size() - 1);
+      apart->header.packet.verb = Verb::kPart;
       apart->header.total = parts[i].bytes;
       if (lender != nullptr && parts[i].bytes > kEager)  // in a socket it would wait for a grant
         apart->loan = lender->lend(peer, parts[i].data, parts[i].bytes);
       if (apart->loan) {
-        apart->header.code = kLent;
+        apart->header.code = kSharedBuffer;
         apart->header.loan.place = apart->loan->place;
         apart->header.loan.number = apart->loan->number;
       } else {
         apart->data = parts[i].data;
         apart->keep = keep;
       }
-      posting.messages.push_back(std::move(apart));
+      outgoing.messages.push_back(std::move(apart));
     } else {
       std::fill(begin + at, begin + layout::aligned(at), std::byte{0});
       at = layout::aligned(at);
@@ -63,27 +64,27 @@ Posting compose(const LetterFields& fields, std::span<const std::byte> head,
     }
     std::memcpy(begin + i * sizeof entry, &entry, sizeof entry);
   }
-  letter->data = begin;
-  letter->header.total = total;
-  return posting;
+  packet->data = begin;
+  packet->header.total = total;
+  return outgoing;
 }
 
-const char* unfold(Letter& letter, const std::vector<Part>& apart) {
-  const LetterFields& fields = letter.header.letter;
+const char* unfold(Packet& packet, const std::vector<Part>& apart) {
+  const PacketFields& fields = packet.header.packet;
   std::vector<std::uint64_t> sizes;
   for (const Part& part : apart) sizes.push_back(part.bytes);
-  if (const char* flaw = flaw_of_parts(letter.header, letter.body.get(), sizes)) return flaw;
+  if (const char* flaw = flaw_of_parts(packet.header, packet.body.get(), sizes)) return flaw;
   std::uint64_t at = layout::head_at(fields) + fields.head;
   std::size_t next = 0;
-  letter.parts.reserve(fields.parts);
+  packet.parts.reserve(fields.parts);
   for (std::size_t i = 0; i < fields.parts; ++i) {
     layout::Entry entry;
-    std::memcpy(&entry, letter.body.get() + i * sizeof entry, sizeof entry);
+    std::memcpy(&entry, packet.body.get() + i * sizeof entry, sizeof entry);
     if (entry.place == layout::kApart) {
-      letter.parts.push_back(apart[next++]);
+      packet.parts.push_back(apart[next++]);
     } else {
       at = layout::aligned(at);
-      letter.parts.push_back({{letter.body, letter.body.get() + at}, entry.bytes});
+      packet.parts.push_back({{packet.body, packet.body.get() + at}, entry.bytes});
       at += entry.bytes;
     }
   }
@@ -92,12 +93,12 @@ const char* unfold(Letter& letter, const std::vector<Part>& apart) {
 
 // -- calls received -------------------------------------------------------------------------------
 
-Handling::State Handling::state() {
+ReceivedCall::State ReceivedCall::state() {
   std::lock_guard lock(mutex_);
   return state_;
 }
 
-bool Handling::advance(State from, State to) {
+bool ReceivedCall::advance(State from, State to) {
   std::lock_guard lock(mutex_);
   if (state_ != from) return false;
   state_ = to;
@@ -105,31 +106,31 @@ bool Handling::advance(State from, State to) {
   return true;
 }
 
-void Handling::unwant(Tickets& tickets) {
+void ReceivedCall::withdraw_reply(Tickets& tickets) {
   std::lock_guard lock(mutex_);
-  if (unwanted_.exchange(true, std::memory_order_acq_rel)) return;
+  if (reply_unwanted_.exchange(true, std::memory_order_acq_rel)) return;
   if (ticket_ >= 0 && state_ != kAnswered) tickets.add(ticket_);
 }
 
-bool Handling::announce(std::int64_t ticket) {
+bool ReceivedCall::announce(std::int64_t ticket) {
   std::lock_guard lock(mutex_);
-  if (unwanted()) return true;
+  if (is_reply_unwanted()) return true;
   ticket_ = ticket;
   return false;
 }
 
-void Handling::describe(std::string text) {
+void ReceivedCall::describe(std::string text) {
   text.resize(clipped(text.data(), text.size(), kNoteLimit));
   std::lock_guard lock(mutex_);
   note_ = std::move(text);
 }
 
-std::string Handling::running(std::int64_t now) {
+std::string ReceivedCall::running(std::int64_t now) {
   std::lock_guard lock(mutex_);
   return "running for " + seconds(now - began_) + (note_.empty() ? "" : " in " + note_);
 }
 
-Handling::Standing Handling::standing() {
+ReceivedCall::Status ReceivedCall::status() {
   std::lock_guard lock(mutex_);
   return {state_, began_, note_};
 }
@@ -157,30 +158,30 @@ std::pair<CallEnd, std::string> Call::error() {
   return {how_, text_};
 }
 
-LetterPtr Call::take_reply() {
+PacketPtr Call::take_reply() {
   if (!done()) return nullptr;
   std::lock_guard lock(mutex_);
   return std::exchange(reply_, nullptr);
 }
 
-void Call::end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets) {
+void Call::end(CallEnd how, std::string text, PacketPtr reply, Tickets& tickets) {
   std::lock_guard lock(mutex_);
   how_ = how;
   text_ = std::move(text);
   const bool failed = how != CallEnd::kNone || (reply && reply->verb() == Verb::kFailure) ||
-                      (reply && (reply->header.letter.flags & flags_) != 0);
+                      (reply && (reply->header.packet.flags & flags_) != 0);
   reply_ = std::move(reply);
   ended_.open();
   if (ticket_ >= 0) tickets.add(ticket_);
   if (failed && failure_ticket_ >= 0) tickets.add(failure_ticket_);
 }
 
-void Call::sent(std::vector<std::shared_ptr<Parcel>> apart) {
+void Call::sent(std::vector<std::shared_ptr<OutgoingPart>> apart) {
   std::lock_guard lock(mutex_);
   apart_ = std::move(apart);
 }
 
-std::vector<std::shared_ptr<Parcel>> Call::take_sent() {
+std::vector<std::shared_ptr<OutgoingPart>> Call::take_sent() {
   std::lock_guard lock(mutex_);
   return std::exchange(apart_, {});
 }

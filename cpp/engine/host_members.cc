@@ -1,4 +1,4 @@
-#include "engine/team.h"
+#include "engine/host_members.h"
 
 #include <new>
 
@@ -38,8 +38,8 @@ std::uint64_t look_up(const ArenaHeader& header, std::uint64_t group) {
 
 }  // namespace
 
-Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
-           const std::vector<int>& global_ranks, int self, int lanes)
+HostMembers::HostMembers(Context& context, std::uint64_t group, std::vector<int> members,
+                         const std::vector<int>& global_ranks, int self, int lanes)
     : context_(context),
       group_(group),
       members_(std::move(members)),
@@ -48,38 +48,38 @@ Team::Team(Context& context, std::uint64_t group, std::vector<int> members,
       lanes_(static_cast<std::size_t>(lanes)) {
   for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
   found_.assign(members_.size(), false);
-  for (TeamLane& lane : lanes_) lane.seats.resize(members_.size());
+  for (HostLane& lane : lanes_) lane.member_lanes.resize(members_.size());
   block_ = std::make_unique<Block>(context_.arena(), block_bytes());
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     std::byte* at = block_->data() + i * (sizeof(Counters) + 2 * slot_bytes());
     new (at) Counters;
     for (int s = 0; s < 2; ++s) new (at + sizeof(Counters) + static_cast<std::size_t>(s) * slot_bytes()) Slot;
   }
-  seat_at(self_, block_->data(), context_.arena()->mapping(), context_.bell());
+  map_member(self_, block_->data(), context_.arena()->mapping(), context_.bell());
   entry_ = enter(context_.header(), group_, block_->offset());
 }
 
-Team::~Team() {
+HostMembers::~HostMembers() {
   // After an orderly end, the others may still look up this member's last data: nothing is reused then.
   if (!context_.forked() && !context_.closed()) entry_->group.store(kGone, std::memory_order_release);
 }
 
-std::size_t Team::slot_bytes() const {
+std::size_t HostMembers::slot_bytes() const {
   std::size_t bytes = sizeof(Slot) + most_parts_ * sizeof(PartEntry) + kInline;
   return (bytes + 63) / 64 * 64;
 }
 
-std::size_t Team::block_bytes() const { return lanes_.size() * (sizeof(Counters) + 2 * slot_bytes()); }
+std::size_t HostMembers::block_bytes() const { return lanes_.size() * (sizeof(Counters) + 2 * slot_bytes()); }
 
-std::optional<int> Team::stray() const {
-  const int place = stray_.load(std::memory_order_acquire);
+std::optional<int> HostMembers::invalid_member() const {
+  const int place = invalid_member_.load(std::memory_order_acquire);
   return place < 0 ? std::nullopt : std::optional(members_[static_cast<std::size_t>(place)]);
 }
 
-void Team::seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell) {
+void HostMembers::map_member(int place, std::byte* block, const Mapping& memory, Doorbell& bell) {
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     std::byte* at = block + i * (sizeof(Counters) + 2 * slot_bytes());
-    Seat& seat = lanes_[i].seats[static_cast<std::size_t>(place)];
+    MemberLane& seat = lanes_[i].member_lanes[static_cast<std::size_t>(place)];
     seat.counters = reinterpret_cast<Counters*>(at);
     seat.slots[0] = at + sizeof(Counters);
     seat.slots[1] = seat.slots[0] + slot_bytes();
@@ -89,7 +89,7 @@ void Team::seat_at(int place, std::byte* block, const Mapping& memory, Doorbell&
   found_[static_cast<std::size_t>(place)] = true;
 }
 
-bool Team::resolve() {
+bool HostMembers::resolve() {
   if (all_found_.load(std::memory_order_acquire)) return true;
   std::lock_guard lock(resolve_mutex_);
   bool all = true;
@@ -99,11 +99,11 @@ bool Team::resolve() {
     auto& header = *memory.at<ArenaHeader>(0);
     std::uint64_t offset = look_up(header, group_);
     if (offset != 0 && (offset % alignof(Counters) != 0 || !memory.holds(offset, block_bytes()))) {
-      stray_.store(static_cast<int>(i), std::memory_order_release);
+      invalid_member_.store(static_cast<int>(i), std::memory_order_release);
       return true;
     }
     if (offset != 0)
-      seat_at(static_cast<int>(i), memory.base() + offset, memory, header.doorbell);
+      map_member(static_cast<int>(i), memory.base() + offset, memory, header.doorbell);
     else
       all = false;
   }
@@ -111,28 +111,29 @@ bool Team::resolve() {
   return all;
 }
 
-std::byte* Team::staging(TeamLane& lane) {
+std::byte* HostMembers::staging(HostLane& lane) {
   if (!lane.staging) {
     auto block = std::make_unique<Block>(context_.arena(), kStaging);
     std::lock_guard lock(staging_mutex_);
     if (quarantined_) context_.quarantine().hold(group_, block->data());
     lane.staging = std::move(block);
-    lane.seats[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
-                                                                        std::memory_order_release);
+    lane.member_lanes[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
+                                                                               std::memory_order_release);
   }
   return lane.staging->data();
 }
 
-void Team::ring_all(const TeamLane& lane) const {
-  for (std::size_t i = 0; i < lane.seats.size(); ++i)
-    if (static_cast<int>(i) != self_ && lane.seats[i].bell != nullptr) lane.seats[i].bell->ring();
+void HostMembers::ring_all(const HostLane& lane) const {
+  for (std::size_t i = 0; i < lane.member_lanes.size(); ++i)
+    if (static_cast<int>(i) != self_ && lane.member_lanes[i].bell != nullptr)
+      lane.member_lanes[i].bell->ring();
 }
 
-void Team::quarantine() {
+void HostMembers::quarantine() {
   context_.quarantine().hold(group_, block_->data());
   std::lock_guard lock(staging_mutex_);
   quarantined_ = true;
-  for (TeamLane& lane : lanes_)
+  for (HostLane& lane : lanes_)
     if (lane.staging) context_.quarantine().hold(group_, lane.staging->data());
 }
 

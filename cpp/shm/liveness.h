@@ -19,13 +19,13 @@
 
 namespace shoal {
 
-struct alignas(64) Life {
+struct alignas(64) ProcessLiveness {
   std::atomic<std::uint32_t> holder{0};  // the thread's id; 0: not held, or released
   std::atomic<std::int64_t> beat{0};     // when (ns) the thread last ran; peers check whether it changes
   // Set by a peer that evicts the process because a signal has stopped it.  This is final: the other
   // processes of the host follow, and the process reads it if it continues.  A single word, so that all of
   // them see the same decision at any time.
-  std::atomic<std::uint32_t> given_up{0};
+  std::atomic<std::uint32_t> evicted{0};
 
   // The process is dead: all its threads had received the fatal signal before one could end.  Its memory may
   // still be mapped.  The kernel also clears the thread's id, so an erroneous write hardly looks like a mark.
@@ -33,11 +33,11 @@ struct alignas(64) Life {
 };
 static_assert(sizeof(std::atomic<std::uint32_t>) == 4 && std::atomic<std::uint32_t>::is_always_lock_free);
 
-// Holds a `Life` during its lifetime, for the constructing thread.  The thread must not use robust pthread
-// mutexes meanwhile, because a thread has only one list.
-class Holding {
+// Holds a `ProcessLiveness` during its lifetime, for the constructing thread.  The thread must not use robust
+// pthread mutexes meanwhile, because a thread has only one list.
+class LivenessHold {
  public:
-  explicit Holding(Life& life) : life_(life) {
+  explicit LivenessHold(ProcessLiveness& life) : life_(life) {
     robust_list* const list = &list_.list;
     entry_.next = list;
     list_.list.next = &entry_;
@@ -50,16 +50,16 @@ class Holding {
     held_ = syscall(SYS_set_robust_list, &list_, sizeof list_) == 0;
     if (!held_) life.holder.store(0, std::memory_order_release);
   }
-  ~Holding() {
+  ~LivenessHold() {
     if (!held_) return;
     life_.holder.store(0, std::memory_order_release);
     syscall(SYS_set_robust_list, before_, length_);
   }
-  Holding(const Holding&) = delete;
-  Holding& operator=(const Holding&) = delete;
+  LivenessHold(const LivenessHold&) = delete;
+  LivenessHold& operator=(const LivenessHold&) = delete;
 
  private:
-  Life& life_;
+  ProcessLiveness& life_;
   robust_list entry_{};
   robust_list_head list_{};
   robust_list_head* before_ = nullptr;  // glibc's list

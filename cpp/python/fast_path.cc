@@ -30,7 +30,7 @@ PyObject* scope = nullptr;   // the context variable with the running callback, 
 PyObject* dtypes = nullptr;  // a tuple of torch's dtypes by code
 PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
 
-struct Shortcut {
+struct FastSubmit {
   PyObject_HEAD std::shared_ptr<Group> group;
   PyObject* channel;  // the NativeChannel
   PyObject* lock;     // the group's threading.Lock; its holder is assigning a number
@@ -40,7 +40,7 @@ struct Shortcut {
   char open;                  // whether calls are accepted
 };
 
-Shortcut* as_shortcut(PyObject* object) { return reinterpret_cast<Shortcut*>(object); }
+FastSubmit* as_shortcut(PyObject* object) { return reinterpret_cast<FastSubmit*>(object); }
 
 bool overlap(const Span& a, const Span& b) {
   return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
@@ -103,14 +103,14 @@ bool truth(PyObject* object) {  // takes the reference
 }
 
 // Whether the call may take the next number now.  No Python code may run until the number is used.
-bool may_go(const Shortcut& self) {
+bool can_submit(const FastSubmit& self) {
   return self.open && self.group && !self.group->broken() &&
          !truth(PyObject_CallMethodNoArgs(self.lock, name_locked));
 }
 
 // Submits the request and assigns its number; null if the call must take the slow path.
-OperationPtr go(Shortcut& self, Request request) {
-  if (!may_go(self)) return nullptr;
+OperationPtr go(FastSubmit& self, Request request) {
+  if (!can_submit(self)) return nullptr;
   request.channel = self.number;
   const std::shared_ptr<Group> group = self.group;
   if (is_quick(request)) {
@@ -140,7 +140,7 @@ struct Given {
 };
 
 // The future of a call; None if it must take the slow path; null with an exception set.
-PyObject* future_of(Shortcut& self, const Given& call) {
+PyObject* future_of(FastSubmit& self, const Given& call) {
   Noted noted;
   auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
                             call.op, call.root, call.seconds, noted);
@@ -177,7 +177,7 @@ PyObject* future_of(Shortcut& self, const Given& call) {
 
 // submit(kind, x, out, op, root, timeout): a future, or None if the call must take the slow path.
 PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  Shortcut& self = *as_shortcut(object);
+  FastSubmit& self = *as_shortcut(object);
   if (count != 6) {
     PyErr_SetString(PyExc_TypeError, "submit takes kind, x, out, op, root and timeout");
     return nullptr;
@@ -192,7 +192,7 @@ PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count)
                                                       : 0.0;
   if (PyErr_Occurred()) PyErr_Clear();
   // A group's first call may be monitored; Python raises a detailed error for a timeout that is not positive.
-  if (!plain || !(seconds > 0) || self.number == 0 || !may_go(self)) Py_RETURN_NONE;
+  if (!plain || !(seconds > 0) || self.number == 0 || !can_submit(self)) Py_RETURN_NONE;
   try {
     return future_of(self, {arguments[0], arguments[1], arguments[2], static_cast<RedOp>(op),
                             static_cast<int>(root), seconds});
@@ -258,8 +258,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 PyMemberDef members[] = {
-    {"number", T_ULONGLONG, offsetof(Shortcut, number), 0, nullptr},
-    {"open", T_BOOL, offsetof(Shortcut, open), 0, nullptr},
+    {"number", T_ULONGLONG, offsetof(FastSubmit, number), 0, nullptr},
+    {"open", T_BOOL, offsetof(FastSubmit, open), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 PyType_Slot slots[] = {
@@ -271,7 +271,8 @@ PyType_Slot slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
     {0, nullptr},
 };
-PyType_Spec spec{"shoal._core.Shortcut", sizeof(Shortcut), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+PyType_Spec spec{"shoal._core.Shortcut", sizeof(FastSubmit), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                 slots};
 
 void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code) {
   if (!PyContextVar_CheckExact(scope_variable.ptr()) || dtypes_by_code.size() != kDTypeCount)

@@ -1,4 +1,4 @@
-// Peers of a post that violate the protocol and write to memory of others.
+// Peers of an endpoint that violate the protocol and write to memory of others.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "rpc/post.h"
+#include "rpc/endpoint.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
@@ -33,11 +33,11 @@ void write_all(int fd, const void* data, std::size_t bytes) {
   }
 }
 
-// Communicates with a post as an honest peer would, except for some wrong bits.  It lends memory, and writes
-// to memory that is lent to it.
+// Communicates with an endpoint as an honest peer would, except for some wrong bits.  It lends memory, and
+// writes to memory that is lent to it.
 class Liar {
  public:
-  Liar(Post& victim, Random& random) : victim_(victim), random_(random) {
+  Liar(RpcEndpoint& victim, Random& random) : victim_(victim), random_(random) {
     const int memory = victim.memory();
     borrowed_ = std::make_unique<Mapping>(memory, kBudget);
     ::close(memory);
@@ -59,7 +59,7 @@ class Liar {
   int name() const { return name_; }
   bool refused() { return victim_.lost(name_).has_value(); }
 
-  // Sends a letter with its parts, or a control frame; `lie`: with an error.  Returns the number of frames.
+  // Sends a packet with its parts, or a control frame; `lie`: with an error.  Returns the number of frames.
   std::uint64_t speak(bool lie) {
     frames_ = 0;
     lie_in_ = lie ? pick(random_, 0, 4) : -1;
@@ -83,20 +83,20 @@ class Liar {
       header.total = random_() % 5;
       frame(header, Bytes(random_() % 3));
     } else {
-      letter();
+      packet();
     }
     return frames_;
   }
 
  private:
-  void letter() {
+  void packet() {
     const Bytes head(random_() % 200);
     const auto parts = static_cast<std::size_t>(pick(random_, 0, 3));
     std::vector<std::uint64_t> sizes(parts);
     for (auto& size : sizes)
       size = chance(random_, 3) ? kInsideLimit + 1 + random_() % 2000 : random_() % 300;
     FrameHeader header;
-    LetterFields& fields = header.letter;
+    PacketFields& fields = header.packet;
     const bool call = chance(random_, 2);
     fields.verb = call ? Verb::kCall : Verb::kPost;
     fields.parts = static_cast<std::uint16_t>(parts);
@@ -124,7 +124,7 @@ class Liar {
       FrameHeader part;
       part.type = FrameType::kMessage;
       part.channel = header.channel;
-      part.letter.verb = Verb::kPart;
+      part.packet.verb = Verb::kPart;
       part.message = ++message_;
       part.step = step++;
       part.total = size;
@@ -147,7 +147,7 @@ class Liar {
       return false;
     }
     places_.push_back(part.loan.place);
-    part.code = kLent;
+    part.code = kSharedBuffer;
     word(part.loan.place) = part.loan.number = ++loans_;
     if (lie_in_ == 4) switch (pick(random_, 0, 4)) {
         case 0:
@@ -194,7 +194,7 @@ class Liar {
       } else if (chance(random_, 2)) {
         header.type = static_cast<FrameType>(random_() % 20);
       } else {
-        LetterFields& fields = header.letter;
+        PacketFields& fields = header.packet;
         std::uint16_t* fields16[] = {&fields.flags, &fields.parts, &fields.apart};
         std::uint32_t* fields32[] = {&fields.mailbox, &fields.deadline_ms, &fields.head};
         if (chance(random_, 2))
@@ -209,7 +209,7 @@ class Liar {
     write_all(fd_, payload.data(), payload.size());
   }
 
-  Post& victim_;
+  RpcEndpoint& victim_;
   Random& random_;
   Arena arena_{1 << 20, 1 << 20};
   std::unique_ptr<Mapping> borrowed_;
@@ -224,39 +224,39 @@ class Liar {
 
 std::uint64_t lies(std::uint64_t seed, std::uint64_t count, Tally& tally) {
   Random random(seed);
-  auto post = std::make_shared<Post>(Post::Options{kBudget, 600 * kSecond});
-  post->inbox().open(kOrdered);
+  auto endpoint = std::make_shared<RpcEndpoint>(RpcEndpoint::Options{kBudget, 600 * kSecond});
+  endpoint->inbox().open(kOrdered);
   std::thread handler([&] {
     const auto large = std::make_shared<Bytes>(2 * kEager);
     const PartToSend part{large->data(), large->size()};
-    std::vector<LetterPtr> letters;
-    while (post->inbox().take(0, now_ns() + kSecond, 4, letters)) {
-      for (auto& letter : letters) {
-        letter->taken();
-        LetterFields fields;
+    std::vector<PacketPtr> packets;
+    while (endpoint->inbox().take(0, now_ns() + kSecond, 4, packets)) {
+      for (auto& packet : packets) {
+        packet->taken();
+        PacketFields fields;
         fields.verb = Verb::kReply;
-        post->reply(*letter, fields, letter->head(), {&part, letter->call % 2}, large);
+        endpoint->reply(*packet, fields, packet->head(), {&part, packet->call % 2}, large);
       }
-      letters.clear();
+      packets.clear();
     }
   });
   std::thread reader([&] {
-    std::vector<LetterPtr> letters;
-    while (post->inbox().take(kOrdered, now_ns() + kSecond, 4, letters)) {
-      for (auto& letter : letters) letter->taken();
-      letters.clear();
+    std::vector<PacketPtr> packets;
+    while (endpoint->inbox().take(kOrdered, now_ns() + kSecond, 4, packets)) {
+      for (auto& packet : packets) packet->taken();
+      packets.clear();
     }
   });
   std::uint64_t sent = 0;
   while (sent < count) {
-    Liar liar(*post, random);
+    Liar liar(*endpoint, random);
     for (int i = pick(random, 0, 20); i > 0; --i) sent += liar.speak(false);
     // The honest part was taken, unless it is still being read.
-    check(!liar.refused(), "an honest peer was refused: " + post->lost(liar.name()).value_or(""));
+    check(!liar.refused(), "an honest peer was refused: " + endpoint->lost(liar.name()).value_or(""));
     for (int i = 0; i < 10 && !liar.refused(); ++i) sent += liar.speak(true);
     tally.failures += liar.refused();
   }
-  post->close(now_ns());
+  endpoint->close(now_ns());
   handler.join();
   reader.join();
   return sent;

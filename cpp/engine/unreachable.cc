@@ -17,12 +17,12 @@ bool ends_now(Operation& op) {
 
 }  // namespace
 
-void Group::fail_if_in_vain(Operation& op) {
+void Group::fail_if_unreachable(Operation& op) {
   if (op.ending()) {
     op.step();
     if (op.done()) return;
     // A message that needs only this rank's buffers still gets through.
-    if (op.request().kind == Kind::kSend && Messages::hand_over(op)) op.step();
+    if (op.request().kind == Kind::kSend && Messages::release_sends(op)) op.step();
     if (!op.done()) op.fail(op.cause_);
     return;
   }
@@ -40,13 +40,13 @@ void Group::fail_if_in_vain(Operation& op) {
     // Other operations of the group may still complete, so only this one fails.
     if (auto error = closing_for(op)) {
       if (ends_now(op)) return;
-      if (op.request().numbered()) give_up_from(op.request().channel);
+      if (op.request().numbered()) abandon_from(op.request().channel);
       op.fail(std::move(*error));
     }
     return;
   }
-  if (!any_departed_.load(std::memory_order_acquire)) return;
-  if (auto rank = departed_for(op)) {
+  if (!any_member_left_.load(std::memory_order_acquire)) return;
+  if (auto rank = missing_member_for(op)) {
     if (ends_now(op)) return;
     Error error = departure(*rank, op.request());
     if (pairwise()) return op.fail(std::move(error));
@@ -55,10 +55,10 @@ void Group::fail_if_in_vain(Operation& op) {
   }
 }
 
-std::optional<int> Group::departed_for(Operation& op) {
+std::optional<int> Group::missing_member_for(Operation& op) {
   std::lock_guard lock(state_mutex_);
   const Request& request = op.request();
-  auto is_gone = [&](int rank) { return member(rank).departed != ~0ULL; };
+  auto is_gone = [&](int rank) { return member(rank).left_at != ~0ULL; };
   if (request.kind == Kind::kSend) return is_gone(request.peer) ? std::optional(request.peer) : std::nullopt;
   if (request.kind == Kind::kRecv && request.peer < 0) {
     if (op.received)
@@ -78,7 +78,7 @@ std::optional<int> Group::departed_for(Operation& op) {
     return std::nullopt;
   }
   for (int r = 0; r < size(); ++r)
-    if (r != rank() && member(r).departed <= request.channel) return r;
+    if (r != rank() && member(r).left_at <= request.channel) return r;
   return std::nullopt;
 }
 
@@ -105,10 +105,10 @@ Error Group::departure(int rank, const Request& request) {
 
 // The reason why an operation can no longer complete while this member closes the group, if any.
 std::optional<Error> Group::closing_for(Operation& op) {
-  if (auto gone = departed_for(op)) return departure(*gone, op.request());
+  if (auto gone = missing_member_for(op)) return departure(*gone, op.request());
   const Request& request = op.request();
   std::lock_guard lock(state_mutex_);
-  auto leaves = [&](int r) { return member(r).leaving != ~0ULL || member(r).departed != ~0ULL; };
+  auto leaves = [&](int r) { return member(r).leaving != ~0ULL || member(r).left_at != ~0ULL; };
   auto closing = [&](int r, const char* so) {
     return Error{ErrorCode::kClosed, "rank " + std::to_string(r) + " closes the group too" + so, {r}};
   };
@@ -132,9 +132,9 @@ std::optional<Error> Group::closing_for(Operation& op) {
 }
 
 // Peers would mistake data published by a later operation for the rest of this one.
-void Group::give_up_from(std::uint64_t channel) {
-  std::uint64_t first = given_up_.load();
-  while (channel < first && !given_up_.compare_exchange_weak(first, channel)) {
+void Group::abandon_from(std::uint64_t channel) {
+  std::uint64_t first = first_abandoned_.load();
+  while (channel < first && !first_abandoned_.compare_exchange_weak(first, channel)) {
   }
 }
 

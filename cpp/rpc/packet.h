@@ -1,4 +1,4 @@
-// Sent and received letters, and their calls.
+// Sent and received packets, and their calls.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "common/tickets.h"
-#include "net/letter.h"
 #include "net/link.h"
+#include "net/packet.h"
 #include "rpc/budget.h"
 #include "rpc/latch.h"
-#include "rpc/lending.h"
+#include "rpc/shared_buffers.h"
 
 namespace shoal {
 
@@ -30,22 +30,23 @@ struct PartToSend {
 };
 
 // An outgoing message and the owners of its memory.
-struct Parcel : Outgoing {
+struct OutgoingPart : Outgoing {
   std::unique_ptr<std::byte[]> own;
   std::shared_ptr<void> keep;
-  std::unique_ptr<Lender::Loan> loan;  // of a lent part
+  std::unique_ptr<SharedBufferPool::Lease> loan;  // of a lent part
 };
 
-// A letter to send: the message of the letter itself, then one for each separate part.
-struct Posting {
-  std::vector<std::shared_ptr<Parcel>> messages;
+// A packet to send: the message of the packet itself, then one for each separate part.
+struct OutgoingPacket {
+  std::vector<std::shared_ptr<OutgoingPart>> messages;
   std::uint64_t bytes = 0;  // of copied memory
 };
 
 // Lends long parts to `peer` as long as there is room, unless `lender` is null.  Throws std::bad_alloc, and
-// std::invalid_argument if the contents exceed a letter's limits.
-Posting compose(const LetterFields& fields, std::span<const std::byte> head,
-                std::span<const PartToSend> parts, std::shared_ptr<void> keep, Lender* lender, int peer);
+// std::invalid_argument if the contents exceed a packet's limits.
+OutgoingPacket compose(const PacketFields& fields, std::span<const std::byte> head,
+                       std::span<const PartToSend> parts, std::shared_ptr<void> keep,
+                       SharedBufferPool* lender, int peer);
 
 // -- received -------------------------------------------------------------------------------------
 
@@ -56,36 +57,36 @@ struct Part {
 };
 
 // A received call on the callee's side, from its first frame until it is answered.
-class Handling {
+class ReceivedCall {
  public:
   enum State { kArriving, kQueued, kRunning, kAnswered };
 
-  explicit Handling(std::int64_t deadline) : deadline_(deadline) {}
+  explicit ReceivedCall(std::int64_t deadline) : deadline_(deadline) {}
 
   std::int64_t deadline() const { return deadline_; }  // ns; 0: none
   bool overdue(std::int64_t now) const { return deadline_ != 0 && now >= deadline_; }
-  bool cancelled() const { return unwanted_.load(std::memory_order_acquire) || overdue(now_ns()); }
-  bool unwanted() const { return unwanted_.load(std::memory_order_acquire); }
+  bool cancelled() const { return reply_unwanted_.load(std::memory_order_acquire) || overdue(now_ns()); }
+  bool is_reply_unwanted() const { return reply_unwanted_.load(std::memory_order_acquire); }
   State state();
   // Changes the state if it is `from`; otherwise returns false.
   bool advance(State from, State to);
   // The reply is no longer wanted.
-  void unwant(Tickets& tickets);
+  void withdraw_reply(Tickets& tickets);
   bool announce(std::int64_t ticket);
   void describe(std::string text);
   // Text such as "running for 3.2 s in fn".
   std::string running(std::int64_t now);
   // For lists of running calls.
-  struct Standing {
+  struct Status {
     State state;
     std::int64_t began;  // ns; 0: not begun
     std::string note;
   };
-  Standing standing();
+  Status status();
 
  private:
   const std::int64_t deadline_;
-  std::atomic<bool> unwanted_{false};
+  std::atomic<bool> reply_unwanted_{false};
   std::mutex mutex_;
   State state_ = kArriving;
   std::int64_t began_ = 0;
@@ -93,25 +94,25 @@ class Handling {
   std::string note_;
 };
 
-// A received letter.
-struct Letter {
+// A received packet.
+struct Packet {
   int peer = 0;
   std::uint64_t call = 0;
   FrameHeader header;
   std::shared_ptr<std::byte> body;
   std::vector<Part> parts;
-  std::shared_ptr<Handling> handling;  // of a call
-  std::uint64_t place = 0;             // in its inbox
+  std::shared_ptr<ReceivedCall> handling;  // of a call
+  std::uint64_t place = 0;                 // in its inbox
   std::int64_t arrived = 0;
-  std::uint64_t taken_before = 0;  // letters of mailbox 0 taken before this one arrived
+  std::uint64_t taken_before = 0;  // packets of mailbox 0 taken before this one arrived
   // The room that it uses until a handler takes it; `owner` keeps the charges' link alive.
   std::shared_ptr<void> owner;
   std::vector<Charge> charges;
   std::vector<Budget::Grant> grants;
 
-  Verb verb() const { return header.letter.verb; }
+  Verb verb() const { return header.packet.verb; }
   std::span<const std::byte> head() const {
-    return {body.get() + layout::head_at(header.letter), header.letter.head};
+    return {body.get() + layout::head_at(header.packet), header.packet.head};
   }
   void taken() {
     charges.clear();
@@ -119,10 +120,10 @@ struct Letter {
     owner.reset();
   }
 };
-using LetterPtr = std::shared_ptr<Letter>;
+using PacketPtr = std::shared_ptr<Packet>;
 
-// Fills in the parts of a complete letter, in order; returns its flaw, or null.
-const char* unfold(Letter& letter, const std::vector<Part>& apart);
+// Fills in the parts of a complete packet, in order; returns its flaw, or null.
+const char* unfold(Packet& packet, const std::vector<Part>& apart);
 
 // -- calls made -----------------------------------------------------------------------------------
 
@@ -151,10 +152,10 @@ class Call {
   const std::int64_t deadline;  // ns; 0: none
   const CallNote note;
   const std::int64_t began;  // ns
-  std::int64_t due = 0;      // when the post checks it; requires the lock of the deadlines
+  std::int64_t due = 0;      // when the endpoint checks it; requires the lock of the deadlines
   // Set before other threads see the call, and again if calls that were made later are sent before it.
   std::atomic<std::uint64_t> number{0};
-  std::uint64_t unique = 0;     // in this post
+  std::uint64_t unique = 0;     // in this endpoint
   std::uint64_t queued_at = 0;  // its place in the peer's outbox, or 0; requires the peer's lock
 
   bool done() const { return ended_.is_open(); }
@@ -166,16 +167,16 @@ class Call {
   // `flags`.
   bool announce_failure(std::int64_t ticket, std::uint16_t flags);
   std::pair<CallEnd, std::string> error();
-  LetterPtr take_reply();
+  PacketPtr take_reply();
 
-  // For the post: exactly one `claim` succeeds, and its caller must call `end`.
+  // For the endpoint: exactly one `claim` succeeds, and its caller must call `end`.
   bool claim() { return !claimed_.exchange(true, std::memory_order_acq_rel); }
   bool claimed() const { return claimed_.load(std::memory_order_acquire); }
-  void end(CallEnd how, std::string text, LetterPtr reply, Tickets& tickets);
+  void end(CallEnd how, std::string text, PacketPtr reply, Tickets& tickets);
   std::atomic<bool> asked{false};  // the callee was asked for its status after the deadline
   // The messages that may still read the caller's memory, until the call ends.
-  void sent(std::vector<std::shared_ptr<Parcel>> apart);
-  std::vector<std::shared_ptr<Parcel>> take_sent();
+  void sent(std::vector<std::shared_ptr<OutgoingPart>> apart);
+  std::vector<std::shared_ptr<OutgoingPart>> take_sent();
 
  private:
   Latch ended_;
@@ -183,10 +184,10 @@ class Call {
   std::mutex mutex_;
   CallEnd how_ = CallEnd::kNone;
   std::string text_;
-  LetterPtr reply_;
+  PacketPtr reply_;
   std::int64_t ticket_ = -1, failure_ticket_ = -1;
   std::uint16_t flags_ = 0;
-  std::vector<std::shared_ptr<Parcel>> apart_;
+  std::vector<std::shared_ptr<OutgoingPart>> apart_;
 };
 using CallPtr = std::shared_ptr<Call>;
 

@@ -1,8 +1,6 @@
-// The native endpoint of RPC for rpc/connection/post.py: takes heads and addresses, returns letters.
+// The native endpoint of RPC for rpc/connection/endpoint.py: takes heads and addresses, returns packets.
 //
 // The GIL is released for calls that may block or wake another thread.
-#include "rpc/post.h"
-
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -13,22 +11,23 @@
 
 #include "python/bindings.h"
 #include "python/calls.h"
-#include "python/slices.h"
+#include "python/interruptible_wait.h"
 #include "python/text.h"
+#include "rpc/endpoint.h"
 
 namespace nb = nanobind;
 using namespace shoal;
 
 namespace {
 
-// -- Python objects held by a post -------------------------------------------------------------------
+// -- Python objects held by an endpoint -------------------------------------------------------------------
 
 // Objects to be released by a thread that holds the GIL.
-class Graveyard {
+class DeferredDecref {
  public:
-  explicit Graveyard(std::function<void()> nudge) : nudge_(std::move(nudge)) {}
-  ~Graveyard() { objects_.clear(); }
-  void bury(PyObject* object) {
+  explicit DeferredDecref(std::function<void()> nudge) : nudge_(std::move(nudge)) {}
+  ~DeferredDecref() { objects_.clear(); }
+  void defer(PyObject* object) {
     std::lock_guard lock(mutex_);
     objects_.push_back(object);
     if (nudge_) nudge_();
@@ -52,18 +51,19 @@ class Graveyard {
   std::function<void()> nudge_;
 };
 
-// A post owned by Python.  A forked child leaks it, because its locks may be held forever.
-struct Endpoint {
-  std::shared_ptr<Post> post;
-  std::shared_ptr<Graveyard> graveyard;
+// An endpoint owned by Python.  A forked child leaks it, because its locks may be held forever.
+struct OwnedEndpoint {
+  std::shared_ptr<RpcEndpoint> endpoint;
+  std::shared_ptr<DeferredDecref> deferred;
 
-  explicit Endpoint(const Post::Options& options) : post(std::make_shared<Post>(options)) {
-    graveyard = std::make_shared<Graveyard>([post = post.get()] { post->tickets().nudge(); });
+  explicit OwnedEndpoint(const RpcEndpoint::Options& options)
+      : endpoint(std::make_shared<RpcEndpoint>(options)) {
+    deferred = std::make_shared<DeferredDecref>([endpoint = endpoint.get()] { endpoint->tickets().nudge(); });
   }
-  ~Endpoint() {
-    if (post->foreign()) {
-      new std::shared_ptr<Post>(std::move(post));
-      new std::shared_ptr<Graveyard>(std::move(graveyard));
+  ~OwnedEndpoint() {
+    if (endpoint->foreign()) {
+      new std::shared_ptr<RpcEndpoint>(std::move(endpoint));
+      new std::shared_ptr<DeferredDecref>(std::move(deferred));
       return;
     }
     end(now_ns());
@@ -72,44 +72,45 @@ struct Endpoint {
     std::vector<int> late;
     {
       nb::gil_scoped_release release;
-      late = post->close(deadline);
-      graveyard->silence();
+      late = endpoint->close(deadline);
+      deferred->silence();
     }
-    graveyard->clear();
+    deferred->clear();
     return late;
   }
-  Post& use() {
-    if (post->foreign()) throw std::runtime_error("this post belongs to the parent process; make another");
-    graveyard->clear();
-    return *post;
+  RpcEndpoint& use() {
+    if (endpoint->foreign())
+      throw std::runtime_error("this endpoint belongs to the parent process; make another");
+    deferred->clear();
+    return *endpoint;
   }
 };
 
-std::shared_ptr<void> kept(Endpoint& endpoint, nb::handle object) {
+std::shared_ptr<void> kept(OwnedEndpoint& owner, nb::handle object) {
   if (object.is_none()) return nullptr;
   Py_INCREF(object.ptr());
-  return std::shared_ptr<void>(object.ptr(), [graveyard = endpoint.graveyard](void* p) {
-    graveyard->bury(static_cast<PyObject*>(p));
-  });
+  return std::shared_ptr<void>(
+      object.ptr(), [deferred = owner.deferred](void* p) { deferred->defer(static_cast<PyObject*>(p)); });
 }
 
-// -- letters ----------------------------------------------------------------------------------------
+// -- packets ----------------------------------------------------------------------------------------
 
 struct Received {
-  LetterPtr letter;
-  std::shared_ptr<Post> post;
+  PacketPtr packet;
+  std::shared_ptr<RpcEndpoint> endpoint;
 
-  Received(LetterPtr letter, std::shared_ptr<Post> post) : letter(std::move(letter)), post(std::move(post)) {}
+  Received(PacketPtr packet, std::shared_ptr<RpcEndpoint> endpoint)
+      : packet(std::move(packet)), endpoint(std::move(endpoint)) {}
   Received(Received&&) = default;
   // A call that will not be answered is no longer being handled.
   ~Received() {
-    if (letter && letter->handling && !post->foreign()) post->abandon(*letter);
+    if (packet && packet->handling && !endpoint->foreign()) endpoint->abandon(*packet);
   }
 };
 
 struct Pending {
   CallPtr call;
-  std::shared_ptr<Post> post;
+  std::shared_ptr<RpcEndpoint> endpoint;
   std::weak_ptr<void> memory = {};  // of the parts, while it may be read
 };
 
@@ -121,15 +122,15 @@ struct CallFailure {
 
 // Reserved room in a peer's queue, released by the destructor.
 struct Room {
-  std::shared_ptr<Post> post;
+  std::shared_ptr<RpcEndpoint> endpoint;
   int peer;
   std::uint64_t bytes;
 
-  Room(std::shared_ptr<Post> post, int peer, std::uint64_t bytes)
-      : post(std::move(post)), peer(peer), bytes(bytes) {}
+  Room(std::shared_ptr<RpcEndpoint> endpoint, int peer, std::uint64_t bytes)
+      : endpoint(std::move(endpoint)), peer(peer), bytes(bytes) {}
   Room(Room&&) = default;
   ~Room() {
-    if (post && !post->foreign()) post->unstage(peer, bytes);
+    if (endpoint && !endpoint->foreign()) endpoint->unstage(peer, bytes);
   }
 };
 
@@ -148,9 +149,9 @@ PyType_Slot part_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(part_buffe
 
 using Parts = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
 
-// The contents of a letter to send.
+// The contents of a packet to send.
 struct Contents {
-  LetterFields fields;
+  PacketFields fields;
   std::span<const std::byte> head;
   std::vector<PartToSend> parts;
   std::uint64_t copied = 0;
@@ -174,122 +175,124 @@ struct Contents {
   }
 };
 
-Pending request(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
+Pending request(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
                 nb::handle keep, nb::handle timeout, int flags, std::string shown, std::int64_t function) {
-  Post& post = endpoint.use();
+  RpcEndpoint& endpoint = owner.use();
   const std::int64_t deadline = timeout.is_none() ? 0 : deadline_of(timeout);
   const Contents contents(Verb::kCall, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(endpoint, keep) : nullptr;
+  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
   const std::int64_t limit = deadline == 0 ? until(1e10) : deadline;
-  bool room = post.has_room(peer, contents.copied);
+  bool room = endpoint.has_room(peer, contents.copied);
   if (!room)
-    room = in_slices(limit, [&](auto until) { return post.await_room(peer, contents.copied, until); });
+    room = wait_interruptibly(limit,
+                              [&](auto until) { return endpoint.await_room(peer, contents.copied, until); });
   std::weak_ptr<void> memory = keeper;
   nb::gil_scoped_release release;
-  return {post.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
-                       !room, {std::move(shown), function}),
-          endpoint.post, std::move(memory)};
+  return {endpoint.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
+                           !room, {std::move(shown), function}),
+          owner.endpoint, std::move(memory)};
 }
 
-bool send(Endpoint& endpoint, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
+bool send(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
           nb::handle keep, nb::handle timeout, int flags) {
-  Post& post = endpoint.use();
+  RpcEndpoint& endpoint = owner.use();
   const Contents contents(Verb::kPost, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(endpoint, keep) : nullptr;
-  if (!post.has_room(peer, contents.copied) && !in_slices(deadline_of(timeout), [&](auto until) {
-        return post.await_room(peer, contents.copied, until);
+  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
+  if (!endpoint.has_room(peer, contents.copied) && !wait_interruptibly(deadline_of(timeout), [&](auto until) {
+        return endpoint.await_room(peer, contents.copied, until);
       }))
     return false;
   nb::gil_scoped_release release;
-  return post.send(peer, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.send(peer, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
-nb::object hold(Endpoint& endpoint, int peer, std::uint32_t mailbox, std::uint64_t bytes, nb::handle timeout,
-                bool one_way, std::string shown, std::int64_t function) {
-  Post& post = endpoint.use();
+nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint64_t bytes,
+                nb::handle timeout, bool one_way, std::string shown, std::int64_t function) {
+  RpcEndpoint& endpoint = owner.use();
   const std::int64_t limit = deadline_of(timeout);
-  const bool room = in_slices(limit, [&](auto until) { return post.await_room(peer, bytes, until, true); });
-  nb::object staged = room ? nb::cast(Room(endpoint.post, peer, bytes)) : nb::none();
+  const bool room =
+      wait_interruptibly(limit, [&](auto until) { return endpoint.await_room(peer, bytes, until, true); });
+  nb::object staged = room ? nb::cast(Room(owner.endpoint, peer, bytes)) : nb::none();
   CallPtr call;
   {
     nb::gil_scoped_release release;
-    call = post.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way,
-                     {std::move(shown), function});
+    call = endpoint.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way,
+                         {std::move(shown), function});
   }
-  return nb::make_tuple(nb::cast(Pending{std::move(call), endpoint.post}), staged);
+  return nb::make_tuple(nb::cast(Pending{std::move(call), owner.endpoint}), staged);
 }
 
-bool fill(Endpoint& endpoint, Pending& held, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
+bool fill(OwnedEndpoint& owner, Pending& held, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
           nb::handle keep, bool one_way, int flags) {
-  Post& post = endpoint.use();
+  RpcEndpoint& endpoint = owner.use();
   const Contents contents(one_way ? Verb::kPost : Verb::kCall, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(endpoint, keep) : nullptr;
+  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
   nb::gil_scoped_release release;
-  return post.fill(*held.call, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.fill(*held.call, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
-bool reply(Endpoint& endpoint, Received& to, nb::bytes head, const Parts& parts, nb::handle keep, bool failed,
-           int flags) {
-  Post& post = endpoint.use();
+bool reply(OwnedEndpoint& owner, Received& to, nb::bytes head, const Parts& parts, nb::handle keep,
+           bool failed, int flags) {
+  RpcEndpoint& endpoint = owner.use();
   const Contents contents(failed ? Verb::kFailure : Verb::kReply, 0, flags, head, parts);
-  auto keeper = contents.apart ? kept(endpoint, keep) : nullptr;
+  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
   nb::gil_scoped_release release;
-  return post.reply(*to.letter, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.reply(*to.packet, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
-nb::object take(Endpoint& endpoint, std::uint32_t mailbox, nb::handle timeout, std::size_t most) {
-  Post& post = endpoint.use();
-  std::vector<LetterPtr> letters;
+nb::object take(OwnedEndpoint& owner, std::uint32_t mailbox, nb::handle timeout, std::size_t most) {
+  RpcEndpoint& endpoint = owner.use();
+  std::vector<PacketPtr> packets;
   bool open = true;
-  in_slices(deadline_of(timeout), [&](auto until) {
-    open = post.inbox().take(mailbox, until, most, letters);
-    for (auto& letter : letters) letter->taken();
-    return !open || !letters.empty();
+  wait_interruptibly(deadline_of(timeout), [&](auto until) {
+    open = endpoint.inbox().take(mailbox, until, most, packets);
+    for (auto& packet : packets) packet->taken();
+    return !open || !packets.empty();
   });
   if (!open) return nb::none();
   nb::list result;
-  for (auto& letter : letters) result.append(nb::cast(Received(std::move(letter), endpoint.post)));
+  for (auto& packet : packets) result.append(nb::cast(Received(std::move(packet), owner.endpoint)));
   return result;
 }
 
-nb::object completions(Endpoint& endpoint, nb::handle timeout) {
-  Post& post = endpoint.use();
+nb::object completions(OwnedEndpoint& owner, nb::handle timeout) {
+  RpcEndpoint& endpoint = owner.use();
   std::vector<std::int64_t> due;
   bool open = true;
-  in_slices(
+  wait_interruptibly(
       deadline_of(timeout),
       [&](auto until) {
-        open = post.tickets().wait(until, due);
+        open = endpoint.tickets().wait(until, due);
         return !open || !due.empty();
       },
-      [&] { endpoint.graveyard->clear(); });
+      [&] { owner.deferred->clear(); });
   return open ? nb::cast(due) : nb::none();
 }
 
 double seconds_since(std::int64_t moment) { return static_cast<double>(now_ns() - moment) / kSecond; }
 
-nb::list pending(Endpoint& endpoint) {
+nb::list pending(OwnedEndpoint& owner) {
   nb::list result;
-  for (auto& call : endpoint.use().pending(0))
+  for (auto& call : owner.use().pending(0))
     result.append(
         nb::make_tuple(call->peer, call->number.load(), str(call->note.shown), seconds_since(call->began)));
   return result;
 }
 
-nb::list handled(Endpoint& endpoint) {
+nb::list handled(OwnedEndpoint& owner) {
   nb::list result;
-  for (auto& [peer, number, standing] : endpoint.use().handled()) {
+  for (auto& [peer, number, status] : owner.use().handled()) {
     nb::object seconds = nb::none();
-    if (standing.state == Handling::kRunning) seconds = nb::float_(seconds_since(standing.began));
-    if (standing.state != Handling::kAnswered)
-      result.append(nb::make_tuple(peer, number, str(standing.note), seconds));
+    if (status.state == ReceivedCall::kRunning) seconds = nb::float_(seconds_since(status.began));
+    if (status.state != ReceivedCall::kAnswered)
+      result.append(nb::make_tuple(peer, number, str(status.note), seconds));
   }
   return result;
 }
 
 // Waiting for a call in a child that was forked later would never end.
 Call& used(const Pending& self) {
-  if (self.post->foreign()) throw std::runtime_error("this call belongs to the parent process");
+  if (self.endpoint->foreign()) throw std::runtime_error("this call belongs to the parent process");
   return *self.call;
 }
 
@@ -299,35 +302,35 @@ void bind_post(nb::module_& m) {
   nb::class_<Part>(m, "Part", nb::type_slots(part_slots), "One received buffer.");
 
   nb::class_<Received>(m, "Letter", "A received letter.")
-      .def_prop_ro("peer", [](const Received& self) { return self.letter->peer; })
-      .def_prop_ro("call", [](const Received& self) { return self.letter->call; })
-      .def_prop_ro("mailbox", [](const Received& self) { return self.letter->header.letter.mailbox; })
-      .def_prop_ro("flags", [](const Received& self) { return self.letter->header.letter.flags; })
-      .def_prop_ro("failed", [](const Received& self) { return self.letter->verb() == Verb::kFailure; })
+      .def_prop_ro("peer", [](const Received& self) { return self.packet->peer; })
+      .def_prop_ro("call", [](const Received& self) { return self.packet->call; })
+      .def_prop_ro("mailbox", [](const Received& self) { return self.packet->header.packet.mailbox; })
+      .def_prop_ro("flags", [](const Received& self) { return self.packet->header.packet.flags; })
+      .def_prop_ro("failed", [](const Received& self) { return self.packet->verb() == Verb::kFailure; })
       .def_prop_ro("head",
                    [](const Received& self) {
-                     const auto head = self.letter->head();
+                     const auto head = self.packet->head();
                      return nb::bytes(reinterpret_cast<const char*>(head.data()), head.size());
                    })
-      .def_prop_ro("parts", [](const Received& self) { return self.letter->parts; })
+      .def_prop_ro("parts", [](const Received& self) { return self.packet->parts; })
       .def("remaining",
            [](const Received& self) -> nb::object {
-             const auto& handling = self.letter->handling;
+             const auto& handling = self.packet->handling;
              if (!handling || handling->deadline() == 0) return nb::none();
              return nb::float_(std::max(0.0, static_cast<double>(handling->deadline() - now_ns()) / kSecond));
            })
       .def("cancelled",
-           [](const Received& self) { return self.letter->handling && self.letter->handling->cancelled(); })
+           [](const Received& self) { return self.packet->handling && self.packet->handling->cancelled(); })
       .def(
           "announce",
           [](const Received& self, std::int64_t ticket) {
-            return self.letter->handling && self.letter->handling->announce(ticket);
+            return self.packet->handling && self.packet->handling->announce(ticket);
           },
           nb::arg("ticket"))
       .def(
           "describe",
           [](const Received& self, std::string text) {
-            if (self.letter->handling) self.letter->handling->describe(std::move(text));
+            if (self.packet->handling) self.packet->handling->describe(std::move(text));
           },
           nb::arg("text"));
 
@@ -352,7 +355,7 @@ void bind_post(nb::module_& m) {
           [](const Pending& self, nb::handle timeout) {
             if (used(self).done()) return true;
             const CallPtr call = self.call;
-            return in_slices(deadline_of(timeout), [&](auto until) { return call->wait(until); });
+            return wait_interruptibly(deadline_of(timeout), [&](auto until) { return call->wait(until); });
           },
           nb::arg("timeout").none())
       .def("error",
@@ -362,9 +365,9 @@ void bind_post(nb::module_& m) {
            })
       .def("reply",
            [](const Pending& self) {
-             LetterPtr letter = self.call->take_reply();
-             if (!letter) throw std::runtime_error("the call has no reply, or it was taken already");
-             return Received(std::move(letter), self.post);
+             PacketPtr packet = self.call->take_reply();
+             if (!packet) throw std::runtime_error("the call has no reply, or it was taken already");
+             return Received(std::move(packet), self.endpoint);
            })
       .def(
           "announce", [](const Pending& self, std::int64_t ticket) { return self.call->announce(ticket); },
@@ -377,21 +380,21 @@ void bind_post(nb::module_& m) {
           nb::arg("ticket"), nb::arg("flags") = 0)
       .def(
           "cancel",
-          [](const Pending& self) { return used(self).done() ? false : self.post->cancel(self.call); },
+          [](const Pending& self) { return used(self).done() ? false : self.endpoint->cancel(self.call); },
           nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
 
-  nb::class_<Endpoint>(m, "Post", "The native endpoint of one agent.")
+  nb::class_<OwnedEndpoint>(m, "Post", "The native endpoint of one agent.")
       .def_static(
           "make",
           [](std::uint64_t budget, double heartbeat) {
-            return new Endpoint(Post::Options{budget, nanoseconds(heartbeat)});
+            return new OwnedEndpoint(RpcEndpoint::Options{budget, nanoseconds(heartbeat)});
           },
           nb::arg("budget"), nb::arg("heartbeat"))
       .def(
           "attach",
-          [](Endpoint& self, int fd, int pid, std::int64_t ticket, int memory) {
+          [](OwnedEndpoint& self, int fd, int pid, std::int64_t ticket, int memory) {
             try {
               return self.use().attach(fd, pid, ticket, memory);
             } catch (const BadMemory& error) {
@@ -402,14 +405,15 @@ void bind_post(nb::module_& m) {
             throw nb::python_error();
           },
           nb::arg("fd"), nb::arg("pid"), nb::arg("ticket"), nb::arg("memory") = -1)
-      .def_prop_ro("lends", [](Endpoint& self) { return self.use().lends(); })
-      .def("memory", [](Endpoint& self) { return self.use().memory(); })
+      .def_prop_ro("lends", [](OwnedEndpoint& self) { return self.use().lends(); })
+      .def("memory", [](OwnedEndpoint& self) { return self.use().memory(); })
       .def(
-          "drop", [](Endpoint& self, int peer, std::string why) { self.use().drop(peer, std::move(why)); },
+          "drop",
+          [](OwnedEndpoint& self, int peer, std::string why) { self.use().drop(peer, std::move(why)); },
           nb::arg("peer"), nb::arg("why"))
       .def(
           "lost",
-          [](Endpoint& self, int peer) -> nb::object {
+          [](OwnedEndpoint& self, int peer) -> nb::object {
             const auto why = self.use().lost(peer);
             return why ? str(*why) : nb::none();
           },
@@ -427,40 +431,40 @@ void bind_post(nb::module_& m) {
            nb::arg("keep").none(), nb::arg("one_way") = false, nb::arg("flags") = 0)
       .def(
           "give_up",
-          [](Endpoint& self, const Pending& held, std::string why) {
-            Post& post = self.use();
+          [](OwnedEndpoint& self, const Pending& held, std::string why) {
+            RpcEndpoint& endpoint = self.use();
             nb::gil_scoped_release release;
-            post.give_up(held.call, std::move(why));
+            endpoint.abandon_held(held.call, std::move(why));
           },
           nb::arg("held"), nb::arg("why"))
       .def("take", &take, nb::arg("mailbox"), nb::arg("timeout").none(), nb::arg("most"))
       .def(
           "waiting",
-          [](Endpoint& self, std::uint32_t mailbox) { return self.use().inbox().waiting(mailbox); },
+          [](OwnedEndpoint& self, std::uint32_t mailbox) { return self.use().inbox().waiting(mailbox); },
           nb::arg("mailbox"))
       .def(
-          "open", [](Endpoint& self, std::uint32_t mailbox) { self.use().inbox().open(mailbox); },
+          "open", [](OwnedEndpoint& self, std::uint32_t mailbox) { self.use().inbox().open(mailbox); },
           nb::arg("mailbox"))
       .def(
-          "release", [](Endpoint& self, std::uint32_t mailbox) { self.use().inbox().release(mailbox); },
+          "release", [](OwnedEndpoint& self, std::uint32_t mailbox) { self.use().inbox().release(mailbox); },
           nb::arg("mailbox"))
       .def(
           "watch",
-          [](Endpoint& self, std::int64_t ticket, double patience) {
-            self.use().watch(ticket, nanoseconds(patience));
+          [](OwnedEndpoint& self, std::int64_t ticket, double patience) {
+            self.use().watch_inbox(ticket, nanoseconds(patience));
           },
           nb::arg("ticket"), nb::arg("patience"))
       .def(
-          "announce", [](Endpoint& self, std::int64_t ticket) { self.use().tickets().add(ticket); },
+          "announce", [](OwnedEndpoint& self, std::int64_t ticket) { self.use().tickets().add(ticket); },
           nb::arg("ticket"))
       .def("completions", &completions, nb::arg("timeout").none())
       .def("stats",
-           [](Endpoint& self) {
+           [](OwnedEndpoint& self) {
              const auto stats = self.use().stats();
              nb::dict result;
              result["peers"] = stats.peers;
              result["calls"] = stats.calls;
-             result["letters"] = stats.letters;
+             result["letters"] = stats.packets;
              result["handled"] = stats.handled;
              result["made"] = stats.made;
              result["queued"] = stats.queued;
@@ -473,7 +477,7 @@ void bind_post(nb::module_& m) {
       .def("handled", &handled)
       .def(
           "functions_in_use",
-          [](Endpoint& self, int peer) {
+          [](OwnedEndpoint& self, int peer) {
             std::vector<std::int64_t> numbers;
             for (auto& call : self.use().pending(peer))
               if (call->note.function >= 0) numbers.push_back(call->note.function);
@@ -481,15 +485,15 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("peer"))
       .def(
-          "disconnect", [](Endpoint& self, int peer) { self.use().disconnect(peer); }, nb::arg("peer"))
+          "disconnect", [](OwnedEndpoint& self, int peer) { self.use().disconnect(peer); }, nb::arg("peer"))
       .def(
-          "pause_heartbeats", [](Endpoint& self, bool silent) { self.use().pause_heartbeats(silent); },
+          "pause_heartbeats", [](OwnedEndpoint& self, bool silent) { self.use().pause_heartbeats(silent); },
           nb::arg("silent"))
       .def(
           "close",
-          [](Endpoint& self, double timeout) {
+          [](OwnedEndpoint& self, double timeout) {
             nb::list late;
-            if (!self.post->foreign())
+            if (!self.endpoint->foreign())
               for (const int peer : self.end(until(timeout))) late.append(peer);
             return late;
           },

@@ -14,22 +14,22 @@
 
 namespace shoal {
 
-class Inquiry {
+class CallComparison {
  public:
-  explicit Inquiry(Group& group) : group_(group), recent_(kRecent) {}
+  explicit CallComparison(Group& group) : group_(group), recent_(kRecent) {}
 
   // Remembers a call, for queries of peers, and sets the history of a numbered one.
-  void note(const Request& request, Fingerprint& call);
+  void record_call(const Request& request, Fingerprint& call);
   std::uint64_t next_number();  // the first numbered operation that was not submitted
   // A hash of all numbered calls before `number`, if remembered.
   std::optional<std::uint64_t> history(std::uint64_t number);
 
   // A peer has sent its call.
-  void seen(std::uint64_t channel, const Fingerprint& call);
+  void on_peer_call(std::uint64_t channel, const Fingerprint& call);
   // A peer has made a different call as this operation.
-  void suspect(std::uint64_t channel) { begin({.channel = channel, .mismatch = true}); }
+  void start_mismatch(std::uint64_t channel) { begin({.channel = channel, .mismatch = true}); }
   // An operation has timed out.
-  void late(const Request& request);
+  void start_timeout(const Request& request);
   // Some mismatched calls wait for each other without a message, such as two roots of a reduce.  So a stalled
   // operation sends its call to the next rank; around the ring, this finds any difference.
   void compare_with_neighbour(const Operation& op);

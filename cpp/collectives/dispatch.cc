@@ -115,7 +115,7 @@ Task receive(Operation& op) {
   if (incoming->state.load() != Incoming::kRefused) co_return;
   Group& group = op.group();
   const FrameHeader& header = incoming->header;
-  if (group.pairwise() && (header.code == kWithheld || header.payload < header.total))
+  if (group.pairwise() && (header.code == kDeferred || header.payload < header.total))
     incoming->link.load()->decline(header);
   if (incoming->allocate)
     throw OutOfMemory("there is no room for a message of " + std::to_string(incoming->header.total) +

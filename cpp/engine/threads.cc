@@ -51,9 +51,9 @@ bool Context::wait(Operation& op, std::int64_t until) {
     explicit Attention(Operation& o) : op(o) { op.group().lanes().add_waiter(op); }
     ~Attention() { op.group().lanes().remove_waiter(op); }
   } attention(op);
-  Driving driving(*this);
+  SocketPolling driving(*this);
   int idle = 0;
-  std::int64_t give_up = 0;
+  std::int64_t mark_evicted = 0;
   while (true) {
     bool moved = op.group().lanes().drive(op);
     if (op.done()) return true;
@@ -69,8 +69,8 @@ bool Context::wait(Operation& op, std::int64_t until) {
       continue;
     }
     std::int64_t now = now_ns();
-    if (idle++ == spins_) give_up = now + patience_;
-    if (now < give_up) {
+    if (idle++ == spins_) mark_evicted = now + yield_time_;
+    if (now < mark_evicted) {
       sched_yield();
       continue;
     }
@@ -112,7 +112,7 @@ void Context::progress_loop() {
       if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
         if (waiting) wake_monitor();
-        std::int64_t nap = waiting ? 50 * kMillisecond : active ? look_in_ : 1000 * kMillisecond;
+        std::int64_t nap = waiting ? 50 * kMillisecond : active ? progress_interval_ : 1000 * kMillisecond;
         sleeper.sleep(std::min(nap, next - now));
       }
     }
@@ -123,7 +123,7 @@ void Context::progress_loop() {
 // -- events of the peers --------------------------------------------------------------------------
 
 void Context::watch_loop() {
-  const Holding holding(header_->life);
+  const LivenessHold holding(header_->life);
   std::uint64_t drives = 0;
   std::int64_t look_at = now_ns();
   bool at_once = false, held = false;
@@ -132,16 +132,17 @@ void Context::watch_loop() {
     if (peers_.local()) {
       const std::int64_t now = now_ns();
       if (now >= look_at || at_once) {
-        look_at = now + look_out(now, held, now - look_at);
+        look_at = now + check_local_peers(now, held, now - look_at);
         at_once = held = false;
       }
       patience = static_cast<int>((look_at - now) / kMillisecond) + 1;
     }
     if (peers_.remote()) {
-      const int period = parked_.load() ? kParked : static_cast<int>(peers_.period() / kMillisecond);
+      const int period =
+          sockets_released_.load() ? kParked : static_cast<int>(peers_.period() / kMillisecond);
       patience = patience < 0 ? period : std::min(patience, period);
     }
-    Peers::News news = peers_.wait_for_news(patience);
+    Peers::Events news = peers_.wait_for_events(patience);
     // If others evicted this rank, one of them has reported it, and all have cut their connections.
     if (!news.losses.empty()) peers_.read_rings();
     for (Loss& loss : news.losses) lost(std::move(loss));
@@ -149,33 +150,33 @@ void Context::watch_loop() {
     held |= news.held;
     at_once |= news.woken || news.held;
     if (!peers_.remote()) continue;
-    park_or_rearm(news.readable, drives);
+    release_or_reclaim_sockets(news.readable, drives);
     for (Loss& loss : peers_.heartbeats(now_ns())) lost(std::move(loss));
   }
 }
 
 // Checks for local peers that died or were stopped by a signal; returns the time (ns) until the next check.
-std::int64_t Context::look_out(std::int64_t now, bool held, std::int64_t late) {
+std::int64_t Context::check_local_peers(std::int64_t now, bool held, std::int64_t late) {
   header_->life.beat.store(now, std::memory_order_relaxed);
   for (Loss& loss : peers_.died()) lost(std::move(loss));
   for (Loss& loss : peers_.stopped(now, held, late)) {
     if (options_.patient) break;
     const int peer = loss.peer;
-    peers_.give_up(peer);  // before any process acts on it
-    reached(Fault::kGaveUp);
+    peers_.mark_evicted(peer);  // before any process acts on it
+    reached(Fault::kEvicted);
     lost(std::move(loss));
     peers_.disconnect(peer);  // notifies it when it continues, whichever groups exist
   }
   // Peers on other hosts need not wait for the heartbeat limit.
-  if (given_up() && !std::exchange(retired_, true)) peers_.disconnect_remote();
-  return busy() ? look_out_ : look_out_idle_;
+  if (evicted() && !std::exchange(retired_, true)) peers_.disconnect_remote();
+  return busy() ? peer_check_interval_ : idle_peer_check_interval_;
 }
 
 // Whether operations or agreements are pending.  If not, a later waiter wakes the watch thread.
 bool Context::busy() {
   monitor_idle_.store(true, std::memory_order_seq_cst);
   for (auto& group : groups()) {
-    if (!group->lanes().pending() && !group->agreements().awaited()) continue;
+    if (!group->lanes().pending() && !group->agreements().has_waiters()) continue;
     monitor_idle_.store(false, std::memory_order_relaxed);
     return true;
   }
@@ -190,24 +191,24 @@ void Context::wake_monitor() {
 // when the sockets become readable, it stops listening ("parks") until the last driver goes to sleep, or no
 // thread has driven for a moment.  A driver that leaves wait() does not rearm, because the next operation
 // usually follows immediately.
-void Context::park_or_rearm(bool readable, std::uint64_t& seen) {
+void Context::release_or_reclaim_sockets(bool readable, std::uint64_t& seen) {
   if (!readable) {
-    const std::uint64_t drives = drives_.load(std::memory_order_relaxed);
-    if (parked_.load() && drivers_.load() == 0 && drives == seen) rearm();
+    const std::uint64_t drives = poll_sessions_.load(std::memory_order_relaxed);
+    if (sockets_released_.load() && polling_waiters_.load() == 0 && drives == seen) rearm();
     seen = drives;
     return;
   }
-  if (drivers_.load() == 0) {
+  if (polling_waiters_.load() == 0) {
     poll_sockets();
     return;
   }
   peers_.listen(false);
-  parked_.store(true);
-  if (drivers_.load() == 0) rearm();  // the last driver slept before it could see parked_
+  sockets_released_.store(true);
+  if (polling_waiters_.load() == 0) rearm();  // the last driver slept before it could see sockets_released_
 }
 
 void Context::rearm() {
-  if (parked_.exchange(false)) peers_.listen(true);
+  if (sockets_released_.exchange(false)) peers_.listen(true);
 }
 
 // Reads the sockets, and runs operations that no thread waits for; waiting threads run the others.
@@ -220,27 +221,27 @@ bool Context::poll_sockets() {
   return true;
 }
 
-void Context::Driving::resume() {
+void Context::SocketPolling::resume() {
   if (!context.peers_.remote()) return;
   context.asleep_.fetch_sub(static_cast<int>(paused));
   paused = false;
-  context.drivers_.fetch_add(1);
-  context.drives_.fetch_add(1, std::memory_order_relaxed);
+  context.polling_waiters_.fetch_add(1);
+  context.poll_sessions_.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Announces the sleep before checking whether this is the last driver: so the last one rearms or wakes it.
-void Context::Driving::pause() {
+void Context::SocketPolling::pause() {
   if (!context.peers_.remote()) return;
   paused = true;
   context.asleep_.fetch_add(1);
-  if (context.drivers_.fetch_sub(1) == 1) context.rearm();
+  if (context.polling_waiters_.fetch_sub(1) == 1) context.rearm();
 }
 
-Context::Driving::~Driving() {
+Context::SocketPolling::~SocketPolling() {
   if (!context.peers_.remote()) return;
   if (paused)
     context.asleep_.fetch_sub(1);
-  else if (context.drivers_.fetch_sub(1) == 1 && context.asleep_.load() > 0)
+  else if (context.polling_waiters_.fetch_sub(1) == 1 && context.asleep_.load() > 0)
     context.rearm();
 }
 

@@ -1,4 +1,4 @@
-#include "rpc/arrivals.h"
+#include "rpc/packet_assembler.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,7 @@ namespace {
 
 // Whether the sender has sent only the first frame of the message.
 bool partial(const FrameHeader& header) {
-  return header.code == kWithheld || (header.code != kLent && header.payload < header.total);
+  return header.code == kDeferred || (header.code != kSharedBuffer && header.payload < header.total);
 }
 
 std::shared_ptr<std::byte> small_buffer(std::uint64_t bytes) {
@@ -23,20 +23,20 @@ std::shared_ptr<std::byte> small_buffer(std::uint64_t bytes) {
 
 }  // namespace
 
-const LetterState& Arrivals::state() {
+const PacketState& PacketAssembler::state() {
   state_.made = peer_.made();
   return state_;
 }
 
-// Begins a letter with this header.
-std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
-  const LetterFields& fields = header.letter;
-  auto whole = std::make_shared<Arriving>();
-  whole->letter = std::make_shared<Letter>();
-  Letter& letter = *whole->letter;
-  letter.peer = peer_.id;
-  letter.call = header.channel;
-  letter.header = header;
+// Begins a packet with this header.
+std::shared_ptr<PacketAssembler::PartialPacket> PacketAssembler::begin(const FrameHeader& header) {
+  const PacketFields& fields = header.packet;
+  auto whole = std::make_shared<PartialPacket>();
+  whole->packet = std::make_shared<Packet>();
+  Packet& packet = *whole->packet;
+  packet.peer = peer_.id;
+  packet.call = header.channel;
+  packet.header = header;
   whole->missing = 1u + fields.apart;
   whole->apart.resize(fields.apart);
   state_.parts_due = fields.apart;
@@ -47,8 +47,8 @@ std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
       state_.last = header.channel;
       const std::int64_t deadline =
           fields.deadline_ms == 0 ? 0 : now_ns() + std::int64_t{fields.deadline_ms} * kMillisecond;
-      letter.handling = std::make_shared<Handling>(deadline);
-      peer_.handling(header.channel, letter.handling, whole->letter);
+      packet.handling = std::make_shared<ReceivedCall>(deadline);
+      peer_.handling(header.channel, packet.handling, whole->packet);
       if (partial(header) || fields.apart > 0) calls_[header.channel] = whole;
       break;
     }
@@ -63,38 +63,38 @@ std::shared_ptr<Arrivals::Arriving> Arrivals::begin(const FrameHeader& header) {
   return whole;
 }
 
-// Allocates memory for a message, or refuses the letter if there is none.  False: the budget has no room now.
-bool Arrivals::make_room(Piece& piece) {
-  Arriving& whole = *piece.whole;
+// Allocates memory for a message, or refuses the packet if there is none.  False: the budget has no room now.
+bool PacketAssembler::make_room(IncomingPart& piece) {
+  PartialPacket& whole = *piece.whole;
   const std::uint64_t bytes = piece.header.total;
   if (bytes > kEager) {
-    const auto budget = post_.budget();
-    if (!budget->take(bytes, *grants_, whole.letter->grants.size())) return false;
-    whole.letter->grants.emplace_back(budget, bytes, grants_);
+    const auto budget = endpoint_.budget();
+    if (!budget->take(bytes, *grants_, whole.packet->grants.size())) return false;
+    whole.packet->grants.emplace_back(budget, bytes, grants_);
   }
-  piece.memory = bytes > kEager ? post_.buffers().take(bytes) : small_buffer(bytes);
+  piece.memory = bytes > kEager ? endpoint_.buffers().take(bytes) : small_buffer(bytes);
   piece.data = piece.memory.get();
   if (piece.data == nullptr) refuse(whole, bytes);
   return true;
 }
 
-Destination Arrivals::on_header(const FrameHeader& header) {
+Destination PacketAssembler::on_header(const FrameHeader& header) {
   if (header.type == FrameType::kMore) {
     auto incoming = peer_.link.routed(header.message);
     return incoming ? Destination{incoming->data + incoming->received, incoming} : Destination{};
   }
-  auto piece = std::make_shared<Piece>();
+  auto piece = std::make_shared<IncomingPart>();
   piece->header = header;
   piece->charge = peer_.link.take_charge();
-  if (header.letter.verb == Verb::kPart) {
+  if (header.packet.verb == Verb::kPart) {
     piece->index = state_.next_part++;
     --state_.parts_due;
   } else {
-    piece->index = kItself;
+    piece->index = kPacketItself;
     current_ = begin(header);
   }
   piece->whole = current_;
-  if (header.code == kLent) {  // taken even if the letter is dropped, so that the block is returned
+  if (header.code == kSharedBuffer) {  // taken even if the packet is dropped, so that the block is returned
     const char* flaw = "lent memory, and shares none";
     if (peer_.borrowed)
       piece->memory = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
@@ -112,14 +112,14 @@ Destination Arrivals::on_header(const FrameHeader& header) {
   return {current_->dropped ? nullptr : piece->data, piece};
 }
 
-void Arrivals::ask(const std::shared_ptr<Piece>& piece) {
+void PacketAssembler::ask(const std::shared_ptr<IncomingPart>& piece) {
   piece->received = piece->header.payload;
   peer_.link.ask_for_rest(piece->header, piece);
 }
 
-void Arrivals::on_frame(const FrameHeader& header, const Destination& destination) {
+void PacketAssembler::on_frame(const FrameHeader& header, const Destination& destination) {
   if (!destination.incoming) return;
-  auto piece = std::static_pointer_cast<Piece>(destination.incoming);
+  auto piece = std::static_pointer_cast<IncomingPart>(destination.incoming);
   if (header.type == FrameType::kMore) {
     piece->received += header.payload;
     if (piece->received == header.total) finish(*piece);
@@ -135,7 +135,7 @@ void Arrivals::on_frame(const FrameHeader& header, const Destination& destinatio
   grant_waiting();  // the budget may have signalled room while the frame was arriving
 }
 
-void Arrivals::grant_waiting() {
+void PacketAssembler::grant_waiting() {
   while (!waiting_.empty()) {
     auto piece = waiting_.front();
     if (!piece->whole->dropped) {
@@ -152,85 +152,85 @@ void Arrivals::grant_waiting() {
 }
 
 // A message is complete.
-void Arrivals::finish(Piece& piece) {
-  Arriving& whole = *piece.whole;
+void PacketAssembler::finish(IncomingPart& piece) {
+  PartialPacket& whole = *piece.whole;
   if (whole.dropped) return;
-  const Verb verb = whole.letter->verb();
+  const Verb verb = whole.packet->verb();
   // Bytes counted by the budget need no window, and a reply is bounded by its call.
   if (piece.header.total > kEager || verb == Verb::kReply || verb == Verb::kFailure)
     piece.charge = Charge();
   else
-    whole.letter->charges.push_back(std::move(piece.charge));
-  if (piece.index == kItself)
-    whole.letter->body = piece.memory;
+    whole.packet->charges.push_back(std::move(piece.charge));
+  if (piece.index == kPacketItself)
+    whole.packet->body = piece.memory;
   else
     whole.apart[piece.index] = {piece.memory, piece.header.total};
   if (--whole.missing == 0) complete(whole);
 }
 
-void Arrivals::complete(Arriving& whole) {
-  Letter& letter = *whole.letter;
-  if (const char* flaw = unfold(letter, whole.apart)) return peer_.link.refuse(flaw);
+void PacketAssembler::complete(PartialPacket& whole) {
+  Packet& packet = *whole.packet;
+  if (const char* flaw = unfold(packet, whole.apart)) return peer_.link.refuse(flaw);
   whole.complete = true;
-  whole.apart.clear();  // `current_` may refer to this letter for long
-  letter.owner = peer_.shared_from_this();
-  calls_.erase(letter.call);
-  if (letter.verb() == Verb::kReply || letter.verb() == Verb::kFailure) {
-    letter.taken();
-    const LetterPtr reply = std::move(whole.letter);  // dropped if the call has ended meanwhile
+  whole.apart.clear();  // `current_` may refer to this packet for long
+  packet.owner = peer_.shared_from_this();
+  calls_.erase(packet.call);
+  if (packet.verb() == Verb::kReply || packet.verb() == Verb::kFailure) {
+    packet.taken();
+    const PacketPtr reply = std::move(whole.packet);  // dropped if the call has ended meanwhile
     if (CallPtr call = peer_.pending(reply->call); call && call->claim())
-      post_.ended(peer_, call, CallEnd::kNone, "", reply);
+      endpoint_.ended(peer_, call, CallEnd::kNone, "", reply);
     return;
   }
-  if (letter.handling) letter.handling->advance(Handling::kArriving, Handling::kQueued);
-  const std::uint32_t mailbox = letter.header.letter.mailbox;
+  if (packet.handling) packet.handling->advance(ReceivedCall::kArriving, ReceivedCall::kQueued);
+  const std::uint32_t mailbox = packet.header.packet.mailbox;
   if (mailbox == 0)
-    post_.letter_arrived(std::move(whole.letter));
+    endpoint_.packet_arrived(std::move(whole.packet));
   else
     advance_mailbox(mailbox);
 }
 
-void Arrivals::advance_mailbox(std::uint32_t mailbox) {
+void PacketAssembler::advance_mailbox(std::uint32_t mailbox) {
   auto found = ordered_.find(mailbox);
   if (found == ordered_.end()) return;
-  auto& letters = found->second;
-  while (!letters.empty() && (letters.front()->complete || letters.front()->dropped)) {
-    auto first = std::move(letters.front());
-    letters.pop_front();
-    if (!first->dropped) post_.letter_arrived(std::move(first->letter));
+  auto& packets = found->second;
+  while (!packets.empty() && (packets.front()->complete || packets.front()->dropped)) {
+    auto first = std::move(packets.front());
+    packets.pop_front();
+    if (!first->dropped) endpoint_.packet_arrived(std::move(first->packet));
   }
-  if (letters.empty()) ordered_.erase(found);
+  if (packets.empty()) ordered_.erase(found);
 }
 
-// Drops an incomplete letter; pieces that still arrive are discarded.
-void Arrivals::give_up(Arriving& whole) {
+// Drops an incomplete packet; pieces that still arrive are discarded.
+void PacketAssembler::abandon(PartialPacket& whole) {
   if (whole.dropped || whole.complete) return;
   whole.dropped = true;
   whole.apart.clear();
-  Letter& letter = *whole.letter;
-  letter.grants.clear();
-  if (letter.verb() == Verb::kCall) {
-    peer_.answered(letter.call);
-    calls_.erase(letter.call);
+  Packet& packet = *whole.packet;
+  packet.grants.clear();
+  if (packet.verb() == Verb::kCall) {
+    peer_.answered(packet.call);
+    calls_.erase(packet.call);
   }
-  advance_mailbox(letter.header.letter.mailbox);
+  advance_mailbox(packet.header.packet.mailbox);
 }
 
-void Arrivals::refuse(Arriving& whole, std::uint64_t bytes) {
+void PacketAssembler::refuse(PartialPacket& whole, std::uint64_t bytes) {
   const std::string text = "no memory for " + std::to_string(bytes) + " bytes";
-  const std::uint64_t number = whole.letter->call;
-  if (whole.letter->verb() == Verb::kCall) {
+  const std::uint64_t number = whole.packet->call;
+  if (whole.packet->verb() == Verb::kCall) {
     peer_.control(FrameType::kTellCall, number, 1, "the callee has " + text);
   } else if (CallPtr call = peer_.pending(number); call && call->claim()) {
-    post_.ended(peer_, call, CallEnd::kRefused, "there is " + text + " of its reply", nullptr);
+    endpoint_.ended(peer_, call, CallEnd::kRefused, "there is " + text + " of its reply", nullptr);
   }
-  give_up(whole);
+  abandon(whole);
 }
 
-void Arrivals::on_withdrawn(const FrameHeader& header) {
-  std::shared_ptr<Arriving> whole;
+void PacketAssembler::on_withdrawn(const FrameHeader& header) {
+  std::shared_ptr<PartialPacket> whole;
   if (auto incoming = peer_.link.unroute(header.message)) {
-    whole = std::static_pointer_cast<Piece>(incoming)->whole;
+    whole = std::static_pointer_cast<IncomingPart>(incoming)->whole;
   } else {
     auto found = std::find_if(waiting_.begin(), waiting_.end(),
                               [&](const auto& piece) { return piece->header.message == header.message; });
@@ -238,16 +238,16 @@ void Arrivals::on_withdrawn(const FrameHeader& header) {
     whole = (*found)->whole;
     waiting_.erase(found);
   }
-  give_up(*whole);
+  abandon(*whole);
 }
 
-void Arrivals::drop(std::uint64_t call) {
+void PacketAssembler::drop(std::uint64_t call) {
   auto found = calls_.find(call);
   if (found == calls_.end()) return;
-  if (auto whole = found->second.lock()) give_up(*whole);
+  if (auto whole = found->second.lock()) abandon(*whole);
 }
 
-void Arrivals::clear() {
+void PacketAssembler::clear() {
   current_.reset();
   waiting_.clear();
   ordered_.clear();

@@ -1,4 +1,4 @@
-#include "rpc/lending.h"
+#include "rpc/shared_buffers.h"
 
 #include <pthread.h>
 #include <sys/stat.h>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kHeader = 64;           // bytes before a block's data, for the alignment of tensors
 constexpr std::uint64_t kTaken = 1ULL << 63;    // in a block's word
 constexpr std::uint64_t kLargest = 1ULL << 40;  // maximum bytes of a memory: several fit in an address space
-constexpr std::size_t kLooks = 16;              // blocks that one loan checks, however many are lent
+constexpr std::size_t kChecksPerLease = 16;     // blocks that one loan checks, however many are lent
 constexpr std::int64_t kWarm = 2 * kSecond;     // maximum time for which unused pages are kept
 constexpr std::int64_t kLongestPause = 64 * kSecond;
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
@@ -44,14 +44,15 @@ void watch_forks() {
 
 // -- lending ----------------------------------------------------------------------------------------------
 
-Lender::Lender(std::uint64_t limit, std::function<void()> sooner)
+SharedBufferPool::SharedBufferPool(std::uint64_t limit, std::function<void()> sooner)
     : arena_(whole_pages(limit), whole_pages(limit)), sooner_(std::move(sooner)), tidy_at_(kNever) {}
 
-std::unique_ptr<Lender::Loan> Lender::lend(int peer, const std::byte* data, std::uint64_t bytes) {
+std::unique_ptr<SharedBufferPool::Lease> SharedBufferPool::lend(int peer, const std::byte* data,
+                                                                std::uint64_t bytes) {
   std::uint64_t place;
   {
     std::lock_guard lock(mutex_);
-    look(kLooks);
+    look(kChecksPerLease);
   }
   try {
     place = arena_.allocate(kHeader + bytes);
@@ -68,44 +69,44 @@ std::unique_ptr<Lender::Loan> Lender::lend(int peer, const std::byte* data, std:
     tidy_at_ = at;
     if (sooner_) sooner_();
   }
-  return std::make_unique<Loan>(shared_from_this(), place, number);
+  return std::make_unique<Lease>(shared_from_this(), place, number);
 }
 
 // Takes the block back; false if the peer has taken it.
-bool Lender::untaken(const Table::value_type& entry) {
+bool SharedBufferPool::untaken(const Table::value_type& entry) {
   std::uint64_t number = entry.second.number;
   return word(entry.first).compare_exchange_strong(number, 0, std::memory_order_acq_rel);
 }
 
-Lender::Table::iterator Lender::free(Table::iterator at) {
+SharedBufferPool::Table::iterator SharedBufferPool::free(Table::iterator at) {
   arena_.release(at->first);
   return table_.erase(at);
 }
 
-void Lender::recall(std::uint64_t place, std::uint64_t number) {
+void SharedBufferPool::recall(std::uint64_t place, std::uint64_t number) {
   std::lock_guard lock(mutex_);
   auto found = table_.find(place);
   if (found != table_.end() && found->second.number == number && untaken(*found)) free(found);
 }
 
-void Lender::lost(int peer) {
+void SharedBufferPool::lost(int peer) {
   std::lock_guard lock(mutex_);
   for (auto at = table_.begin(); at != table_.end();)
     at = at->second.peer == peer && untaken(*at) ? free(at) : std::next(at);
 }
 
-void Lender::ended(int peer) {
+void SharedBufferPool::ended(int peer) {
   std::lock_guard lock(mutex_);
   for (auto at = table_.begin(); at != table_.end();) at = at->second.peer == peer ? free(at) : std::next(at);
 }
 
-bool Lender::owes(int peer) {
+bool SharedBufferPool::owes(int peer) {
   std::lock_guard lock(mutex_);
   return std::any_of(table_.begin(), table_.end(), [&](auto& entry) { return entry.second.peer == peer; });
 }
 
 // Requires the lock: frees returned blocks among the next `most` blocks, in turn.
-void Lender::look(std::size_t most) {
+void SharedBufferPool::look(std::size_t most) {
   auto at = table_.upper_bound(looked_at_);
   for (std::size_t left = std::min(most, table_.size()); left > 0; --left) {
     if (at == table_.end()) at = table_.begin();
@@ -114,44 +115,44 @@ void Lender::look(std::size_t most) {
   }
 }
 
-std::uint64_t Lender::lent() {
+std::uint64_t SharedBufferPool::lent() {
   std::lock_guard lock(mutex_);
   look(table_.size());
   return arena_.in_use();
 }
 
-void Lender::forget() {
+void SharedBufferPool::forget() {
   std::lock_guard lock(mutex_);
   sooner_ = nullptr;
 }
 
-void Lender::tidy(std::int64_t now) {
+void SharedBufferPool::tidy(std::int64_t now) {
   std::unique_lock lock(mutex_);
   look(table_.size());
   lock.unlock();
-  const bool more = arena_.trim(now - kWarm);  // some at a time, because letters wait meanwhile
+  const bool more = arena_.trim(now - kWarm);  // some at a time, because packets wait meanwhile
   lock.lock();
-  const bool warm = arena_.warm() > 0;
-  pause_ = more ? 0 : warm ? kSecond : std::min(2 * std::max(pause_, kSecond), kLongestPause);
-  tidy_at_ = warm || !table_.empty() ? now + pause_ : kNever;
+  const bool has_idle = arena_.idle_bytes() > 0;
+  pause_ = more ? 0 : has_idle ? kSecond : std::min(2 * std::max(pause_, kSecond), kLongestPause);
+  tidy_at_ = has_idle || !table_.empty() ? now + pause_ : kNever;
 }
 
 // -- borrowing --------------------------------------------------------------------------------------------
 
-Borrowed::Borrowed(int fd, std::size_t length)
+PeerBuffer::PeerBuffer(int fd, std::size_t length)
     : memory_(fd, length, Mapping::kInherited), process_(process.load()) {
   watch_forks();
 }
 
-std::shared_ptr<std::byte> Borrowed::take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
-                                          const char*& flaw) {
+std::shared_ptr<std::byte> PeerBuffer::take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
+                                            const char*& flaw) {
   flaw = claim(place, number, bytes);
   if (flaw != nullptr) return nullptr;
   return {memory_.base() + place + kHeader,
           [self = shared_from_this(), place](std::byte*) { self->give_back(place); }};
 }
 
-const char* Borrowed::claim(std::uint64_t place, std::uint64_t number, std::uint64_t bytes) {
+const char* PeerBuffer::claim(std::uint64_t place, std::uint64_t number, std::uint64_t bytes) {
   if (bytes == 0 || place % kHeader != 0 || !memory_.holds(place, kHeader) ||
       !memory_.holds(place + kHeader, bytes))
     return "a part beyond the memory that it lends";
@@ -169,7 +170,7 @@ const char* Borrowed::claim(std::uint64_t place, std::uint64_t number, std::uint
   return nullptr;
 }
 
-void Borrowed::give_back(std::uint64_t place) {
+void PeerBuffer::give_back(std::uint64_t place) {
   if (process_ != process.load(std::memory_order_relaxed)) return;  // a forked child has taken nothing
   std::lock_guard lock(mutex_);
   auto found = held_.find(place);
@@ -178,7 +179,7 @@ void Borrowed::give_back(std::uint64_t place) {
   memory_.at<std::atomic<std::uint64_t>>(place)->store(0, std::memory_order_release);
 }
 
-std::shared_ptr<Borrowed> Memories::open(int fd) {
+std::shared_ptr<PeerBuffer> PeerMemories::open(int fd) {
   struct stat info{};
   struct statfs system{};
   constexpr long kTmpfs = 0x01021994;  // hugetlbfs could cause a SIGBUS on reading
@@ -188,7 +189,7 @@ std::shared_ptr<Borrowed> Memories::open(int fd) {
   std::erase_if(all_, [](const auto& entry) { return entry.second.expired(); });
   auto& known = all_[{info.st_dev, info.st_ino}];
   auto memory = known.lock();
-  if (!memory) known = memory = std::make_shared<Borrowed>(fd, static_cast<std::size_t>(info.st_size));
+  if (!memory) known = memory = std::make_shared<PeerBuffer>(fd, static_cast<std::size_t>(info.st_size));
   return memory;
 }
 

@@ -1,4 +1,4 @@
-// The post's thread: reads the connections, keeps deadlines and detects lost peers.
+// The endpoint's thread: reads the connections, keeps deadlines and detects lost peers.
 
 #include <sys/epoll.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "common/duration.h"
-#include "rpc/post.h"
+#include "rpc/endpoint.h"
 
 namespace shoal {
 namespace {
@@ -23,7 +23,7 @@ constexpr const char* kEnded = "its process has ended";
 
 // -- deadlines --------------------------------------------------------------------------------------
 
-void Post::set_deadline(const CallPtr& call, std::int64_t at) {
+void RpcEndpoint::set_deadline(const CallPtr& call, std::int64_t at) {
   std::lock_guard lock(deadlines_mutex_);
   call->due = at;
   deadlines_.emplace(std::pair{at, call->unique}, call);
@@ -32,14 +32,14 @@ void Post::set_deadline(const CallPtr& call, std::int64_t at) {
   wake();
 }
 
-void Post::forget_deadline(const Call& call) {
+void RpcEndpoint::forget_deadline(const Call& call) {
   if (call.deadline == 0) return;
   std::lock_guard lock(deadlines_mutex_);
   deadlines_.erase({call.due, call.unique});
 }
 
-// An overdue call ends when the callee's post has reported its status, or did not report in time.
-void Post::expire(std::int64_t now) {
+// An overdue call ends when the callee's endpoint has reported its status, or did not report in time.
+void RpcEndpoint::expire(std::int64_t now) {
   std::vector<CallPtr> due;
   {
     std::lock_guard lock(deadlines_mutex_);
@@ -57,11 +57,11 @@ void Post::expire(std::int64_t now) {
       peer->control(FrameType::kAskCall, call->number);
       continue;
     }
-    overdue(*peer, call, unsent.empty() ? "its post does not answer" : std::move(unsent));
+    overdue(*peer, call, unsent.empty() ? "its endpoint does not answer" : std::move(unsent));
   }
 }
 
-void Post::overdue(Peer& peer, const CallPtr& call, std::string known) {
+void RpcEndpoint::overdue(Peer& peer, const CallPtr& call, std::string known) {
   if (!call->claim()) return;
   ended(peer, call, CallEnd::kTimeout, std::move(known), nullptr);
   peer.control(FrameType::kCancelCall, call->number);
@@ -69,15 +69,15 @@ void Post::overdue(Peer& peer, const CallPtr& call, std::string known) {
 
 // -- the thread -------------------------------------------------------------------------------------
 
-std::int64_t Post::next_wake() {
+std::int64_t RpcEndpoint::next_wake() {
   std::int64_t at = kNever;
   {
     std::lock_guard lock(peers_mutex_);
     for (auto& [id, peer] : peers_)
       if (!peer->local) at = heartbeat_.next();
   }
-  if (const std::int64_t since = inbox_.neglect().since; since != 0 && watch_ticket_ >= 0)
-    at = std::min(at, std::max(since, last_watch_) + patience_);
+  if (const std::int64_t since = inbox_.idle_backlog().since; since != 0 && watch_ticket_ >= 0)
+    at = std::min(at, std::max(since, last_watch_) + inbox_alarm_delay_);
   if (const auto from = lender()) at = std::min(at, from->tidy_at());
   at = std::min(at, buffers_->tidy_at());
   std::lock_guard lock(deadlines_mutex_);
@@ -89,7 +89,7 @@ std::int64_t Post::next_wake() {
   return at;
 }
 
-void Post::run() {
+void RpcEndpoint::run() {
   epoll_event events[64];
   while (!stop_.load(std::memory_order_acquire)) {
     const std::int64_t at = next_wake();
@@ -105,7 +105,7 @@ void Post::run() {
         continue;
       }
       const auto peer = find(static_cast<int>(what & 0xffffffffULL));
-      if (!peer && (what & kPidfd)) settle(static_cast<int>(what & 0xffffffffULL), true);
+      if (!peer && (what & kPidfd)) release_peer_buffers(static_cast<int>(what & 0xffffffffULL), true);
       if (!peer) continue;
       if (what & kPidfd) {
         // Frames that it sent before still count.
@@ -121,12 +121,12 @@ void Post::run() {
       for (auto& peer : all_peers()) peer->arrivals.grant_waiting();
     expire(now);
     beat(now);
-    look_after_inbox(now);
+    check_inbox(now);
     tidy(now);
   }
 }
 
-void Post::serve(Peer& peer, std::uint32_t events) {
+void RpcEndpoint::serve(Peer& peer, std::uint32_t events) {
   if (events & EPOLLOUT) peer.link.flush();
   if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) == 0) return;
   reading_ = &peer;
@@ -135,22 +135,22 @@ void Post::serve(Peer& peer, std::uint32_t events) {
 }
 
 // The connection has ended; a reason found while reading takes precedence over `why`.
-void Post::end_of(Peer& peer, const char* why) {
+void RpcEndpoint::end_of(Peer& peer, const char* why) {
   std::string found = std::exchange(end_, {});
   lose(peer, found.empty() ? why : std::move(found));
   reading_ = nullptr;
 }
 
-const LetterState* Post::letters(Link&) { return &reading_->arrivals.state(); }
+const PacketState* RpcEndpoint::packets(Link&) { return &reading_->arrivals.state(); }
 
-Destination Post::on_header(Link&, const FrameHeader& header) {
+Destination RpcEndpoint::on_header(Link&, const FrameHeader& header) {
   if (header.type == FrameType::kMessage || header.type == FrameType::kMore)
     return reading_->arrivals.on_header(header);
   text_.resize(header.payload);
   return {reinterpret_cast<std::byte*>(text_.data()), nullptr};
 }
 
-void Post::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
+void RpcEndpoint::on_frame(Link& link, const FrameHeader& header, const Destination& destination) {
   Peer& peer = *reading_;
   switch (header.type) {
     case FrameType::kMessage:
@@ -165,9 +165,9 @@ void Post::on_frame(Link& link, const FrameHeader& header, const Destination& de
     case FrameType::kCancelCall:
       return cancelled_by_peer(header.channel);
     case FrameType::kAskCall:
-      return peer.control(FrameType::kTellCall, header.channel, 0, standing(header.channel));
+      return peer.control(FrameType::kTellCall, header.channel, 0, status(header.channel));
     case FrameType::kTellCall:
-      return told(header);
+      return on_status_report(header);
     case FrameType::kBye:
       end_ = "it has left";
       return link.refuse("its goodbye");  // nothing follows
@@ -176,48 +176,48 @@ void Post::on_frame(Link& link, const FrameHeader& header, const Destination& de
   }
 }
 
-void Post::on_link_lost(Link&, LinkEnd end, const char* why) {
+void RpcEndpoint::on_link_lost(Link&, LinkEnd end, const char* why) {
   if (!end_.empty()) return;
-  end_ = end == LinkEnd::kGone ? "its connection closed"
+  end_ = end == LinkEnd::kClosed ? "its connection closed"
                                : std::string("it sent ") + why + "; the connection to it was cut";
 }
 
-void Post::letter_arrived(LetterPtr letter) {
-  if (inbox_.put(letter) || !letter->handling) return;
-  reading_->answered(letter->call);
-  reading_->control(FrameType::kTellCall, letter->call, 1, "its mailbox is closed");
+void RpcEndpoint::packet_arrived(PacketPtr packet) {
+  if (inbox_.put(packet) || !packet->handling) return;
+  reading_->answered(packet->call);
+  reading_->control(FrameType::kTellCall, packet->call, 1, "its mailbox is closed");
 }
 
-void Post::cancelled_by_peer(std::uint64_t number) {
+void RpcEndpoint::cancelled_by_peer(std::uint64_t number) {
   reading_->arrivals.drop(number);
-  auto [handling, letter] = reading_->handled(number);
+  auto [handling, packet] = reading_->handled(number);
   if (!handling) return;
-  handling->unwant(tickets_);
-  if (handling->state() != Handling::kQueued) return;
-  if (letter) inbox_.remove(*letter);
+  handling->withdraw_reply(tickets_);
+  if (handling->state() != ReceivedCall::kQueued) return;
+  if (packet) inbox_.remove(*packet);
   reading_->answered(number);
 }
 
 // Returns the state of a received call, as text.
-std::string Post::standing(std::uint64_t number) {
+std::string RpcEndpoint::status(std::uint64_t number) {
   if (number > reading_->arrivals.state().last) return "never received";
-  auto [handling, letter] = reading_->handled(number);
+  auto [handling, packet] = reading_->handled(number);
   if (!handling) return "its handler has ended";
   switch (handling->state()) {
-    case Handling::kArriving:
+    case ReceivedCall::kArriving:
       return "not yet received as a whole";
-    case Handling::kQueued:
-      if (auto ahead = letter ? inbox_.ahead_of(*letter) : std::nullopt)
+    case ReceivedCall::kQueued:
+      if (auto ahead = packet ? inbox_.ahead_of(*packet) : std::nullopt)
         return "queued behind " + std::to_string(*ahead);
       return "queued";
-    case Handling::kRunning:
+    case ReceivedCall::kRunning:
       return handling->running(now_ns());
     default:
       return "its handler has ended";
   }
 }
 
-void Post::told(const FrameHeader& header) {
+void RpcEndpoint::on_status_report(const FrameHeader& header) {
   const CallPtr call = reading_->pending(header.channel);
   if (!call) return;
   if (header.code == 1) {
@@ -229,7 +229,7 @@ void Post::told(const FrameHeader& header) {
 
 // -- periodic work --------------------------------------------------------------------------------------
 
-void Post::beat(std::int64_t now) {
+void RpcEndpoint::beat(std::int64_t now) {
   if (!heartbeat_.due(now)) return;
   FrameHeader beat;
   beat.type = FrameType::kHeartbeat;
@@ -241,34 +241,34 @@ void Post::beat(std::int64_t now) {
   }
 }
 
-void Post::tidy(std::int64_t now) {
+void RpcEndpoint::tidy(std::int64_t now) {
   if (now >= buffers_->tidy_at()) buffers_->tidy(now);
   const auto from = lender();
   if (!from || now < from->tidy_at()) return;
   from->tidy(now);
-  std::vector<int> departed;
+  std::vector<int> lost_peers;
   {
     std::lock_guard lock(peers_mutex_);
-    for (auto& [id, pidfd] : departed_) departed.push_back(id);
+    for (auto& [id, pidfd] : departed_) lost_peers.push_back(id);
   }
-  for (int id : departed) settle(id, false);
+  for (int id : lost_peers) release_peer_buffers(id, false);
 }
 
-void Post::watch(std::int64_t ticket, std::int64_t patience) {
-  patience_ = patience;
+void RpcEndpoint::watch_inbox(std::int64_t ticket, std::int64_t patience) {
+  inbox_alarm_delay_ = patience;
   watch_ticket_ = ticket;
   wake();
 }
 
-void Post::look_after_inbox(std::int64_t now) {
-  const auto neglect = inbox_.neglect();
-  if (neglect.since == 0 || watch_ticket_ < 0) return;
-  const bool looked = last_watch_ > neglect.since;  // since the oldest letter arrived
-  const std::int64_t begin = looked ? last_watch_ : neglect.since;
-  if (now < begin + patience_) return;
-  const std::uint64_t taken = neglect.taken - (looked ? last_taken_ : neglect.taken_then);
+void RpcEndpoint::check_inbox(std::int64_t now) {
+  const auto idle_backlog = inbox_.idle_backlog();
+  if (idle_backlog.since == 0 || watch_ticket_ < 0) return;
+  const bool looked = last_watch_ > idle_backlog.since;  // since the oldest packet arrived
+  const std::int64_t begin = looked ? last_watch_ : idle_backlog.since;
+  if (now < begin + inbox_alarm_delay_) return;
+  const std::uint64_t taken = idle_backlog.taken - (looked ? last_taken_ : idle_backlog.taken_then);
   last_watch_ = now;
-  last_taken_ = neglect.taken;
+  last_taken_ = idle_backlog.taken;
   // Only short calls in succession: more threads would only compete with the running ones.
   if (static_cast<std::int64_t>(taken) * kShortCall > now - begin) return;
   tickets_.add(watch_ticket_);

@@ -1,4 +1,4 @@
-// Layout of a letter's payload: a table with an entry per part, the head, then the inline parts, aligned.
+// Layout of a packet's payload: a table with an entry per part, the head, then the inline parts, aligned.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,6 @@ constexpr std::size_t kAlignment = 16;
 
 constexpr std::uint64_t aligned(std::uint64_t at) { return (at + kAlignment - 1) / kAlignment * kAlignment; }
 
-inline std::uint64_t head_at(const LetterFields& letter) { return letter.parts * sizeof(Entry); }
+inline std::uint64_t head_at(const PacketFields& packet) { return packet.parts * sizeof(Entry); }
 
 }  // namespace shoal::layout

@@ -52,7 +52,7 @@ struct alignas(64) Counters {
 };
 
 // One member's side of one lane.
-struct Seat {
+struct MemberLane {
   Counters* counters = nullptr;
   std::byte* slots[2] = {};
   const Mapping* memory = nullptr;
@@ -64,39 +64,39 @@ struct Seat {
   }
 };
 
-struct TeamLane {
-  std::vector<Seat> seats;  // in team order
-  std::uint64_t phase = 0;  // the last phase begun
+struct HostLane {
+  std::vector<MemberLane> member_lanes;  // in team order
+  std::uint64_t phase = 0;               // the last phase begun
   std::unique_ptr<Block> staging;
 };
 
-class Team {
+class HostMembers {
  public:
   // members: group ranks on this host, ascending; self: index of this process among them.
-  Team(Context& context, std::uint64_t group, std::vector<int> members, const std::vector<int>& global_ranks,
-       int self, int lanes);
-  ~Team();
+  HostMembers(Context& context, std::uint64_t group, std::vector<int> members,
+              const std::vector<int>& global_ranks, int self, int lanes);
+  ~HostMembers();
 
   int size() const { return static_cast<int>(members_.size()); }
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
-  TeamLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
+  HostLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
   // Looks up the members' blocks.  True when all are found, or if one has an invalid address (see `stray`).
   bool resolve();
-  std::optional<int> stray() const;  // group rank of the member with an invalid block
-  std::byte* inline_data(const Seat& seat, std::uint64_t phase) const {
+  std::optional<int> invalid_member() const;  // group rank of the member with an invalid block
+  std::byte* inline_data(const MemberLane& seat, std::uint64_t phase) const {
     return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);
   }
   // The staging buffer of this member's lane, allocated at first use.
-  std::byte* staging(TeamLane& lane);
-  void ring_all(const TeamLane& lane) const;
+  std::byte* staging(HostLane& lane);
+  void ring_all(const HostLane& lane) const;
   // Delays the reuse of this memory until members that may still access it have left.
   void quarantine();
 
  private:
   std::size_t slot_bytes() const;
   std::size_t block_bytes() const;
-  void seat_at(int place, std::byte* block, const Mapping& memory, Doorbell& bell);
+  void map_member(int place, std::byte* block, const Mapping& memory, Doorbell& bell);
 
   Context& context_;
   std::uint64_t group_;
@@ -104,11 +104,11 @@ class Team {
   std::vector<int> global_;
   std::size_t most_parts_;  // a member may expose a part for every rank of the group
   int self_;
-  std::vector<TeamLane> lanes_;
+  std::vector<HostLane> lanes_;
   std::vector<bool> found_;
   std::mutex resolve_mutex_;
   std::atomic<bool> all_found_{false};
-  std::atomic<int> stray_{-1};
+  std::atomic<int> invalid_member_{-1};
   std::mutex staging_mutex_;
   bool quarantined_ = false;
   std::unique_ptr<Block> block_;

@@ -1,8 +1,8 @@
 // Posts that call each other at random.
 //
 // In a round of calls, connections are cut and made again, calls are cancelled and time out, handlers answer
-// late or never, and posts are closed, all at random times.  Every call must end, every reply must belong to
-// its call, and the letters of an ordered mailbox must arrive in order.
+// late or never, and endpoints are closed, all at random times.  Every call must end, every reply must belong
+// to its call, and the packets of an ordered mailbox must arrive in order.
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "rpc/post.h"
+#include "rpc/endpoint.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
@@ -39,12 +39,12 @@ Bytes random_bytes(Random& random) {
   return bytes;
 }
 
-// One post with the threads that use it.
+// One endpoint with the threads that use it.
 class Station {
  public:
   explicit Station(std::uint64_t seed)
-      : post(std::make_shared<Post>(Post::Options{kBudget, 600 * kSecond})), seed_(seed) {
-    post->inbox().open(kOrdered);
+      : endpoint(std::make_shared<RpcEndpoint>(RpcEndpoint::Options{kBudget, 600 * kSecond})), seed_(seed) {
+    endpoint->inbox().open(kOrdered);
   }
 
   void start(std::vector<std::atomic<int>>& names) {
@@ -58,52 +58,53 @@ class Station {
     for (auto& caller : callers_) caller.join();
   }
   void end(std::int64_t patience) {
-    post->close(now_ns() + patience);
+    endpoint->close(now_ns() + patience);
     for (auto& thread : threads_) thread.join();
-    const auto stats = post->stats();
+    const auto stats = endpoint->stats();
     check(stats.peers == 0 && stats.calls == 0 && stats.handled == 0 && stats.kept == 0,
-          "a closed post holds something");
+          "a closed endpoint holds something");
   }
 
-  std::shared_ptr<Post> post;
+  std::shared_ptr<RpcEndpoint> endpoint;
   std::atomic<std::uint64_t> answered{0}, failed{0};
 
  private:
   void handle(Random random) {
     while (true) {
-      std::vector<LetterPtr> letters;
-      if (!post->inbox().take(0, now_ns() + kSecond, static_cast<std::size_t>(pick(random, 1, 3)), letters))
+      std::vector<PacketPtr> packets;
+      if (!endpoint->inbox().take(0, now_ns() + kSecond, static_cast<std::size_t>(pick(random, 1, 3)),
+                                  packets))
         return;
-      for (auto& letter : letters) {
-        letter->taken();
+      for (auto& packet : packets) {
+        packet->taken();
         dawdle(random);
         if (chance(random, 60)) {
-          post->abandon(*letter);
+          endpoint->abandon(*packet);
           continue;
         }
-        if (chance(random, 10)) letter->handling->describe("a handler");
-        LetterFields fields;
+        if (chance(random, 10)) packet->handling->describe("a handler");
+        PacketFields fields;
         fields.verb = chance(random, 10) ? Verb::kFailure : Verb::kReply;
         std::vector<PartToSend> parts;
-        for (const Part& part : letter->parts) parts.push_back({part.data.get(), part.bytes});
-        post->reply(*letter, fields, letter->head(), parts, letter);
+        for (const Part& part : packet->parts) parts.push_back({part.data.get(), part.bytes});
+        endpoint->reply(*packet, fields, packet->head(), parts, packet);
       }
     }
   }
 
-  // The letters contain the caller and a counter; only a cut leaves gaps.
+  // The packets contain the caller and a counter; only a cut leaves gaps.
   void read_in_order() {
     std::map<std::pair<int, std::uint64_t>, std::uint64_t> last;
     while (true) {
-      std::vector<LetterPtr> letters;
-      if (!post->inbox().take(kOrdered, now_ns() + kSecond, 4, letters)) return;
-      for (auto& letter : letters) {
-        letter->taken();
+      std::vector<PacketPtr> packets;
+      if (!endpoint->inbox().take(kOrdered, now_ns() + kSecond, 4, packets)) return;
+      for (auto& packet : packets) {
+        packet->taken();
         std::uint64_t says[2];
-        check(letter->head().size() == sizeof says, "the head of a letter was lost");
-        std::memcpy(says, letter->head().data(), sizeof says);
-        auto& before = last[{letter->peer, says[0]}];
-        check(says[1] > before, "letters of one mailbox out of order");
+        check(packet->head().size() == sizeof says, "the head of a packet was lost");
+        std::memcpy(says, packet->head().data(), sizeof says);
+        auto& before = last[{packet->peer, says[0]}];
+        check(says[1] > before, "packets of one mailbox out of order");
         before = says[1];
       }
     }
@@ -111,7 +112,7 @@ class Station {
 
   void count_tickets() {
     std::vector<std::int64_t> due;
-    while (post->tickets().wait(now_ns() + kSecond, due)) {
+    while (endpoint->tickets().wait(now_ns() + kSecond, due)) {
     }
   }
 
@@ -122,7 +123,7 @@ class Station {
       ++failed;
       return;
     }
-    const LetterPtr reply = call->take_reply();
+    const PacketPtr reply = call->take_reply();
     check(reply != nullptr, "a call without error or reply");
     check(std::ranges::equal(reply->head(), head), "the reply to another call");
     check(reply->parts.size() == parts.size(), "a reply with other parts");
@@ -151,24 +152,24 @@ class Station {
         const std::uint64_t says[2] = {self, ++count};
         const auto bytes = std::make_shared<Bytes>(random_bytes(random));
         const PartToSend part{bytes->data(), bytes->size()};
-        LetterFields fields;
+        PacketFields fields;
         fields.verb = Verb::kPost;
         fields.mailbox = kOrdered;
-        if (!post->await_room(peer, bytes->size(), now_ns() + kSecond)) continue;
+        if (!endpoint->await_room(peer, bytes->size(), now_ns() + kSecond)) continue;
         if (!chance(random, 3)) {
-          post->send(peer, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+          endpoint->send(peer, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
           continue;
         }
-        const auto place = post->hold(peer, kOrdered, 0, false, true, {});
+        const auto place = endpoint->hold(peer, kOrdered, 0, false, true, {});
         held.push_back([=, this, says = std::array{says[0], says[1]}] {
           if (says[1] % 9 == 0)
-            post->give_up(place, "its contents never came");
+            endpoint->abandon_held(place, "its contents never came");
           else
-            post->fill(*place, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+            endpoint->fill(*place, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
         });
         continue;
       }
-      LetterFields fields;
+      PacketFields fields;
       fields.verb = Verb::kCall;
       Bytes head = random_bytes(random);
       std::vector<std::shared_ptr<Bytes>> buffers;
@@ -179,27 +180,27 @@ class Station {
       }
       auto keep = std::make_shared<std::vector<std::shared_ptr<Bytes>>>(buffers);
       const std::int64_t patience = chance(random, 5) ? pick(random, 0, 3) * kMillisecond : kSecond;
-      const bool room = post->await_room(peer, head.size(), now_ns() + patience);
+      const bool room = endpoint->await_room(peer, head.size(), now_ns() + patience);
       CallPtr call;
       if (chance(random, 4)) {
         const std::uint64_t staged = head.size();
-        const bool counted = post->await_room(peer, staged, now_ns() + patience, true);
-        call = post->hold(peer, fields.mailbox, now_ns() + patience, !counted, false, {});
+        const bool counted = endpoint->await_room(peer, staged, now_ns() + patience, true);
+        call = endpoint->hold(peer, fields.mailbox, now_ns() + patience, !counted, false, {});
         held.push_back([=, this, at = pick(random, 0, 9)] {
           if (at == 0)
-            post->give_up(call, "its contents never came");
+            endpoint->abandon_held(call, "its contents never came");
           else
-            post->fill(*call, fields, view(head), parts, keep);
-          if (counted) post->unstage(peer, staged);
+            endpoint->fill(*call, fields, view(head), parts, keep);
+          if (counted) endpoint->unstage(peer, staged);
         });
       } else {
-        call = post->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room, {});
+        call = endpoint->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room, {});
       }
       keep.reset();
       if (chance(random, 5)) call->announce(5);
       if (chance(random, 6)) {
         dawdle(random);
-        post->cancel(call);
+        endpoint->cancel(call);
       }
       if (chance(random, 8)) continue;  // no thread waits for it
       fill(0);
@@ -214,7 +215,7 @@ class Station {
 
 }  // namespace
 
-void posts(std::uint64_t seed, Tally& tally) {
+void endpoints(std::uint64_t seed, Tally& tally) {
   Random random(seed);
   constexpr std::size_t kStations = 3;
   std::vector<std::unique_ptr<Station>> stations;
@@ -226,7 +227,7 @@ void posts(std::uint64_t seed, Tally& tally) {
   auto connect = [&](std::size_t from, std::size_t to) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
-    Post &caller = *stations[from]->post, &callee = *stations[to]->post;
+    RpcEndpoint &caller = *stations[from]->endpoint, &callee = *stations[to]->endpoint;
     const bool share = !chance(random, 4);
     try {
       callee.attach(ends[1], getpid(), 2, share ? caller.memory() : -1);
@@ -244,17 +245,17 @@ void posts(std::uint64_t seed, Tally& tally) {
     const auto from = static_cast<std::size_t>(pick(random, 0, kStations - 1));
     const auto to = static_cast<std::size_t>(pick(random, 0, kStations - 1));
     if (chance(random, 2))
-      stations[from]->post->disconnect(names[from][to]);
+      stations[from]->endpoint->disconnect(names[from][to]);
     else
-      stations[from]->post->drop(names[from][to], "the test drops it");
+      stations[from]->endpoint->drop(names[from][to], "the test drops it");
     connect(from, to);
   }
-  const bool violent = chance(random, 3);  // some posts close while others call them
-  if (violent) stations[0]->post->close(now_ns() + kSecond / 100);
+  const bool violent = chance(random, 3);  // some endpoints close while others call them
+  if (violent) stations[0]->endpoint->close(now_ns() + kSecond / 100);
   for (auto& station : stations) station->join_callers();
   if (!violent)  // lent memory is returned; if not, the watchdog detects it
     for (auto& station : stations)
-      while (station->post->stats().lent > 0) nap(random, 0, 1000);
+      while (station->endpoint->stats().lent > 0) nap(random, 0, 1000);
   for (auto& station : stations) {
     station->end(violent ? 0 : kSecond);
     tally.collectives += station->answered;

@@ -17,7 +17,7 @@ constexpr std::int64_t kSlice = 100 * kMillisecond;  // between two checks for s
 // Calls `step(until)` without the GIL until it returns true or the deadline has passed.  After each call,
 // runs `between` with the GIL and, in the main thread, signal handlers.
 template <class Step, class Between>
-bool in_slices(std::int64_t deadline, Step step, Between between) {
+bool wait_interruptibly(std::int64_t deadline, Step step, Between between) {
   const bool main = getpid() == gettid();
   while (true) {
     const std::int64_t now = now_ns();
@@ -35,8 +35,8 @@ bool in_slices(std::int64_t deadline, Step step, Between between) {
 }
 
 template <class Step>
-bool in_slices(std::int64_t deadline, Step step) {
-  return in_slices(deadline, step, [] {});
+bool wait_interruptibly(std::int64_t deadline, Step step) {
+  return wait_interruptibly(deadline, step, [] {});
 }
 
 inline std::int64_t deadline_of(nanobind::handle timeout) {

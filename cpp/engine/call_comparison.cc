@@ -1,4 +1,4 @@
-#include "engine/inquiry.h"
+#include "engine/call_comparison.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ constexpr std::int64_t kAskAgain = 100 * kMillisecond;
 
 }  // namespace
 
-void Inquiry::note(const Request& request, Fingerprint& call) {
+void CallComparison::record_call(const Request& request, Fingerprint& call) {
   std::lock_guard lock(mutex_);
   if (request.numbered()) {
     call.history = history_;
@@ -31,24 +31,24 @@ void Inquiry::note(const Request& request, Fingerprint& call) {
   recent_[request.channel % kRecent] = {request.channel, call};
 }
 
-std::uint64_t Inquiry::next_number() {
+std::uint64_t CallComparison::next_number() {
   std::lock_guard lock(mutex_);
   return next_number_;
 }
 
-std::optional<std::uint64_t> Inquiry::history(std::uint64_t number) {
+std::optional<std::uint64_t> CallComparison::history(std::uint64_t number) {
   std::lock_guard lock(mutex_);
   if (number == next_number_) return history_;
   auto* call = recent(number);
   return call == nullptr ? std::nullopt : std::optional(call->history);
 }
 
-const Fingerprint* Inquiry::recent(std::uint64_t channel) const {
+const Fingerprint* CallComparison::recent(std::uint64_t channel) const {
   const Recent& entry = recent_[channel % kRecent];
   return entry.channel == channel ? &entry.call : nullptr;
 }
 
-void Inquiry::compare_with_neighbour(const Operation& op) {
+void CallComparison::compare_with_neighbour(const Operation& op) {
   FrameHeader query = group_.frame(FrameType::kCallQuery);
   query.channel = op.request().channel;
   query.code = kKnown;
@@ -57,8 +57,8 @@ void Inquiry::compare_with_neighbour(const Operation& op) {
   if (group_.size() > 1 && next != nullptr && !next->broken()) next->send_control(query);
 }
 
-void Inquiry::on_query(int rank, const FrameHeader& query) {
-  if (query.code == kKnown) seen(query.channel, query.call);
+void CallComparison::on_query(int rank, const FrameHeader& query) {
+  if (query.code == kKnown) on_peer_call(query.channel, query.call);
   FrameHeader reply = group_.frame(FrameType::kCallReply);
   reply.channel = query.channel;
   {
@@ -73,20 +73,20 @@ void Inquiry::on_query(int rank, const FrameHeader& query) {
   if (Link* to = group_.link(rank)) to->send_control(reply);
 }
 
-void Inquiry::seen(std::uint64_t channel, const Fingerprint& call) {
+void CallComparison::on_peer_call(std::uint64_t channel, const Fingerprint& call) {
   {
     std::lock_guard lock(mutex_);
     auto* mine = recent(channel);
     if (mine == nullptr || *mine == call) return;
   }
-  suspect(channel);
+  start_mismatch(channel);
 }
 
-void Inquiry::late(const Request& request) {
+void CallComparison::start_timeout(const Request& request) {
   begin({.channel = request.channel, .operation = describe(request), .timeout = request.timeout});
 }
 
-void Inquiry::begin(Question question) {
+void CallComparison::begin(Question question) {
   FrameHeader query = group_.frame(FrameType::kCallQuery);
   query.channel = question.channel;
   {
@@ -103,11 +103,11 @@ void Inquiry::begin(Question question) {
     question.replies[static_cast<std::size_t>(group_.rank())] = mine;
     question_ = std::move(question);
   }
-  group_.tell_all(query);
+  group_.send_to_all(query);
   group_.context().submitted(true);  // so that the progress thread checks the deadlines
 }
 
-void Inquiry::on_reply(int rank, const FrameHeader& reply) {
+void CallComparison::on_reply(int rank, const FrameHeader& reply) {
   {
     std::lock_guard lock(mutex_);
     if (!question_ || question_->channel != reply.channel) return;
@@ -117,7 +117,7 @@ void Inquiry::on_reply(int rank, const FrameHeader& reply) {
   finish();
 }
 
-void Inquiry::check(std::int64_t now, std::int64_t& next) {
+void CallComparison::check(std::int64_t now, std::int64_t& next) {
   std::vector<int> asked;
   FrameHeader query = group_.frame(FrameType::kCallQuery);
   {
@@ -134,12 +134,12 @@ void Inquiry::check(std::int64_t now, std::int64_t& next) {
   }
   if (asked.empty()) return finish();
   // A member that had not called the operation may have called it since; it replies only to queries.
-  for (int rank : asked) group_.tell(rank, query);
+  for (int rank : asked) group_.send_to(rank, query);
 }
 
 // A member that has left or is lost never answers.  A mismatch is reported when all members have arrived; for
 // a late operation, some never arrive.
-std::vector<int> Inquiry::awaited() const {
+std::vector<int> CallComparison::awaited() const {
   std::vector<int> ranks;
   for (int r = 0; r < group_.size(); ++r) {
     const auto& reply = question_->replies[static_cast<std::size_t>(r)];
@@ -149,12 +149,12 @@ std::vector<int> Inquiry::awaited() const {
   return ranks;
 }
 
-void Inquiry::stop() {
+void CallComparison::stop() {
   std::lock_guard lock(mutex_);
   question_.reset();
 }
 
-void Inquiry::finish() {
+void CallComparison::finish() {
   Question question;
   bool earlier = false;
   {
@@ -166,19 +166,19 @@ void Inquiry::finish() {
               histories_differ(question) && recent(question.channel - 1) != nullptr;
     if (earlier) question_.reset();
   }
-  if (earlier) return suspect(question.channel - 1);
+  if (earlier) return start_mismatch(question.channel - 1);
   group_.fail(question.mismatch ? mismatch_error(question) : timeout_error(question), true);
 }
 
 // Whether the calls themselves differ, not only their histories.
-bool Inquiry::calls_differ(const Question& question) const {
+bool CallComparison::calls_differ(const Question& question) const {
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
   return std::ranges::any_of(question.replies, [&](const auto& reply) {
     return !reply || reply->code != mine->code || !reply->call.same_call(mine->call);
   });
 }
 
-bool Inquiry::histories_differ(const Question& question) const {
+bool CallComparison::histories_differ(const Question& question) const {
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
   return std::ranges::any_of(question.replies, [&](const auto& reply) {
     return reply && reply->call.history != mine->call.history;
@@ -186,7 +186,7 @@ bool Inquiry::histories_differ(const Question& question) const {
 }
 
 // Returns an error text if the members made the group with different numbers of lanes: then no calls match.
-std::string Inquiry::different_lanes(const Question& question) const {
+std::string CallComparison::different_lanes(const Question& question) const {
   std::string list;
   bool differ = false;
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
@@ -201,7 +201,7 @@ std::string Inquiry::different_lanes(const Question& question) const {
          "' have different numbers of lanes; give init() the same concurrency on all:" + list;
 }
 
-std::string Inquiry::table(const Question& question) const {
+std::string CallComparison::table(const Question& question) const {
   std::string text = "the ranks called different things as " +
                      (question.channel & kKeyed ? std::string("one operation of a callback")
                                                 : "operation " + std::to_string(question.channel)) +
@@ -217,14 +217,14 @@ std::string Inquiry::table(const Question& question) const {
   return text;
 }
 
-Error Inquiry::mismatch_error(const Question& question) const {
+Error CallComparison::mismatch_error(const Question& question) const {
   std::string text = different_lanes(question);
   if (text.empty()) text = table(question);
   if (!calls_differ(question)) text += "\nThe sizes of their parts do not fit one another.";
   return {ErrorCode::kMismatch, std::move(text)};
 }
 
-Error Inquiry::timeout_error(const Question& question) const {
+Error CallComparison::timeout_error(const Question& question) const {
   Error error{ErrorCode::kTimeout,
               "did not finish within its timeout of " + seconds(question.timeout),
               {},

@@ -27,12 +27,12 @@ void Group::begin_close() {
       if (member(r).leaving != ~0ULL) before.push_back(r);
   }
   for (int r = 0; r < size(); ++r)
-    if (r != rank()) tell_closing(r, kLeaves);
-  for (int r : before) tell_closing(r, kHasRead);
+    if (r != rank()) announce_closing(r, kLeaves);
+  for (int r : before) announce_closing(r, kHasRead);
   context_->bell().wake();
 }
 
-void Group::tell_closing(int rank, Closing what) {
+void Group::announce_closing(int rank, Closing what) {
   FrameHeader header = frame(FrameType::kGroupClosing);
   header.code = what;
   header.channel = inquiry_.next_number();
@@ -56,14 +56,14 @@ void Group::on_peer_closing(int rank, const FrameHeader& closing) {
     peer.has_read |= closing.code == kHasRead;
     peer.finished |= closing.code == kFinished;
   }
-  if (answer) tell_closing(rank, kHasRead);
+  if (answer) announce_closing(rank, kHasRead);
   answer_leaving();
   context_->bell().wake();
 }
 
 // Notifies closing members when this one has completed all their operations, or asks for their calls.
 void Group::answer_leaving() {
-  if (!owes_answers() || broken()) return;
+  if (!has_unanswered_closings() || broken()) return;
   const auto finished = static_cast<std::uint64_t>(lanes_.last_completed() + 1);
   std::vector<std::pair<int, Member>> due;
   {
@@ -81,21 +81,21 @@ void Group::answer_leaving() {
   for (const auto& [r, peer] : due) {
     const auto history = inquiry_.history(peer.leaving);
     if (peer.leaving > 0 && history && *history != peer.history)
-      inquiry_.suspect(peer.leaving - 1);
+      inquiry_.start_mismatch(peer.leaving - 1);
     else
-      tell_closing(r, kFinished);
+      announce_closing(r, kFinished);
   }
 }
 
 // Whether no other member needs anything from this one.
 bool Group::settled() {
-  if (broken() || pairwise() || given_up_.load() != ~0ULL) return true;
+  if (broken() || pairwise() || first_abandoned_.load() != ~0ULL) return true;
   const std::uint64_t submitted = inquiry_.next_number();
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r) {
     const Member& peer = member(r);
-    if (r == rank() || peer.finished || std::min(peer.leaving, peer.departed) < submitted) continue;
-    if (submitted > 0 && peer.departed == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
+    if (r == rank() || peer.finished || std::min(peer.leaving, peer.left_at) < submitted) continue;
+    if (submitted > 0 && peer.left_at == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
       return false;
   }
   return true;
@@ -106,11 +106,11 @@ void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
   {
     std::lock_guard lock(state_mutex_);
     Member& peer = member(rank);
-    if (peer.departed == ~0ULL) {
-      peer.departed = next_number;
+    if (peer.left_at == ~0ULL) {
+      peer.left_at = next_number;
       peer.program_ended = why == kProgramEnded;
     }
-    any_departed_.store(true, std::memory_order_release);
+    any_member_left_.store(true, std::memory_order_release);
   }
   context_->bell().wake();
 }
@@ -118,7 +118,7 @@ void Group::on_peer_closed(int rank, std::uint64_t next_number, Departure why) {
 bool Group::all_peers_gone() {
   std::lock_guard lock(state_mutex_);
   for (int r = 0; r < size(); ++r)
-    if (r != rank() && member(r).departed == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
+    if (r != rank() && member(r).left_at == ~0ULL && context_->peers().state(global(r)) == Peers::kAlive)
       return false;
   return true;
 }
@@ -138,7 +138,7 @@ void Group::close(std::int64_t deadline) {
     if (settled()) break;
     sleeper.sleep(std::min(deadline - now_ns(), 20 * kMillisecond));
   }
-  const std::uint64_t abandoned = std::min(given_up_.load(), lanes_.first_pending());
+  const std::uint64_t abandoned = std::min(first_abandoned_.load(), lanes_.first_pending());
   if (lanes_.pending()) {
     fail({ErrorCode::kClosed, "the group was closed before the operation had finished"}, false);
     bool waiting = false;
@@ -146,14 +146,14 @@ void Group::close(std::int64_t deadline) {
   }
   // A peer that does not know yet why the group broke must not take this member's leaving for the reason.
   if (auto error = failure(); error && error->code != ErrorCode::kClosed) {
-    tell_failure();
+    announce_failure();
     all_told_.store(true);
   }
   agreements_.close();
   FrameHeader header = frame(FrameType::kGroupClosed);
   header.code = context_->departure();
   header.channel = std::min(inquiry_.next_number(), abandoned);  // this member takes no part from here on
-  tell_all(header);
+  send_to_all(header);
   context_->messenger().forget(ident());
   context_->drop_groups();
 }

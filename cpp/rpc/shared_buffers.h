@@ -1,4 +1,4 @@
-// Lent memory: transfer of large parts between posts of one host.
+// Lent memory: transfer of large parts between RPC endpoints of one host.
 //
 // The sender copies a part once, into a block of its arena, and the receiver uses this block as its buffer.
 // A block begins with a word for its owner: the sender writes the number of the loan, the receiver adds
@@ -23,32 +23,32 @@
 
 namespace shoal {
 
-// The memory of a post that lends blocks.
-class Lender : public std::enable_shared_from_this<Lender> {
+// The memory of an endpoint that lends blocks.
+class SharedBufferPool : public std::enable_shared_from_this<SharedBufferPool> {
  public:
   // A lent block; taken back if destroyed before `sent()`, to be called when the peer is notified of it.
-  class Loan {
+  class Lease {
    public:
-    Loan(std::shared_ptr<Lender> lender, std::uint64_t place, std::uint64_t number)
+    Lease(std::shared_ptr<SharedBufferPool> lender, std::uint64_t place, std::uint64_t number)
         : place(place), number(number), lender_(std::move(lender)) {}
-    ~Loan() {
+    ~Lease() {
       if (lender_) lender_->recall(place, number);
     }
-    Loan(const Loan&) = delete;
-    Loan& operator=(const Loan&) = delete;
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
     void sent() { lender_.reset(); }
     const std::uint64_t place, number;
 
    private:
-    std::shared_ptr<Lender> lender_;
+    std::shared_ptr<SharedBufferPool> lender_;
   };
 
   // `sooner` is called when `tidy_at` becomes earlier; it must not block.  Throws OutOfMemory.
-  Lender(std::uint64_t limit, std::function<void()> sooner);
+  SharedBufferPool(std::uint64_t limit, std::function<void()> sooner);
 
   int fd() const { return arena_.fd(); }
   // Copies the bytes for the peer; null if there is no room.
-  std::unique_ptr<Loan> lend(int peer, const std::byte* data, std::uint64_t bytes);
+  std::unique_ptr<Lease> lend(int peer, const std::byte* data, std::uint64_t bytes);
   // The connection to the peer has ended: takes back blocks that it has not taken.
   void lost(int peer);
   // The process of the peer has ended: takes back all its blocks.
@@ -61,7 +61,7 @@ class Lender : public std::enable_shared_from_this<Lender> {
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is lent or kept.
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
-  // The post has been closed: `sooner` is no longer called.
+  // The endpoint has been closed: `sooner` is no longer called.
   void forget();
   void disown() { arena_.disown(); }
 
@@ -89,9 +89,9 @@ class Lender : public std::enable_shared_from_this<Lender> {
 };
 
 // The memory of a lending peer.  It stays mapped as long as a part that was taken from it.
-class Borrowed : public std::enable_shared_from_this<Borrowed> {
+class PeerBuffer : public std::enable_shared_from_this<PeerBuffer> {
  public:
-  Borrowed(int fd, std::size_t length);
+  PeerBuffer(int fd, std::size_t length);
   // Takes a part that the peer has lent; null and `flaw` if its description is invalid.  All of the peer's
   // data about its memory is checked here.
   std::shared_ptr<std::byte> take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
@@ -112,13 +112,13 @@ class Borrowed : public std::enable_shared_from_this<Borrowed> {
 };
 
 // The memories of all peers.  Connections to one peer share its memory, so that its pages are mapped once.
-class Memories {
+class PeerMemories {
  public:
   // The memory of the descriptor, which the caller still owns.  Throws BadMemory and OutOfMemory.
-  std::shared_ptr<Borrowed> open(int fd);
+  std::shared_ptr<PeerBuffer> open(int fd);
 
  private:
-  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Borrowed>> all_;
+  std::map<std::pair<dev_t, ino_t>, std::weak_ptr<PeerBuffer>> all_;
 };
 
 }  // namespace shoal
