@@ -6,13 +6,6 @@
 #include "net/check.h"
 
 namespace shoal {
-namespace {
-
-// Whether the sender has sent only the first frame of the message.
-bool partial(const FrameHeader& header) { return header.code == kDeferred || header.payload < header.total; }
-
-}  // namespace
-
 bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link) {
   incoming.header = header;
   incoming.link.store(&link, std::memory_order_release);

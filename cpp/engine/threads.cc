@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "common/clock.h"
@@ -16,7 +15,6 @@ namespace {
 // Time after a submission during which the progress thread checks often.
 constexpr std::int64_t kActive = 20 * kMillisecond;
 // Time for which released memory keeps its pages: a training loop allocates the same sizes in its next step.
-constexpr std::int64_t kWarm = 2000 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls
 
 void pause_cpu() {
@@ -100,9 +98,9 @@ void Context::progress_loop() {
       seen = submissions;
       active_until = now + kActive;
     }
-    std::int64_t next = std::numeric_limits<std::int64_t>::max();
+    std::int64_t next = kNever;
     check(now, next);
-    if (now >= trim_at && !arena_->trim(now - kWarm)) trim_at = now + kWarm / 4;
+    if (now >= trim_at && !arena_->trim(now - kIdleMemoryTime)) trim_at = now + kIdleMemoryTime / 4;
     bool active = now < active_until;
     deep_.store(!active && !waiting, std::memory_order_seq_cst);
     {

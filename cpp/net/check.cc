@@ -13,7 +13,7 @@ constexpr auto kLastError = static_cast<std::uint16_t>(ErrorCode::kWire);
 constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
 
 // The kind of links on which frames of a type are allowed.
-enum class Between { kAll, kRanks, kPosts };
+enum class Between { kAll, kRanks, kEndpoints };
 
 // The limits of the fields of one type of frame; other fields must be zero.
 struct Limits {
@@ -42,9 +42,9 @@ const Limits* limits_of(FrameType type) {
       {{0, 0}, 0, false, false, false, kUnreadLimit, false, Between::kAll},           // credit
       {{kLeaves, kFinished}, 0, true, true, true, 0, false},                          // closing
       {{0, 0}, 0, true, true, true, 0, false, Between::kAll},                         // withdrawn
-      {{0, 0}, 0, false, true, false, 0, false, Between::kPosts},                     // cancel
-      {{0, 0}, 0, false, true, false, 0, false, Between::kPosts},                     // ask
-      {{0, 1}, kTextLimit, false, true, false, 0, false, Between::kPosts},            // tell
+      {{0, 0}, 0, false, true, false, 0, false, Between::kEndpoints},                 // cancel
+      {{0, 0}, 0, false, true, false, 0, false, Between::kEndpoints},                 // ask
+      {{0, 1}, kTextLimit, false, true, false, 0, false, Between::kEndpoints},        // tell
       {{0, 0}, kAgreeLimit, true, true, false, 0, false},                             // agree
   };
   const auto index = static_cast<std::size_t>(type) - 1;
@@ -142,7 +142,7 @@ const char* invalid_reason(const FrameHeader& header, const LinkState& link) {
   if (header.magic != kFrameMagic) return "something that is not a frame";
   const Limits* limits = limits_of(header.type);
   if (limits == nullptr) return "a frame of a type that does not exist";
-  if (limits->between == (link.packets != nullptr ? Between::kRanks : Between::kPosts))
+  if (limits->between == (link.packets != nullptr ? Between::kRanks : Between::kEndpoints))
     return "a frame of a type that has no place here";
   if (header.code < limits->codes[0] || header.code > limits->codes[1]) return "a code that does not exist";
   if (header.payload > limits->payload) return "a frame that is too long";

@@ -180,4 +180,9 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 128);
 
+// Whether the sender has sent only the first frame of the message.
+inline bool partial(const FrameHeader& header) {
+  return header.code == kDeferred || (header.code != kSharedBuffer && header.payload < header.total);
+}
+
 }  // namespace shoal

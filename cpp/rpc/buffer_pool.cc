@@ -10,7 +10,6 @@
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kWarm = 2 * kSecond;  // maximum time for which an unused buffer is kept
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kHugePage = 2 << 20;  // this alignment is useless if huge pages are larger
 
@@ -76,7 +75,7 @@ void BufferPool::give_back(Buffer buffer) {
     bytes_ += buffer.bytes;
     others = beyond(open_ ? budget_->left() : 0);
     if (!idle_.empty() && tidy_at_ == kNever) {
-      tidy_at_ = buffer.since + kWarm;
+      tidy_at_ = buffer.since + kIdleMemoryTime;
       first_kept_();
     }
   }
@@ -103,11 +102,11 @@ void BufferPool::tidy(std::int64_t now) {
   Buffers old;
   {
     std::lock_guard lock(mutex_);
-    const auto end =
-        std::find_if(idle_.begin(), idle_.end(), [&](auto& each) { return each.since + kWarm > now; });
+    const auto end = std::find_if(idle_.begin(), idle_.end(),
+                                  [&](auto& each) { return each.since + kIdleMemoryTime > now; });
     old.assign(idle_.begin(), end);
     remove(idle_.begin(), end);
-    tidy_at_ = idle_.empty() ? kNever : idle_.front().since + kWarm;
+    tidy_at_ = idle_.empty() ? kNever : idle_.front().since + kIdleMemoryTime;
   }
   unmap(old);
 }

@@ -9,11 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "common/clock.h"
 #include "rpc/budget.h"
 
 namespace shoal {
@@ -57,8 +57,6 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   void give_back(Buffer buffer);
   Buffers beyond(std::uint64_t limit);
   void remove(Buffers::iterator begin, Buffers::iterator end);
-
-  static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
   const std::shared_ptr<Budget> budget_;
   std::function<void()> first_kept_;

@@ -4,16 +4,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/duration.h"
 #include "rpc/endpoint.h"
 
 namespace shoal {
 namespace {
 
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kAnswerTime = 200 * kMillisecond;  // for the callee's report on an overdue call
 constexpr std::int64_t kShortCall = kMillisecond / 2;     // shorter handlers need no additional threads
 constexpr std::int64_t kLongestSleep = 3'600'000;         // ms
@@ -179,7 +178,7 @@ void RpcEndpoint::on_frame(Link& link, const FrameHeader& header, const Destinat
 void RpcEndpoint::on_link_lost(Link&, LinkEnd end, const char* why) {
   if (!end_.empty()) return;
   end_ = end == LinkEnd::kClosed ? "its connection closed"
-                               : std::string("it sent ") + why + "; the connection to it was cut";
+                                 : std::string("it sent ") + why + "; the connection to it was cut";
 }
 
 void RpcEndpoint::packet_arrived(PacketPtr packet) {

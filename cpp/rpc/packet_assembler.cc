@@ -11,11 +11,6 @@
 namespace shoal {
 namespace {
 
-// Whether the sender has sent only the first frame of the message.
-bool partial(const FrameHeader& header) {
-  return header.code == kDeferred || (header.code != kSharedBuffer && header.payload < header.total);
-}
-
 std::shared_ptr<std::byte> small_buffer(std::uint64_t bytes) {
   auto* memory = new (std::nothrow) std::byte[bytes > 0 ? bytes : 1];
   return memory == nullptr ? nullptr : std::shared_ptr<std::byte>(memory, [](std::byte* p) { delete[] p; });

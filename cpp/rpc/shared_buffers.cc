@@ -5,7 +5,6 @@
 #include <sys/vfs.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "common/clock.h"
@@ -18,9 +17,7 @@ constexpr std::uint64_t kHeader = 64;           // bytes before a block's data, 
 constexpr std::uint64_t kTaken = 1ULL << 63;    // in a block's word
 constexpr std::uint64_t kLargest = 1ULL << 40;  // maximum bytes of a memory: several fit in an address space
 constexpr std::size_t kChecksPerLease = 16;     // blocks that one loan checks, however many are lent
-constexpr std::int64_t kWarm = 2 * kSecond;     // maximum time for which unused pages are kept
 constexpr std::int64_t kLongestPause = 64 * kSecond;
-constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kStream = 16 << 20;  // larger copies bypass the caches
 
@@ -130,7 +127,7 @@ void SharedBufferPool::tidy(std::int64_t now) {
   std::unique_lock lock(mutex_);
   look(table_.size());
   lock.unlock();
-  const bool more = arena_.trim(now - kWarm);  // some at a time, because packets wait meanwhile
+  const bool more = arena_.trim(now - kIdleMemoryTime);  // some at a time, because packets wait meanwhile
   lock.lock();
   const bool has_idle = arena_.idle_bytes() > 0;
   pause_ = more ? 0 : has_idle ? kSecond : std::min(2 * std::max(pause_, kSecond), kLongestPause);
