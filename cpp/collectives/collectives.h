@@ -13,7 +13,7 @@ namespace shoal::collectives {
 // The coroutine of an operation; selects the algorithm by topology and size.
 Task start(Operation& op);
 
-// Within one host (start.cc, exchange.cc, all_reduce.cc).
+// Within one host (dispatch.cc, exchange.cc, all_reduce.cc).
 Task shared(Operation& op);
 // Over links, for any topology (over_links.cc); also for operations issued in callbacks, which have no lane.
 Task over_links(Operation& op);

@@ -161,7 +161,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::deque<Pending> early_;
 
   std::thread progress_thread_, watch_thread_;
-  // State with which threads in wait() and the watch thread share the TCP sockets (waiting.cc).
+  // State with which threads in wait() and the watch thread share the TCP sockets (threads.cc).
   std::atomic<int> polling_waiters_{0};          // threads in wait() that poll them
   std::atomic<std::uint64_t> poll_sessions_{0};  // number of times a thread began to
   std::atomic<int> asleep_{0};                   // threads in wait() that sleep

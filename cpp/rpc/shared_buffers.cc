@@ -39,7 +39,7 @@ void watch_forks() {
 
 }  // namespace
 
-// -- lending ----------------------------------------------------------------------------------------------
+// -- sending ----------------------------------------------------------------------------------------------
 
 SharedBufferPool::SharedBufferPool(std::uint64_t limit, std::function<void()> sooner)
     : arena_(whole_pages(limit), whole_pages(limit)), sooner_(std::move(sooner)), tidy_at_(kNever) {}
