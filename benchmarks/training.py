@@ -40,8 +40,8 @@ from training_timeline import draw as draw_timeline
 from training_timeline import median_step
 
 import shoal
-from shoal.tools.bench.machine import description, machine
-from shoal.tools.measuring import cleaning_up, installed
+from shoal.tools.bench.result import description, machine
+from shoal.tools.signals import cleaning_up, installed
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Settings of glibc that keep freed memory in the process. Otherwise the gradients of a model alone may be

@@ -10,7 +10,7 @@ from rich.table import Table
 from training_figures import ALONE, Estimate, Race, median
 from training_models import TASKS
 
-from shoal.tools.bench.machine import description
+from shoal.tools.bench.result import description
 
 LABELS = {
     ALONE: "alone", "gloo": "Gloo", "gloo-copying": "Gloo, copying", "torch-shoal": "torch's DDP on shoal",

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 import shoal
-from shoal.tools.measuring import cleaning_up
+from shoal.tools.signals import cleaning_up
 
 STEPS = 15
 KINDS = ("alone", "distributed")

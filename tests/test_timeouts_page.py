@@ -16,7 +16,7 @@ from shoal import config, world
 from shoal.controller import Master
 from shoal.elastic.membership import lobby_keys
 from shoal.launch import agent_protocol as frames
-from shoal.launch.job import evictions, supervisor
+from shoal.launch.job import evictions, launch, supervisor
 from shoal.launch.remote import agent_pool
 from shoal.net import HANDSHAKE_TIMEOUT_S
 from shoal.rpc import Agent
@@ -71,10 +71,10 @@ DEFAULTS: list[tuple[str, float]] = [
     ("`shoal run`: a rank that failed", supervisor.CULPRIT_GRACE_S),
     ("`shoal run`: an evicted process may", evictions.EXIT_TIMEOUT_S),
     ("`shoal run`: an evicted process after", evictions.KILL_DELAY_S),
-    ("`shoal run`: ranks after Ctrl-C", supervisor.STOP_GRACE_S),
+    ("`shoal run`: ranks after Ctrl-C", launch.STOP_GRACE_S),
     ("`shoal run`: a rank ended with 0", supervisor.EARLY_EXIT_WARNING_S),
-    ("`shoal run --hosts`: an agent starts", agent_pool._START_TIMEOUT_S),
-    ("`shoal run --hosts`: no message", frames.SILENCE),
+    ("`shoal run --hosts`: an agent starts", agent_pool.START_TIMEOUT_S),
+    ("`shoal run --hosts`: no message", frames.SILENCE_TIMEOUT_S),
     ("`shoal.testing.run_threads`", default_of(run_threads)),
 ]
 

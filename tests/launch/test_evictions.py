@@ -14,7 +14,7 @@ import pytest
 
 from shoal.failure_report import STACKS, Report
 from shoal.launch.job.evictions import EXIT_TIMEOUT_S, KILL_DELAY_S, STACKS_S, Evictions
-from shoal.launch.ranks.meetings import Meetings
+from shoal.launch.ranks.reports import MeetingTable
 from tests.support.quick_launcher import QuickLauncher
 
 from .conftest import Workshop
@@ -26,9 +26,9 @@ LAUNCHER = """
 import sys
 from shoal.launch import cli
 from shoal.launch.job import evictions
-from shoal.launch.ranks import respawn
+from shoal.launch.ranks import slots
 evictions.EXIT_TIMEOUT_S = 0.1
-evictions.KILL_DELAY_S = respawn.MIN_DELAY_S = 0.2
+evictions.KILL_DELAY_S = slots.MIN_DELAY_S = 0.2
 cli.main()
 """
 
@@ -161,7 +161,7 @@ def test_a_rank_that_has_just_left_its_group_is_not_evicted() -> None:
 
 
 def test_ranks_of_later_meetings_are_resolved() -> None:
-    meetings = Meetings()
+    meetings = MeetingTable()
     for index, rank in ((0, 0), (5, 1)):
         meetings.add(Report("met", 1.0, (rank,), meeting="a"), index)
     told = Report("told", 2.0, (0, 1, 2))

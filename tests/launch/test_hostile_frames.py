@@ -19,11 +19,11 @@ import pytest
 from shoal.failure_report import Report
 from shoal.launch import agent_protocol as frames
 from shoal.launch.agent_protocol import (  # fmt: skip
-    LIMIT,
+    MAX_FRAME_BYTES,
+    OUTPUT_WINDOW_BYTES,
     PREAMBLE,
     PROTOCOL,
-    STDIN_WINDOW,
-    WINDOW,
+    STDIN_WINDOW_BYTES,
     Beat,
     Begin,
     Bye,
@@ -47,11 +47,11 @@ from shoal.launch.agent_protocol import (  # fmt: skip
 from shoal.launch.commands.agent import AgentServer
 from shoal.launch.ranks.guardian import Guardian
 from shoal.launch.ranks.source import Pipe
-from shoal.launch.remote.agent_client import AgentCallbacks, AgentClient
+from shoal.launch.remote.agent_client import AgentCallbacks, AgentClient, RemoteRank
+from shoal.launch.remote.connection import DescriptorCarrier
 from shoal.launch.remote.hosts import Host
-from shoal.launch.remote.link import Descriptors
-from shoal.launch.remote.rank import RelayQueue, RemoteRank
-from shoal.launch.remote.ssh import Client
+from shoal.launch.remote.output_relay import RelayQueue
+from shoal.launch.remote.ssh import SshProcess
 from shoal.net import build_version, frame_header
 from tests.support.waiting import until
 
@@ -85,20 +85,22 @@ def mutated(data: bytes, dice: random.Random) -> bytes:
 # -- the launcher ------------------------------------------------------------------------------
 
 
-class Stranger(Client):
+class Stranger(SshProcess):
     """A client without a process: the test is the agent."""
 
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
-        self.carrier = Descriptors(*[mine.detach()] * 2)
+        self.carrier = DescriptorCarrier(*[mine.detach()] * 2)
         reading, writing = os.pipe()
         os.close(writing)
         self.stderr = Pipe(os.fdopen(reading, "rb", 0))
         self.agent = theirs
         self.agent.setblocking(False)
 
-    def read(self) -> None:
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
         self.stderr.ignore()
+        if selector is not None:
+            self.stderr.listen(selector, self.stderr.ignore)
 
     @property
     def stderr_tail(self) -> list[str]:
@@ -118,15 +120,15 @@ class Listener:
         self.agent = AgentClient(Host("h1", 2, 0), self.client)
         self.lost: list[str] = []
         self.agent.watcher = AgentCallbacks(
-            lambda agent, ranks: self.lost.append(agent.trouble),
-            lambda rank, text: None,
-            lambda amount: None,
+            lambda agent, ranks: self.lost.append(agent.failure), lambda rank, text: None, lambda amount: None
         )
         self.selector = selectors.DefaultSelector()
         self.agent.watch(self.selector)
-        self.turns = RelayQueue()
+        self.relay_queue = RelayQueue()
         self.ranks = [
-            RemoteRank(index, index, 0, host="h1", agent=self.agent, turns=self.turns, size=2, newcomer=False)
+            RemoteRank(
+                index, index, 0, agent=self.agent, relay_queue=self.relay_queue, size=2, newcomer=False
+            )
             for index in range(2)
         ]
         for rank in self.ranks:
@@ -139,7 +141,7 @@ class Listener:
         """Send ``data`` as the agent and then hang up; the trouble that the launcher has with it."""
         view = memoryview(data)
         end = time.monotonic() + SOON
-        while not self.agent.trouble:
+        while not self.agent.failure:
             assert time.monotonic() < end
             if view:
                 try:
@@ -154,7 +156,7 @@ class Listener:
                 key.data()
             self.agent.tick(time.monotonic())
         assert all(rank.status is not None for rank in self.ranks)
-        return self.agent.trouble
+        return self.agent.failure
 
     def close(self) -> None:
         self.agent.disconnect()
@@ -178,7 +180,7 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (b"x" * 70_000, "the program that answers is not an agent of shoal"),
         (PREAMBLE + framed(b"\xff"), "it sent a malformed frame: "),
         (PREAMBLE + framed(HELLO, DEEP), "it sent a malformed frame: lists or maps are nested too deeply"),
-        (PREAMBLE + frame_header(LIMIT + 1), f"a frame of {LIMIT + 1} bytes came"),
+        (PREAMBLE + frame_header(MAX_FRAME_BYTES + 1), f"a frame of {MAX_FRAME_BYTES + 1} bytes came"),
         (PREAMBLE + framed(Ready()), "it must send Hello once, as its first frame"),
         (PREAMBLE + framed(HELLO, HELLO), "it must send Hello once, as its first frame"),
         (PREAMBLE + framed(HELLO, ProcessOutput(0, 1, b"x")), "it sent an unexpected ProcessOutput"),
@@ -255,7 +257,7 @@ def test_of_many_hosts_that_are_lost_at_once_the_loop_waits_for_one() -> None:
     with closing(Listener()) as first, closing(Listener()) as second, closing(Listener()) as third:
         listeners = (first, second, third)
         for listener in listeners:
-            listener.agent.lose("the network is gone")
+            listener.agent.mark_lost("the network is gone")
         assert [listener.client.waited for listener in listeners][1:] == [0.0, 0.0]
 
 
@@ -263,7 +265,7 @@ def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Li
     late = time.monotonic() + 100.0
     listener.agent.tick(late)
     assert late < listener.agent.next_at()
-    assert not listener.agent.trouble
+    assert not listener.agent.failure
 
 
 def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
@@ -303,7 +305,7 @@ class Served:
     def __init__(self) -> None:
         mine, self.launcher = socket.socketpair()
         self.guardian = Guardian()
-        self.agent = AgentServer(Descriptors(*[mine.detach()] * 2), self.guardian, 1)
+        self.agent = AgentServer(DescriptorCarrier(*[mine.detach()] * 2), self.guardian, 1)
 
     def read(self, data: bytes) -> str:
         """Send ``data`` as the launcher and then hang up; why the agent ends."""
@@ -343,14 +345,17 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
             framed(BEGIN, DEEP.replace(b"\xa5Ready", b"\xa3End")),
             "it sent a malformed frame: lists or maps are nested too deeply",
         ),
-        (frame_header(LIMIT + 1), "bytes came, at most"),
+        (frame_header(MAX_FRAME_BYTES + 1), "bytes came, at most"),
         (framed(start()), "process 0 cannot be started now"),
         (framed(BEGIN, BEGIN), "it sent Begin twice"),
         (framed(BEGIN, start(), start()), "process 0 cannot be started now"),
         (framed(BEGIN, start(), Release(0)), "process 0 has not ended and cannot be released"),
         (framed(BEGIN, Taken(1)), "it acknowledged more output than was sent"),
         (framed(BEGIN, start(stdin=True), start(1, stdin=True)), "stdin was requested for a second process"),
-        (framed(BEGIN, start(stdin=True), *[StdinData(bytes(STDIN_WINDOW))] * 4), "it sent stdin beyond the"),
+        (
+            framed(BEGIN, start(stdin=True), *[StdinData(bytes(STDIN_WINDOW_BYTES))] * 4),
+            "it sent stdin beyond the",
+        ),
         (framed(BEGIN, StdinData(b""), StdinData(b"x")), "it sent stdin beyond the"),
         (
             framed(BEGIN, start(), {"type": "Signal", "index": 0, "number": 0, "group": True}),
@@ -358,7 +363,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         ),
         (framed(BEGIN, start(), Signal(9, 9, True)), "the connection has ended"),
         (framed(BEGIN, start(), Release(9), Close(9, 1)), "the connection has ended"),
-        (framed(BEGIN, {"type": "Taken", "amount": WINDOW + 1}), "malformed frame"),
+        (framed(BEGIN, {"type": "Taken", "amount": OUTPUT_WINDOW_BYTES + 1}), "malformed frame"),
         (framed(BEGIN, start())[:-3], "the connection has ended"),
     ],
 )
@@ -416,9 +421,9 @@ def test_output_that_still_comes_keeps_an_ending_agent(
         listener.client.agent.send(framed(ProcessOutput(0, 1, b"x")))
         assert until(came) == b"x"
         agent.tick(time.monotonic())
-        assert not agent.trouble
+        assert not agent.failure
     agent.tick(time.monotonic())
-    assert "its agent has not ended its processes as requested" in agent.trouble
+    assert "its agent has not ended its processes as requested" in agent.failure
 
 
 @pytest.mark.parametrize("bad", [{"A=": "x"}, {"A": "\0"}, {"": ""}])

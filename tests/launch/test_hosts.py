@@ -17,7 +17,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.launch.cli import invoke
-from shoal.launch.ranks.cores import shares, usable
+from shoal.launch.ranks.environment import divide_cores, usable_cores
 from shoal.launch.remote.hosts import Host, parse_hosts, read_hostfile
 from shoal.launch.remote.ssh import PROGRAM
 from tests.support.fake_ssh import fake_ssh
@@ -112,7 +112,7 @@ def test_the_first_failure_is_named_with_its_host(far: Workshop, end: str, code:
 
 def test_each_host_deals_out_its_own_cores(far: Workshop) -> None:
     code, out, err = run(far, "print(sorted(os.sched_getaffinity(0)))", "--bind")
-    shared = [sorted(share) for share in shares(usable(), 2)]
+    shared = [sorted(share) for share in divide_cores(usable_cores(), 2)]
     assert (code, sorted(out.splitlines()), err) == (
         0,
         [f"[{rank}] {shared[rank % 2]}" for rank in range(4)],

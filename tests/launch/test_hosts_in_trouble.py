@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.errors import StoreError
-from shoal.launch.ranks.exit_notes import ExitNotifier
+from shoal.launch.job.job_store import ExitNotifier
 from shoal.launch.remote.ssh import PROGRAM
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from shoal.launch.agent_protocol import SILENCE
+from shoal.launch.agent_protocol import SILENCE_TIMEOUT_S
 from tests.support.waiting import until
 
 from .conftest import PRELUDE, Workshop
@@ -42,7 +42,7 @@ def test_ctrl_z_stops_the_whole_job_and_the_shell_continues_it(far: Workshop, ho
     job.send_signal(signal.SIGTSTP)
     until(lambda: all(map(is_stopped, [job.pid, *pids])))
     if hosts:
-        time.sleep(SILENCE + 0.5)
+        time.sleep(SILENCE_TIMEOUT_S + 0.5)
     job.send_signal(signal.SIGCONT)
     until(lambda: not any(map(is_stopped, [job.pid, *pids])))
     (far.path / "go").touch()

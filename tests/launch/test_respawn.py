@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch.ranks import guardian, respawn
+from shoal.launch.ranks import guardian
 from shoal.launch.ranks.guardian import Guardian
-from shoal.launch.ranks.respawn import Respawn
+from shoal.launch.ranks.slots import RESET_AFTER_S, Respawn
 from tests.support.quick_launcher import QuickLauncher
 from tests.support.waiting import until
 
@@ -38,10 +38,10 @@ def join():
 LAUNCHER = """
 import sys
 from shoal.launch import cli
-from shoal.launch.ranks import respawn
+from shoal.launch.ranks import slots
 for word in sys.argv.pop(1).split():
     name, _, value = word.partition("=")
-    setattr(respawn, name, type(getattr(respawn, name))(value))
+    setattr(slots, name, type(getattr(slots, name))(value))
 cli.main()
 """
 
@@ -56,7 +56,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a job that respawns."""
     (workshop.path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-    constants = f"MIN_DELAY_S={wait} MOST={max_ranks}"
+    constants = f"MIN_DELAY_S={wait} MAX_RESTARTS={max_ranks}"
     command = ["run", "--respawn", "--min", str(min_ranks), *options, "script.py"]
     return workshop.start_process([sys.executable, "-c", LAUNCHER, constants, *command])
 
@@ -328,7 +328,7 @@ def test_waits_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> No
         assert slots.next() is None
         now += 100.0
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
-    assert slots.failed(3, respawn.RESET_AFTER_S, now) == 1
+    assert slots.failed(3, RESET_AFTER_S, now) == 1
     assert slots.failed(4, 0.0, now) == 1, "each slot for itself"
     slots.cancel(slots.waiting)
     assert slots.due(1e9) == []

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import COMMANDS, invoke
-from shoal.launch.ranks.cores import shares, usable
-from shoal.launch.ranks.environment import defaults
+from shoal.launch.ranks.environment import default_variables, divide_cores, usable_cores
 from shoal.launch.ranks.program import flaw_of_script, resolve
 from shoal.net import build_version
 
@@ -147,9 +146,10 @@ def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
         (["run", "-n", "2", "./absent/program"], "./absent/program: no such script"),
         (["run", "-n", "0", "x.py"], "'-n'"),
         (["run", "-n", "many", "x.py"], "'-n'"),
-        (["run", "-np", "2", "x.py"], "-np is spelled -n here"),
-        (["run", "--nproc-per-node=2", "x.py"], "--nproc-per-node; use -n N for the number of ranks"),
-        (["run", "--nproc_per_node", "2", "x.py"], "--nproc_per_node; use -n N for the number of ranks"),
+        (["run", "-np", "0", "x.py"], "'-n'"),
+        (["run", "--nproc-per-node=2", "--hosts=h1:2", "x.py"], "is another name of -n for a single machine"),
+        (["run", "--nproc-per-node=2", "-n", "2", "x.py"], "is another name of -n for a single machine"),
+        (["run", "--bind_to=core", "x.py"], "--bind-to; use --bind to bind ranks to cores"),
         (["run", "--nnodes=1", "x.py"], "for several hosts, use --hosts h1:4,h2:4"),
         (["run", "--log-dir", "/dev/null/logs", "x.sh"], "x.sh: no such script"),
         (["run", "--log-dir", "/dev/null/logs", "true"], "--log-dir /dev/null/logs: "),
@@ -169,6 +169,28 @@ def test_a_wrong_command_line_is_one_line_and_code_2(
     assert err.startswith("shoal: ")
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("foreign", "own"),
+    [
+        ("-np 2", "-n 2"),
+        ("--np=2", "-n 2"),
+        ("--nproc-per-node=2", "-n 2"),
+        ("--nproc_per_node 2 --max_restarts 1", "-n 2 --max-restarts 1"),
+        ("--num_processes 2 --module", "-n 2 -m"),
+        ("--ntasks 2", "-n 2"),
+        ("-H localhost:2 --wdir / -x PATH", "--hosts localhost:2 --chdir / --env PATH"),
+        ("--host localhost:2 --log_directory logs", "--hosts localhost:2 --log-dir logs"),
+    ],
+)
+def test_names_of_options_of_other_launchers_are_accepted(
+    foreign: str, own: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert invoke(["run", *foreign.split(), "--dry-run", "true"]) == 0
+    found = capsys.readouterr().out
+    assert invoke(["run", *own.split(), "--dry-run", "true"]) == 0
+    assert found == capsys.readouterr().out
 
 
 def test_a_program_that_cannot_be_executed_is_one_line_and_code_2(workshop: Workshop) -> None:
@@ -243,18 +265,18 @@ def test_auto_is_a_rank_on_each_core_that_may_be_used(capsys: pytest.CaptureFixt
 def test_bound_ranks_run_on_their_own_cores(workshop: Workshop) -> None:
     show = "import os; print(sorted(os.sched_getaffinity(0)))"
     (workshop.path / "script.py").write_text(show)
-    cores = usable()
+    cores = usable_cores()
     for size in (2, len(cores) + 1):
         launcher = workshop.shoal("run", "--bind", "--no-prefix", "-n", str(size), "script.py")
         code, out, err = workshop.end(launcher)
         assert (code, err) == (0, b"")
-        expected = [str(sorted(share)) for share in shares(cores, size)]
+        expected = [str(sorted(share)) for share in divide_cores(cores, size)]
         assert sorted(out.decode().splitlines()) == sorted(expected)
 
 
 @given(st.integers(1, 70), st.integers(1, 70))
 def test_cores_are_dealt_out_evenly_and_shared_only_if_they_must_be(count: int, size: int) -> None:
-    dealt = shares(range(count), size)
+    dealt = divide_cores(range(count), size)
     used = [core for share in dealt for core in share]
     lengths = {len(share) for share in dealt}
     assert len(dealt) == size
@@ -300,22 +322,22 @@ def test_what_a_command_line_means(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_cores_are_shared_between_ranks_unless_the_user_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert defaults(3, {}, None)["OMP_NUM_THREADS"] == "2"
-    assert defaults(100, {}, None)["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in defaults(2, {"OMP_NUM_THREADS": "5"}, None)
+    assert default_variables(3, {}, None)["OMP_NUM_THREADS"] == "2"
+    assert default_variables(100, {}, None)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in default_variables(2, {"OMP_NUM_THREADS": "5"}, None)
 
 
 def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
     size = os.terminal_size((80, 24))
-    assert defaults(2, {}, size)["FORCE_COLOR"] == "1"
-    assert "FORCE_COLOR" not in defaults(2, {"NO_COLOR": "1"}, size)
-    assert "FORCE_COLOR" not in defaults(2, {}, None)
+    assert default_variables(2, {}, size)["FORCE_COLOR"] == "1"
+    assert "FORCE_COLOR" not in default_variables(2, {"NO_COLOR": "1"}, size)
+    assert "FORCE_COLOR" not in default_variables(2, {}, None)
 
 
 def test_lines_without_prefixes_are_as_wide_as_the_terminal() -> None:
     size = os.terminal_size((80, 24))
-    assert defaults(2, {}, size)["COLUMNS"] == "76"
-    assert defaults(2, {}, size, prefix_lines=False)["COLUMNS"] == "80"
+    assert default_variables(2, {}, size)["COLUMNS"] == "76"
+    assert default_variables(2, {}, size, prefix_lines=False)["COLUMNS"] == "80"
 
 
 def test_the_launcher_does_not_import_torch() -> None:
@@ -342,8 +364,10 @@ def test_a_run_leaves_no_descriptor_thread_or_child_in_its_process(workshop: Wor
     script.write_text(
         "import os, threading\n"
         "from shoal.launch.commands.run import launch\n"
+        "from shoal.launch.job.launch import LaunchOptions\n"
+        "from shoal.launch.ranks.environment import Job\n"
         "before = sorted(os.listdir('/proc/self/fd'))\n"
-        "assert launch(['sh', '-c', 'exit $SHOAL_RANK'], 2, {}) == 1\n"
+        "assert launch(['sh', '-c', 'exit $SHOAL_RANK'], Job(2), {}, LaunchOptions()) == 1\n"
         "assert sorted(os.listdir('/proc/self/fd')) == before\n"
         "assert threading.active_count() == 1\n"
         "try: os.waitpid(-1, os.WNOHANG)\n"

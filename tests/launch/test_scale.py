@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.ranks.slots import plan
+from shoal.launch.ranks.slots import plan_scale
 from tests.support.waiting import until
 
 from .conftest import Workshop
@@ -152,7 +152,7 @@ def test_a_plan_gives_as_many_processes_as_are_wanted(
     max_ranks = max([wanted, *(slot + 1 for slot in last)]) + more
     idle = [slot for slot in range(max_ranks) if slot not in last or last[slot].status is not None]
     waiting = set(data.draw(st.lists(st.sampled_from(idle)))) if idle else set()
-    found = plan(wanted, range(max_ranks), last, waiting)
+    found = plan_scale(wanted, range(max_ranks), last, waiting)
     running = {slot for slot, each in last.items() if each.status is None}
     leaving = {slot for slot in running if last[slot].leaving}
     used = (running - leaving) | waiting

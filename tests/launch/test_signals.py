@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shoal.launch.job.supervisor import STOP_GRACE_S
+from shoal.launch.job.launch import STOP_GRACE_S
 
 from .conftest import PRELUDE, Workshop, alive
 

@@ -283,7 +283,7 @@ def _pool(cluster: Workshop, monkeypatch: pytest.MonkeyPatch, *names: str) -> st
 def test_an_agent_that_never_calls_is_named_in_time(
     cluster: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(srun_agent_pool, "_START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(srun_agent_pool, "START_TIMEOUT_S", 5.0)
     stderr_tail = _pool(cluster, monkeypatch, "h1", "deaf")
     assert re.match(
         r"host deaf: its agent has not connected in 5 s; agents connect to port [0-9]+ of this machine; set "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.tools.bench.environments import mpi_environment
+from shoal.tools.bench.contenders import mpi_environment
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -113,7 +113,9 @@ def _launch(
 ) -> int:
     from shoal.launch.commands import run
     from shoal.launch.job import supervisor
+    from shoal.launch.job.launch import LaunchOptions
     from shoal.launch.ranks import process
+    from shoal.launch.ranks.environment import Job
 
     for name, value in constants.items():
         assert hasattr(supervisor, name)
@@ -127,7 +129,7 @@ def _launch(
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
     )
-    return run.launch(list(command), size, {}, min_ranks=min_ranks, respawn=respawn, spares=spares)
+    return run.launch(list(command), Job(size, spares), {}, LaunchOptions(min_ranks, respawn=respawn))
 
 
 class _Rank:

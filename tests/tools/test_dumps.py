@@ -13,6 +13,7 @@ import torch
 from shoal import ProcessGroup
 from shoal.launch.cli import invoke
 from shoal.testing import run_threads
+from shoal.tools.call_dumps import place_of
 from shoal.tools.dumps import Dump, findings, read
 
 
@@ -97,7 +98,7 @@ def test_the_place_is_the_programs_and_not_a_librarys(tmp_path: Path) -> None:
         {"thread": "other", "frames": ["/home/me/b.py:1 in f"]},
     ]
     (dump,) = written(tmp_path, content(0, stacks=stacks)).values()
-    assert dump.place == "/home/me/shoal/train.py:9 in step"
+    assert place_of(dump.stacks) == "/home/me/shoal/train.py:9 in step"
 
 
 def test_of_several_files_of_a_rank_the_latest_counts(

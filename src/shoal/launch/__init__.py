@@ -4,26 +4,21 @@ Data flow of ``shoal run``::
 
     commands/run.py           options, errors, exit code
      ├─ ranks/program.py          the program of a command line
-     ├─ ranks/environment.py      the variables of each rank
+     ├─ ranks/environment.py      the variables and the cores of each rank
      ├─ ranks/guardian.py         a process that ends the ranks if the launcher is killed
-     ├─ job/job_store.py          the job's store, hosted by the launcher or given by --store
+     ├─ job/launch.py             options of the job; restarts the whole job after a failure
+     ├─ job/job_store.py          the job's store, hosted by the launcher or given by --store, and notes in it
      ├─ job/rank_launcher.py      starts the initial ranks, spares, and processes that join later
      └─ job/supervisor.py         the loop: exits, signals, deadlines, output
          ├─ ranks/process.py          a rank on this machine, which is a ``JobProcess`` (``ranks/rank.py``)
-         ├─ ranks/reports.py          reports of a rank about failures
-         ├─ ranks/slots.py            slots to fill or empty for another number of processes
-         ├─ ranks/respawn.py          delays before failed ranks are replaced
-         ├─ ranks/meetings.py         processes by their ranks in later meetings
-         ├─ ranks/exit_notes.py       publishes ended ranks to those that wait for them
-         ├─ job/restarts.py           restarts the whole job after a failure
+         ├─ ranks/reports.py          reports of a rank; processes by their ranks in later meetings
+         ├─ ranks/slots.py            slots to fill or empty: delays of restarts, another number of processes
          ├─ job/evictions.py          ends evicted processes
          ├─ job/control.py            requests of ``shoal scale``
-         ├─ job/interrupts.py         a second Ctrl-C
-         ├─ job/suspension.py         Ctrl-Z: stops and continues the whole job
+         ├─ job/signals.py            signals of the launcher; a second Ctrl-C
          ├─ output/output.py          bytes of a pipe -> whole lines and progress updates
          ├─ output/sink.py            whole lines -> this terminal, file or pipe
          ├─ output/causes.py          finds the rank that failed first
-         ├─ output/early_exits.py     ranks that ended without leaving a group, while others run
          └─ output/summary.py         the launcher's own messages
 
 With ``--hosts`` the same loop runs ranks that agents start::
@@ -32,11 +27,10 @@ With ``--hosts`` the same loop runs ranks that agents start::
      ├─ remote/hosts.py           --hosts and --hostfile
      ├─ remote/agent_pool.py      the agents of all hosts, and the addresses between them
      │   ├─ remote/ssh.py             the ssh process of a host
-     │   └─ remote/agent_client.py    the launcher's client of one agent: heartbeats, clock, loss
-     │       └─ remote/link.py            frames over two descriptors, or over a connection of shoal.net
+     │   └─ remote/agent_client.py    one agent: heartbeats, clock, loss; a rank that it runs
+     │       └─ remote/connection.py            frames over two descriptors, or over a connection of shoal.net
      │           └─ agent_protocol.py   the frames
      ├─ remote/rank_launcher.py   starts ranks through agents
-     │   ├─ remote/rank.py            a rank at an agent, and its output
      │   └─ output/stdin.py           the launcher's stdin for rank 0
      └─ commands/agent.py         the agent, which starts processes on its host
 

@@ -20,23 +20,26 @@ PROTOCOL: Final = 2
 #: written by an agent before its first frame, as the login shell may have written something before
 PREAMBLE: Final = b"\x89shoal agent\r\n\x00"
 #: maximum length of a frame in bytes
-LIMIT: Final = 1 << 22
+MAX_FRAME_BYTES: Final = 1 << 22
 #: maximum number of bytes of an agent's output that the launcher has not consumed
-WINDOW: Final = 4 << 20
+OUTPUT_WINDOW_BYTES: Final = 4 << 20
 #: maximum number of bytes of stdin that rank 0 has not consumed
-STDIN_WINDOW: Final = 1 << 16
+STDIN_WINDOW_BYTES: Final = 1 << 16
 #: maximum number of bytes of output or stdin in one frame
-MOST_BYTES: Final = 1 << 16
+MAX_CHUNK_BYTES: Final = 1 << 16
 #: seconds between two heartbeats, and seconds of silence after which the other side counts as lost
-BEAT: Final = 1.0
-SILENCE: Final = 5.0
+HEARTBEAT_INTERVAL_S: Final = 1.0
+SILENCE_TIMEOUT_S: Final = 5.0
+#: numbers of the streams of a process
+STDOUT: Final = 1
+STDERR: Final = 2
 
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Data = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+_Data = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNK_BYTES)]
 _Words = Annotated[str, msgspec.Meta(max_length=2000)]
 _Name = Annotated[str, msgspec.Meta(max_length=300)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=WINDOW)]
-_Stream = Annotated[int, msgspec.Meta(ge=1, le=2)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=OUTPUT_WINDOW_BYTES)]
+_Stream = Annotated[int, msgspec.Meta(ge=STDOUT, le=STDERR)]
 _Number = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
@@ -89,7 +92,7 @@ class NotStarted(_Frame, frozen=True):
 
 
 class ProcessOutput(_Frame, frozen=True):
-    """Output of a process on stdout (1) or stderr (2); no bytes: the end."""
+    """Output of a process on :data:`STDOUT` or :data:`STDERR`; no bytes: the end."""
 
     index: _Index
     stream: _Stream
@@ -99,7 +102,7 @@ class ProcessOutput(_Frame, frozen=True):
 class StdinTaken(_Frame, frozen=True):
     """``amount`` bytes of stdin were written to the rank, or dropped because it has closed its stdin."""
 
-    amount: Annotated[int, msgspec.Meta(ge=0, le=STDIN_WINDOW)]
+    amount: Annotated[int, msgspec.Meta(ge=0, le=STDIN_WINDOW_BYTES)]
 
 
 class Reported(_Frame, frozen=True):
@@ -184,7 +187,7 @@ class Taken(_Frame, frozen=True):
 
 
 class Close(_Frame, frozen=True):
-    """Close stdout (1) or stderr (2) of a process, which is not read any more."""
+    """Close :data:`STDOUT` or :data:`STDERR` of a process, which is not read any more."""
 
     index: _Index
     stream: _Stream
@@ -257,8 +260,7 @@ decode_from_launcher: Callable[[Raw], FromLauncher] = msgpack_decoder(FromLaunch
 def encode(frame: _Frame) -> bytes:
     """Encode a frame; raises WireError if it is longer than the other side accepts."""
     data = msgspec.msgpack.encode(frame)
-    if len(data) > LIMIT:
-        raise WireError(
-            f"a {type(frame).__name__} frame of {len(data)} bytes exceeds the limit of {LIMIT} bytes"
-        )
+    if len(data) > MAX_FRAME_BYTES:
+        name = type(frame).__name__
+        raise WireError(f"a {name} frame of {len(data)} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes")
     return data

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from rich import box
 from rich.table import Table
 
-from .stacks import Stack, place_of
+#: frames of the standard library, installed packages and shoal, which hide the program's position
+_INSTALLED = re.compile(
+    rf"/lib/python3|/(site|dist)-packages/|/src/shoal/|{re.escape(str(Path(__file__).parents[1]))}/"
+)
+
+
+class Stack(msgspec.Struct):
+    """The stack of one thread, innermost frame last."""
+
+    thread: str
+    frames: list[str]
+
+
+def place_of(stacks: Sequence[Stack]) -> str:
+    """The program's innermost frame in the main thread; if it has none there, a library's."""
+    frames = next((stack.frames for stack in stacks if stack.thread == "MainThread"), [])
+    own = [frame for frame in frames if not _INSTALLED.search(frame)]
+    return (own or frames or [""])[-1]
+
 
 #: version of the format; duplicated from :mod:`shoal.rpc.recorder`, which needs torch
 SCHEMA = "shoal.calls/1"
@@ -16,7 +36,7 @@ SCHEMA = "shoal.calls/1"
 _SHOWN = 5
 
 
-class _CallError(msgspec.Struct):
+class DumpedError(msgspec.Struct):
     type: str
     message: str
 
@@ -53,7 +73,7 @@ class CallDump(msgspec.Struct):
     worker: str
     state: str
     time: float
-    error: _CallError | None
+    error: DumpedError | None
     pending: list[_Pending]
     served: list[_DumpedCall]
     stacks: list[Stack]
@@ -99,12 +119,12 @@ def findings(workers: Mapping[str, CallDump]) -> list[str]:
             runs = f"runs {node.runs}" if node.runs else "runs nothing"
             before = f", after {', '.join(node.commands[-_SHOWN:])}" if node.commands else ""
             lines.append(f"worker {name!r}, a node, {runs}{before}")
-    if circle := _circle(workers):
+    if circle := _wait_cycle(workers):
         lines.append("they wait for one another: " + " -> ".join(map(repr, circle)))
     return lines
 
 
-def _circle(workers: Mapping[str, CallDump]) -> list[str]:
+def _wait_cycle(workers: Mapping[str, CallDump]) -> list[str]:
     """A cycle of workers that wait for one another, with the first one at both ends; [] if there is none."""
     waits = {name: [each.callee for each in dump.pending] for name, dump in workers.items()}
     clear: set[str] = set()

@@ -17,8 +17,7 @@ from rich.table import Table
 from ..common.decoding import MalformedMessage, from_json
 from ..common.wording import counted, ranks_named
 from . import call_dumps
-from .call_dumps import CallDump
-from .stacks import Stack, place_of
+from .call_dumps import CallDump, DumpedError, Stack, place_of
 
 #: width for files and pipes, where no line is folded
 _WIDE = 1000
@@ -45,11 +44,6 @@ class _Any(msgspec.Struct):
     schema: str
 
 
-class _OperationError(msgspec.Struct):
-    type: str
-    message: str
-
-
 class Dump(msgspec.Struct):
     """The displayed fields of a file."""
 
@@ -61,7 +55,7 @@ class Dump(msgspec.Struct):
     state: str
     time: float
     now: int
-    error: _OperationError | None
+    error: DumpedError | None
     entries: list[_DumpedOperation]
     stacks: list[Stack]
 
@@ -72,7 +66,6 @@ class Dump(msgspec.Struct):
 
     @property
     def completed(self) -> _DumpedOperation | None:
-        """The completed operation with the highest number."""
         done = (entry for entry in self.entries if entry.state == "completed" and entry.number >= 0)
         return max(done, key=lambda entry: entry.number, default=None)
 
@@ -80,11 +73,6 @@ class Dump(msgspec.Struct):
     def unfinished(self) -> _DumpedOperation | None:
         """The first operation that is pending or failed."""
         return next((entry for entry in self.entries if entry.state in ("submitted", "failed")), None)
-
-    @property
-    def place(self) -> str:
-        """See :func:`.stacks.place_of`."""
-        return place_of(self.stacks)
 
 
 @click.command(short_help="Show the last operations of each rank, from the files of SHOAL_DUMP_DIR.")
@@ -203,6 +191,6 @@ def _table(members: dict[int, Dump]) -> Table:
             str(dump.completed or ""),
             str(entry or ""),
             f"{(dump.now - entry.submitted) / 1e9:.1f}" if entry else "",
-            dump.place,
+            place_of(dump.stacks),
         )
     return table

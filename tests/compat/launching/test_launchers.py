@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tools.bench.environments import mpi_environment
+from shoal.tools.bench.contenders import mpi_environment
 from tests.support.stage import PRELUDE, ROOT, Ended, Stage
 
 TORCHRUN = (str(Path(sysconfig.get_path("scripts")) / "torchrun"), "--nproc-per-node", "2")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.tools.bench import readme, table
+from shoal.tools.bench import plot, table
 from shoal.tools.bench.case import Case, Size
-from shoal.tools.bench.picture import draw
+from shoal.tools.bench.plot import draw
 from shoal.tools.bench.result import BenchResult, Cell, Setting
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ def result() -> BenchResult:
         "floor": {LARGE: [8e-5] * 3},
         "memcpy": {LARGE: [1e-4] * 3},
     }
-    made = BenchResult(3, futex=[9e-6, 8e-6, 7e-6], absent=[("openmpi", 2, "", "gone")])
+    made = BenchResult(3, futex=[9e-6, 8e-6, 7e-6], unavailable=[("openmpi", 2, "", "gone")])
     for size in (SMALL, LARGE):
         for name, by_size in samples.items():
             if size in by_size:
@@ -94,12 +94,12 @@ def test_a_picture_is_drawn_where_some_were_not_measured(result: BenchResult, tm
 def test_only_the_section_between_the_markers_is_rewritten() -> None:
     other = "<!-- b: begin -->\nold\n<!-- b: end -->\n"
     page = f"before\n<!-- a: begin, by make -->\nold\ntext\n<!-- a: end -->\nafter\n{other}"
-    once = readme.replace_section(page, "a", "new")
+    once = plot.replace_section(page, "a", "new")
     assert once == page.replace("old\ntext", "new")
-    assert readme.replace_section(once, "a", "new") == once
+    assert plot.replace_section(once, "a", "new") == once
 
 
 def test_the_page_on_benchmarks_has_a_place_for_both_tables_and_the_picture() -> None:
-    page = (ROOT / readme.PAGE).read_text()
-    for name in ("all_reduce-picture", *(setting.stem for setting in readme.SETTINGS)):
-        assert "marker" in readme.replace_section(page, name, "marker")
+    page = (ROOT / plot.PAGE).read_text()
+    for name in ("all_reduce-picture", *(setting.stem for setting in plot.SETTINGS)):
+        assert "marker" in plot.replace_section(page, name, "marker")

@@ -1,8 +1,8 @@
 """``shoal agent``: starts processes on a host for a launcher on another host.
 
 The launcher requests processes and signals; the agent sends back output, reports and exit codes.  When its
-connection ends, or no frame has come from the launcher for ``SILENCE`` seconds, the agent kills all processes
-that it started, and exits.  If the agent is killed, its guardian kills them.
+connection ends, or no frame has come from the launcher for ``SILENCE_TIMEOUT_S`` seconds, the agent kills all
+processes that it started, and exits.  If the agent is killed, its guardian kills them.
 """
 
 from __future__ import annotations
@@ -22,42 +22,15 @@ import click
 
 from ...errors import LaunchError, UsageError, WireError
 from ...net import build_version
-from ..agent_protocol import (
-    PREAMBLE,
-    PROTOCOL,
-    SILENCE,
-    WINDOW,
-    Beat,
-    Begin,
-    Bye,
-    Close,
-    End,
-    Exited,
-    FromLauncher,
-    Hello,
-    NotStarted,
-    ProcessOutput,
-    Ready,
-    Release,
-    Reported,
-    RequestRefused,
-    Signal,
-    Start,
-    Started,
-    StdinData,
-    StdinTaken,
-    Suspend,
-    Taken,
-    decode_from_launcher,
-)
+from .. import agent_protocol as frames
+from ..agent_protocol import OUTPUT_WINDOW_BYTES, PREAMBLE, PROTOCOL, SILENCE_TIMEOUT_S, STDERR, STDOUT
 from ..output.stdin import StdinPipe
-from ..ranks.cores import shares, usable
-from ..ranks.environment import INITIAL_RANK_VARIABLES, ReservedPort
+from ..ranks.environment import INITIAL_RANK_VARIABLES, ReservedPort, divide_cores, usable_cores
 from ..ranks.guardian import Guardian
-from ..ranks.process import LocalRank, Sweep
+from ..ranks.process import GroupCleanup, LocalRank
 from ..ranks.source import OutputSource
 from ..remote.callback import StepSignalFilter, addresses_of, connect_to_launcher, remove_variables
-from ..remote.link import AgentConnection, Carrier, Descriptors, StreamCarrier
+from ..remote.connection import AgentConnection, Carrier, DescriptorCarrier, StreamCarrier
 from ..slurm.allocation import AGENT_TASK_VARIABLES
 
 _POLL_INTERVAL_S = 0.02
@@ -91,39 +64,38 @@ class AgentServer:
         *,
         preamble: bytes = b"",
         ends: tuple[str, str] = ("", ""),
-        told: Callable[[int], bool] = _never,
+        already_sent: Callable[[int], bool] = _never,
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._guardian = guardian
-        self._announce = guardian.announcer()
-        self._begin: Begin | None = None
+        self._begin: frames.Begin | None = None
         self._ranks: dict[int, LocalRank] = {}
-        self._heard = time.monotonic()
+        self._last_frame_at = time.monotonic()
         self._is_suspended = False
         self._why = ""
         self._ended = False
-        self._sweep: Sweep | None = None
+        self._sweep: GroupCleanup | None = None
         #: the sources of output (also those that are paused by the window) -> index of the process, stream
         self._sources: dict[OutputSource, tuple[int, int]] = {}
         self._unread = 0
         self._stdin = StdinPipe(self._selector, self._stdin_taken)
-        self._link: AgentConnection[FromLauncher] = AgentConnection(
-            carrier, decode_from_launcher, self._received, self._lost
+        self._link: AgentConnection[frames.FromLauncher] = AgentConnection(
+            carrier, frames.decode_from_launcher, self._received, self._lost
         )
         self._link.watch(self._selector)
         if preamble:
             self._link.write(preamble)
-        self._told = told
-        self._link.send(Hello(build_version(), PROTOCOL, *ends, port))
+        self._already_sent = already_sent
+        self._link.send(frames.Hello(build_version(), PROTOCOL, launcher=ends[0], address=ends[1], port=port))
 
     def run(self) -> str:
         """Serve; return why the connection was lost, or "" if the launcher ended the job."""
         while not self._why:
             timeout = _POLL_INTERVAL_S if self._sweep is not None else self._silent_at - time.monotonic()
-            for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE)):
+            for key, _ in self._selector.select(min(max(0.0, timeout), SILENCE_TIMEOUT_S)):
                 key.data()
             if time.monotonic() >= self._silent_at:
-                self._why = f"nothing has come from the launcher for {SILENCE:.0f} s"
+                self._why = f"nothing has come from the launcher for {SILENCE_TIMEOUT_S:.0f} s"
             elif self._sweep is not None and self._sweep.is_done() and self._drain():
                 return self._leave(self._sweep.killed)
         return self._why
@@ -131,10 +103,9 @@ class AgentServer:
     @property
     def _silent_at(self) -> float:
         """The time at which a silent launcher counts as lost."""
-        return math.inf if self._is_suspended else self._heard + SILENCE
+        return math.inf if self._is_suspended else self._last_frame_at + SILENCE_TIMEOUT_S
 
     def close(self) -> None:
-        """Kill all processes and close the connection."""
         for rank in self._ranks.values():
             rank.send_group(signal.SIGKILL)
         for rank in self._ranks.values():
@@ -148,72 +119,64 @@ class AgentServer:
     def _lost(self, why: str) -> None:
         self._why = why
 
-    def _received(self, frame: FromLauncher) -> None:
-        self._heard = time.monotonic()
-        self._is_suspended = isinstance(frame, Suspend)
+    def _received(self, frame: frames.FromLauncher) -> None:
+        self._last_frame_at = time.monotonic()
+        self._is_suspended = isinstance(frame, frames.Suspend)
         match frame:
-            case Beat():
-                self._link.send(Beat(frame.launcher, time.monotonic()))
-            case Begin():
+            case frames.Beat():
+                self._link.send(frames.Beat(frame.launcher, time.monotonic()))
+            case frames.Begin():
                 self._prepare(frame)
-            case Start():
+            case frames.Start():
                 self._start(frame)
-            case Taken():
+            case frames.Taken():
                 if frame.amount > self._unread:
                     raise WireError("it acknowledged more output than was sent")
-                was_full = self._unread >= WINDOW
+                was_full = self._unread >= OUTPUT_WINDOW_BYTES
                 self._unread -= frame.amount
                 if was_full:
                     self._listen()
-            case Close():
+            case frames.Close():
                 self._close(frame)
-            case Signal():
+            case frames.Signal():
                 self._signal(frame)
-            case StdinData():
+            case frames.StdinData():
                 self._stdin.take(frame.data)
-            case Release():
+            case frames.Release():
                 self._release(frame.index)
-            case End():
-                self._sweep = Sweep(list(self._ranks.values()), frame.linger)
+            case frames.End():
+                self._sweep = GroupCleanup(list(self._ranks.values()), frame.linger)
 
-    def _prepare(self, begin: Begin) -> None:
+    def _prepare(self, begin: frames.Begin) -> None:
         if self._begin is not None:
             raise WireError("it sent Begin twice")
         try:
             os.chdir(begin.directory)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            self._link.send(
-                RequestRefused(
-                    f"the directory {begin.directory} cannot be entered: {reason}"[:_MAX_ERROR_CHARACTERS]
-                )
-            )
+            text = f"the directory {begin.directory} cannot be entered: {reason}"
+            self._link.send(frames.RequestRefused(text[:_MAX_ERROR_CHARACTERS]))
             return
         self._begin = begin
-        self._link.send(Ready())
+        self._link.send(frames.Ready())
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: frames.Start) -> None:
         if self._begin is None or start.index in self._ranks or self._sweep is not None:
             raise WireError(f"process {start.index} cannot be started now")
         cores = None
         if self._begin.bind:
-            dealt = shares(usable(), max(1, self._begin.ranks))
+            dealt = divide_cores(usable_cores(), max(1, self._begin.ranks))
             cores = dealt[start.place % len(dealt)]
-
-        def prepare() -> None:
-            self._announce()
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
 
         try:
             rank = LocalRank(
                 start.index, start.slot, start.restart, start.size, start.argv,
                 self._environment(self._begin, start.variables),
                 stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
-                prepare=prepare, newcomer=start.newcomer,
+                prepare=self._guardian.preparation(cores), newcomer=start.newcomer,
             )  # fmt: skip
         except (LaunchError, UsageError) as error:
-            self._link.send(NotStarted(start.index, str(error)[:_MAX_ERROR_CHARACTERS]))
+            self._link.send(frames.NotStarted(start.index, str(error)[:_MAX_ERROR_CHARACTERS]))
             return
         self._ranks[start.index] = rank
         if start.stdin:
@@ -225,33 +188,33 @@ class AgentServer:
             if rank.report_changes != reported:
                 reported = rank.report_changes
                 reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
-                self._link.send(Reported(rank.index, rank.joined, reports, notices))
+                self._link.send(frames.Reported(rank.index, rank.joined, reports, notices))
 
         rank.watch(self._selector, lambda: self._exited(rank), tell_reports)
-        for stream, source in ((1, rank.stdout), (2, rank.stderr)):
+        for stream, source in ((STDOUT, rank.stdout), (STDERR, rank.stderr)):
             self._sources[source] = (start.index, stream)
-        self._link.send(Started(start.index, rank.pid))
+        self._link.send(frames.Started(start.index, rank.pid))
         self._listen()
 
-    def _environment(self, begin: Begin, variables: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, begin: frames.Begin, variables: Mapping[str, str]) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if k not in INITIAL_RANK_VARIABLES}
         if "OMP_NUM_THREADS" not in begin.environment:
             found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // max(1, begin.ranks)))
         return {**found, **begin.environment, **variables}
 
-    def _signal(self, frame: Signal) -> None:
+    def _signal(self, frame: frames.Signal) -> None:
         rank = self._ranks.get(frame.index)
         if rank is None or rank.is_released:
             return  # released or never started; the launcher did not know yet
         if frame.group:
             rank.send_group(frame.number)
-        elif rank.status is None and not self._told(frame.number):
+        elif rank.status is None and not self._already_sent(frame.number):
             rank.send(frame.number)
 
-    def _close(self, frame: Close) -> None:
+    def _close(self, frame: frames.Close) -> None:
         rank = self._ranks.get(frame.index)
         if rank is not None:  # None: it was never started
-            source = rank.stdout if frame.stream == 1 else rank.stderr
+            source = rank.stdout if frame.stream == STDOUT else rank.stderr
             self._sources.pop(source, None)
             source.close()
 
@@ -270,13 +233,13 @@ class AgentServer:
 
     def _exited(self, rank: LocalRank) -> None:
         assert rank.status is not None
-        self._link.send(Exited(rank.index, rank.status, rank.ended_at, rank.seconds))
+        self._link.send(frames.Exited(rank.index, rank.status, at=rank.ended_at, seconds=rank.seconds))
 
     # -- output --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Read from the pipes of the processes, unless the launcher has to read a full window first."""
-        full = self._unread >= WINDOW
+        full = self._unread >= OUTPUT_WINDOW_BYTES
         for source in self._sources:
             source.ignore()
             if not full:
@@ -284,7 +247,7 @@ class AgentServer:
 
     def _read(self, source: OutputSource) -> bool:
         """Read a chunk and send it; return whether there was one."""
-        if source not in self._sources or self._unread >= WINDOW:
+        if source not in self._sources or self._unread >= OUTPUT_WINDOW_BYTES:
             return False
         try:
             data = source.read()
@@ -296,25 +259,25 @@ class AgentServer:
     def _pass_on(self, source: OutputSource, data: bytes) -> None:
         """Send ``data`` of a source; ``b""`` is its end."""
         index, stream = self._sources[source]
-        self._link.send(ProcessOutput(index, stream, data), bulk=True)
+        self._link.send(frames.ProcessOutput(index, stream, data), bulk=True)
         self._unread += len(data)
         if not data:
             del self._sources[source]
             source.close()
-        if self._unread >= WINDOW:
+        if self._unread >= OUTPUT_WINDOW_BYTES:
             self._listen()
 
     def _drain(self) -> bool:
         """Send the rest of the output, even of pipes that others hold open; return whether all is sent."""
         for source in list(self._sources):
-            while source in self._sources and self._unread < WINDOW and self._read(source):
+            while source in self._sources and self._unread < OUTPUT_WINDOW_BYTES and self._read(source):
                 pass
-            if source in self._sources and self._unread < WINDOW:
+            if source in self._sources and self._unread < OUTPUT_WINDOW_BYTES:
                 self._pass_on(source, b"")
         return not self._sources
 
     def _leave(self, killed: list[str]) -> str:
-        self._link.send(Bye(tuple(name[:300] for name in killed[:1000])), bulk=True)
+        self._link.send(frames.Bye(tuple(name[:300] for name in killed[:1000])), bulk=True)
         end = 0.0
         while not self._why:  # the launcher closes the connection
             now = time.monotonic()
@@ -323,29 +286,24 @@ class AgentServer:
                 if now >= end:
                     break
             elif now >= self._silent_at:
-                return f"nothing has come from the launcher for {SILENCE:.0f} s"
-            for key, _ in self._selector.select(min((end or self._silent_at) - now, SILENCE)):
+                return f"nothing has come from the launcher for {SILENCE_TIMEOUT_S:.0f} s"
+            for key, _ in self._selector.select(min((end or self._silent_at) - now, SILENCE_TIMEOUT_S)):
                 key.data()
         return "" if self._link.sent else self._why
 
     def _stdin_taken(self, amount: int) -> None:
-        self._link.send(StdinTaken(amount))
+        self._link.send(frames.StdinTaken(amount))
 
 
-def serve(
-    carrier: Carrier,
-    *,
-    preamble: bytes = b"",
-    ends: tuple[str, str] = ("", ""),
-    told: Callable[[int], bool] = _never,
-) -> int:
+def serve(carrier: Carrier, ends: tuple[str, str], already_sent: Callable[[int], bool] = _never) -> int:
     """Serve the launcher at the other end of ``carrier``; return the exit code.  See :class:`AgentServer`."""
     with ExitStack() as steps:
         port = steps.enter_context(closing(ReservedPort("")))
         guardian = steps.enter_context(Guardian())
-        serving = AgentServer(carrier, guardian, port.number, preamble=preamble, ends=ends, told=told)
-        agent = steps.enter_context(closing(serving))
-        why = agent.run()
+        server = AgentServer(
+            carrier, guardian, port.number, preamble=PREAMBLE, ends=ends, already_sent=already_sent
+        )
+        why = steps.enter_context(closing(server)).run()
     if why:
         print(f"shoal agent: {why}; all its processes were killed", file=sys.stderr, flush=True)
     return 1 if why else 0
@@ -356,12 +314,11 @@ def _ends_of_ssh() -> tuple[str, str]:
     return client, server.split(" ")[1] if " " in server else ""
 
 
-def _call(where: str) -> int:
-    """Connect to the launcher that started this process by srun, and serve it."""
-    with StepSignalFilter() as told, connect_to_launcher(where, os.environ) as connection:
+def _serve_connected(where: str) -> int:
+    with StepSignalFilter() as already_sent, connect_to_launcher(where, os.environ) as connection:
         remove_variables(AGENT_TASK_VARIABLES)
         ends = addresses_of(connection)
-        return serve(StreamCarrier(connection.release()), preamble=PREAMBLE, ends=ends, told=told)
+        return serve(StreamCarrier(connection.release()), ends, already_sent)
 
 
 @click.command(hidden=True)
@@ -380,5 +337,5 @@ def agent(stdio: bool, connect: str | None) -> int:
     if connect is not None:
         os.close(reading)
         os.close(writing)
-        return _call(connect)
-    return serve(Descriptors(reading, writing), preamble=PREAMBLE, ends=_ends_of_ssh())
+        return _serve_connected(connect)
+    return serve(DescriptorCarrier(reading, writing), _ends_of_ssh())

@@ -7,20 +7,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
 from ... import config
 from ...common.wording import counted, encodable
 from ...errors import LaunchError, UsageError
-from ..job.job_store import job_store
-from ..job.restarts import JobOutcome, run_with_restarts
+from ..job.job_store import ExitNotifier, job_store
+from ..job.launch import JobOutcome, JobStart, LaunchOptions, run_with_restarts
 from ..job.signals import Signals
-from ..job.supervisor import STOP_GRACE_S, Supervisor
-from ..output.logs import Logs
+from ..job.supervisor import Supervisor
 from ..ranks.environment import Job
-from ..ranks.exit_notes import ExitNotifier
 from ..remote.agent_pool import AgentPool, Stopped
 from ..remote.hosts import Host
 from ..remote.rank_launcher import RemoteRankLauncher
@@ -31,7 +28,7 @@ from ..slurm.agent_pool import SrunAgentPool
 #: variables passed on to other hosts in addition to those of shoal
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS")
 #: variables of shoal that are valid on one host only, or that the launcher sets for each rank
-_OF_ONE_HOST = {
+_HOST_VARIABLES = {
     variable.name
     for variable in (
         config.SSH, config.INTERFACE, config.HOST_ID, config.REPORT_FD, config.SECRET, config.SECRET_FILE,
@@ -78,7 +75,7 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
     Raises:
         UsageError: there is no such variable, or its value is not UTF-8.
     """
-    own = _OF_ONE_HOST | set(Job(1).variables(0, "", ""))
+    own = _HOST_VARIABLES | set(Job(1).variables(0, "", ""))
     found = {
         k: v for k, v in os.environ.items() if k in PASSED_ON or (k.startswith("SHOAL_") and k not in own)
     }
@@ -111,7 +108,7 @@ def _undecodable(text: str) -> bool:
     return False
 
 
-def fitted(
+def fit_to_hosts(
     hosts: Sequence[Host], size: int | None, max_ranks: int | None, spares: int, *, respawn: bool = False
 ) -> tuple[int, list[Host]]:
     """The number of ranks at the start, and the hosts that are used; ``size`` None: as many as fit.
@@ -142,7 +139,7 @@ def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -
     for host in plan.hosts:
         how = "" if plan.by_srun else f" {shlex.join(command(host, plan.python))}"
         lines.append(f"host {host.name}:{how}")
-        count = max(0, min(job.size - host.first, host.slots))
+        count = host.initial_ranks(job.size)
         for slot in range(host.first, host.first + count):
             variables = job.variables(
                 slot, url, "<port>", master="<address>", local=(slot - host.first, count)
@@ -157,85 +154,58 @@ def describe(plan: HostPlan, job: Job, argv: Sequence[str], store: str | None) -
 
 def _pool(plan: HostPlan, signals: Signals) -> AgentPool:
     if plan.by_srun:
-        return SrunAgentPool(plan.hosts, plan.python, signals, hidden=_OF_ONE_HOST)
+        return SrunAgentPool(plan.hosts, plan.python, signals, hidden=_HOST_VARIABLES)
     return AgentPool(plan.hosts, plan.python, signals)
 
 
-def launch_on_hosts(
-    plan: HostPlan,
-    argv: Sequence[str],
-    job: Job,
-    *,
-    min_ranks: int | None = None,
-    respawn: bool = False,
-    max_ranks: int | None = None,
-    restarts: int = 0,
-    grace: float = STOP_GRACE_S,
-    prefix_lines: bool = True,
-    log_dir: Path | None = None,
-    store: str | None = None,
-) -> int:
+def launch_on_hosts(plan: HostPlan, argv: Sequence[str], job: Job, options: LaunchOptions) -> int:
     """Run ``argv`` on the ranks of ``job``; return the exit code.  Must be called on the main thread.
-
-    Args:
-        min_ranks, respawn, max_ranks, restarts, grace, prefix_lines, log_dir, store: see ``launch``.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
     """
-    with Signals(_SETTLE_S if plan.by_srun else 0.0) as signals, ExitStack() as open_logs:
-        try:
-            logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, job.size)))
-        except LaunchError as error:
-            click.echo(f"shoal: {error}", err=True)
-            return _NOT_STARTED
 
-        def run_once(job: Job, restart: str) -> JobOutcome:
-            with ExitStack() as steps:
-                try:
-                    # Before the agents start: opening a store may take long, without heartbeats to them.
-                    named = None if store is None else steps.enter_context(job_store(store, job))
-                    pool = steps.enter_context(closing(_pool(plan, signals)))
-                    pool.connect()
-                    addresses = pool.launcher_addresses()
-                    counts = [max(0, min(job.size - host.first, host.slots)) for host in plan.hosts]
-                    pool.begin(plan.directory, plan.environment, counts, bind=plan.bind)
-                    meeting_place = named or steps.enter_context(job_store(None, job, addresses))
-                    notes = steps.enter_context(
-                        closing(ExitNotifier(meeting_place.connect, job.ident, job.epoch))
-                    )
-                    hello = pool.agents[0].hello
-                    assert hello is not None
-                    rank_launcher = RemoteRankLauncher(
-                        pool,
-                        argv,
-                        job,
-                        stores=[meeting_place.url_at(address) for address in addresses],
-                        master=pool.master(),
-                        master_port=str(hello.port),
-                        max_ranks=max_ranks or job.size,
-                    )
-                    supervisor = Supervisor(
-                        signals,
-                        rank_launcher,
-                        notes,
-                        min_ranks=min_ranks,
-                        respawn=respawn,
-                        grace=grace,
-                        restart=restart,
-                        scalable=max_ranks is not None,
-                        prefix_lines=prefix_lines,
-                        logs=logs,
-                    )
-                    steps.enter_context(closing(supervisor))
-                    meeting_place.start()
-                    supervisor.start()
-                except Stopped as stopped:
-                    return JobOutcome(128 + stopped.number)
-                except LaunchError as error:
-                    click.echo(f"shoal: {error}", err=True)
-                    return JobOutcome(_NOT_STARTED)
-                code = supervisor.run()
-                return JobOutcome(code, supervisor.failed)
+    def run_once(start: JobStart) -> JobOutcome:
+        job = start.job
+        with ExitStack() as steps:
+            try:
+                # Before the agents start: opening a store may take long, without heartbeats to them.
+                store = options.store
+                named = None if store is None else steps.enter_context(job_store(store, job))
+                pool = steps.enter_context(closing(_pool(plan, start.signals)))
+                pool.connect()
+                addresses = pool.launcher_addresses()
+                counts = [host.initial_ranks(job.size) for host in plan.hosts]
+                pool.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+                meeting_place = named or steps.enter_context(job_store(None, job, addresses))
+                notes = ExitNotifier(meeting_place.connect, job.ident, job.epoch)
+                steps.enter_context(closing(notes))
+                hello = pool.agents[0].hello
+                assert hello is not None
+                rank_launcher = RemoteRankLauncher(
+                    pool,
+                    argv,
+                    job,
+                    stores=[meeting_place.url_at(address) for address in addresses],
+                    master=pool.master_address(),
+                    master_port=str(hello.port),
+                    max_ranks=options.max_ranks or job.size,
+                )
+                supervisor = steps.enter_context(closing(Supervisor(start, rank_launcher, notes)))
+                meeting_place.start()
+                supervisor.start()
+            except Stopped as stopped:
+                return JobOutcome(128 + stopped.number)
+            except LaunchError as error:
+                return JobOutcome(_print_failure(error))
+            return supervisor.run()
 
-        return run_with_restarts(job, restarts, run_once)
+    try:
+        return run_with_restarts(job, options, run_once, settle=_SETTLE_S if plan.by_srun else 0.0)
+    except LaunchError as error:
+        return _print_failure(error)
+
+
+def _print_failure(error: LaunchError) -> int:
+    click.echo(f"shoal: {error}", err=True)
+    return _NOT_STARTED

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ... import config
 from ...common.wording import counted, named
-from ..job.job_store import job_store
+from ..job.job_store import ExitNotifier, demand_tls, job_store
+from ..job.launch import STOP_GRACE_S, JobOutcome, JobStart, LaunchOptions, run_with_restarts
 from ..job.rank_launcher import LocalRankLauncher
-from ..job.restarts import JobOutcome, run_with_restarts
-from ..job.signals import Signals
-from ..job.supervisor import STOP_GRACE_S, Supervisor
-from ..output.logs import Logs
+from ..job.supervisor import Supervisor
 from ..output.sink import is_terminal
-from ..ranks.cores import shares, usable
-from ..ranks.environment import INITIAL_RANK_VARIABLES, Job, ReservedPort, defaults
-from ..ranks.exit_notes import ExitNotifier
+from ..ranks.environment import (
+    INITIAL_RANK_VARIABLES,
+    Job,
+    ReservedPort,
+    default_variables,
+    divide_cores,
+    usable_cores,
+)
 from ..ranks.guardian import Guardian
 from ..ranks.program import resolve
 from ..remote.hosts import Host, parse_hosts, read_hostfile
 from ..slurm.allocation import allocation
-from .encryption import demand_tls
-from .on_hosts import HostPlan, describe, directory, fitted, launch_on_hosts, passed_on
+from .on_hosts import HostPlan, describe, directory, fit_to_hosts, launch_on_hosts, passed_on
 
 #: maximum of --grace: a day
-MOST_GRACE_S = 86400.0
+MAX_GRACE_S = 86400.0
 
 
 def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
@@ -41,49 +45,63 @@ def _number_of_ranks(ctx: click.Context, param: click.Parameter, value: str | No
         return None
     if value == "auto":
         return len(os.sched_getaffinity(0))
-    if value == "p":
-        raise click.BadParameter("-np is spelled -n here: shoal run -n 2 ...")
     if not value.isdecimal() or not int(value):
         raise click.BadParameter(f"expected an integer of at least 1, or auto; got {value!r}")
     return int(value)
 
 
 def _checked_grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if not 0.0 <= value <= MOST_GRACE_S:  # nor NaN
-        raise click.BadParameter(f"expected a time from 0 to {MOST_GRACE_S:.0f} s, got {value}")
+    if not 0.0 <= value <= MAX_GRACE_S:  # nor NaN
+        raise click.BadParameter(f"expected a time from 0 to {MAX_GRACE_S:.0f} s, got {value}")
     return value
 
 
+_HOSTS = "for several hosts, use --hosts h1:4,h2:4, or --srun in a Slurm allocation"
+_NO_ADDRESS = "not needed: shoal run chooses the addresses"
+_BIND = "use --bind to bind ranks to cores"
+_USUAL_TERMINAL = os.terminal_size((80, 24))
+#: name of a parameter of ``run`` -> names of the same option in torchrun, mpiexec, accelerate and srun
+_ALIASES = {
+    "size": ("-np", "--np", "--nprocs", "--num-processes", "--ntasks"),
+    "hosts": ("-H", "--host"),
+    "hostfile": ("--machinefile",),
+    "chdir": ("--wdir",),
+    "names": ("-x",),
+    "module": ("--module",),
+    "log_dir": ("--log-directory",),
+}
+#: options of these launchers without an equivalent -> advice
+_FOREIGN_OPTIONS = {
+    **dict.fromkeys(("--nnodes", "--node-rank"), _HOSTS),
+    **dict.fromkeys(
+        ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
+    ),
+    **dict.fromkeys(("--bind-to", "--cpu-bind"), _BIND),
+    "--enable-recovery": "use --min N to go on without failed ranks",
+    "--no-python": "not needed: COMMAND may be any program",
+}
+
+
 class _Run(click.Command):
-    """A command that suggests its own option for an unknown option that another launcher has."""
+    """A command that accepts the names that other launchers have for its options."""
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        parser = super().make_parser(ctx)
+        for param in self.params:
+            alias = copy.copy(param)
+            alias.opts = list(_ALIASES.get(param.name or "", ()))
+            if alias.opts:
+                alias.add_to_parser(parser, ctx)
+        return parser
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            meant = _MEANT.get(error.option_name.replace("_", "-"))
-            if meant is None:
+            advice = _FOREIGN_OPTIONS.get(error.option_name)
+            if advice is None:
                 raise
-            raise click.UsageError(f"No such option: {error.option_name}; {meant}", ctx) from None
-
-
-_NUMBER = "use -n N for the number of ranks, or -n auto for one per core"
-_HOSTS = "for several hosts, use --hosts h1:4,h2:4, or --srun in a Slurm allocation"
-_NO_ADDRESS = "not needed: shoal run chooses the addresses"
-_USUAL_TERMINAL = os.terminal_size((80, 24))
-#: options of torchrun, mpiexec, accelerate and srun -> advice
-_MEANT = {
-    **dict.fromkeys(("--nproc-per-node", "--np", "--nprocs", "--num-processes", "--ntasks"), _NUMBER),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--host", "--machinefile"), _HOSTS),
-    **dict.fromkeys(
-        ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
-    ),
-    "--bind-to": "use --bind to bind ranks to cores",
-    "--cpu-bind": "use --bind to bind ranks to cores",
-    "--log-directory": "use --log-dir DIR for one log file per rank",
-    "--enable-recovery": "use --min N to go on without failed ranks",
-    "--no-python": "not needed: COMMAND may be any program",
-}
+            raise click.UsageError(f"No such option: {error.option_name}; {advice}", ctx) from None
 
 
 def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -92,7 +110,11 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 
 @click.command(
     cls=_Run,
-    context_settings={"allow_interspersed_args": False},
+    context_settings={
+        "allow_interspersed_args": False,
+        # As torchrun does, accept --log_dir for --log-dir.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    },
     short_help="Run several ranks of a program, here or on several hosts.",
 )
 @click.option(
@@ -103,6 +125,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     callback=_number_of_ranks,
     help="Number of ranks, or auto for one per usable core.  [default: 1, or all slots of the hosts]",
 )
+@click.option("--nproc-per-node", "local_size", hidden=True, callback=_number_of_ranks)
 @click.option(
     "--hosts",
     metavar="HOST:SLOTS,...",
@@ -214,6 +237,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
     size: int | None,
+    local_size: int | None,
     hosts: str | None,
     hostfile: Path | None,
     srun: bool,
@@ -240,51 +264,58 @@ def run(
     The first word that is not an option is COMMAND; all words after it are passed to COMMAND unchanged. The
     exit code is that of the rank that failed first (128 plus the signal number if a signal killed it), or 0.
     With --min it is also 0 if ranks failed and the others finished.
+
+    Names that torchrun, mpiexec, accelerate and srun have for these options are accepted too: -np, --ntasks,
+    --num-processes and (on one machine) --nproc-per-node for -n, -H and --host for --hosts, --machinefile for
+    --hostfile, --wdir for --chdir, -x for --env, --module for -m; with - or _ between words.
     """
-    slots = _slots(hosts, hostfile)
+    all_hosts = _hosts(hosts, hostfile)
+    if local_size is not None:
+        if size is not None or all_hosts is not None or srun:
+            raise click.UsageError(
+                "--nproc-per-node is another name of -n for a single machine: leave out one of them; "
+                "hosts have their own numbers of slots"
+            )
+        size = local_size
     given = None
     if srun:
-        if slots is not None:
+        if all_hosts is not None:
             raise click.UsageError(
                 "--srun takes the hosts of the allocation: leave out --hosts and --hostfile"
             )
         given = allocation(os.environ)
-        slots = list(given.hosts)
-    if slots is None and (python or chdir or names):
+        all_hosts = list(given.hosts)
+    if all_hosts is None and (python or chdir or names):
         raise click.UsageError("--python, --chdir and --env need --hosts, --hostfile or --srun")
-    if slots is not None:
-        size, slots = fitted(slots, size, max_ranks, spares, respawn=respawn)
+    if all_hosts is not None:
+        size, all_hosts = fit_to_hosts(all_hosts, size, max_ranks, spares, respawn=respawn)
     size = size or 1
-    if min_ranks is not None and min_ranks > size:
-        raise click.BadParameter(
-            f"{min_ranks} is more than the job's {counted(size, 'rank')}", param_hint="'--min'"
-        )
-    if respawn and min_ranks is None:
-        raise click.UsageError("--respawn needs --min N: the job ends when fewer than N ranks are left")
-    if max_ranks is not None and min_ranks is None:
-        raise click.UsageError("--max needs --min N: the minimum number of ranks for shoal scale")
-    if max_ranks is not None and max_ranks < size:
-        raise click.BadParameter(f"expected at least -n ({size}), got {max_ranks}", param_hint="'--max'")
-    if spares and min_ranks is None:
-        raise click.UsageError("--spares needs --min N: the job ends when fewer than N ranks are left")
-    if restarts and min_ranks is not None:
-        raise click.UsageError(
-            "--max-restarts restarts the whole job and cannot be combined with --min, which keeps the other "
-            "ranks running; --respawn replaces failed ranks"
-        )
+    options = LaunchOptions(
+        min_ranks=min_ranks,
+        max_ranks=max_ranks,
+        respawn=respawn,
+        restarts=restarts,
+        grace=grace,
+        prefix_lines=not no_prefix,
+        log_dir=log_dir,
+        store=store,
+    )
+    _check_options(options, size, spares)
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     # Other hosts do not inherit this environment, so a variable that is set here must not suppress a default.
-    inherited = {k: v for k, v in os.environ.items() if slots is None or k == "NO_COLOR"}
-    extra = defaults(size, inherited, _terminal(), prefix_lines=not no_prefix)
+    inherited = {k: v for k, v in os.environ.items() if all_hosts is None or k == "NO_COLOR"}
+    extra = default_variables(size, inherited, _terminal(), prefix_lines=not no_prefix)
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"
     config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
-    if slots is not None:
+    epoch = given.restarts if given else 0
+    job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)
+    if all_hosts is not None:
         # Each agent divides the cores of its host.
         shown = {k: v for k, v in extra.items() if k != "OMP_NUM_THREADS"}
         plan = HostPlan(
-            slots,
+            all_hosts,
             python or sys.executable,
             directory(chdir),
             {**(given.kept if given else {}), **passed_on(names, shown, store=store is not None)},
@@ -292,47 +323,40 @@ def run(
             by_srun=srun,
             named=names,
         )
-        epoch = given.restarts if given else 0
-        job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)
         if dry_run:
             click.echo(describe(plan, job, argv, store))
             return 0
         _open_standard_files()
-        return launch_on_hosts(
-            plan,
-            argv,
-            job,
-            min_ranks=min_ranks,
-            respawn=respawn,
-            max_ranks=max_ranks,
-            restarts=restarts,
-            grace=grace,
-            prefix_lines=not no_prefix,
-            log_dir=log_dir,
-            store=store,
-        )
-    bound = shares(usable(), size) if bind else None
+        return launch_on_hosts(plan, argv, job, options)
+    bound = divide_cores(usable_cores(), size) if bind else None
     if dry_run:
-        click.echo(_plan(argv, Job(size, spares, secret=""), extra, bound, store, respawn))
+        click.echo(_dry_run_text(argv, Job(size, spares, secret=""), extra, bound, store, respawn))
         return 0
-    return launch(
-        argv,
-        size,
-        extra,
-        min_ranks=min_ranks,
-        respawn=respawn,
-        max_ranks=max_ranks,
-        spares=spares,
-        restarts=restarts,
-        grace=grace,
-        bound=bound,
-        prefix_lines=not no_prefix,
-        log_dir=log_dir,
-        store=store,
-    )
+    return launch(argv, job, extra, options, bound=bound)
 
 
-def _slots(hosts: str | None, hostfile: Path | None) -> list[Host] | None:
+def _check_options(options: LaunchOptions, size: int, spares: int) -> None:
+    min_ranks, max_ranks = options.min_ranks, options.max_ranks
+    if min_ranks is not None and min_ranks > size:
+        raise click.BadParameter(
+            f"{min_ranks} is more than the job's {counted(size, 'rank')}", param_hint="'--min'"
+        )
+    if options.respawn and min_ranks is None:
+        raise click.UsageError("--respawn needs --min N: the job ends when fewer than N ranks are left")
+    if max_ranks is not None and min_ranks is None:
+        raise click.UsageError("--max needs --min N: the minimum number of ranks for shoal scale")
+    if max_ranks is not None and max_ranks < size:
+        raise click.BadParameter(f"expected at least -n ({size}), got {max_ranks}", param_hint="'--max'")
+    if spares and min_ranks is None:
+        raise click.UsageError("--spares needs --min N: the job ends when fewer than N ranks are left")
+    if options.restarts and min_ranks is not None:
+        raise click.UsageError(
+            "--max-restarts restarts the whole job and cannot be combined with --min, which keeps the other "
+            "ranks running; --respawn replaces failed ranks"
+        )
+
+
+def _hosts(hosts: str | None, hostfile: Path | None) -> list[Host] | None:
     if hosts is not None and hostfile is not None:
         raise click.UsageError("--hosts and --hostfile: expected one of them")
     if hosts is not None:
@@ -342,86 +366,54 @@ def _slots(hosts: str | None, hostfile: Path | None) -> list[Host] | None:
 
 def launch(
     argv: Sequence[str],
-    size: int,
-    extra: dict[str, str],
+    job: Job,
+    extra: Mapping[str, str],
+    options: LaunchOptions,
     *,
-    min_ranks: int | None = None,
-    respawn: bool = False,
-    max_ranks: int | None = None,
-    spares: int = 0,
-    restarts: int = 0,
-    grace: float = STOP_GRACE_S,
     bound: Sequence[Sequence[int]] | None = None,
-    prefix_lines: bool = True,
-    log_dir: Path | None = None,
-    store: str | None = None,
 ) -> int:
-    """Run ``argv`` on ``size`` ranks; return the exit code.  Must be called on the main thread.
+    """Run ``argv`` on the ranks of ``job``; return the exit code.  Must be called on the main thread.
 
     Args:
         extra: variables to add to the environment.
-        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
-        respawn: start a new process for a failed rank while others go on.
-        max_ranks: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
-        spares: number of processes, in addition to ``size``, that replace lost ranks.
-        restarts: maximum number of restarts of the whole job after a failure.
-        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
         bound: the cores of each rank; None: all ranks run on all cores.
-        prefix_lines: prefix lines of output with the rank.
-        log_dir: directory for one log file per rank.
-        store: URL of the job's store; None: the launcher hosts one.
 
     Raises:
         UsageError, StoreError, RendezvousError: the store cannot be opened.
         LaunchError: a rank could not be started; none is left running.
     """
     _open_standard_files()
-    job = Job(size, spares) if store is None else Job(size, spares, secret="")
     inherited = dict(os.environ)
     if job.secret:
         # The ranks must use the job's secret, not the one in a file that the user's environment names.
         inherited.pop("SHOAL_SECRET_FILE", None)
-    with Signals() as signals, ExitStack() as open_logs:
-        logs = None if log_dir is None else open_logs.enter_context(closing(Logs(log_dir, size)))
 
-        def run_once(job: Job, restart: str) -> JobOutcome:
-            with (
-                job_store(store, job) as meeting_place,
-                closing(ReservedPort()) as port,
-                Guardian() as guardian,
-                closing(ExitNotifier(meeting_place.connect, job.ident, job.epoch)) as notes,
-            ):
-                rank_launcher = LocalRankLauncher(
-                    argv,
-                    job,
-                    inherited | extra,
-                    store=meeting_place.url,
-                    master_port=str(port.number),
-                    guardian=guardian,
-                    max_ranks=max_ranks or size,
-                    bound=bound,
-                    threaded=job.epoch > 0,
-                )
-                supervisor = Supervisor(
-                    signals,
-                    rank_launcher,
-                    notes,
-                    min_ranks=min_ranks,
-                    respawn=respawn,
-                    grace=grace,
-                    restart=restart,
-                    scalable=max_ranks is not None,
-                    prefix_lines=prefix_lines,
-                    logs=logs,
-                )
-                with closing(supervisor):
-                    supervisor.start()
-                    # This starts threads: from now on no Python code may run between fork and exec.
-                    meeting_place.start()
-                    code = supervisor.run()
-                    return JobOutcome(code, supervisor.failed)
+    def run_once(start: JobStart) -> JobOutcome:
+        job = start.job
+        with (
+            job_store(options.store, job) as meeting_place,
+            closing(ReservedPort()) as port,
+            Guardian() as guardian,
+            closing(ExitNotifier(meeting_place.connect, job.ident, job.epoch)) as notes,
+        ):
+            rank_launcher = LocalRankLauncher(
+                argv,
+                job,
+                {**inherited, **extra},
+                store=meeting_place.url,
+                master_port=str(port.number),
+                guardian=guardian,
+                max_ranks=options.max_ranks or job.size,
+                bound=bound,
+                threaded=job.epoch > 0,
+            )
+            with closing(Supervisor(start, rank_launcher, notes)) as supervisor:
+                supervisor.start()
+                # This starts threads: from now on no Python code may run between fork and exec.
+                meeting_place.start()
+                return supervisor.run()
 
-        return run_with_restarts(job, restarts, run_once)
+    return run_with_restarts(job, options, run_once)
 
 
 def _open_standard_files() -> None:
@@ -439,7 +431,7 @@ def _terminal() -> os.terminal_size | None:
     return None
 
 
-def _plan(
+def _dry_run_text(
     argv: Sequence[str],
     job: Job,
     extra: Mapping[str, str],

@@ -17,7 +17,7 @@ from ...rendezvous import Request, default_secret, job_record, open_venue, parse
 from ...store import parse_address, serve
 from ...store.external.url import redacted
 from ...store.urls import OUTSIDE
-from .encryption import demand_tls
+from ..job.job_store import demand_tls
 
 
 @click.command(short_help="Host a store for ranks that are started by other means.")

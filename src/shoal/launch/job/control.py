@@ -37,7 +37,7 @@ class ControlReply(msgspec.Struct, frozen=True):
     text: str
 
 
-class Control:
+class ControlServer:
     """The launcher's side of the control socket.
 
     ``scale`` performs a request and returns a description of it, or raises UsageError.
@@ -54,39 +54,38 @@ class Control:
             self._socket.bind(address)
         self._socket.listen()
         self._socket.setblocking(False)
-        self._guests: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Remove the socket and close all connections."""
         (self._directory / self._name).unlink(missing_ok=True)
-        for guest in list(self._guests):
-            self._dismiss(guest)
+        for connection in list(self._connections):
+            self._disconnect(connection)
         self._selector.unregister(self._socket)
         self._socket.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
-            guest, _ = self._socket.accept()
-            guest.setblocking(False)
-            self._guests.add(guest)
-            self._selector.register(guest, selectors.EVENT_READ, lambda: self._answer(guest))
+            connection, _ = self._socket.accept()
+            connection.setblocking(False)
+            self._connections.add(connection)
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._answer(connection))
 
-    def _answer(self, guest: socket.socket) -> None:
+    def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError):
             try:
                 answer = ControlReply(
-                    True, self._scale(from_json(guest.recv(_MAX_REQUEST_BYTES), Scale).wanted)
+                    True, self._scale(from_json(connection.recv(_MAX_REQUEST_BYTES), Scale).wanted)
                 )
             except (UsageError, MalformedMessage) as error:
                 answer = ControlReply(False, str(error))
-            guest.send(msgspec.json.encode(answer))
-        self._dismiss(guest)
+            connection.send(msgspec.json.encode(answer))
+        self._disconnect(connection)
 
-    def _dismiss(self, guest: socket.socket) -> None:
-        self._guests.discard(guest)
-        self._selector.unregister(guest)
-        guest.close()
+    def _disconnect(self, connection: socket.socket) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection)
+        connection.close()
 
 
 def launchers() -> list[int]:

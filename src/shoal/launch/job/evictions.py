@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...failure_report import STACKS
-from ..ranks.meetings import Meetings
 from ..ranks.rank import JobProcess
+from ..ranks.reports import MeetingTable
 
 #: seconds for an evicted process to exit by itself
 EXIT_TIMEOUT_S = 2.0
@@ -44,15 +44,15 @@ class Evictions:
     def __init__(self, grace: float, announce: Callable[[JobProcess], None]) -> None:
         self._grace = min(grace, KILL_DELAY_S)
         self._announce = announce
-        self._under_way: dict[JobProcess, tuple[_Stage, float]] = {}
-        self.meetings = Meetings()
+        self._stages: dict[JobProcess, tuple[_Stage, float]] = {}
+        self.meetings = MeetingTable()
 
     def take_notices(self, rank: JobProcess, ranks: Sequence[JobProcess]) -> None:
         """Handle reports of meetings and evictions from ``rank``; ``ranks``: all processes."""
         for notice in rank.take_notices():
             if notice.kind == "met":
                 self.meetings.add(notice, rank.index)
-            elif not (rank.evicted or rank in self._under_way):
+            elif not (rank.evicted or rank in self._stages):
                 # If two parts evict each other, the first report counts.
                 for index in self.meetings.resolved(notice).ranks:
                     if index != rank.index:
@@ -60,33 +60,32 @@ class Evictions:
 
     def add(self, rank: JobProcess, now: float) -> None:
         """Add ``rank``, which the others have evicted."""
-        if rank.status is None and rank not in self._under_way and not (rank.evicted or _has_left(rank, now)):
-            self._under_way[rank] = _Stage.WAITS, now + EXIT_TIMEOUT_S
+        if rank.status is None and rank not in self._stages and not (rank.evicted or _has_left(rank, now)):
+            self._stages[rank] = _Stage.WAITS, now + EXIT_TIMEOUT_S
 
     def next_at(self) -> float | None:
         """The time of the next :meth:`tick`, if any."""
-        return min((at for _, at in self._under_way.values()), default=None)
+        return min((at for _, at in self._stages.values()), default=None)
 
     def tick(self, now: float) -> None:
-        """Send the signals that are due."""
-        for rank, (stage, at) in list(self._under_way.items()):
+        for rank, (stage, at) in list(self._stages.items()):
             if rank.status is not None:
-                del self._under_way[rank]
+                del self._stages[rank]
             elif now >= at:
-                self._go_on(rank, stage, now)
+                self._advance(rank, stage, now)
 
-    def _go_on(self, rank: JobProcess, stage: _Stage, now: float) -> None:
+    def _advance(self, rank: JobProcess, stage: _Stage, now: float) -> None:
         if stage is _Stage.WAITS:
             rank.evicted = True  # not before: it may have died already, and its exit not have been seen
             self._announce(rank)
             rank.send(STACKS)
-            self._under_way[rank] = _Stage.WRITES_STACKS, now + STACKS_S
+            self._stages[rank] = _Stage.WRITES_STACKS, now + STACKS_S
         elif stage is _Stage.WRITES_STACKS:
             rank.send(signal.SIGTERM)
-            self._under_way[rank] = _Stage.TERMINATES, now + self._grace
+            self._stages[rank] = _Stage.TERMINATES, now + self._grace
         else:
             rank.send_group(signal.SIGKILL)
-            del self._under_way[rank]
+            del self._stages[rank]
 
 
 def _has_left(rank: JobProcess, now: float) -> bool:

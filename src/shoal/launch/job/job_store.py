@@ -1,15 +1,29 @@
-"""The store of a job of ``shoal run``: one that the launcher hosts, or that of ``--store``."""
+"""The store of a job of ``shoal run`` (the launcher hosts it, or ``--store`` names it), and notes in it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 
 from ... import config
 from ...errors import LaunchError, StoreError, UsageError, WireError
 from ...net import Deadline
-from ...rendezvous import LOOPBACK, Request, job_record, loopback_trouble, open_venue, parse_url, root_of
+from ...rendezvous import (
+    LOOPBACK,
+    Request,
+    job_record,
+    loopback_trouble,
+    note_exit,
+    note_wanted,
+    open_venue,
+    parse_url,
+    root_of,
+)
+from ...rendezvous.environment import tcp_url
 from ...store import Store, TCPStore, TCPStoreServer
+from ...store.urls import OUTSIDE
 from ..ranks.environment import Job
 
 #: maximum time in seconds that the launcher's loop waits for the store
@@ -41,11 +55,7 @@ class _ServedStore(JobStore):
         self._secret = secret
 
     def url_at(self, address: str) -> str:
-        return (
-            f"tcp://[{address}]:{self._server.port}"
-            if ":" in address
-            else f"tcp://{address}:{self._server.port}"
-        )
+        return tcp_url(address, self._server.port)
 
     def start(self) -> None:
         self._server.start()
@@ -107,3 +117,54 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
             root_of(store, job.ident, job.epoch).delete_prefix("")
         store.close()
         venue.close()
+
+
+#: seconds without notes after an error of the store, so as not to block the launcher's loop again
+_RETRY_DELAY_S = 10.0
+
+
+class ExitNotifier:
+    """Notes in the store of an epoch of ``job``; ``connect`` opens the store for the first note."""
+
+    def __init__(self, connect: Callable[[], Store], job: str, epoch: int = 0) -> None:
+        self._connect = connect
+        self._job, self._epoch = job, epoch
+        self._store: Store | None = None
+        self._paused_until = 0.0
+
+    def ended(self, rank: int, how: str) -> None:
+        """Note that ``rank`` has ended, and how, for ranks that wait for it."""
+        self._note(lambda store: note_exit(store, rank, how, job=self._job, epoch=self._epoch))
+
+    def wanted(self, size: int) -> None:
+        """Note the wanted number of ranks; further processes are spares."""
+        self._note(lambda store: note_wanted(store, size, job=self._job, epoch=self._epoch))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _note(self, note: Callable[[Store], None]) -> None:
+        if time.monotonic() < self._paused_until:
+            return
+        try:
+            if self._store is None:
+                self._store = self._connect()
+            note(self._store)
+        except (StoreError, WireError):
+            self._paused_until = time.monotonic() + _RETRY_DELAY_S
+
+
+def demand_tls(store: str | None) -> None:
+    """Set ``SHOAL_TLS=1`` for this process and its children.
+
+    Args:
+        store: URL of the store given on the command line, if any.
+
+    Raises:
+        UsageError: TLS of that store is requested by another scheme of its URL.
+    """
+    scheme = "" if store is None else store.partition("://")[0]
+    if f"{scheme}s" in OUTSIDE:
+        raise UsageError(f"--tls does not encrypt a {scheme}:// store: use {scheme}s:// in its URL")
+    os.environ[config.TLS.name] = "1"

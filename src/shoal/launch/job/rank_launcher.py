@@ -2,75 +2,80 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ..output.stdin import StdinPipe, StdinReader, in_background
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
 from ..ranks.guardian import Guardian
-from ..ranks.process import LocalRank, Sweep
+from ..ranks.process import GroupCleanup, LocalRank
 from ..ranks.rank import JobProcess
 
 #: called with the name of a lost host, the reason, and its ranks
 HostLost = Callable[[str, str, Sequence[JobProcess]], None]
 
 
-class Sweeping(Protocol):
-    """Cleanup of the processes that ranks left behind; see :class:`Sweep`."""
+class Cleanup(Protocol):
+    """Cleanup of the processes that ranks left behind; see :class:`GroupCleanup`."""
 
     killed: list[str]
 
     def is_done(self) -> bool: ...
 
 
-class RankLauncher(Protocol):
-    """Starts the processes of a job.
+class RankLauncher(ABC):
+    """Starts the processes of a job, on this machine or on other hosts.
 
     A *slot* is a number from 0, with cores on a host.  The first process in a slot has its number as rank.  A
     later process has no rank until it has joined the others.
 
     Attributes:
-        size, spares, most: number of initial ranks, number of spares, and maximum number of ranks.
+        size, spares, max_ranks: number of initial ranks, number of spares, and maximum number of ranks.
         slots: number of slots.
     """
 
-    @property
-    def size(self) -> int: ...
-    @property
-    def spares(self) -> int: ...
-    @property
-    def max_ranks(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
+    def __init__(self, job: Job, max_ranks: int, slots: int) -> None:
+        self.size, self.spares, self.max_ranks, self.slots = job.size, job.spares, max_ranks, slots
+        self._job = job
+        self._selector: selectors.BaseSelector | None = None
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         """Handle events of the hosts in the loop of ``selector``."""
+        self._selector = selector
 
-    def first(self, slot: int) -> JobProcess:
+    @abstractmethod
+    def start_initial(self, slot: int) -> JobProcess:
         """Start an initial rank, before this process has threads; raises LaunchError."""
 
-    def later(self, index: int, slot: int, restart: int) -> JobProcess:
+    @abstractmethod
+    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
         """Start a process that joins the ranks, restart ``restart`` of its slot; raises LaunchError."""
 
-    def settle(self) -> None:
-        """Wait until all processes have been started; raises LaunchError."""
+    @abstractmethod
+    def wait_started(self) -> None:
+        """Wait until all processes have been started, then read stdin; raises LaunchError."""
 
     def can_start(self, slot: int) -> bool:
         """Whether a process can be started in ``slot`` if it is free."""
+        return True
 
+    @abstractmethod
     def release(self, rank: JobProcess) -> None:
         """Kill the process group of an ended rank, and let the kernel reuse its process id."""
 
-    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
+    @abstractmethod
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Cleanup:
         """Kill the process groups of the ended ``ranks`` after ``linger`` seconds."""
 
+    @abstractmethod
     def next_at(self) -> float | None:
         """The time of the next :meth:`tick`, if any."""
 
+    @abstractmethod
     def tick(self, now: float) -> None:
         """Run timed actions that are due."""
 
@@ -80,11 +85,12 @@ class RankLauncher(Protocol):
     def resume(self) -> None:
         """Go on after this process was continued."""
 
+    @abstractmethod
     def close(self) -> None:
-        """End all remaining processes."""
+        """Release stdin and agents; the supervisor has ended the ranks."""
 
 
-class LocalRankLauncher:
+class LocalRankLauncher(RankLauncher):
     """Starts one program on the slots of a job, all on this machine.
 
     Args:
@@ -93,7 +99,7 @@ class LocalRankLauncher:
         store: URL of the job's store.
         master_port: port for rank 0 to listen on.
         guardian: every process announces itself to it before its program runs.
-        most: maximum number of ranks; each of them, and each spare, has a slot.
+        max_ranks: maximum number of ranks; each of them, and each spare, has a slot.
         bound: the cores of the first slots, which later slots share; None: all run on all cores.
         threaded: whether this process may have threads when the initial ranks are started.
     """
@@ -111,30 +117,17 @@ class LocalRankLauncher:
         bound: Sequence[Sequence[int]] | None = None,
         threaded: bool = False,
     ) -> None:
-        self.size, self.spares, self.max_ranks = job.size, job.spares, max_ranks
-        self.slots = max_ranks + job.spares
-        self._argv, self._job, self._environment = argv, job, environment
+        super().__init__(job, max_ranks, max_ranks + job.spares)
+        self._argv, self._environment = argv, environment
         self._meeting = store, master_port
         self._guardian = guardian
-        self._announce = guardian.announcer()
         self._bound, self._threaded = bound, threaded
-        self._selector: selectors.BaseSelector | None = None
         #: stdin for rank 0, if this process passes it on
         self._stdin: StdinReader | None = None
         self._pipe: StdinPipe | None = None
 
-    def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
-        """Keep the selector, for stdin; there are no other hosts."""
-        self._selector = selector
-
-    def first(self, slot: int) -> JobProcess:
+    def start_initial(self, slot: int) -> JobProcess:
         cores = self._cores(slot)
-
-        def prepare() -> None:
-            self._announce()
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
-
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
         relayed = slot == 0 and in_background()
         stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
@@ -142,6 +135,7 @@ class LocalRankLauncher:
             argv, inherits = self._guardian.wrapped(self._argv, cores), [self._guardian.pipe]
             rank = LocalRank(slot, slot, 0, self.size, argv, environment, stdin=stdin, inherits=inherits)
         else:
+            prepare = self._guardian.preparation(cores)
             rank = LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
         if relayed:
             self._relay_stdin(rank)
@@ -155,28 +149,24 @@ class LocalRankLauncher:
         pipe.attach(rank.take_stdin())
         self._stdin, self._pipe = stdin, pipe
 
-    def later(self, index: int, slot: int, restart: int) -> JobProcess:
+    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
         environment = {k: v for k, v in self._environment.items() if k not in INITIAL_RANK_VARIABLES}
         environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
         argv = self._guardian.wrapped(self._argv, self._cores(slot))
         inherits = [self._guardian.pipe]
         return LocalRank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
 
-    def settle(self) -> None:
-        """Start to read stdin; local processes run as soon as they are started."""
+    def wait_started(self) -> None:
         if self._stdin is not None and self._selector is not None:
             self._stdin.watch(self._selector)
-
-    def can_start(self, slot: int) -> bool:
-        return True
 
     def release(self, rank: JobProcess) -> None:
         rank.send_group(signal.SIGKILL)
         self._guardian.forget(rank.pid)
         rank.release()
 
-    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
-        return Sweep(ranks, linger)
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Cleanup:
+        return GroupCleanup(ranks, linger)
 
     def next_at(self) -> float | None:
         return None if self._stdin is None else self._stdin.next_at()
@@ -185,14 +175,7 @@ class LocalRankLauncher:
         if self._stdin is not None:
             self._stdin.tick(now)
 
-    def suspend(self) -> None:
-        """Do nothing: the supervisor stops the ranks."""
-
-    def resume(self) -> None:
-        """Do nothing: the supervisor continues the ranks."""
-
     def close(self) -> None:
-        """Close stdin; the supervisor ends the ranks."""
         if self._stdin is not None and self._pipe is not None:
             self._stdin.close()
             self._pipe.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 #: end the job
@@ -15,6 +16,10 @@ STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPEND = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 #: passed on to the ranks
 USER = (signal.SIGUSR1, signal.SIGUSR2)
+#: SIGINTs within this time count as one, which reached the launcher directly and through its process group
+_DUPLICATE_SIGNAL_S = 0.2
+#: seconds after Ctrl-C until the launcher prints for which ranks it waits
+_REMIND_S = 1.0
 
 
 class Signals:
@@ -43,9 +48,7 @@ class Signals:
         self._old_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.signal(signal.SIGCHLD, self._old_child)
@@ -66,6 +69,28 @@ class Signals:
                 time.sleep(self._settle)
             return found
         return []
+
+
+class CtrlCFilter:
+    """Distinguishes a second Ctrl-C from the first one.
+
+    ``remind_at`` is the time to print for which ranks the launcher waits.
+    """
+
+    def __init__(self) -> None:
+        self._first_at = -math.inf
+        self.remind_at: float | None = None
+
+    def is_first(self, now: float) -> bool:
+        """Record a SIGINT; return whether it is the first one."""
+        if self._first_at > -math.inf:
+            return False
+        self._first_at, self.remind_at = now, now + _REMIND_S
+        return True
+
+    def is_another(self, now: float) -> bool:
+        """Whether a SIGINT at this time is a second one, and not a copy of the first."""
+        return now - self._first_at > _DUPLICATE_SIGNAL_S
 
 
 def stop_this_process(number: int) -> None:

@@ -14,7 +14,7 @@ The phases of a job::
                                           write the last output, then the summary
 
 With ``respawn``, if a rank fails while enough others go on, a new process starts in its slot after a delay
-(respawn.py).  Until it reports that it has joined the others, it is a *newcomer*: it does not count for
+(slots.py).  Until it reports that it has joined the others, it is a *newcomer*: it does not count for
 ``min_ranks``, and when all others have ended it is ended too, without a message.  Spares are newcomers from
 the start, which the ranks let join only to replace a lost rank.
 
@@ -36,26 +36,20 @@ from functools import partial
 
 from ...errors import LaunchError, UsageError
 from ..output import causes, summary
-from ..output.early_exits import EarlyExitWarning
-from ..output.logs import Logs
 from ..output.output import RankOutput
-from ..ranks.exit_notes import ExitNotifier
 from ..ranks.rank import LOST, JobProcess
-from ..ranks.respawn import Respawn
-from ..ranks.slots import last_of_slots, plan
-from .control import Control
+from ..ranks.slots import Respawn, last_of_slots, plan_scale
+from .control import ControlServer
 from .evictions import Evictions
-from .interrupts import CtrlCFilter
+from .job_store import ExitNotifier
+from .launch import JobOutcome, JobStart
 from .rank_launcher import RankLauncher
-from .signals import STOP, SUSPEND, Signals
-from .suspension import suspend_job
+from .signals import STOP, SUSPEND, CtrlCFilter, stop_this_process
 
 #: seconds between SIGTERM and SIGKILL for the peers of a failed rank: all end within a second
 FAILURE_GRACE_S = 0.6
 #: seconds for the rank that failed first to exit by itself, to get its traceback and exit code
 CULPRIT_GRACE_S = 5.0
-#: default seconds for ranks to save their work after SIGINT or SIGTERM
-STOP_GRACE_S = 30.0
 #: seconds for child processes of a finished rank to exit by themselves
 _LINGER_S = 0.5
 _POLL_INTERVAL_S = 0.02
@@ -72,121 +66,105 @@ class _Phase(enum.Enum):
 
 
 class Supervisor:
-    """Runs one job until all its processes have ended.
+    """Runs one start of a job until all its processes have ended.
 
     Args:
-        signals: signals of the launcher, which are passed on.
-        `rank_launcher`: starts the ranks.
+        start: the start, with the options of the job and the signals of the launcher, which are passed on.
+        rank_launcher: starts the ranks.
         notes: publishes the ranks that end while others run, and the wanted number of ranks.
-        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
-        respawn: replace failed ranks by new processes.
-        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
-        restart: a message to print if the job fails and is restarted; "": it is not restarted.
-        scalable: accept requests of ``shoal scale``, for ``min_ranks`` to ``rank_launcher.max_ranks`` ranks.
-        prefix_lines, logs: see :class:`RankOutput`.
 
     Call :meth:`start` before this process has threads, :meth:`run` once, and :meth:`close` in any case.
     """
 
-    def __init__(
-        self,
-        signals: Signals,
-        rank_launcher: RankLauncher,
-        notes: ExitNotifier,
-        *,
-        min_ranks: int | None = None,
-        respawn: bool = False,
-        grace: float = STOP_GRACE_S,
-        restart: str = "",
-        scalable: bool = False,
-        prefix_lines: bool = True,
-        logs: Logs | None = None,
-    ) -> None:
-        self._signals = signals
+    def __init__(self, start: JobStart, rank_launcher: RankLauncher, notes: ExitNotifier) -> None:
+        options = start.options
+        self._job_start = start
+        self._signals = start.signals
         self._rank_launcher = rank_launcher
-        self._min_ranks = min_ranks
-        self._respawn = Respawn() if respawn else None
-        self._grace, self._restart = grace, restart
+        self._min_ranks = options.min_ranks
+        self._respawn = Respawn()
+        self._grace = options.grace
         self._notes = notes
-        self._prefix_lines, self._logs = prefix_lines, logs
         self._ranks: list[JobProcess] = []
         self._phase = _Phase.RUNNING
         self._culprit: JobProcess | None = None
         #: the ranks that failed while enough others went on, and the one after which too few were left
-        self._outlived: list[JobProcess] = []
-        self._fatal: JobProcess | None = None
+        self._survived_failures: list[JobProcess] = []
+        self._fatal_rank: JobProcess | None = None
         self._stop_signal = 0
-        self._interrupts = CtrlCFilter()
+        self._ctrl_c = CtrlCFilter()
         self._kill_at: float | None = None
-        self._unannounced = EarlyExitWarning(EARLY_EXIT_WARNING_S)
+        #: the time to look for ranks that exited without leaving a group; None: not planned, or warned
+        self._early_exit_at: float | None = None
+        self._warned_of_early_exits = False
         #: the time until which the culprit may exit by itself
-        self._spare_until: float | None = None
+        self._culprit_deadline: float | None = None
         #: wanted number of ranks, without spares
         self._wanted = rank_launcher.size
         #: number of processes to start as soon as others have left
-        self._later = 0
+        self._deferred_starts = 0
         self._selector = selectors.DefaultSelector()
-        self._control = Control(self._selector, self._scale) if scalable else None
+        scalable = options.max_ranks is not None
+        self._control = ControlServer(self._selector, self._scale) if scalable else None
         self._output: RankOutput | None = None
-        self._sweeping = self._closing = self._impatient = False
+        self._sweeping = self._closing = self._stop_now = False
         #: a host was lost before it had sent all output of its ranks
-        self._cut = False
-        self._evictions = Evictions(grace, lambda rank: self._told(summary.evicted(rank)))
-        rank_launcher.watch(self._selector, self._told, self._host_lost)
+        self._host_output_lost = False
+        self._evictions = Evictions(options.grace, lambda rank: self._print(summary.evicted(rank)))
+        rank_launcher.watch(self._selector, self._print, self._host_lost)
 
     def start(self) -> None:
         """Start the initial ranks and the spares; raises LaunchError."""
         size = self._rank_launcher.size
         for slot in range(size):
-            self._add(self._rank_launcher.first(slot))
+            self._add(self._rank_launcher.start_initial(slot))
         for slot in range(size, size + self._rank_launcher.spares):
-            self._add(self._rank_launcher.later(slot, slot, 0))
-        self._rank_launcher.settle()
+            self._add(self._rank_launcher.start_joining(slot, slot, 0))
+        self._rank_launcher.wait_started()
 
     def _add(self, rank: JobProcess) -> None:
         self._ranks.append(rank)
         rank.meetings = self._evictions.meetings
         take_notices = partial(self._evictions.take_notices, rank, self._ranks)
-        rank.watch(self._selector, lambda: self._ended(rank), take_notices)
+        rank.watch(self._selector, lambda: self._on_exit(rank), take_notices)
 
-    def run(self) -> int:
-        """Run the loop until the ranks and their process groups have ended; return the exit code.
+    def run(self) -> JobOutcome:
+        """Run the loop until the ranks and their process groups have ended; return the outcome.
 
-        It is that of the rank that failed first; 128 plus the signal number if a signal to the launcher ended
-        the job; ``LOST`` if output was lost; otherwise 0.
+        The exit code is that of the rank that failed first; 128 plus the signal number if a signal to the
+        launcher ended the job; ``LOST`` if output was lost; otherwise 0.
         """
         output = self._output = RankOutput(
             self._selector,
             self._signals.wake,
             self._rank_launcher.max_ranks + self._rank_launcher.spares,
-            prefix_lines=self._prefix_lines,
-            logs=self._logs,
+            prefix_lines=self._job_start.options.prefix_lines,
+            logs=self._job_start.logs,
         )
         for rank in self._ranks:
             output.attach(rank)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
         while any(rank.status is None for rank in self._ranks):
-            self._turn(None)
+            self._run_once(None)
         self._sweep(output)
         output.drain()
         code = self._conclude(output)
         output.close()
-        end = time.monotonic() + (_QUIET_S if self._impatient else math.inf)
-        self._closing, self._impatient = True, False
-        while not output.ended and not self._impatient and time.monotonic() < end:
-            self._turn(_POLL_INTERVAL_S)
+        end = time.monotonic() + (_QUIET_S if self._stop_now else math.inf)
+        self._closing, self._stop_now = True, False
+        while not output.ended and not self._stop_now and time.monotonic() < end:
+            self._run_once(_POLL_INTERVAL_S)
         for text in output.new_troubles():  # errors of writing the last lines
             with suppress(OSError):
                 os.write(2, text + b"\n")
-        return code or (LOST if output.lost else 0)
+        return JobOutcome(code or (LOST if output.lost else 0), self._failed)
 
     @property
-    def failed(self) -> bool:
+    def _failed(self) -> bool:
         """Whether a rank has failed, and no signal has stopped the job."""
         return self._phase is _Phase.FAILED and not self._stop_signal
 
     def close(self) -> None:
-        """Kill the remaining ranks, and close everything."""
         for rank in self._ranks:
             rank.send_group(signal.SIGKILL)
             rank.reap()
@@ -197,13 +175,13 @@ class Supervisor:
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _turn(self, timeout: float | None) -> None:
+    def _run_once(self, timeout: float | None) -> None:
         """Handle ready descriptors; wait for at most ``timeout`` seconds or until the next deadline."""
         assert self._output is not None
         now = time.monotonic()
         moments = (
-            self._kill_at, self._spare_until, self._interrupts.remind_at,
-            self._unannounced.next_at(), self._evictions.next_at(), self._rank_launcher.next_at(),
+            self._kill_at, self._culprit_deadline, self._ctrl_c.remind_at,
+            self._early_exit_at, self._evictions.next_at(), self._rank_launcher.next_at(),
         )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
         restart_at = None if restarts is None else restarts.next()
@@ -216,67 +194,66 @@ class Supervisor:
         now = time.monotonic()
         self._rank_launcher.tick(now)
         self._evictions.tick(now)
-        if (at := self._interrupts.remind_at) is not None and now >= at:
-            self._remind(now)
-        if (at := self._unannounced.next_at()) is not None and now >= at:
-            self._tell_of_unannounced_ends()
+        if (at := self._ctrl_c.remind_at) is not None and now >= at:
+            self._print_waiting(now)
+        if self._early_exit_at is not None and now >= self._early_exit_at:
+            self._warn_of_early_exits()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill()
-        if self._spare_until is not None and now >= self._spare_until:
-            self._spare_until = None
+        if self._culprit_deadline is not None and now >= self._culprit_deadline:
+            self._culprit_deadline = None
             self._end_all()
         if restarts is not None and self._phase is _Phase.RUNNING:
             for slot in restarts.due(now):
                 self._start_in(slot)
 
-    def _ended(self, rank: JobProcess) -> None:
+    def _on_exit(self, rank: JobProcess) -> None:
         status = rank.status
         assert status is not None
         # Notes are read by the initial ranks, and use their numbers, which a newcomer does not have.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.ended(rank.slot, summary.describe(status))
-        if status == 0:
-            self._unannounced.ended_well(time.monotonic())
+        if status == 0 and self._early_exit_at is None and not self._warned_of_early_exits:
+            self._early_exit_at = time.monotonic() + EARLY_EXIT_WARNING_S
         if rank is self._culprit:
-            self._spare_until = None
+            self._culprit_deadline = None
         if self._phase is _Phase.RUNNING and rank.leaving:
-            self._left(rank)
+            self._on_left(rank)
         elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
-            self._failed(rank)
+            self._on_failed(rank)
         elif self._phase is _Phase.RUNNING and rank.evicted and self._output is not None:
-            self._output.say(summary.ended_evicted(rank, self._plan_restart(rank.slot, rank.seconds)))
+            self._print(summary.ended_evicted(rank, self._plan_restart(rank.slot, rank.seconds)))
         self._stop_restarts_if_over()
 
-    def _told(self, text: bytes) -> None:
+    def _print(self, text: bytes) -> None:
         if self._output is not None:
             self._output.say(text)
 
     def _host_lost(self, host: str, why: str, ranks: Sequence[JobProcess]) -> None:
         """Handle the loss of a host and of its ``ranks``, which have the status ``LOST``."""
-        self._told(summary.host_lost(host, why, ranks))
-        self._cut |= self._sweeping
+        self._print(summary.host_lost(host, why, ranks))
+        self._host_output_lost |= self._sweeping
         for rank in ranks:
-            self._ended(rank)
+            self._on_exit(rank)
 
-    def _failed(self, rank: JobProcess) -> None:
-        assert self._output is not None
+    def _on_failed(self, rank: JobProcess) -> None:
         self._read_reports()  # to know which processes have joined
         left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._min_ranks is not None and len(left) >= self._min_ranks):
-            self._outlived.append(rank)
+            self._survived_failures.append(rank)
             then = summary.spares(self._ranks) if rank.is_member and self._rank_launcher.spares else ""
             then += self._plan_restart(rank.slot, rank.seconds)
-            self._output.say(summary.outlived(rank, left, then))
+            self._print(summary.failed_but_going_on(rank, left, then))
         else:
-            self._phase, self._fatal = _Phase.FAILED, rank
+            self._phase, self._fatal_rank = _Phase.FAILED, rank
             first = self._ranks[self._cause()]
             if first.status is None:
-                self._culprit, self._spare_until = first, time.monotonic() + CULPRIT_GRACE_S
+                self._culprit, self._culprit_deadline = first, time.monotonic() + CULPRIT_GRACE_S
             self._end_all()
 
     def _plan_restart(self, slot: int, lived: float) -> str:
         """Plan the restart of ``slot``, whose process ran for ``lived`` seconds; return a message on it."""
-        if self._respawn is None or not self._runs_a_member():
+        if not self._job_start.options.respawn or not self._runs_a_member():
             return ""
         place = self._place_of_next(slot)
         if place is None:
@@ -286,8 +263,7 @@ class Supervisor:
 
     def _place_of_next(self, slot: int) -> int | None:
         """The slot for the next process after that of ``slot``: another one if ``slot`` cannot be used."""
-        waiting = set() if self._respawn is None else self._respawn.waiting
-        taken = {rank.slot for rank in self._ranks if rank.status is None} | waiting
+        taken = {rank.slot for rank in self._ranks if rank.status is None} | self._respawn.waiting
         slots = (slot, *range(self._rank_launcher.slots))
         return next(
             (each for each in slots if each not in taken and self._rank_launcher.can_start(each)), None
@@ -301,9 +277,9 @@ class Supervisor:
             self._rank_launcher.release(before)
         restart = 0 if before is None else before.restart + 1
         try:
-            rank = self._rank_launcher.later(len(self._ranks), slot, restart)
+            rank = self._rank_launcher.start_joining(len(self._ranks), slot, restart)
         except LaunchError as error:
-            self._output.say(summary.not_started(error, self._plan_restart(slot, 0.0)))
+            self._print(summary.not_started(error, self._plan_restart(slot, 0.0)))
             return False
         self._add(rank)
         self._output.attach(rank)
@@ -311,23 +287,21 @@ class Supervisor:
 
     def _scale(self, wanted: int) -> str:
         """Change the number of ranks, without spares; return a description; raises UsageError."""
-        assert self._output is not None
         self._read_reports()
         min_ranks, max_ranks = self._min_ranks or 1, self._rank_launcher.max_ranks
         if self._phase is not _Phase.RUNNING or not self._runs_a_member():
             raise UsageError("the job is ending")
         if not min_ranks <= wanted <= max_ranks:
             raise UsageError(f"{wanted}: the job runs with --min {min_ranks} --max {max_ranks}")
-        waiting = set() if self._respawn is None else self._respawn.waiting
+        waiting = self._respawn.waiting
         last = last_of_slots(self._ranks)
         usable = [slot for slot in range(self._rank_launcher.slots) if self._rank_launcher.can_start(slot)]
-        found = plan(wanted, usable, last, waiting, spares=self._rank_launcher.spares)
-        self._wanted, self._later = wanted, found.later
+        found = plan_scale(wanted, usable, last, waiting, spares=self._rank_launcher.spares)
+        self._wanted, self._deferred_starts = wanted, found.later
         self._notes.wanted(wanted)  # otherwise a spare would replace a rank that leaves
-        if self._respawn is not None:
-            self._respawn.cancel(waiting.intersection(found.stop))
+        self._respawn.cancel(waiting.intersection(found.stop))
         text = summary.scaled(wanted, found.start, found.stop, found.later)
-        self._output.say(f"shoal: {text}".encode())
+        self._print(f"shoal: {text}".encode())
         for slot in set(found.stop) - waiting:
             last[slot].leaving = True
             last[slot].send(signal.SIGTERM)
@@ -335,14 +309,13 @@ class Supervisor:
             self._start_in(slot)
         return text
 
-    def _left(self, rank: JobProcess) -> None:
-        assert self._output is not None
-        self._output.say(summary.left(rank))
-        while self._later > 0:
+    def _on_left(self, rank: JobProcess) -> None:
+        self._print(summary.left(rank))
+        while self._deferred_starts > 0:
             place = self._place_of_next(rank.slot)
             if place is None or not self._start_in(place):
                 break  # retried when another rank has left
-            self._later -= 1
+            self._deferred_starts -= 1
 
     def _runs_a_member(self) -> bool:
         return any(rank.is_member and rank.status is None and not rank.evicted for rank in self._ranks)
@@ -352,9 +325,8 @@ class Supervisor:
         self._read_reports()
         if self._phase is _Phase.RUNNING and self._runs_a_member():
             return
-        self._later = 0
-        if self._respawn is not None:
-            self._respawn.cancel(self._respawn.waiting)
+        self._deferred_starts = 0
+        self._respawn.cancel(self._respawn.waiting)
         newcomers = [rank for rank in self._ranks if rank.status is None and not rank.evicted]
         if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
             self._kill_at = time.monotonic() + FAILURE_GRACE_S
@@ -362,12 +334,20 @@ class Supervisor:
                 rank.dismissed = True
                 rank.send(signal.SIGTERM)
 
-    def _tell_of_unannounced_ends(self) -> None:
-        assert self._output is not None
+    def _warn_of_early_exits(self) -> None:
+        """Warn once of ranks that exited with 0 without leaving a group, while others run.
+
+        The launcher cannot know whether the others wait for them, as in torch's init_process_group.
+        """
+        self._early_exit_at = None
         self._read_reports()
-        text = self._unannounced.text(self._ranks)
-        if text is not None and self._phase is _Phase.RUNNING:
-            self._output.say(text)
+        finished = [rank for rank in self._ranks if rank.status == 0 and rank.is_member]
+        early = [rank for rank in finished if not (rank.reports or rank.leaving)]
+        running = [rank for rank in self._ranks if rank.status is None]
+        if early and running:
+            self._warned_of_early_exits = True
+            if self._phase is _Phase.RUNNING:
+                self._print(summary.early_exits(early, running))
 
     def _read_reports(self) -> None:
         for rank in self._ranks:
@@ -377,8 +357,8 @@ class Supervisor:
 
     def _cause(self) -> int:
         self._read_reports()
-        if self._outlived and self._fatal is not None:
-            return causes.origin(self._ranks, self._fatal)
+        if self._survived_failures and self._fatal_rank is not None:
+            return causes.origin(self._ranks, self._fatal_rank)
         found = causes.cause(self._ranks)
         assert found is not None
         return found
@@ -387,12 +367,12 @@ class Supervisor:
         """End every rank except a culprit that may still exit by itself, because one has failed."""
         self._kill_at = time.monotonic() + FAILURE_GRACE_S
         for rank in self._ranks:
-            if rank.status is None and not self._is_spared(rank):
+            if rank.status is None and not self._may_exit_by_itself(rank):
                 rank.stopping = True
                 rank.send(signal.SIGTERM)
 
-    def _is_spared(self, rank: JobProcess) -> bool:
-        return rank is self._culprit and self._spare_until is not None
+    def _may_exit_by_itself(self, rank: JobProcess) -> bool:
+        return rank is self._culprit and self._culprit_deadline is not None
 
     def _signalled(self) -> None:
         assert self._output is not None
@@ -401,7 +381,7 @@ class Supervisor:
                 self._stop_signal = number  # the exit code stays that of the failure
             if number in STOP and (self._closing or self._is_repeated_stop(number)):
                 # The user does not want to wait until the last output is read.
-                self._impatient = True
+                self._stop_now = True
             elif number in SUSPEND:
                 self._suspend(number)
             elif self._closing:
@@ -414,35 +394,45 @@ class Supervisor:
                 self._stop(number)
             elif self._phase is _Phase.STOPPING:
                 self._stop(number)
-            elif self._spare_until is not None:
-                self._spare_until = None
+            elif self._culprit_deadline is not None:
+                self._culprit_deadline = None
                 self._end_all()
         self._output.resume()
 
     def _suspend(self, number: int) -> None:
-        stopped = suspend_job(number, self._ranks, self._rank_launcher)
+        """Stop the ranks, and this process by signal ``number``, until it is continued."""
+        began = time.monotonic()
+        running = [rank for rank in self._ranks if rank.status is None]
+        for rank in running:
+            # Not SIGTSTP: it does not stop a process whose parent is in another session.
+            rank.send_group(signal.SIGSTOP)
+        self._rank_launcher.suspend()
+        stop_this_process(number)
+        self._rank_launcher.resume()
+        for rank in running:
+            rank.send_group(signal.SIGCONT)
+        stopped = time.monotonic() - began
         self._kill_at = None if self._kill_at is None else self._kill_at + stopped
-        self._spare_until = None if self._spare_until is None else self._spare_until + stopped
+        self._culprit_deadline = None if self._culprit_deadline is None else self._culprit_deadline + stopped
 
     def _is_repeated_stop(self, number: int) -> bool:
         """Whether a signal is a repeated request to stop, after a signal or a failure has ended all ranks."""
-        again = number != signal.SIGINT or self._interrupts.is_another(time.monotonic())
+        again = number != signal.SIGINT or self._ctrl_c.is_another(time.monotonic())
         return self._sweeping and self._phase is not _Phase.RUNNING and again
 
     def _stop(self, number: int) -> None:
         """Pass SIGINT or SIGTERM on; a second SIGINT kills."""
         now = time.monotonic()
-        if number != signal.SIGINT or self._interrupts.is_first(now):
+        if number != signal.SIGINT or self._ctrl_c.is_first(now):
             self._send(number)
-        elif self._interrupts.is_another(now):
+        elif self._ctrl_c.is_another(now):
             self._kill()
 
-    def _remind(self, now: float) -> None:
-        assert self._output is not None
-        self._interrupts.remind_at = None
+    def _print_waiting(self, now: float) -> None:
+        self._ctrl_c.remind_at = None
         left = [rank for rank in self._ranks if rank.status is None]
         if left and self._kill_at is not None:
-            self._output.say(summary.waiting(self._kill_at - now, left))
+            self._print(summary.waiting(self._kill_at - now, left))
 
     def _send(self, number: int) -> None:
         """Send a signal to every running rank.
@@ -459,7 +449,7 @@ class Supervisor:
     def _kill(self) -> None:
         self._kill_at = None
         for rank in self._ranks:
-            if not self._is_spared(rank):
+            if not self._may_exit_by_itself(rank):
                 rank.send_group(signal.SIGKILL)
 
     # -- the end -------------------------------------------------------------------------------
@@ -469,8 +459,8 @@ class Supervisor:
         self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
         sweep = self._rank_launcher.sweep(self._ranks, _LINGER_S if orderly else 0.0)
-        while not sweep.is_done() and not self._impatient:
-            self._turn(_POLL_INTERVAL_S)
+        while not sweep.is_done() and not self._stop_now:
+            self._run_once(_POLL_INTERVAL_S)
         if orderly and sweep.killed:
             output.say(summary.leftovers(sweep.killed))
 
@@ -479,17 +469,18 @@ class Supervisor:
         if self._phase is _Phase.FAILED:
             first = self._cause()
             output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
-            if self._restart and self.failed:
-                output.say(f"shoal: {self._restart}".encode())
-                if self._logs is not None:
+            restart, logs = self._job_start.restart, self._job_start.logs
+            if restart and self._failed:
+                output.say(f"shoal: {restart}".encode())
+                if logs is not None:
                     for slot in range(self._rank_launcher.size):
-                        self._logs.write(slot, f"--- {self._restart} ---\n".encode())
+                        logs.write(slot, f"--- {restart} ---\n".encode())
             return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))
             return 128 + self._stop_signal
-        if self._stop_signal and self._impatient:
+        if self._stop_signal and self._stop_now:
             return 128 + self._stop_signal  # the last output of the ranks is lost
-        if self._outlived:
-            output.say(summary.outlived_all(self._ranks, self._outlived, self._wanted))
-        return LOST if self._cut else 0
+        if self._survived_failures:
+            output.say(summary.succeeded_with_failures(self._ranks, self._survived_failures, self._wanted))
+        return LOST if self._host_output_lost else 0

@@ -12,30 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
-from ...failure_report import Report
+from ..ranks.rank import JobProcess
 
 #: time, and index of the rank
 _Failure = tuple[float, int]
 
 
-class KnownRank(Protocol):
-    """The attributes of a :class:`JobProcess` that this module uses; ``index`` is its index in ``ranks``."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def status(self) -> int | None: ...
-    @property
-    def stopped(self) -> bool: ...
-    @property
-    def ended_at(self) -> float: ...
-    @property
-    def reports(self) -> Sequence[Report]: ...
-
-
-def cause(ranks: Sequence[KnownRank]) -> int | None:
+def cause(ranks: Sequence[JobProcess]) -> int | None:
     """The index of the rank that failed first, None if none failed.
 
     It may still be running, if it has reported a failure or others name it.
@@ -48,12 +32,12 @@ def cause(ranks: Sequence[KnownRank]) -> int | None:
     return min(found)[1] if found else None
 
 
-def origin(ranks: Sequence[KnownRank], rank: KnownRank) -> int:
+def origin(ranks: Sequence[JobProcess], rank: JobProcess) -> int:
     """The index of the rank that caused the failure of ``rank``: its own if it failed by itself."""
     return _origin_of(ranks, rank)[1]
 
 
-def exit_code(ranks: Sequence[KnownRank], first: int) -> int:
+def exit_code(ranks: Sequence[JobProcess], first: int) -> int:
     """The exit code of a job in which the rank ``first`` failed first.
 
     It is that of this rank; if the launcher ended the rank, the code that Python was about to exit with; if
@@ -75,19 +59,19 @@ def shell_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _reports_failure(rank: KnownRank) -> bool:
+def _reports_failure(rank: JobProcess) -> bool:
     return any(report.kind == "failed" for report in rank.reports)
 
 
-def _failed_by_itself(rank: KnownRank) -> bool:
+def _failed_by_itself(rank: JobProcess) -> bool:
     return rank.status not in (None, 0) and not rank.stopped
 
 
-def _origin_of(ranks: Sequence[KnownRank], rank: KnownRank) -> _Failure:
+def _origin_of(ranks: Sequence[JobProcess], rank: JobProcess) -> _Failure:
     return _reported(ranks, rank, math.inf) or (rank.ended_at, rank.index)
 
 
-def _reported(ranks: Sequence[KnownRank], rank: KnownRank, before: float) -> _Failure | None:
+def _reported(ranks: Sequence[JobProcess], rank: JobProcess, before: float) -> _Failure | None:
     """The failure that ``rank`` reported before the time ``before``: its own, or that of another rank."""
     for report in rank.reports:
         if report.at >= before:
@@ -96,33 +80,33 @@ def _reported(ranks: Sequence[KnownRank], rank: KnownRank, before: float) -> _Fa
             return report.at, rank.index
         for other in report.ranks:
             # Times decrease with each step, so the recursion ends.
-            if other != rank.index and (found := _led_to(ranks, ranks[other], report.at)):
+            if other != rank.index and (found := _cause_of(ranks, ranks[other], report.at)):
                 return found
     return None
 
 
-def _led_to(ranks: Sequence[KnownRank], named: KnownRank, at: float) -> _Failure | None:
+def _cause_of(ranks: Sequence[JobProcess], named: JobProcess, at: float) -> _Failure | None:
     """The cause of the failure of ``named``, which another rank was notified of at the time ``at``."""
     if found := _reported(ranks, named, at):
         return found
     # Without a report it left, died, or is about to end.
     silent = not named.reports or any(report.kind == "left" and report.at < at for report in named.reports)
-    if silent and (named.status is None or _failed_by_itself(named)) and _was_not_told(ranks, named):
+    if silent and (named.status is None or _failed_by_itself(named)) and _failed_independently(ranks, named):
         return min(at, named.ended_at), named.index
     return None
 
 
-def _was_not_told(ranks: Sequence[KnownRank], rank: KnownRank) -> bool:
+def _failed_independently(ranks: Sequence[JobProcess], rank: JobProcess) -> bool:
     """Whether no failure of another rank can be the cause of the failure of ``rank``."""
     for report in rank.reports:
         if report.kind == "failed":
             return True
-        if any(_had_failed(ranks[other], report.at) for other in report.ranks):
+        if any(_failed_before(ranks[other], report.at) for other in report.ranks):
             return False
     return True
 
 
-def _had_failed(rank: KnownRank, at: float) -> bool:
+def _failed_before(rank: JobProcess, at: float) -> bool:
     if not rank.reports:
         return _failed_by_itself(rank)
     return any(report.kind == "failed" and report.at < at for report in rank.reports)

@@ -1,4 +1,4 @@
-"""Copies the output of ranks, here or on other hosts, to the launcher's stdout and stderr."""
+"""Copies the output of ranks to the launcher's stdout and stderr, and to log files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from ...common.lines import Lines
+from ...errors import LaunchError
 from ..ranks.environment import prefix
 from ..ranks.rank import JobProcess
 from ..ranks.source import OutputSource
-from .logs import LAUNCHER, Logs
 from .sink import Sink, open_sinks
 
 #: seconds until an unfinished line (a prompt) is shown on a terminal
@@ -170,7 +171,6 @@ class RankOutput:
 
     @property
     def lost(self) -> bool:
-        """Whether output was lost because it could not be written."""
         return bool(self._out.writer.trouble or self._err.writer.trouble)
 
     def _listen(self, stream: _RankPipe) -> None:
@@ -206,3 +206,61 @@ def _label(rank: JobProcess, size: int, sink: Sink) -> bytes:
     if sink.terminal and not os.environ.get("NO_COLOR"):
         text = f"\x1b[{_COLOURS[rank.slot % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
     return text.encode()
+
+
+#: the launcher, as an argument for a rank
+LAUNCHER = -1
+
+#: values instead of a descriptor
+_ENDED, _NOT_YET = -1, -2
+
+
+class Logs:
+    """The files ``launcher.log``, ``rank0.log``, ``rank1.log`` and so on in a directory.
+
+    Args:
+        directory: created if it does not exist; raises LaunchError if it cannot be written to.
+        size: number of initial ranks; files of other processes are created when they write.
+    """
+
+    def __init__(self, directory: Path, size: int) -> None:
+        self._files: dict[int, int] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.glob("rank*.log"):  # of an earlier, larger job
+                number = path.stem.removeprefix("rank")
+                if number.isdecimal() and int(number) >= size:
+                    path.unlink()
+            self._directory = directory
+            for writer in (LAUNCHER, *range(size)):
+                self._files[writer] = self._open(writer)
+        except OSError as error:
+            self.close()
+            raise LaunchError(f"--log-dir {directory}: {error}") from error
+
+    def write(self, writer: int, data: bytes) -> str | None:
+        """Append to the file of a rank or of :data:`LAUNCHER`; close it on an error, which is returned."""
+        if self._files.setdefault(writer, _NOT_YET) == _ENDED:
+            return None
+        view = memoryview(data)
+        try:
+            if self._files[writer] == _NOT_YET:
+                self._files[writer] = self._open(writer)
+            while view:
+                view = view[os.write(self._files[writer], view) :]
+        except OSError as error:
+            if self._files[writer] >= 0:
+                os.close(self._files[writer])
+            self._files[writer] = _ENDED
+            return error.strerror or str(error)
+        return None
+
+    def _open(self, writer: int) -> int:
+        path = self._directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file >= 0:
+                os.close(file)
+        self._files.clear()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from ...errors import WireError
-from ..agent_protocol import MOST_BYTES, STDIN_WINDOW
+from ..agent_protocol import MAX_CHUNK_BYTES, STDIN_WINDOW_BYTES
 
 #: seconds between two checks whether a background job has come to the foreground
 POLL_INTERVAL_S = 0.25
@@ -28,57 +28,55 @@ class StdinReader:
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
         self._selector: selectors.BaseSelector | None = None
-        self._under_way = 0
-        self._is_over = self._listens = False
-        self._look_at: float | None = None
+        self._unacknowledged = 0
+        self._ended = self._is_listening = False
+        self._retry_at: float | None = None
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Read in the loop of ``selector``."""
         self._selector = selector
         self._listen()
 
     def taken(self, amount: int) -> None:
         """Record that rank 0 has consumed ``amount`` bytes; raises WireError."""
-        if amount > self._under_way:
+        if amount > self._unacknowledged:
             raise WireError("rank 0 acknowledged more stdin than was sent")
-        self._under_way -= amount
+        self._unacknowledged -= amount
         self._listen()
 
     def next_at(self) -> float | None:
         """The time of the next :meth:`tick`, if any."""
-        return self._look_at
+        return self._retry_at
 
     def tick(self, now: float) -> None:
         """Read the terminal again once this job is in the foreground."""
-        if self._look_at is not None and now >= self._look_at:
+        if self._retry_at is not None and now >= self._retry_at:
             self._listen()
 
     def close(self) -> None:
-        """Read no more."""
-        self._is_over = True
+        self._ended = True
         self._listen()
 
     def _listen(self) -> None:
         if self._selector is None:
             return
-        self._look_at = None
-        if not self._is_over and in_background():
-            self._look_at = time.monotonic() + POLL_INTERVAL_S
-            if self._listens:
+        self._retry_at = None
+        if not self._ended and in_background():
+            self._retry_at = time.monotonic() + POLL_INTERVAL_S
+            if self._is_listening:
                 self._selector.unregister(0)
-                self._listens = False
+                self._is_listening = False
             return
-        wanted = not self._is_over and self._under_way + MOST_BYTES <= STDIN_WINDOW
-        while wanted and not self._listens:
+        wanted = not self._ended and self._unacknowledged + MAX_CHUNK_BYTES <= STDIN_WINDOW_BYTES
+        while wanted and not self._is_listening:
             try:
                 self._selector.register(0, selectors.EVENT_READ, self._read)
-                self._listens = True
+                self._is_listening = True
             except (PermissionError, ValueError):  # a file, which is always ready
                 self._read()
-                wanted = not self._is_over and self._under_way + MOST_BYTES <= STDIN_WINDOW
-        if self._listens and not wanted:
+                wanted = not self._ended and self._unacknowledged + MAX_CHUNK_BYTES <= STDIN_WINDOW_BYTES
+        if self._is_listening and not wanted:
             self._selector.unregister(0)
-            self._listens = False
+            self._is_listening = False
 
     def _read(self) -> None:
         data = b""
@@ -88,17 +86,17 @@ class StdinReader:
         # If the shell puts the job into the background now, reading would stop this process.
         before = signal.signal(signal.SIGTTIN, signal.SIG_IGN)
         try:
-            data = os.read(0, MOST_BYTES)
+            data = os.read(0, MAX_CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         finally:
             signal.signal(signal.SIGTTIN, before)
-        self._under_way += len(data)
-        self._is_over = not data
+        self._unacknowledged += len(data)
+        self._ended = not data
         self._send(data)
-        if self._listens:
+        if self._is_listening:
             self._listen()
 
 
@@ -120,7 +118,7 @@ class StdinPipe:
         self._selector, self._taken = selector, taken
         self._fd = -1
         self._waiting = bytearray()
-        self._is_over = self._listens = False
+        self._ended = self._is_listening = False
 
     def attach(self, fd: int) -> None:
         """Take ownership of ``fd`` and write to it; raises WireError if there is a descriptor already."""
@@ -132,18 +130,18 @@ class StdinPipe:
 
     def take(self, data: bytes) -> None:
         """Add bytes, or ``b""`` for the end; raises WireError if they exceed the window."""
-        if self._is_over or len(self._waiting) + len(data) > STDIN_WINDOW:
+        if self._ended or len(self._waiting) + len(data) > STDIN_WINDOW_BYTES:
             raise WireError("it sent stdin beyond the window or after its end")
-        self._is_over = not data
+        self._ended = not data
         self._waiting += data
         self._write()
 
     def close(self) -> None:
         """Close the pipe: the rank reads the end of file."""
         if self._fd >= 0:
-            if self._listens:
+            if self._is_listening:
                 self._selector.unregister(self._fd)
-                self._listens = False
+                self._is_listening = False
             os.close(self._fd)
             self._fd = -1
 
@@ -163,11 +161,11 @@ class StdinPipe:
         del self._waiting[:written]
         if written:
             self._taken(written)
-        if self._fd >= 0 and self._is_over and not self._waiting:
+        if self._fd >= 0 and self._ended and not self._waiting:
             self.close()
-        if self._fd >= 0 and bool(self._waiting) != self._listens:
-            self._listens = not self._listens
-            if self._listens:
+        if self._fd >= 0 and bool(self._waiting) != self._is_listening:
+            self._is_listening = not self._is_listening
+            if self._is_listening:
                 self._selector.register(self._fd, selectors.EVENT_WRITE, self._write)
             else:
                 self._selector.unregister(self._fd)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from ...common.wording import counted, printable, ranks_named, runs
 from ...errors import LaunchError
-from ..ranks import respawn
 from ..ranks.rank import JobProcess
+from ..ranks.slots import MAX_RESTARTS, RESTART_WINDOW_S
 from . import causes
 
 
@@ -81,7 +81,7 @@ def _ended(status: int) -> str:
     return f"ended with exit code {status}" if status > 0 else f"was {describe(status)}"
 
 
-def outlived(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
+def failed_but_going_on(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
     """The message on a rank that failed while enough others go on; ``then``: the next action on its slot."""
     assert rank.status is not None
     on = "goes on" if len(left) == 1 else "go on"
@@ -92,7 +92,6 @@ def outlived(rank: JobProcess, left: Sequence[JobProcess], then: str) -> bytes:
 
 
 def evicted(rank: JobProcess) -> bytes:
-    """The message on an evicted process that still runs."""
     return (
         f"shoal: {rank.described} (process {rank.pid}) is evicted: the other ranks go on without it, because "
         "it did not vote in time or they lost it. It prints the stacks of its threads, then gets SIGTERM, "
@@ -126,7 +125,6 @@ def scaled(wanted: int, start: Sequence[int], stop: Sequence[int], later: int) -
 
 
 def spares(ranks: Sequence[JobProcess]) -> str:
-    """A phrase on the spares among ``ranks``, which can replace a failed rank."""
     found = [rank for rank in ranks if rank.status is None and not rank.is_member and not rank.leaving]
     return f"; {_named(found)} can replace it" if found else ""
 
@@ -140,7 +138,7 @@ def next_process(delay: float | None, *, spares: bool) -> str:
     if delay is not None:
         does = "starts in its slot" if spares else "replaces it"
         return f"; a new process {does} in {delay:.0f} s"
-    often = f"{respawn.MOST} restarts in {respawn.WINDOW / 60:.0f} minutes"
+    often = f"{MAX_RESTARTS} restarts in {RESTART_WINDOW_S / 60:.0f} minutes"
     return f"; it is not replaced after {often}"
 
 
@@ -149,7 +147,7 @@ def not_started(error: LaunchError, then: str) -> bytes:
     return f"shoal: {error}{then}\n".encode()
 
 
-def outlived_all(ranks: Sequence[JobProcess], failed: Sequence[JobProcess], wanted: int) -> bytes:
+def succeeded_with_failures(ranks: Sequence[JobProcess], failed: Sequence[JobProcess], wanted: int) -> bytes:
     """The last line of a job of ``wanted`` ranks that succeeded although some ranks failed."""
     finished = [rank for rank in ranks if rank.status == 0 and rank.is_member and not rank.leaving]
     # The initial ranks that finished are only counted.
@@ -159,7 +157,6 @@ def outlived_all(ranks: Sequence[JobProcess], failed: Sequence[JobProcess], want
 
 
 def stopped(number: int, ranks: Sequence[JobProcess]) -> bytes:
-    """The message on a job that a signal to the launcher ended."""
     ended = [(rank, _end_of(rank)) for rank in ranks]
     return f"shoal: stopped by {signal_name(number)}: {_grouped(ended)}\n".encode()
 
@@ -169,7 +166,7 @@ def waiting(seconds: float, left: Sequence[JobProcess]) -> bytes:
     return f"shoal: waiting {seconds:.0f} s for {_named(left)}; press Ctrl-C again to kill\n".encode()
 
 
-def unannounced(ended: Sequence[JobProcess], running: Sequence[JobProcess]) -> bytes:
+def early_exits(ended: Sequence[JobProcess], running: Sequence[JobProcess]) -> bytes:
     """The message on ranks that exited with 0 without leaving a group, while others run."""
     still = "still runs" if len(running) == 1 else "still run"
     them = "it" if len(ended) == 1 else "them"
@@ -180,12 +177,10 @@ def unannounced(ended: Sequence[JobProcess], running: Sequence[JobProcess]) -> b
 
 
 def leftovers(names: Sequence[str]) -> bytes:
-    """The message on processes that finished ranks left behind."""
     return f"shoal: killed processes that the ranks left running: {', '.join(names)}\n".encode()
 
 
 def host_lost(host: str, why: str, ranks: Sequence[JobProcess]) -> bytes:
-    """The message on a lost host, and its ``ranks``."""
     gone = f", and with it {_named(ranks)}" if ranks else ""
     return f"shoal: host {host} is lost{gone}: {why}\n".encode()
 

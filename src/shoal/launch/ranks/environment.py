@@ -1,12 +1,14 @@
-"""The environment variables that the launcher sets for each rank."""
+"""The environment of each rank: its variables, and its cores for ``--bind``."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 #: variables that only the initial ranks have
 INITIAL_RANK_VARIABLES = ("SHOAL_RANK", "SHOAL_SIZE", "RANK", "WORLD_SIZE")
@@ -96,11 +98,10 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Release the port."""
         self._socket.close()
 
 
-def defaults(
+def default_variables(
     size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefix_lines: bool = True
 ) -> dict[str, str]:
     """Variables that the launcher sets unless the user has set them.
@@ -128,3 +129,30 @@ def prefix(name: str, size: int) -> str:
     """The prefix of each line of a rank: ``[3] ``, with the same width for all initial ranks."""
     width = len(str(size - 1))
     return f"[{name:>{width}}] "
+
+
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use, ordered by socket and physical core."""
+    return sorted(os.sched_getaffinity(0), key=lambda core: (*_place(core), core))
+
+
+def divide_cores(cores: Sequence[int], size: int) -> list[list[int]]:
+    """Divide ``cores`` by ``size`` ranks, into parts with sizes that differ by at most one.
+
+    If there are fewer cores than ranks, each rank gets one core, shared with other ranks.
+    """
+    count = len(cores)
+    if count < size:
+        return [[cores[rank % count]] for rank in range(size)]
+    return [list(cores[rank * count // size : (rank + 1) * count // size]) for rank in range(size)]
+
+
+def _place(core: int) -> tuple[int, int]:
+    """Socket and physical core; (0, ``core``) if the kernel does not report them."""
+    with suppress(OSError, ValueError):
+        package = int(Path(_TOPOLOGY.format(core, "physical_package_id")).read_text())
+        return package, int(Path(_TOPOLOGY.format(core, "core_id")).read_text())
+    return 0, core

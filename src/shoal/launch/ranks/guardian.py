@@ -24,7 +24,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import NoReturn
 
 _RECORD = struct.Struct("=i")
@@ -58,9 +57,12 @@ class Guardian:
         finally:
             os.close(reader)
 
-    def announcer(self) -> Callable[[], None]:
-        """A function for a rank to call between fork and exec, after it has become a group leader."""
-        return _announcer(os.getpid(), self.pipe)
+    def preparation(self, cores: Sequence[int] | None) -> Callable[[], None]:
+        """A function for a rank to call between fork and exec, after it has become a group leader.
+
+        It announces the rank, and binds it to ``cores``.
+        """
+        return _preparation(os.getpid(), self.pipe, cores)
 
     def wrapped(self, argv: Sequence[str], cores: Sequence[int] | None) -> list[str]:
         """A command that announces its process, binds it to ``cores``, and executes ``argv``."""
@@ -76,9 +78,7 @@ class Guardian:
     def __enter__(self) -> Guardian:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End and reap the guardian, without killing: all ranks have ended."""
         with suppress(BrokenPipeError):  # the guardian was killed
             os.write(self.pipe, _RECORD.pack(_IN_ORDER))
@@ -112,10 +112,8 @@ def watch(pipe: int) -> None:
 
 def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
     """Announce this process, and execute its program; the command of :meth:`Guardian.wrapped`."""
-    _announcer(launcher, pipe)()
+    _preparation(launcher, pipe, [int(core) for core in cores.split(",") if core])()
     os.close(pipe)
-    if cores:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
         signal.signal(number, signal.SIG_DFL)
     # Python changes variables of the locale when it starts; this file has them as given by the launcher.
@@ -128,20 +126,22 @@ def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
     os._exit(127)
 
 
-def _announcer(launcher: int, pipe: int) -> Callable[[], None]:
+def _preparation(launcher: int, pipe: int, cores: Sequence[int] | None) -> Callable[[], None]:
     # Imported here: between fork and exec only simple calls are safe.
     import ctypes
 
     prctl = ctypes.CDLL(None).prctl
 
-    def announce() -> None:
+    def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != launcher:  # it died before prctl was called
             os._exit(1)
         with suppress(BrokenPipeError):  # the guardian was killed
             os.write(pipe, _RECORD.pack(os.getpid()))
+        if cores:
+            os.sched_setaffinity(0, cores)
 
-    return announce
+    return prepare
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class LocalRank(JobProcess):
                 f"rank {self.name} could not be started: {argv[0]}: {reason_of(error, argv[0])}"
             ) from error
         self._reports.started()
+        self.sent_reports = self._reports.received
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         assert self._process.stdout is not None
@@ -157,10 +158,7 @@ class LocalRank(JobProcess):
 
     def read_reports(self) -> None:
         self._reports.read()
-
-    @property
-    def joined(self) -> bool:
-        return self._reports.joined
+        self.joined = self._reports.joined
 
     def take_stdin(self) -> int:
         """The write end of stdin of a rank that was started with ``stdin=PIPE``; the caller owns it."""
@@ -173,12 +171,7 @@ class LocalRank(JobProcess):
 
     @property
     def report_changes(self) -> int:
-        """The number of accepted reports."""
         return self._reports.changes
-
-    @property
-    def sent_reports(self) -> Sequence[Report]:
-        return self._reports.received
 
     @property
     def seconds(self) -> float:
@@ -186,7 +179,6 @@ class LocalRank(JobProcess):
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:
-    """The running processes in the given process groups."""
     wanted = set(groups)
     found = []
     for pid in psutil.pids():
@@ -199,7 +191,7 @@ def members(groups: Sequence[int]) -> list[psutil.Process]:
     return found
 
 
-class Sweep:
+class GroupCleanup:
     """Ends the processes that ended ranks left behind in their process groups.
 
     Args:

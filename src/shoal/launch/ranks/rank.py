@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from ...failure_report import Report
-from .meetings import Meetings
+from .reports import MeetingTable
 from .source import OutputSource
 
 
 class JobProcess(ABC):
-    """A process of a job: a child of this process (``process.py``), or on another host (``remote/rank.py``).
+    """A process of a job: a child of this process (``process.py``), or on another host (``RemoteRank``).
 
     Attributes:
         index: its index in the list of all processes of the job; for an initial rank, its rank.
@@ -30,12 +30,14 @@ class JobProcess(ABC):
         evicted: the other ranks have reported its eviction, and it has not exited by itself.
         meetings: resolves the ranks that reports name.
         newcomer: it joins the initial ranks later.
+        joined: it has reported that it joined the others.
+        sent_reports: the reports of failures that were read, the earliest first, as sent by the rank.
         stdout, stderr: sources of its output.
     """
 
     stdout: OutputSource
     stderr: OutputSource
-    meetings = Meetings()
+    meetings = MeetingTable()
 
     def __init__(self, index: int, slot: int, restart: int, *, newcomer: bool, host: str = "") -> None:
         self.index, self.slot, self.restart = index, slot, restart
@@ -45,6 +47,8 @@ class JobProcess(ABC):
         self.ended_at = math.inf
         self.lost = ""
         self.stopping = self.dismissed = self.leaving = self.evicted = False
+        self.joined = False
+        self.sent_reports: Sequence[Report] = ()
         self._released = False
 
     # -- abstract methods ----------------------------------------------------------------------
@@ -82,16 +86,6 @@ class JobProcess(ABC):
     @abstractmethod
     def take_notices(self) -> Sequence[Report]:
         """The reports of meetings and evictions that were read since the last call."""
-
-    @property
-    @abstractmethod
-    def sent_reports(self) -> Sequence[Report]:
-        """The reports of failures that were read, the earliest first, as sent by the rank."""
-
-    @property
-    @abstractmethod
-    def joined(self) -> bool:
-        """Whether it has reported that it joined the others."""
 
     @property
     @abstractmethod

@@ -1,12 +1,15 @@
-"""Sources of a rank's output: a pipe of this process, or an agent on another host."""
+"""Sources of output: a pipe of this process, or an agent on another host."""
 
 from __future__ import annotations
 
 import os
 import selectors
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Protocol
+
+from ...common.wording import printable
 
 #: maximum number of bytes to read from a source before other sources are read
 CHUNK = 1 << 16
@@ -53,3 +56,47 @@ class Pipe:
         if not self._file.closed:
             self.ignore()
             self._file.close()
+
+
+#: maximum number of lines, and bytes of a line
+_LINES, _WIDTH = 10, 300
+
+
+class StderrTail:
+    """The last lines of a pipe."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._pipe = Pipe(file)
+        self._lines: deque[bytes] = deque(maxlen=_LINES)
+        self._part = b""
+        self._is_closed = False
+
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
+        """Read in the loop of ``selector``; None: in no loop."""
+        self._pipe.ignore()
+        if selector is not None:
+            self._pipe.listen(selector, self.read)
+
+    def read(self) -> None:
+        if self._is_closed:
+            return  # closed in the same turn of the loop
+        try:
+            while data := self._pipe.read():
+                *lines, self._part = (self._part + data).split(b"\n")
+                self._part = self._part[-_WIDTH:]
+                self._lines.extend(line[:_WIDTH] for line in lines if line.strip())
+        except BlockingIOError:
+            return
+        self._pipe.ignore()
+
+    @property
+    def lines(self) -> list[str]:
+        """The last lines, without control characters."""
+        lines = [*self._lines, self._part] if self._part.strip() else list(self._lines)
+        return [printable(line.decode(errors="replace").rstrip()) for line in lines]
+
+    def close(self) -> None:
+        """Read the rest, and close the pipe."""
+        self.read()
+        self._pipe.close()
+        self._is_closed = True

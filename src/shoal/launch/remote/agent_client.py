@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import math
 import selectors
+import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import msgspec
+
 from ...common.wording import printable
 from ...errors import WireError
+from ...failure_report import Report
 from ...net import build_version
+from .. import agent_protocol as frames
 from ..agent_protocol import (
-    BEAT,
-    MOST_BYTES,
+    HEARTBEAT_INTERVAL_S,
+    MAX_CHUNK_BYTES,
+    OUTPUT_WINDOW_BYTES,
     PREAMBLE,
     PROTOCOL,
-    SILENCE,
-    WINDOW,
-    Beat,
-    Bye,
-    Exited,
-    FromAgent,
-    Hello,
-    NotStarted,
-    ProcessOutput,
-    Ready,
-    Reported,
-    RequestRefused,
-    Started,
-    StdinTaken,
-    Suspend,
-    Taken,
-    decode_from_agent,
+    SILENCE_TIMEOUT_S,
+    STDERR,
+    STDOUT,
 )
+from ..ranks.rank import LOST, JobProcess
+from .connection import AgentConnection, Carrier
 from .hosts import Host
-from .link import AgentConnection, Carrier
-from .rank import RemoteRank
+from .output_relay import OutputRelay, RelayQueue
 
 #: timeout in seconds for an agent to report the end of a killed process, or to send Bye
 _REPLY_TIMEOUT_S = 10.0
@@ -49,12 +42,8 @@ _CLOCK_SAMPLES, _FIRST_SAMPLES = 16, 5
 #: seconds to wait for ssh to exit after its connection has ended, at most once per heartbeat
 _SSH_EXIT_TIMEOUT_S = 0.2
 
-
-class EventSource(Protocol):
-    """A source of events for a loop, such as :class:`~shoal.launch.ranks.source.OutputSource`."""
-
-    def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None: ...
-    def ignore(self) -> None: ...
+#: frames that come while processes run
+_ABOUT_PROCESSES = frames.ProcessOutput, frames.Reported, frames.Exited, frames.StdinTaken, frames.Bye
 
 
 class AgentTransport(Protocol):
@@ -63,8 +52,7 @@ class AgentTransport(Protocol):
     Attributes:
         name: name of the program.
         carrier: the connection to the agent.
-        stderr: stderr of the program or the agent.
-        said: the last lines of stderr.
+        stderr_tail: the last lines of stderr of the program or the agent.
     """
 
     @property
@@ -72,12 +60,10 @@ class AgentTransport(Protocol):
     @property
     def carrier(self) -> Carrier: ...
     @property
-    def stderr(self) -> EventSource: ...
-    @property
     def stderr_tail(self) -> list[str]: ...
 
-    def read(self) -> None:
-        """Read the available bytes of stderr."""
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
+        """Read stderr in the loop of ``selector``; None: in no loop."""
 
     def end(self, timeout: float) -> int | None:
         """End the program after its connection, within ``timeout`` seconds; return its exit code if known."""
@@ -102,53 +88,51 @@ class AgentClient:
     """The launcher's client of the agent of one host.
 
     Args:
-        client: the program that connects to the host.
+        transport: the program that connects to the host.
 
     Attributes:
         watcher: callbacks; may be set later.
         hello: the agent's first frame; None before it has come.
         is_ready: the agent has handled :class:`Begin`.
-        trouble: why the agent cannot be used any more; "" while it can.
+        failure: why the agent cannot be used any more; "" while it can.
         killed: the processes that the agent killed at the end; None before Bye has come.
-        is_held: frames about processes are queued, because the supervisor does not run yet.
+        is_queueing: frames about processes are queued, because the supervisor does not run yet.
     """
 
     #: time after which the loop may wait again for the exit of a program that connects to an agent
     _waits_at: ClassVar[float] = 0.0
 
-    def __init__(self, host: Host, client: AgentTransport) -> None:
+    def __init__(self, host: Host, transport: AgentTransport) -> None:
         self.host = host
-        self.client = client
+        self.transport = transport
         self.watcher: AgentCallbacks | None = None
-        self.hello: Hello | None = None
+        self.hello: frames.Hello | None = None
         self.is_ready = False
-        self.trouble = ""
+        self.failure = ""
         self.killed: tuple[str, ...] | None = None
         self.is_queueing = True
         self.ranks: dict[int, RemoteRank] = {}
         self._pending: set[int] = set()
-        self._held: deque[FromAgent] = deque()
-        self._heard = self._beat_at = time.monotonic()
-        self._began = self._heard
-        self._due = math.inf
+        self._queued: deque[frames.FromAgent] = deque()
+        self._last_frame_at = self._beat_at = time.monotonic()
+        self._began = self._last_frame_at
+        self._reply_due_at = math.inf
         #: the agent was asked to end; output has come since Bye was last due
-        self._is_ending = self._moves = False
-        self._unread = self._untold = 0
+        self._is_ending = self._output_came = False
+        self._unread = self._unacknowledged = 0
         self._clock: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
-        self._link: AgentConnection[FromAgent] = AgentConnection(
-            client.carrier, decode_from_agent, self._received, self._link_lost, preamble=PREAMBLE
+        self._link: AgentConnection[frames.FromAgent] = AgentConnection(
+            transport.carrier, frames.decode_from_agent, self._received, self.mark_lost, preamble=PREAMBLE
         )
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Handle events in the loop of ``selector``."""
-        if not self.trouble:
+        if not self.failure:
             self._link.watch(selector)
-            self.client.stderr.ignore()
-            self.client.stderr.listen(selector, self.client.read)
+            self.transport.watch(selector)
 
-    def tell(self, frame: Any) -> None:
+    def send_frame(self, frame: Any) -> None:
         """Send a frame to the agent, unless it is lost."""
-        if not self.trouble:
+        if not self.failure:
             self._link.send(frame)
 
     def add(self, rank: RemoteRank) -> None:
@@ -163,105 +147,103 @@ class AgentClient:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the agent can start processes."""
-        return self.is_ready and not self.trouble and self.killed is None
+        return self.is_ready and not self.failure and self.killed is None
 
     def suspend(self) -> None:
         """Tell the agent that this process is about to be suspended, and will be silent."""
-        self.tell(Suspend())
+        self.send_frame(frames.Suspend())
 
     @property
     def is_flushed(self) -> bool:
         """Whether all frames were sent, or the agent is lost."""
-        return bool(self.trouble) or self._link.closed or self._link.sent
+        return bool(self.failure) or self._link.closed or self._link.sent
 
     def flush(self) -> None:
-        """Continue to send queued frames."""
-        if not self.trouble:
+        if not self.failure:
             self._link.poll()
 
     def resume(self) -> None:
         """Restart all timeouts, after this process was continued."""
         now = time.monotonic()
-        if self._due < math.inf:
-            self._due = now + _REPLY_TIMEOUT_S
-        self._heard = self._beat_at = now
+        if self._reply_due_at < math.inf:
+            self._reply_due_at = now + _REPLY_TIMEOUT_S
+        self._last_frame_at = self._beat_at = now
 
     def expect_bye(self, linger: float) -> None:
         """Start the timeout for Bye, after :class:`End` was sent."""
         self._is_ending = True
-        self._due = time.monotonic() + linger + _REPLY_TIMEOUT_S
+        self._reply_due_at = time.monotonic() + linger + _REPLY_TIMEOUT_S
 
     def next_at(self) -> float:
-        """The time of the next :meth:`tick`."""
-        if self.trouble or self.killed is not None:
+        if self.failure or self.killed is not None:
             return math.inf
-        if self._held and not self.is_queueing:
+        if self._queued and not self.is_queueing:
             return 0.0
         # Before Hello, the caller has a timeout of its own.
-        silent_at = math.inf if self.hello is None else self._heard + SILENCE
-        return min(self._beat_at, silent_at, self._due)
+        silent_at = math.inf if self.hello is None else self._last_frame_at + SILENCE_TIMEOUT_S
+        return min(self._beat_at, silent_at, self._reply_due_at)
 
     def tick(self, now: float) -> None:
         """Send a heartbeat if one is due, and check timeouts of the agent."""
-        while self._held and not self.is_queueing and not self.trouble:
-            self._guarded(self._held.popleft())
-        if self.trouble or self.killed is not None:
+        while self._queued and not self.is_queueing and not self.failure:
+            self._guarded(self._queued.popleft())
+        if self.failure or self.killed is not None:
             return
         if now >= self._beat_at:
-            self._beat_at = now + BEAT
+            self._beat_at = now + HEARTBEAT_INTERVAL_S
             if self.hello is not None:
-                self._link.send(Beat(now))
-        if self.hello is not None and now >= self._heard + SILENCE:
+                self._link.send(frames.Beat(now))
+        if self.hello is not None and now >= self._last_frame_at + SILENCE_TIMEOUT_S:
             # A frame may have come while this process was busy or stopped.
             self._link.poll()
-        if self.trouble or self.killed is not None:
+        if self.failure or self.killed is not None:
             return
-        if self.hello is not None and now >= self._heard + SILENCE:
-            self.lose(f"nothing has come from its agent for {SILENCE:.0f} s")
-        elif now >= self._due:
+        if self.hello is not None and now >= self._last_frame_at + SILENCE_TIMEOUT_S:
+            self.mark_lost(f"nothing has come from its agent for {SILENCE_TIMEOUT_S:.0f} s")
+        elif now >= self._reply_due_at:
             # The agent waits while its output is not consumed, and Bye is late on a slow connection.
-            if self._unread or (self._is_ending and self._moves):
-                self._due, self._moves = now + _REPLY_TIMEOUT_S, False
+            if self._unread or (self._is_ending and self._output_came):
+                self._reply_due_at, self._output_came = now + _REPLY_TIMEOUT_S, False
             else:
-                self.lose(f"its agent has not ended its processes as requested for {_REPLY_TIMEOUT_S:.0f} s")
+                self.mark_lost(
+                    f"its agent has not ended its processes as requested for {_REPLY_TIMEOUT_S:.0f} s"
+                )
 
-    def lose(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         """Treat the agent as lost, and close its connection; the agent then kills its processes."""
-        if self.trouble:
+        if self.failure:
             return
-        self.client.stderr.ignore()
+        self.transport.watch(None)
         self._link.close()
         # If many agents are lost at once, the loop waits for one only: the others need heartbeats.
         now = time.monotonic()
-        code = self.client.end(_SSH_EXIT_TIMEOUT_S if now >= AgentClient._waits_at else 0.0)
-        AgentClient._waits_at = now + BEAT
+        code = self.transport.end(_SSH_EXIT_TIMEOUT_S if now >= AgentClient._waits_at else 0.0)
+        AgentClient._waits_at = now + HEARTBEAT_INTERVAL_S
         parts = [why]
         if code is not None:
-            parts.append(f"{self.client.name} ended with exit code {code}")
-        self.trouble = printable("; ".join(parts))
-        gone = [rank for rank in self.ranks.values() if rank.lose(self.trouble)]
+            parts.append(f"{self.transport.name} ended with exit code {code}")
+        self.failure = printable("; ".join(parts))
+        gone = [rank for rank in self.ranks.values() if rank.mark_lost(self.failure)]
         self._pending.clear()
         if self.watcher is not None and self.killed is None:
             self.watcher.lost(self, gone)
 
-    def leave(self) -> None:
-        """Stop to handle events in the loop."""
-        if not self.trouble:
+    def unwatch(self) -> None:
+        if not self.failure:
             self._link.watch(None)
-            self.client.stderr.ignore()
+            self.transport.watch(None)
 
     def disconnect(self) -> None:
         """Close the connection; the agent then exits."""
-        if not self.trouble:
-            self.leave()
+        if not self.failure:
+            self.unwatch()
             self._link.close()
 
     def close(self, timeout: float) -> None:
         """End the program that connects to the agent, after :meth:`disconnect`."""
-        if not self.trouble:
-            self.trouble = "it was closed"
-            self.client.end(timeout)
+        if not self.failure:
+            self.failure = "it was closed"
+            self.transport.end(timeout)
 
     @property
     def noise(self) -> bytearray:
@@ -270,16 +252,16 @@ class AgentClient:
 
     # -- for its ranks -------------------------------------------------------------------------
 
-    def taken(self, amount: int) -> None:
+    def consumed(self, amount: int) -> None:
         """Record that ``amount`` bytes of output were consumed; acknowledge them if they are enough."""
         self._unread -= amount
-        self._untold += amount
-        if self._untold >= _ACK_BYTES or not self._unread:
-            amount, self._untold = self._untold, 0
-            if amount and not self.trouble:
-                self._link.send(Taken(amount))
+        self._unacknowledged += amount
+        if self._unacknowledged >= _ACK_BYTES or not self._unread:
+            amount, self._unacknowledged = self._unacknowledged, 0
+            if amount and not self.failure:
+                self._link.send(frames.Taken(amount))
 
-    def here(self, moment: float) -> float:
+    def to_local_time(self, moment: float) -> float:
         """Convert a time of the agent's clock to this process's clock.
 
         The reply to a heartbeat was sent between the heartbeat and the arrival of the reply.  The fastest of
@@ -287,52 +269,49 @@ class AgentClient:
         """
         return moment - min(self._clock)[1] if self._clock else time.monotonic()
 
-    def must_end(self) -> None:
+    def expect_exit(self) -> None:
         """Start the timeout for the end of a process, after SIGKILL was sent."""
-        if self._due == math.inf:
-            self._due = time.monotonic() + _REPLY_TIMEOUT_S
+        if self._reply_due_at == math.inf:
+            self._reply_due_at = time.monotonic() + _REPLY_TIMEOUT_S
 
     # -- frames --------------------------------------------------------------------------------
 
-    def _link_lost(self, why: str) -> None:
-        self.lose(why)
-
-    def _guarded(self, frame: FromAgent) -> None:
+    def _guarded(self, frame: frames.FromAgent) -> None:
         try:
             self._handle(frame)
         except WireError as error:
-            self.lose(str(error))
+            self.mark_lost(str(error))
 
-    def _received(self, frame: FromAgent) -> None:
-        self._heard = time.monotonic()
-        if isinstance(frame, Hello) != (self.hello is None):
+    def _received(self, frame: frames.FromAgent) -> None:
+        self._last_frame_at = time.monotonic()
+        if isinstance(frame, frames.Hello) != (self.hello is None):
             raise WireError("it must send Hello once, as its first frame")
         match frame:
-            case Hello():
+            case frames.Hello():
                 self.hello = frame
                 if (frame.version, frame.protocol) != (build_version(), PROTOCOL):
                     raise WireError(
                         f"it runs shoal {frame.version} (agents' protocol {frame.protocol}), and this is "
                         f"shoal {build_version()} (protocol {PROTOCOL}): install the same version everywhere"
                     )
-                self._link.send(Beat(self._heard))
-            case Beat():
+                self._link.send(frames.Beat(self._last_frame_at))
+            case frames.Beat():
                 self._set_clock(frame)
-            case Ready() if not self.is_ready:
+            case frames.Ready() if not self.is_ready:
                 self.is_ready = True
-            case RequestRefused() if not self.is_ready:
+            case frames.RequestRefused() if not self.is_ready:
                 raise WireError(frame.text)
-            case Started() | NotStarted() if frame.index in self._pending:
+            case frames.Started() | frames.NotStarted() if frame.index in self._pending:
                 self._pending.remove(frame.index)
                 rank = self.ranks[frame.index]
-                if isinstance(frame, Started):
+                if isinstance(frame, frames.Started):
                     rank.pid = frame.pid
                 elif self.watcher is not None:
                     self.watcher.not_started(rank, printable(frame.text))
                     rank.not_started()
-            case ProcessOutput() | Reported() | Exited() | StdinTaken() | Bye() if self.is_ready:
-                if self.is_queueing or self._held:
-                    self._held.append(frame)
+            case _ if self.is_ready and isinstance(frame, _ABOUT_PROCESSES):
+                if self.is_queueing or self._queued:
+                    self._queued.append(frame)
                     self._count(frame)
                 else:
                     self._count(frame)
@@ -340,29 +319,29 @@ class AgentClient:
             case _:
                 raise WireError(f"it sent an unexpected {type(frame).__name__}")
 
-    def _count(self, frame: FromAgent) -> None:
-        if isinstance(frame, ProcessOutput):
-            self._moves = True
+    def _count(self, frame: frames.FromAgent) -> None:
+        if isinstance(frame, frames.ProcessOutput):
+            self._output_came = True
             self._unread += len(frame.data)
-            if self._unread + self._untold > WINDOW + MOST_BYTES:
+            if self._unread + self._unacknowledged > OUTPUT_WINDOW_BYTES + MAX_CHUNK_BYTES:
                 raise WireError("it sent more output than the window allows")
-        elif len(self._held) > 10_000:
+        elif len(self._queued) > 10_000:
             raise WireError("it sent too many frames")
 
-    def _handle(self, frame: FromAgent) -> None:
+    def _handle(self, frame: frames.FromAgent) -> None:
         match frame:
-            case ProcessOutput():
+            case frames.ProcessOutput():
                 self._rank(frame.index).wrote(frame)
-            case Reported():
+            case frames.Reported():
                 self._rank(frame.index).reported(frame)
-            case Exited():
+            case frames.Exited():
                 self._rank(frame.index).exited(frame)
                 if not any(rank.status is None and rank.was_killed for rank in self.ranks.values()):
-                    self._due = math.inf
-            case StdinTaken():
+                    self._reply_due_at = math.inf
+            case frames.StdinTaken():
                 if self.watcher is not None:
                     self.watcher.stdin_taken(frame.amount)
-            case Bye():
+            case frames.Bye():
                 if any(rank.status is None for rank in self.ranks.values()):
                     raise WireError("it sent Bye while processes were running")
                 self.killed = tuple(map(printable, frame.killed))
@@ -372,10 +351,146 @@ class AgentClient:
             raise WireError(f"it sent a frame about process {index}, which it was not asked to start")
         return self.ranks[index]
 
-    def _set_clock(self, beat: Beat) -> None:
+    def _set_clock(self, beat: frames.Beat) -> None:
         now = time.monotonic()
         if not self._began <= beat.launcher <= now or not math.isfinite(beat.agent):
             raise WireError("it replied to a heartbeat that was not sent")
         self._clock.append((now - beat.launcher, beat.agent - (beat.launcher + now) / 2))
         if len(self._clock) < _FIRST_SAMPLES:
-            self._link.send(Beat(now))
+            self._link.send(frames.Beat(now))
+
+
+class RemoteRank(JobProcess):
+    """A process that an agent has started, or is about to start.
+
+    Args:
+        agent: the client of the agent of its host.
+        turns: the queue for its output.
+        size: number of ranks of the job.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        slot: int,
+        restart: int,
+        *,
+        agent: AgentClient,
+        relay_queue: RelayQueue,
+        size: int,
+        newcomer: bool,
+    ) -> None:
+        super().__init__(index, slot, restart, newcomer=newcomer, host=agent.host.name)
+        self.agent = agent
+        self._size = size
+        self._began = time.monotonic()
+        self._seconds: float | None = None
+        self._ended: Callable[[], None] | None = None
+        self._reported: Callable[[], None] | None = None
+        self._notices: tuple[Report, ...] = ()
+        self.was_killed = False
+        stdout = OutputRelay(
+            relay_queue, agent.consumed, lambda: self._send_frame(frames.Close(index, STDOUT))
+        )
+        stderr = OutputRelay(
+            relay_queue, agent.consumed, lambda: self._send_frame(frames.Close(index, STDERR))
+        )
+        self.stdout, self.stderr = stdout, stderr
+        self._relays = {STDOUT: stdout, STDERR: stderr}
+
+    # -- frames of the agent -------------------------------------------------------------------
+
+    def wrote(self, frame: frames.ProcessOutput) -> None:
+        self._relays[frame.stream].feed(frame.data)
+
+    def reported(self, frame: frames.Reported) -> None:
+        """Handle reports of the process; raises WireError."""
+        numbered = [each for each in (*frame.reports, *frame.notices) if not each.meeting]
+        if any(rank >= self._size for report in numbered for rank in report.ranks):
+            raise WireError("it sent reports that name unknown ranks")
+        if self.status is None:
+            self.sent_reports = tuple(
+                msgspec.structs.replace(each, at=self._moment(each.at)) for each in frame.reports
+            )
+            self.joined |= frame.joined
+            self._notices += frame.notices
+            if self._reported is not None:
+                self._reported()
+
+    def exited(self, frame: frames.Exited) -> None:
+        """Handle the end of the process; raises WireError."""
+        if self.status is not None:
+            raise WireError(f"it reported that process {self.index} ended twice")
+        longest = time.monotonic() - self._began + 1.0
+        self._seconds = frame.seconds if 0.0 <= frame.seconds <= longest else None
+        self._end(frame.status, self._moment(frame.at))
+
+    def not_started(self) -> None:
+        self._released = True
+        if self.status is None:
+            self._end(127, time.monotonic())
+        for relay in self._relays.values():
+            if not relay.ended:
+                relay.feed(b"")
+
+    def mark_lost(self, why: str) -> bool:
+        """Handle the loss of the host; return whether the process had not ended before."""
+        for relay in self._relays.values():
+            if not relay.ended:
+                relay.feed(b"")
+        if self.status is not None:
+            return False
+        self.status, self.ended_at, self.lost = LOST, time.monotonic(), why
+        return True
+
+    def _end(self, status: int, at: float) -> None:
+        self.status, self.ended_at = status, at
+        if self._ended is not None:
+            self._ended()
+
+    def _moment(self, at: float) -> float:
+        """Convert a time to this clock, clamped to the run time of the process; NaN becomes now."""
+        here = self.agent.to_local_time(at)
+        return min(max(here, self._began), time.monotonic()) if here == here else time.monotonic()
+
+    # -- JobProcess ----------------------------------------------------------------------------
+
+    def watch(
+        self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]
+    ) -> None:
+        self._ended, self._reported = ended, reported
+
+    def send(self, number: int) -> None:
+        if self.status is None:
+            self._send_frame(frames.Signal(self.index, int(number), False))
+
+    def send_group(self, number: int) -> None:
+        if not self._released:
+            self._send_frame(frames.Signal(self.index, int(number), True))
+            if number == signal.SIGKILL and self.status is None:
+                self.was_killed = True
+                self.agent.expect_exit()
+
+    def release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._send_frame(frames.Release(self.index))
+
+    def reap(self) -> None:
+        """Mark it as released; its agent reaps it."""
+        self._released = True
+
+    def read_reports(self) -> None:
+        """Do nothing: the agent sends reports as they come."""
+
+    def take_notices(self) -> Sequence[Report]:
+        notices, self._notices = self._notices, ()
+        return notices
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self._began if self._seconds is None else self._seconds
+
+    def _send_frame(self, frame: msgspec.Struct) -> None:
+        if not self.lost:
+            self.agent.send_frame(frame)

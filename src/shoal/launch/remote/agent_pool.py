@@ -17,10 +17,10 @@ from ..agent_protocol import Begin
 from ..job.signals import STOP, Signals
 from .agent_client import AgentClient
 from .hosts import Host
-from .ssh import Client, command
+from .ssh import SshProcess, command
 
-#: timeout in seconds for agents to connect, long enough to start Python from a network disk
-_START_TIMEOUT_S = 60.0
+#: timeout in seconds for agents to connect or to start processes, long enough for Python on a network disk
+START_TIMEOUT_S = 60.0
 #: seconds for the programs that connect to agents to exit before they are killed
 _EXIT_TIMEOUT_S = 3.0
 
@@ -44,7 +44,7 @@ class AgentPool:
         signals: signals of the launcher; a stop signal cancels the start.
 
     Attributes:
-        `agents`: the client of the agent of each host.
+        agents: the client of the agent of each host.
     """
 
     def __init__(self, hosts: Sequence[Host], python: str, signals: Signals) -> None:
@@ -60,7 +60,7 @@ class AgentPool:
     def _start(self, python: str) -> None:
         for host in self._hosts:
             name = "the agent" if host.is_local else "ssh"
-            self.agents.append(AgentClient(host, Client(command(host, python), name)))
+            self.agents.append(AgentClient(host, SshProcess(command(host, python), name)))
 
     def connect(self) -> None:
         """Wait until all agents have sent Hello.
@@ -69,18 +69,18 @@ class AgentPool:
             LaunchError: an agent is lost; the message names its host, with the output of ssh.
             Stopped: a stop signal came.
         """
-        self._wait(lambda agent: agent.hello is not None, "has not answered")
+        self._wait_until(lambda agent: agent.hello is not None, "has not answered")
 
     def begin(
         self, directory: str, environment: Mapping[str, str], ranks: Sequence[int], *, bind: bool
     ) -> None:
         """Send :class:`Begin` to all agents, and wait until they are ready; raises as :meth:`connect`."""
         for agent, count in zip(self.agents, ranks, strict=True):
-            agent.tell(Begin(directory, dict(environment), count, bind))
-        self._wait(lambda agent: agent.is_ready, "was not ready")
+            agent.send_frame(Begin(directory, dict(environment), count, bind))
+        self._wait_until(lambda agent: agent.is_ready, "was not ready")
 
-    def _wait(self, done: Callable[[AgentClient], bool], what: str) -> None:
-        end = time.monotonic() + _START_TIMEOUT_S
+    def _wait_until(self, done: Callable[[AgentClient], bool], what: str) -> None:
+        end = time.monotonic() + START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
             try:
@@ -90,12 +90,12 @@ class AgentPool:
                     moments = [end, *(agent.next_at() for agent in self.agents)]
                     for key, _ in selector.select(max(0.0, min(moments) - time.monotonic())):
                         key.data()
-                    self._look(done, end, what)
+                    self._check(done, end, what)
             finally:
                 for agent in self.agents:
-                    agent.leave()
+                    agent.unwatch()
 
-    def _look(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
+    def _check(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
         for number in self._signals.read():
             if number in STOP:
                 raise Stopped(number)
@@ -103,12 +103,11 @@ class AgentPool:
         for agent in self.agents:
             agent.tick(now)
             if now >= end and not done(agent):
-                agent.lose(f"its agent {what} in {_START_TIMEOUT_S:.0f} s")
-            if agent.trouble:
-                raise LaunchError(failure(agent))
+                agent.mark_lost(f"its agent {what} in {START_TIMEOUT_S:.0f} s")
+            if agent.failure:
+                raise LaunchError(describe_failure(agent))
 
     def close(self) -> None:
-        """End all agents."""
         end = time.monotonic() + _EXIT_TIMEOUT_S
         for agent in self.agents:
             agent.disconnect()
@@ -130,7 +129,7 @@ class AgentPool:
         default = next((each for each in found if each is not None), LOOPBACK)
         return [each or default for each in found]
 
-    def master(self) -> str:
+    def master_address(self) -> str:
         """The address of the first host for the other hosts."""
         first = self.agents[0]
         assert first.hello is not None
@@ -156,12 +155,12 @@ class AgentPool:
         )
 
 
-def failure(agent: AgentClient) -> str:
+def describe_failure(agent: AgentClient) -> str:
     """Why a host could not be used, with the last lines of its output."""
     noise = bytes(agent.noise).decode(errors="replace").splitlines()[-5:]
-    stderr_tail = [*map(printable, noise), *agent.client.stderr_tail]
+    stderr_tail = [*map(printable, noise), *agent.transport.stderr_tail]
     lines = "".join(f"\n  | {line}" for line in stderr_tail)
-    return f"host {agent.host.name}: {agent.trouble}" + (f"\nits output:{lines}" if lines else "")
+    return f"host {agent.host.name}: {agent.failure}" + (f"\nits output:{lines}" if lines else "")
 
 
 def _bare(host: Host) -> str:

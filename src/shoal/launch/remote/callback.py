@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -24,13 +24,13 @@ from ...net import Connection, connect
 
 PURPOSE = "agent"
 #: maximum length of the first message in bytes
-FIRST_MESSAGE = 1024
+MAX_FIRST_MESSAGE_BYTES = 1024
 #: timeout in seconds of a connection to the launcher
 _CONNECT_TIMEOUT_S = 30.0
 #: seconds within which a signal of Slurm to a step and the same signal from the launcher count as one
-_SAME = 5.0
+_SAME_SIGNAL_S = 5.0
 #: signals that Slurm sends to all processes of a step when a job ends or is about to end
-_TO_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STEP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 _WHERE = re.compile(r"(?:\[([0-9A-Fa-f:.%\w-]+)\]|([^:\[\]]*)):([0-9]{1,5})", re.ASCII)
 
@@ -66,7 +66,7 @@ def connect_to_launcher(where: str, environ: Mapping[str, str]) -> Connection:
             secret=secret,
             purpose=PURPOSE,
             timeout=_CONNECT_TIMEOUT_S,
-            limit=FIRST_MESSAGE,
+            limit=MAX_FIRST_MESSAGE_BYTES,
         )
         connection.send(msgspec.msgpack.encode(NodeHello(node)), _CONNECT_TIMEOUT_S)
     except WireError as error:
@@ -98,20 +98,18 @@ class StepSignalFilter:
 
     def __enter__(self) -> StepSignalFilter:
         # Not SIG_IGN, which the ranks would inherit.
-        self._former = {number: signal.signal(number, self._heard) for number in _TO_ALL}
+        self._former = {number: signal.signal(number, self._on_signal) for number in _STEP_SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
     def __call__(self, number: int) -> bool:
         """Whether Slurm has just sent signal ``number`` to all processes of the step."""
-        return time.monotonic() < self._at.get(number, -_SAME) + _SAME
+        return time.monotonic() < self._at.get(number, -_SAME_SIGNAL_S) + _SAME_SIGNAL_S
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._at[number] = time.monotonic()
 
 

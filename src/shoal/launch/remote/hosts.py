@@ -35,7 +35,6 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine."""
         return self.name in LOCAL
 
     @property
@@ -43,6 +42,10 @@ class Host:
         """The destination for ssh, which does not accept brackets; it never looks like an option."""
         user, at, name = self.name.rpartition("@")
         return user + at + name.strip("[]")
+
+    def initial_ranks(self, size: int) -> int:
+        """The number of initial ranks of a job of ``size`` ranks on this host."""
+        return max(0, min(size - self.first, self.slots))
 
     def __contains__(self, slot: int) -> bool:
         return self.first <= slot < self.first + self.slots

@@ -9,32 +9,30 @@ from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError, ShoalError
 from ..agent_protocol import End, Start, StdinData
-from ..job.rank_launcher import HostLost, Sweeping
+from ..job.rank_launcher import Cleanup, HostLost, RankLauncher
 from ..output import summary
 from ..output.stdin import StdinReader
 from ..ranks.environment import Job
 from ..ranks.rank import JobProcess
-from .agent_client import AgentCallbacks, AgentClient
-from .agent_pool import AgentPool, failure
-from .rank import RelayQueue, RemoteRank
+from .agent_client import AgentCallbacks, AgentClient, RemoteRank
+from .agent_pool import START_TIMEOUT_S, AgentPool, describe_failure
+from .output_relay import RelayQueue
 
-#: timeout in seconds for agents to start the processes of a job
-_START_TIMEOUT_S = 60.0
 #: maximum time in seconds to write output before the loop handles other events
 _POLL_INTERVAL_S = 0.05
 #: maximum time in seconds to send Suspend to all agents
 _SUSPEND_S = 1.0
 
 
-class RemoteRankLauncher:
+class RemoteRankLauncher(RankLauncher):
     """Starts one program on the slots of several hosts.
 
     Args:
-        `pool`: the agents of the hosts, which are ready.
+        pool: the agents of the hosts, which are ready.
         argv: the command of each process.
         stores: URL of the job's store, for each host.
         master, master_port: address for rank 0 to listen on.
-        most: maximum number of ranks.
+        max_ranks: maximum number of ranks.
     """
 
     def __init__(
@@ -48,49 +46,43 @@ class RemoteRankLauncher:
         master_port: str,
         max_ranks: int,
     ) -> None:
-        self.size, self.spares, self.max_ranks = job.size, job.spares, max_ranks
-        self._agencies = pool.agents
-        self.slots = sum(agent.host.slots for agent in self._agencies)
-        self._argv, self._job = tuple(argv), job
+        super().__init__(job, max_ranks, sum(agent.host.slots for agent in pool.agents))
+        self._agents = pool.agents
+        self._argv = tuple(argv)
         self._stores, self._master, self._master_port = stores, master, master_port
-        self._turns = RelayQueue()
-        self._stdin = StdinReader(lambda data: self._agencies[0].tell(StdinData(data)))
-        self._selector: selectors.BaseSelector | None = None
+        self._relay_queue = RelayQueue()
+        self._stdin = StdinReader(lambda data: self._agents[0].send_frame(StdinData(data)))
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
-        self._selector = selector
+        super().watch(selector, say, lost)
 
         def gone(agent: AgentClient, ranks: Sequence[RemoteRank]) -> None:
             if not agent.is_queueing:
-                lost(agent.host.name, agent.trouble, ranks)
+                lost(agent.host.name, agent.failure, ranks)
 
         def not_started(rank: RemoteRank, text: str) -> None:
-            if agent_of[rank.index].is_queueing:
+            if rank.agent.is_queueing:
                 raise LaunchError(f"host {rank.host}: {text}")
             say(summary.not_started(LaunchError(f"host {rank.host}: {text}"), ""))
 
-        agent_of = self._agent_of = dict[int, AgentClient]()
-        for agent in self._agencies:
+        for agent in self._agents:
             agent.watcher = AgentCallbacks(gone, not_started, self._stdin.taken)
             agent.watch(selector)
 
-    def first(self, slot: int) -> JobProcess:
+    def start_initial(self, slot: int) -> JobProcess:
         agent, store = self._place(slot)
         host = agent.host
-        count = max(0, min(self.size - host.first, host.slots))
-        variables = self._job.variables(
-            slot, store, self._master_port, master=self._master, local=(slot - host.first, count)
-        )
+        local = slot - host.first, host.initial_ranks(self.size)
+        variables = self._job.variables(slot, store, self._master_port, master=self._master, local=local)
         return self._start(agent, slot, slot, 0, variables, newcomer=False)
 
-    def later(self, index: int, slot: int, restart: int) -> JobProcess:
+    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
         agent, store = self._place(slot)
         host = agent.host
         if not agent.is_usable:
             raise LaunchError(f"rank {slot} could not be started: host {host.name} is lost")
-        variables = self._job.newcomer(
-            slot, store, self._master_port, master=self._master, local=(slot - host.first, host.slots)
-        )
+        local = slot - host.first, host.slots
+        variables = self._job.newcomer(slot, store, self._master_port, master=self._master, local=local)
         return self._start(agent, index, slot, restart, variables, newcomer=True)
 
     def _start(
@@ -105,38 +97,41 @@ class RemoteRankLauncher:
     ) -> JobProcess:
         host = agent.host
         rank = RemoteRank(
-            index, slot, restart, host=host.name, agent=agent, turns=self._turns, size=self.size,
+            index,
+            slot,
+            restart,
+            agent=agent,
+            relay_queue=self._relay_queue,
+            size=self.size,
             newcomer=newcomer,
-        )  # fmt: skip
+        )
         agent.add(rank)
-        self._agent_of[index] = agent
-        stdin = slot == 0 and not newcomer
+        start = Start(
+            index=index, slot=slot, restart=restart, place=slot - host.first, size=self.size,
+            argv=self._argv, variables=variables, newcomer=newcomer, stdin=slot == 0 and not newcomer,
+        )  # fmt: skip
         try:
-            agent.tell(
-                Start(
-                    index, slot, restart, slot - host.first, self.size, self._argv, variables, newcomer, stdin
-                )
-            )
+            agent.send_frame(start)
         except (ShoalError, UnicodeError) as error:
             raise LaunchError(f"rank {rank.name} could not be started on {host.name}: {error}") from error
         return rank
 
-    def settle(self) -> None:
+    def wait_started(self) -> None:
         assert self._selector is not None
-        end = time.monotonic() + _START_TIMEOUT_S
-        while not all(agent.has_replied for agent in self._agencies):
+        end = time.monotonic() + START_TIMEOUT_S
+        while not all(agent.has_replied for agent in self._agents):
             now = time.monotonic()
-            moments = [end, *(agent.next_at() for agent in self._agencies)]
+            moments = [end, *(agent.next_at() for agent in self._agents)]
             for key, _ in self._selector.select(max(0.0, min(moments) - now)):
                 key.data()
             now = time.monotonic()
-            for agent in self._agencies:
+            for agent in self._agents:
                 agent.tick(now)
                 if now >= end and not agent.has_replied:
-                    agent.lose(f"its agent has not started all processes in {_START_TIMEOUT_S:.0f} s")
-                if agent.trouble:
-                    raise LaunchError(failure(agent))
-        for agent in self._agencies:
+                    agent.mark_lost(f"its agent has not started all processes in {START_TIMEOUT_S:.0f} s")
+                if agent.failure:
+                    raise LaunchError(describe_failure(agent))
+        for agent in self._agents:
             agent.is_queueing = False
         self._stdin.watch(self._selector)
 
@@ -146,47 +141,47 @@ class RemoteRankLauncher:
     def release(self, rank: JobProcess) -> None:
         rank.release()
 
-    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Sweeping:
+    def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Cleanup:
         self._stdin.close()
-        for agent in self._agencies:
-            agent.tell(End(linger))
+        for agent in self._agents:
+            agent.send_frame(End(linger))
             agent.expect_bye(linger)
-        return _ByeWaiter(self._agencies)
+        return _ByeWaiter(self._agents)
 
     def next_at(self) -> float | None:
-        if self._turns:
+        if self._relay_queue:
             return 0.0
         look_at = self._stdin.next_at()
-        found = min(agent.next_at() for agent in self._agencies)
+        found = min(agent.next_at() for agent in self._agents)
         return look_at if found == math.inf else found if look_at is None else min(found, look_at)
 
     def tick(self, now: float) -> None:
-        for agent in self._agencies:
+        for agent in self._agents:
             agent.tick(now)
-        self._turns.take(now + _POLL_INTERVAL_S)
+        self._relay_queue.take(now + _POLL_INTERVAL_S)
         self._stdin.tick(now)
 
     def suspend(self) -> None:
         end = time.monotonic() + _SUSPEND_S
-        for agent in self._agencies:
+        for agent in self._agents:
             agent.suspend()
-        while not all(agent.is_flushed for agent in self._agencies) and time.monotonic() < end:
+        while not all(agent.is_flushed for agent in self._agents) and time.monotonic() < end:
             time.sleep(_POLL_INTERVAL_S)
-            for agent in self._agencies:
+            for agent in self._agents:
                 agent.flush()
 
     def resume(self) -> None:
-        for agent in self._agencies:
+        for agent in self._agents:
             agent.resume()
 
     def close(self) -> None:
         self._stdin.close()
-        for agent in self._agencies:
-            agent.leave()
+        for agent in self._agents:
+            agent.unwatch()
 
     def _place(self, slot: int) -> tuple[AgentClient, str]:
         """The client of the agent of a slot, and the URL of the store there."""
-        for agent, store in zip(self._agencies, self._stores, strict=True):
+        for agent, store in zip(self._agents, self._stores, strict=True):
             if slot in agent.host:
                 return agent, store
         raise AssertionError(f"no host has slot {slot}")
@@ -196,13 +191,13 @@ class _ByeWaiter:
     """Waits until every agent has killed the process groups of its ranks, and sent all output."""
 
     def __init__(self, agents: Sequence[AgentClient]) -> None:
-        self._agencies = agents
+        self._agents = agents
         self.killed: list[str] = []
 
     def is_done(self) -> bool:
-        if any(agent.killed is None and not agent.trouble for agent in self._agencies):
+        if any(agent.killed is None and not agent.failure for agent in self._agents):
             return False
         self.killed = [
-            f"{name} on {agent.host.name}" for agent in self._agencies for name in agent.killed or ()
+            f"{name} on {agent.host.name}" for agent in self._agents for name in agent.killed or ()
         ]
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import shlex
 import socket
 import subprocess
@@ -10,9 +11,9 @@ from collections.abc import Sequence
 from ... import config
 from ...errors import ConfigurationError, LaunchError
 from ..output.causes import shell_code
+from ..ranks.source import StderrTail
+from .connection import DescriptorCarrier
 from .hosts import Host
-from .link import Descriptors, socket_pair_end
-from .stderr_tail import StderrTail
 
 #: no terminal, no prompts, and a timeout of seconds for a host that does not answer
 OPTIONS = (
@@ -39,7 +40,7 @@ def command(host: Host, python: str) -> list[str]:
     return [*program, *OPTIONS, host.destination, "exec", *map(shlex.quote, agent)]
 
 
-class Client:
+class SshProcess:
     """The process that connects to a host: ssh, or the agent itself on this machine."""
 
     def __init__(self, argv: Sequence[str], name: str = "ssh") -> None:
@@ -59,31 +60,28 @@ class Client:
         finally:
             theirs.close()
         assert self._process.stderr is not None
-        self._said = StderrTail(self._process.stderr)
-        self.stderr = self._said.pipe
-        self.carrier: Descriptors = socket_pair_end(mine)
-        self.pid = self._process.pid
+        self._stderr_tail = StderrTail(self._process.stderr)
+        fd = mine.detach()
+        self.carrier = DescriptorCarrier(fd, fd)
 
-    def read(self) -> None:
-        """Read the available bytes of stderr."""
-        self._said.read()
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
+        """Read stderr in the loop of ``selector``; None: in no loop."""
+        self._stderr_tail.watch(selector)
 
     @property
     def stderr_tail(self) -> list[str]:
-        """The last lines of stderr."""
-        return self._said.lines
+        return self._stderr_tail.lines
 
     def end(self, timeout: float) -> int | None:
         """Wait for the process to exit; return its exit code as a shell gives it.
 
         After ``timeout`` seconds kill it, and return None.
         """
-        code: int | None
+        code = None
         try:
-            code = self._process.wait(timeout)
+            code = shell_code(self._process.wait(timeout))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            code = None
-        self._said.close()
-        return None if code is None else shell_code(code)
+        self._stderr_tail.close()
+        return code

@@ -19,13 +19,11 @@ from ...rendezvous.environment import tcp_url
 from ...rendezvous.slurm import hosts_of
 from ..job.signals import Signals
 from ..remote.agent_client import AgentClient
-from ..remote.agent_pool import AgentPool
+from ..remote.agent_pool import START_TIMEOUT_S, AgentPool
 from ..remote.callback import PURPOSE, NodeHello
 from ..remote.hosts import Host
-from .srun import AgentCall, Srun, command, environment
+from .srun import Srun, SrunConnection, command, environment
 
-#: timeout in seconds for agents to connect, long enough to start Python from a network disk
-_START_TIMEOUT_S = 60.0
 #: seconds between two polls for new connections
 _POLL_INTERVAL_S = 0.02
 #: timeout in seconds for an authenticated agent to send its node name
@@ -33,7 +31,7 @@ _NODE_NAME_TIMEOUT_S = 10.0
 #: maximum number of hosts in a message
 _MAX_NAMES_SHOWN = 8
 #: srun's message on a task that has ended
-_ENDED = re.compile(r"srun: error: ([^ :]+): tasks? [0-9,\[\]-]+: (.+)")
+_TASK_EXIT = re.compile(r"srun: error: ([^ :]+): tasks? [0-9,\[\]-]+: (.+)")
 _FROM_ANYWHERE = "0.0.0.0"
 
 
@@ -71,7 +69,7 @@ class SrunAgentPool(AgentPool):
 
     def connect(self) -> None:
         """Wait until all agents have connected and sent Hello; raises as :meth:`AgentPool.connect`."""
-        end = time.monotonic() + _START_TIMEOUT_S
+        end = time.monotonic() + START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
             self._srun.watch(selector)
@@ -79,22 +77,21 @@ class SrunAgentPool(AgentPool):
                 while len(self.agents) < len(self._hosts):
                     for key, _ in selector.select(_POLL_INTERVAL_S):
                         key.data()
-                    self._take(selector)
-                    self._look(lambda agent: True, end, "")
-                    self._judge(time.monotonic() >= end)
+                    self._accept(selector)
+                    self._check(lambda agent: True, end, "")
+                    self._check_missing(time.monotonic() >= end)
             finally:
                 for agent in self.agents:
-                    agent.leave()
+                    agent.unwatch()
                 self._srun.watch(None)
         self.agents.sort(key=lambda agent: agent.host.first)
         super().connect()
 
     def close(self) -> None:
-        """End all agents and srun."""
         super().close()
         self._steps.close()
 
-    def _take(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         while True:
             try:
                 connection = self._acceptor.accept(0.0)
@@ -104,7 +101,7 @@ class SrunAgentPool(AgentPool):
                 raise LaunchError(f"cannot accept connections of agents: {error}") from error
             try:
                 host = self._host_of(connection)
-                self.agents.append(AgentClient(host, AgentCall(connection, self._srun)))
+                self.agents.append(AgentClient(host, SrunConnection(connection, self._srun)))
                 self.agents[-1].watch(selector)
             except WireError as error:
                 connection.close()
@@ -141,7 +138,7 @@ class SrunAgentPool(AgentPool):
         there = {agent.host.name for agent in self.agents}
         return [host for host in self._hosts if host.name not in there]
 
-    def _judge(self, is_late: bool) -> None:
+    def _check_missing(self, is_late: bool) -> None:
         missing = self._missing()
         if not missing:
             return
@@ -152,7 +149,7 @@ class SrunAgentPool(AgentPool):
         elif is_late:
             interface, port = self._where.rsplit(":", 1)
             where = self._where if interface else f"port {port} of this machine"
-            why = f"its agent has not connected in {_START_TIMEOUT_S:.0f} s"
+            why = f"its agent has not connected in {START_TIMEOUT_S:.0f} s"
             why += f"; agents connect to {where}; set SHOAL_INTERFACE for another address"
         else:
             return
@@ -169,7 +166,7 @@ class SrunAgentPool(AgentPool):
         """Hosts with agents that have ended, according to the output of srun, and how; avoids the timeout."""
         found = []
         for line in self._srun.stderr_tail.lines:
-            if match := _ENDED.fullmatch(line):
+            if match := _TASK_EXIT.fullmatch(line):
                 try:
                     names = hosts_of(match[1])
                 except ValueError:

@@ -6,16 +6,16 @@ import os
 import selectors
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from ... import config
 from ...errors import LaunchError, UsageError
 from ...net import Connection
 from ..output.causes import shell_code
+from ..ranks.source import StderrTail
+from ..remote.connection import StreamCarrier
 from ..remote.hosts import Host
-from ..remote.link import StreamCarrier
-from ..remote.stderr_tail import StderrTail
 from .allocation import for_srun
 
 #: seconds for srun to exit after its agents, and then after SIGTERM
@@ -66,8 +66,7 @@ class Srun:
         assert self._process.stderr is not None
         self.stderr_tail = StderrTail(self._process.stderr)
         self._selector: selectors.BaseSelector | None = None
-        self._calls: set[AgentCall] = set()
-        self.pid = self._process.pid
+        self._connections: set[SrunConnection] = set()
 
     @property
     def code(self) -> int | None:
@@ -80,23 +79,22 @@ class Srun:
         if selector is self._selector:
             return
         if self._selector is not None:
-            self.stderr_tail.pipe.ignore()
+            self.stderr_tail.watch(None)
             if self._pidfd in self._selector.get_map():
                 self._selector.unregister(self._pidfd)
         self._selector = selector
         if selector is not None:
-            self.stderr_tail.pipe.listen(selector, self.stderr_tail.read)
+            self.stderr_tail.watch(selector)
             selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
-    def join(self, call: AgentCall, selector: selectors.BaseSelector) -> None:
+    def add_connection(self, connection: SrunConnection, selector: selectors.BaseSelector) -> None:
         """Add a connection that is used in the loop of ``selector``: it is shut down when srun ends."""
-        self._calls.add(call)
+        self._connections.add(connection)
         self.watch(selector)
 
-    def part(self, call: AgentCall) -> None:
-        """Remove a connection."""
-        self._calls.discard(call)
-        if not self._calls:
+    def remove_connection(self, connection: SrunConnection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
             self.watch(None)
 
     def end(self) -> None:
@@ -120,11 +118,11 @@ class Srun:
         self._selector.unregister(self._pidfd)
         self.stderr_tail.read()
         # Without srun, Slurm would not end the agents any more.
-        for call in list(self._calls):
-            call.cut()
+        for connection in list(self._connections):
+            connection.shut_down()
 
 
-class AgentCall:
+class SrunConnection:
     """The connection of an agent that srun has started; a ``AgentTransport`` of an ``AgentClient``."""
 
     name = "srun"
@@ -133,31 +131,25 @@ class AgentCall:
         self._stream = connection.release()
         self._srun = srun
         self.carrier = StreamCarrier(self._stream)
-        self.stderr = self
 
-    def listen(self, selector: selectors.BaseSelector, ready: Callable[[], object]) -> None:
-        """Read stderr of srun in the loop of ``selector``."""
-        self._srun.join(self, selector)
+    def watch(self, selector: selectors.BaseSelector | None) -> None:
+        """Read stderr of srun, once for all connections, in the loop of ``selector``; None: in no loop."""
+        if selector is None:
+            self._srun.remove_connection(self)
+        else:
+            self._srun.add_connection(self, selector)
 
-    def ignore(self) -> None:
-        """Stop that."""
-        self._srun.part(self)
-
-    def read(self) -> None:
-        """Do nothing: stderr of srun is read once for all connections."""
-
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """Shut down the connection without closing it."""
         with suppress(OSError):  # it has ended
             self._stream.shutdown()
 
     @property
     def stderr_tail(self) -> list[str]:
-        """The last lines of srun's stderr."""
         self._srun.stderr_tail.read()
         return self._srun.stderr_tail.lines
 
     def end(self, timeout: float) -> int | None:
         """Stop to use srun, which serves the other agents; return its exit code if it has ended."""
-        self._srun.part(self)
+        self._srun.remove_connection(self)
         return self._srun.code

@@ -11,11 +11,20 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..measuring import cleaning_up, installed
-from . import plan, side
-from .case import ITEMSIZE, OPERATIONS, Case, Size
-from .contenders import BY_NAME, entries
-from .environments import checkout
+from ..signals import cleaning_up, installed
+from . import micro
+from .case import (
+    ITEMSIZE,
+    OPERATIONS,
+    QUICK_ROUNDS,
+    RANKS,
+    ROUNDS,
+    Case,
+    Size,
+    default_cases,
+    estimated_seconds,
+)
+from .contenders import BY_NAME, checkout, selected
 from .race import Race
 from .result import BenchResult, Setting
 from .table import show
@@ -125,16 +134,16 @@ def bench(
     # Files and pipes have no width; this one fits six sizes.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     dtypes = dtypes or (("fp32",) if quick else tuple(ITEMSIZE))
-    cases = plan.cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)
-    result = BenchResult(rounds or (plan.QUICK_ROUNDS if quick else plan.ROUNDS))
-    _run(cases, ranks or ((2,) if quick else plan.RANKS), names, result, console)
+    cases = default_cases(operations or OPERATIONS, dtypes, sizes or (), quick=quick)
+    result = BenchResult(rounds or (QUICK_ROUNDS if quick else ROUNDS))
+    _run(cases, ranks or ((2,) if quick else RANKS), names, result, console)
     show(result, console)
     _save(result, out, console, pictures=pictures)
     if readme and root is not None:
-        from .readme import rewrite
+        from .plot import update_page
 
-        rewrite(result, root)
-    return int(any(name.startswith("shoal") for name, *_ in result.absent))
+        update_page(result, root)
+    return int(any(name.startswith("shoal") for name, *_ in result.unavailable))
 
 
 def _run(
@@ -143,7 +152,7 @@ def _run(
     variants = [variant for name in names for variant in BY_NAME[name].variants]
 
     def guess(case: Case, size: int) -> float:
-        return plan.seconds(case, size, sum(v.takes(case) for v in variants), result.rounds)
+        return estimated_seconds(case, size, sum(v.takes(case) for v in variants), result.rounds)
 
     total = sum(guess(case, size) for case in cases for size in ranks)
     console.print(f"{len(cases) * len(ranks)} cases, about {max(1, round(total / 60))} min")
@@ -156,7 +165,7 @@ def _run(
 
         for size in ranks:
             progress.update(task, description=f"{size} ranks")
-            with Race(entries(names, size), size, result, say) as race:
+            with Race(selected(names, size), size, result, say) as race:
                 for case in cases:
                     progress.update(task, description=f"{size} ranks: {case}")
                     race.measure(case, result.rounds)
@@ -171,7 +180,7 @@ def _save(result: BenchResult, out: Path, console: Console, *, pictures: bool) -
     if not pictures:
         console.print(f"wrote bench.json to {out}")
         return
-    from .picture import draw
+    from .plot import draw
 
     drawn: list[Setting] = [setting for setting in result.cells if setting.operation != "barrier"]
     for setting in drawn:
@@ -179,5 +188,5 @@ def _save(result: BenchResult, out: Path, console: Console, *, pictures: bool) -
     console.print(f"wrote bench.json and {len(drawn)} pictures to {out}")
 
 
-for command in side.COMMANDS:
+for command in micro.COMMANDS:
     bench.add_command(command)

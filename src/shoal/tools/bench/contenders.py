@@ -1,16 +1,61 @@
-"""The contenders, and the commands that start their ranks."""
+"""The contenders, the commands that start their ranks, and the environments of the MPI libraries."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
+import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...launch.remote.ssh import PROGRAM
 from .case import Case
-from .environments import mpi_environment
+
+
+class ContenderUnavailable(Exception):
+    """A contender is not available or failed; the message has the reason."""
+
+
+def checkout() -> Path | None:
+    """The working directory if it is a checkout of shoal, else None."""
+    here = Path.cwd()
+    return here if (here / "src" / "shoal" / "tools" / "bench").is_dir() else None
+
+
+def mpi_environment(wheel: str) -> Path:
+    """Return an environment with this MPI, mpi4py and numpy; create it if it is missing.
+
+    It is in ``build/bench`` of a checkout (with the versions of its constraints), otherwise in
+    ``~/.cache/shoal/bench``.
+
+    Raises:
+        `ContenderUnavailable`: pip could not install it.
+    """
+    root = checkout()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    where = (root / "build" if root else cache / "shoal") / "bench" / wheel
+    if not (where / "bin" / "mpiexec").exists():
+        shutil.rmtree(where, ignore_errors=True)
+        venv.create(where, with_pip=True)
+        pip = [str(where / "bin" / "pip"), "--disable-pip-version-check", "install", "--quiet"]
+        versions = ["-c", str(root / "constraints.txt")] if root else []
+        result = subprocess.run(
+            [*pip, *versions, "mpi4py", "numpy", wheel],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if result.returncode:
+            raise ContenderUnavailable(f"pip install {wheel}: {last_line(result.stdout)}")
+    return where
+
+
+def last_line(text: str) -> str:
+    """The last line of a program's output, usually the reason why it ended."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
 
 #: the script of a rank; with ``-m``, modules of the working directory could shadow the standard library
 _SCRIPT = """\
@@ -36,7 +81,6 @@ class Variant:
     only: tuple[str, str] | None = None
 
     def takes(self, case: Case) -> bool:
-        """Whether it is measured for this case."""
         return self.only is None or self.only == (case.operation, case.dtype)
 
 
@@ -87,7 +131,7 @@ CONTENDERS = (
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 #: names of variants by group
-OWN = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
+SHOAL_VARIANTS = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
 FLOOR = "floor"
@@ -100,7 +144,7 @@ def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
         control: socket from which ranks receive orders; their script is written next to it.
 
     Raises:
-        `Absent`: the environment of an MPI cannot be created.
+        `ContenderUnavailable`: the environment of an MPI cannot be created.
     """
     script = control.with_name("rank.py")
     script.write_text(_SCRIPT)
@@ -137,6 +181,5 @@ def environment(contender: Contender, rank: int, size: int, folder: Path) -> dic
     return values
 
 
-def entries(names: Sequence[str], ranks: int) -> list[Contender]:
-    """The named contenders that support this number of ranks."""
+def selected(names: Sequence[str], ranks: int) -> list[Contender]:
     return [contender for contender in CONTENDERS if contender.name in names and ranks >= contender.least]

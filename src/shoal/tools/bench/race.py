@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from .case import Case
-from .contenders import Contender, Variant
-from .environments import Absent
+from .contender_process import ContenderProcesses, MeasurementFailed
+from .contenders import Contender, ContenderUnavailable, Variant
 from .result import BenchResult
-from .running import RunningContender, Unmeasured
 
-#: target duration of a sample; including untimed parts it is at most _OVERHEAD times as long
+#: target duration of a sample; including untimed parts it is at most _MAX_OVERHEAD_RATIO times as long
 SAMPLE_SECONDS = 0.015
-_OVERHEAD = 3
-_MOST = 5000
+_MAX_OVERHEAD_RATIO = 3
+_MAX_REPEAT = 5000
+
+
+#: of a small benchmark: a list per round, with the answer of each rank
+Answers = list[list[dict[str, Any]]]
 
 
 @dataclass
 class ContenderVariant:
     """A variant of a running contender; `repeat` is 0 while there are no buffers."""
 
-    running: RunningContender
+    running: ContenderProcesses
     variant: Variant
     repeat: int = 0
 
@@ -36,7 +40,9 @@ class ContenderVariant:
         self.repeat = 1
         for _ in range(3):
             seconds, every = self._ask()
-            self.repeat = max(1, min(_MOST, round(SAMPLE_SECONDS / max(seconds, every / _OVERHEAD, 1e-9))))
+            self.repeat = max(
+                1, min(_MAX_REPEAT, round(SAMPLE_SECONDS / max(seconds, every / _MAX_OVERHEAD_RATIO, 1e-9)))
+            )
         return max(float(answer["error"]) for answer in answers)
 
     def sample(self) -> float:
@@ -56,16 +62,16 @@ class Race:
     ) -> None:
         self._ranks, self._result, self._say = ranks, result, say
         self._contenders = contenders
-        self._running: list[RunningContender] = []
+        self._running: list[ContenderProcesses] = []
         self._said: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Race:
         try:
             for contender in self._contenders:
                 try:
-                    running = RunningContender(contender, self._ranks)
-                except Absent as reason:
-                    self._absent(contender.name, "", str(reason))
+                    running = ContenderProcesses(contender, self._ranks)
+                except ContenderUnavailable as reason:
+                    self._report_unavailable(contender.name, "", str(reason))
                 else:
                     self._running.append(running)
                     self._result.versions[contender.name] = running.version
@@ -90,16 +96,17 @@ class Race:
             for variant in running.contender.variants
             if variant.takes(case)
         ]
-        frugal = case.memory(self._ranks) * (len(racing) + 1) > psutil.virtual_memory().available / 2
+        release_each_turn = (
+            case.memory(self._ranks) * (len(racing) + 1) > psutil.virtual_memory().available / 2
+        )
         for turn in range(rounds):
             shift = turn % max(len(racing), 1)
             for entry in racing[shift:] + racing[:shift]:
-                if not self._turn(entry, case, frugal=frugal):
+                if not self._turn(entry, case, release_each_turn=release_each_turn):
                     racing.remove(entry)
         self._release()
 
-    def _turn(self, entry: ContenderVariant, case: Case, *, frugal: bool) -> bool:
-        """Take one sample; return whether the variant can continue."""
+    def _turn(self, entry: ContenderVariant, case: Case, *, release_each_turn: bool) -> bool:
         running = entry.running
         if running not in self._running:
             return False
@@ -108,16 +115,16 @@ class Race:
             if not entry.repeat:
                 cell.error = max(cell.error, entry.prepare(case))
             cell.samples.append(entry.sample())
-            if frugal:
+            if release_each_turn:
                 running.ask("release")
                 entry.repeat = 0
-        except Unmeasured as reason:
-            self._absent(running.contender.name, str(case), str(reason))
+        except MeasurementFailed as reason:
+            self._report_unavailable(running.contender.name, str(case), str(reason))
             if reason.wrong:
                 cell.samples.clear()
             return False
-        except Absent as reason:
-            self._lose(running, str(case), str(reason))
+        except ContenderUnavailable as reason:
+            self._remove(running, str(case), str(reason))
             return False
         return True
 
@@ -125,8 +132,8 @@ class Race:
         for running in list(self._running):
             try:
                 running.ask("release")
-            except (Absent, Unmeasured) as reason:
-                self._lose(running, "", str(reason))
+            except (ContenderUnavailable, MeasurementFailed) as reason:
+                self._remove(running, "", str(reason))
 
     def futex(self, rounds: int) -> None:
         """Measure the round trip of two processes that wake each other."""
@@ -137,16 +144,29 @@ class Race:
                 for _ in range(rounds):
                     answers = running.ask("futex", repeat=500)
                     self._result.futex.append(max(answer["seconds"] for answer in answers[:2]))
-            except Unmeasured as reason:
-                self._absent(running.contender.name, "futex round trip", str(reason))
+            except MeasurementFailed as reason:
+                self._report_unavailable(running.contender.name, "futex round trip", str(reason))
 
-    def _lose(self, running: RunningContender, case: str, reason: str) -> None:
+    def micro(self, rounds: int, name: str, **arguments: Any) -> dict[str, Answers]:
+        """Run a small benchmark; return the answers by contender: one list per round, in rank order."""
+        answers: dict[str, Answers] = {}
+        for _ in range(rounds):
+            for running in list(self._running):
+                label = running.contender.name
+                try:
+                    answers.setdefault(label, []).append(running.ask("micro", name=name, **arguments))
+                except (ContenderUnavailable, MeasurementFailed) as reason:
+                    answers.pop(label, None)
+                    self._remove(running, "", str(reason))
+        return answers
+
+    def _remove(self, running: ContenderProcesses, case: str, reason: str) -> None:
         self._running.remove(running)
         running.stop(kill=True)
-        self._absent(running.contender.name, case, f"failed: {reason}")
+        self._report_unavailable(running.contender.name, case, f"failed: {reason}")
 
-    def _absent(self, name: str, case: str, reason: str) -> None:
-        self._result.absent.append((name, self._ranks, case, reason))
+    def _report_unavailable(self, name: str, case: str, reason: str) -> None:
+        self._result.unavailable.append((name, self._ranks, case, reason))
         if (name, reason) not in self._said:
             self._said.add((name, reason))
             self._say(f"{name} is not available{' for ' + case if case else ''}: {reason}")

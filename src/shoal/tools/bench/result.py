@@ -1,17 +1,21 @@
-"""The record of a run, and the statistics computed from it."""
+"""The record of a run and of its machine, and the statistics computed from it."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
+import platform
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .case import Case, Size
-from .machine import machine
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,14 @@ class BenchResult:
         rounds: number of samples per cell.
         cells: by setting, size and name of the variant.
         versions: by name of the contender.
-        `absent`: missing measurements: (contender, ranks, case or "", reason).
+        unavailable: missing measurements: (contender, ranks, case or "", reason).
         futex: seconds of a round trip between two processes through the kernel, one per round.
     """
 
     rounds: int
     cells: dict[Setting, dict[Size, dict[str, Cell]]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    absent: list[tuple[str, int, str, str]] = field(default_factory=list)
+    unavailable: list[tuple[str, int, str, str]] = field(default_factory=list)
     futex: list[float] = field(default_factory=list)
 
     def cell(self, case: Case, ranks: int, name: str) -> Cell:
@@ -113,7 +117,7 @@ class BenchResult:
             "futex_round_trip": self.futex,
             "absent": [
                 dict(zip(("contender", "ranks", "case", "reason"), entry, strict=True))
-                for entry in self.absent
+                for entry in self.unavailable
             ],
             "cells": [
                 {
@@ -132,3 +136,21 @@ class BenchResult:
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.record(), indent=1) + "\n")
+
+
+def machine() -> dict[str, str]:
+    """Processor, cores, memory, system and Python, for readers."""
+    info = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return {
+        "processor": match[1].strip() if match else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def description() -> str:
+    here = machine()
+    return f"{here['cores']} cores ({here['processor']}), {here['memory']}, {here['system']}"

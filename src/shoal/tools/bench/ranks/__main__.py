@@ -16,13 +16,14 @@ from contextlib import suppress
 from typing import Any
 
 from ..case import Case, Size
+from . import timing
 from .data import WrongResult
 from .engine import Engine, Unsupported
 from .timing import TimedCase
 
 #: name of an engine -> module and class
 ENGINES = {
-    "floor": ("floor", "Floor"),
+    "floor": ("floor", "HardwareLimit"),
     "gloo": ("gloo", "Gloo"),
     "mpi": ("mpi", "Mpi"),
     "shoal": ("shoal", "Shoal"),
@@ -44,12 +45,10 @@ class Rank:
         return {"error": job.error}
 
     def sample(self, variant: str, repeat: int) -> dict[str, Any]:
-        """Measure the prepared case."""
         seconds, every = self._jobs[variant].sample(repeat)
         return {"seconds": seconds, "every": every}
 
     def release(self) -> dict[str, Any]:
-        """Release all buffers."""
         self._jobs.clear()
         gc.collect()
         self._engine.release()
@@ -57,18 +56,16 @@ class Rank:
 
     def futex(self, repeat: int) -> dict[str, Any]:
         """Measure a round trip between ranks 0 and 1 through the kernel."""
-        from .floor import Floor
+        from .floor import HardwareLimit
 
-        assert isinstance(self._engine, Floor)
+        assert isinstance(self._engine, HardwareLimit)
         self._engine.barrier()
         start = time.perf_counter()
         self._engine.futex_round_trip(repeat)
         return {"seconds": (time.perf_counter() - start) / repeat}
 
-    def side(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Run one of the small benchmarks."""
-        module = importlib.import_module(".side", __package__)
-        answer: dict[str, Any] = getattr(module, name)(self._engine, **arguments)
+    def micro(self, name: str, **arguments: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = getattr(timing, name)(self._engine, **arguments)
         return answer
 
 

@@ -45,7 +45,6 @@ def decode(stored: Values) -> _Block:
 
 
 def fill(target: Values, dtype: str, rank: int) -> None:
-    """Write the input of ``rank``."""
     stored = encode(block(dtype, rank), dtype)
     for at in range(0, len(target), PERIOD):
         piece = target[at : at + PERIOD]

@@ -33,7 +33,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 
 
-class Floor(Engine):
+class HardwareLimit(Engine):
     """A rank that communicates through shared memory."""
 
     def __init__(self, control: str, hosts: int) -> None:

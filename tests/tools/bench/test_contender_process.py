@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.tools.bench import ending
+from shoal.tools.bench import contender_process
 
 #: a launcher with one rank; both map a file in shared memory.  argv: the file, what it does on SIGTERM
 LAUNCHER = """
@@ -43,12 +43,12 @@ while True: time.sleep(600)
 def name() -> Iterator[str]:
     name = f"bench-test-{os.getpid()}"  # tests beside this one look for what "shoal" is in the name of
     yield name
-    for path in ending.SHARED.glob(f"{name}*"):
+    for path in contender_process.SHARED.glob(f"{name}*"):
         path.unlink()
 
 
 def start(name: str, on_sigterm: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
-    path = str(ending.SHARED / name)
+    path = str(contender_process.SHARED / name)
     launcher = subprocess.Popen(
         [sys.executable, "-S", "-c", LAUNCHER, path, on_sigterm], stdout=subprocess.PIPE
     )
@@ -70,30 +70,30 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 def test_a_launcher_may_end_its_ranks_and_remove_its_files_itself(name: str) -> None:
     launcher, family = start(name, "end")
-    ending.end([launcher], 0.0, older=())
+    contender_process.terminate([launcher], 0.0, older=())
     assert launcher.returncode == 0
     assert not psutil.wait_procs(family, timeout=30)[1]
-    assert not (ending.SHARED / name).exists()
-    assert (ending.SHARED / f"{name}.removed-by-launcher").exists()
+    assert not (contender_process.SHARED / name).exists()
+    assert (contender_process.SHARED / f"{name}.removed-by-launcher").exists()
 
 
 def test_what_does_not_end_is_killed_and_its_shared_memory_removed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "GRACE", 0.1)
+    monkeypatch.setattr(contender_process, "KILL_DELAY_S", 0.1)
     launcher, family = start(name, "ignore")
-    ending.end([launcher], 0.0, older=())
+    contender_process.terminate([launcher], 0.0, older=())
     assert launcher.returncode == -signal.SIGKILL
     assert not psutil.wait_procs(family, timeout=30)[1]
-    assert not (ending.SHARED / name).exists()
+    assert not (contender_process.SHARED / name).exists()
 
 
 def test_shared_memory_of_others_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "GRACE", 0.1)
-    (ending.SHARED / name).write_bytes(bytes(4096))
+    monkeypatch.setattr(contender_process, "KILL_DELAY_S", 0.1)
+    (contender_process.SHARED / name).write_bytes(bytes(4096))
     launcher, _ = start(name, "ignore")
-    ending.end([launcher], 0.0, older=[name])
-    assert (ending.SHARED / name).exists()
+    contender_process.terminate([launcher], 0.0, older=[name])
+    assert (contender_process.SHARED / name).exists()
 
 
 def test_an_interrupt_meanwhile_kills_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +102,9 @@ def test_an_interrupt_meanwhile_kills_at_once(name: str, monkeypatch: pytest.Mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ending, "_wait", interrupt)
+    monkeypatch.setattr(contender_process, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ending.end([launcher], 600.0, older=())
+        contender_process.terminate([launcher], 600.0, older=())
     assert launcher.returncode == -signal.SIGKILL
     assert not psutil.wait_procs(family, timeout=30)[1]
-    assert not (ending.SHARED / name).exists()
+    assert not (contender_process.SHARED / name).exists()

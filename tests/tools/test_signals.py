@@ -7,14 +7,14 @@ import signal
 
 import pytest
 
-from shoal.tools.measuring import cleaning_up, undisturbed
+from shoal.tools.signals import cleaning_up, signals_deferred
 
 
 def interrupted(*numbers: int) -> list[str]:
     """What is done in a block in which the signals come, and after it."""
     done = []
     try:
-        with undisturbed():
+        with signals_deferred():
             for number in numbers:
                 os.kill(os.getpid(), number)
             done.append("the block")

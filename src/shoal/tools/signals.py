@@ -45,7 +45,7 @@ def cleaning_up() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Defer Ctrl-C, SIGTERM and SIGHUP until the end of the block; no effect in other threads than main."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,15 +1,15 @@
-"""Plots of a setting: latency of small sizes and bandwidth of all sizes, one curve per variant."""
+"""Plots of a setting, and the tables and the plot of docs/benchmark.md."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from .case import Size
-from .contenders import FLOOR, OWN
-from .machine import machine
-from .result import BenchResult, Setting
-from .table import size_name
+from .contenders import FLOOR, SHOAL_VARIANTS
+from .result import BenchResult, Setting, machine
+from .table import markdown, size_name
 
 _COLOURS = {
     "shoal registered": "#d62728", "shoal": "#ff7f0e", "shoal tcp": "#bcbd22",
@@ -35,8 +35,12 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
         sizes = [size for size in result.sizes(setting) if str(size).isalnum() and size.nbytes]
         small = [size for size in sizes if size.nbytes <= _LATENCY_TO]
         for name in result.names(setting):
-            style = {"color": _COLOURS[name], "marker": "o" if name in OWN else "s", "markersize": 4.0}
-            line = "-" if name in OWN else ":" if name not in (FLOOR,) else "--"
+            style = {
+                "color": _COLOURS[name],
+                "marker": "o" if name in SHOAL_VARIANTS else "s",
+                "markersize": 4.0,
+            }
+            line = "-" if name in SHOAL_VARIANTS else ":" if name not in (FLOOR,) else "--"
             for axes, shown, of_time in ((latency, small, True), (bandwidth, sizes, False)):
                 points = [
                     (size.nbytes, cell.median * 1e6 if of_time else size.nbytes / cell.median / 1e9)
@@ -60,3 +64,31 @@ def _label(axes: object, sizes: Sequence[Size]) -> None:
     places = [size.nbytes for size in sizes]
     axes.set_xticks(places, [size_name(size) for size in sizes], rotation=45, fontsize=8)  # type: ignore[attr-defined]
     axes.minorticks_off()  # type: ignore[attr-defined]
+
+
+SIZES = [Size.parse(text) for text in ("8", "16K", "1M", "25M", "64M", "256M")]
+SETTINGS = [Setting("all_reduce", "fp32", ranks) for ranks in (2, 4)]
+PAGE = "docs/benchmark.md"
+PICTURE = "docs/all_reduce.png"
+
+
+def update_page(result: BenchResult, root: Path) -> None:
+    """Write the measured tables into the page, and the picture if all settings were measured."""
+    page = root / PAGE
+    text = page.read_text()
+    measured = [setting for setting in SETTINGS if setting in result.cells]
+    for setting in measured:
+        sizes = [size for size in SIZES if size in result.cells[setting]]
+        text = replace_section(text, setting.stem, markdown(result, setting, sizes))
+    if measured == SETTINGS:
+        draw(result, SETTINGS, root / PICTURE)
+        text = replace_section(
+            text, "all_reduce-picture", "![all_reduce: time and bandwidth](all_reduce.png)"
+        )
+    page.write_text(text)
+
+
+def replace_section(text: str, name: str, body: str) -> str:
+    """Replace the text between the markers of section ``name``."""
+    pattern = rf"(<!-- {re.escape(name)}: begin.*?-->\n).*?(<!-- {re.escape(name)}: end -->)"
+    return re.sub(pattern, lambda match: f"{match[1]}{body}\n{match[2]}", text, flags=re.DOTALL)

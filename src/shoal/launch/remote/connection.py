@@ -10,13 +10,12 @@ import os
 import selectors
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...common.decoding import MalformedMessage, Raw
 from ...errors import WireError
 from ...net import ByteStream, FrameReader, frame_header
-from ..agent_protocol import LIMIT, encode
+from ..agent_protocol import MAX_FRAME_BYTES, encode
 
 F = TypeVar("F")
 
@@ -50,7 +49,7 @@ class Carrier(Protocol):
         """Close the descriptors."""
 
 
-class Descriptors:
+class DescriptorCarrier:
     """A carrier that owns two descriptors, or one."""
 
     def __init__(self, reading: int, writing: int) -> None:
@@ -109,7 +108,7 @@ class AgentConnection(Generic[F]):
         self._decode = decode
         self._received, self._lost = received, lost
         self._preamble = preamble
-        self._reader = FrameReader(LIMIT)
+        self._reader = FrameReader(MAX_FRAME_BYTES)
         self._now: memoryview = memoryview(b"")
         self._urgent: deque[bytes] = deque()
         self._bulk: deque[bytes] = deque()
@@ -244,11 +243,3 @@ class AgentConnection(Generic[F]):
                 raise WireError(f"it sent a malformed frame: {error}") from error
             self._received(frame)
         return not self.closed
-
-
-def socket_pair_end(sock: Any) -> Descriptors:
-    """The carrier of a socket; it takes ownership."""
-    with suppress(OSError):
-        sock.setblocking(False)
-    fd = sock.detach()
-    return Descriptors(fd, fd)

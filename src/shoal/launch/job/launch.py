@@ -1,0 +1,88 @@
+"""The options of a job, and its starts: ``--max-restarts`` restarts the whole job after a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..output.output import Logs
+from ..ranks.environment import Job
+from .signals import Signals
+
+#: default seconds for ranks to save their work after SIGINT or SIGTERM
+STOP_GRACE_S = 30.0
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options of a job, on this machine or on other hosts.
+
+    Attributes:
+        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
+        max_ranks: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
+        respawn: start a new process for a failed rank while others go on.
+        restarts: maximum number of restarts of the whole job after a failure.
+        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
+        prefix_lines: prefix lines of output with the rank.
+        log_dir: directory for one log file per rank.
+        store: URL of the job's store; None: the launcher hosts one.
+    """
+
+    min_ranks: int | None = None
+    max_ranks: int | None = None
+    respawn: bool = False
+    restarts: int = 0
+    grace: float = STOP_GRACE_S
+    prefix_lines: bool = True
+    log_dir: Path | None = None
+    store: str | None = None
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """One start of a job.
+
+    Attributes:
+        job: its values; each restart increments ``epoch``.
+        options: the options of the job.
+        signals: signals of the launcher.
+        logs: log files, if any.
+        restart: a message to print if this start fails and the job is restarted; "": it is not restarted.
+    """
+
+    job: Job
+    options: LaunchOptions
+    signals: Signals
+    logs: Logs | None
+    restart: str = ""
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """Exit code of one start of a job, and whether a rank failed without a signal to stop the job."""
+
+    code: int
+    failed: bool = False
+
+
+def run_with_restarts(
+    job: Job, options: LaunchOptions, run: Callable[[JobStart], JobOutcome], *, settle: float = 0.0
+) -> int:
+    """Run a job, and restart it while it fails; return the exit code of the last start.
+
+    ``run`` runs one start; ``settle`` is the delay of :class:`Signals`.  Raises LaunchError if the log files
+    cannot be written.
+    """
+    with Signals(settle) as signals, ExitStack() as open_logs:
+        directory = options.log_dir
+        logs = None if directory is None else open_logs.enter_context(closing(Logs(directory, job.size)))
+        for restart in range(1, options.restarts + 1):
+            message = f"starting all ranks again: restart {restart} of {options.restarts}"
+            outcome = run(JobStart(job, options, signals, logs, message))
+            if not outcome.failed:
+                return outcome.code
+            job = dataclasses.replace(job, epoch=job.epoch + 1)
+        return run(JobStart(job, options, signals, logs)).code
