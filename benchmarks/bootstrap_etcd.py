@@ -12,7 +12,7 @@ import time
 
 from bootstrap_ranks import PER_HOST
 
-from shoal.net import Deadline, listens
+from shoal.net import Deadline, has_listener
 from shoal.rendezvous.host import Here, here
 from shoal.rendezvous.meeting import Meeting
 from shoal.store import PrefixStore, open_store
@@ -44,7 +44,7 @@ def serve() -> None:
 def meet(port: int, ranks: int, patience: float) -> float:
     """Let ``ranks`` threads meet in the etcd at ``port``; return the seconds until the last has finished."""
     end = time.monotonic() + patience
-    while not listens("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
+    while not has_listener("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
         time.sleep(0.05)
     me, ends, failures = here(), [0.0] * ranks, []
     url = f"etcd://127.0.0.1:{port}"

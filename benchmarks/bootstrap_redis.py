@@ -17,7 +17,7 @@ import redis
 from bootstrap_ranks import Hub, Outcome
 from bootstrap_ranks import meet as meet_in
 
-from shoal.store.external.job import OutsideJob
+from shoal.store.external.job import ExternalJob
 from shoal.store.redis import connection as redis_link
 from shoal.store.redis.store import RedisStore
 
@@ -79,13 +79,13 @@ def cooperative(hub: Hub) -> Iterator[None]:
         def _connect(self) -> Any:
             return Socket(super()._connect(), hub)
 
-    was = redis_link._connection_class, OutsideJob._keep
+    was = redis_link._connection_class, ExternalJob._keep
     redis_link._connection_class = lambda redis, tls: Connection
-    OutsideJob._keep = lambda self: None  # type: ignore[method-assign]
+    ExternalJob._keep = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        redis_link._connection_class, OutsideJob._keep = was  # type: ignore[method-assign]
+        redis_link._connection_class, ExternalJob._keep = was  # type: ignore[method-assign]
 
 
 def meet(port: int, ranks: int, patience: float) -> Outcome:

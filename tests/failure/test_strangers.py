@@ -17,7 +17,7 @@ from shoal import AuthenticationError, Membership, TCPStore, WireError
 from shoal import net as wire
 from shoal.backend.native import mesh
 from shoal.net import HANDSHAKE_TIMEOUT_S, Deadline, Handshake
-from shoal.net.sockets import authenticate
+from shoal.net.authentication import authenticate
 from shoal.rendezvous import rendezvous, user_secret
 from tests.leaks import nothing_left_behind
 from tests.support.other_user import as_nobody, needs_root

@@ -21,17 +21,17 @@ class EchoServer(Server[ClientConnection]):
             secret=SECRET,
             purpose="echo",
             limit=2**26,
-            what="echo",
+            kind="echo",
             handshake_timeout=handshake_timeout,
         )
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
+    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
         return ClientConnection(handshake, name, limit)
 
-    def greeted(self, session: ClientConnection) -> None:
+    def on_authenticated(self, session: ClientConnection) -> None:
         self.accepted += 1
 
-    def received(self, session: ClientConnection, message: bytearray) -> None:
+    def on_message(self, session: ClientConnection, message: bytearray) -> None:
         session.send(message)
 
 

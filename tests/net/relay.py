@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from shoal.net import Handshake
-from shoal.net.tls.certificates import accepting_side, connecting_side
+from shoal.net.tls.certificates import tls_config
 
 GREETING = len(Handshake(connecting=True, secret=b"", purpose="x").greeting)
 
@@ -67,8 +67,8 @@ class Relay:
         if not self._terminates:
             self._pump(client, server)
             return
-        near = accepting_side().context.wrap_socket(client, server_side=True)
-        far = connecting_side().context.wrap_socket(server)
+        near = tls_config(connecting=False).context.wrap_socket(client, server_side=True)
+        far = tls_config(connecting=True).context.wrap_socket(server)
         with near, far:
             self.terminated += 1
             self._pump(near, far)

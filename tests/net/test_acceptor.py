@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import AuthenticationError, WireError, WireTimeout
 from shoal.net import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
-from shoal.net.sockets import authenticate
+from shoal.net.authentication import authenticate
 from shoal.testing import no_leaks
 
 from .acceptors import SECRET, acceptor, port

@@ -20,7 +20,7 @@ def _encrypted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         and request.param is not SocketStream
     ):
         pytest.skip("there may be no room for the end of TLS: it is a cut then")
-    monkeypatch.setattr(stream, "open_stream", request.param)
+    monkeypatch.setattr(stream, "SocketStream", request.param)
     monkeypatch.setenv("SHOAL_TLS", "1")
 
 

@@ -79,8 +79,8 @@ def _greeted(secret: bytes = b"secret") -> tuple[Handshake, Handshake]:
 
 def test_two_sides_that_know_one_certificate_agree() -> None:
     left, right = _greeted()
-    assert right.bind(b"c" * 32) == b""
-    left.feed(right.feed(left.bind(b"c" * 32)))
+    assert right.tls_established(b"c" * 32) == b""
+    left.feed(right.feed(left.tls_established(b"c" * 32)))
     assert left.done
     assert right.done
     assert not left.encrypting
@@ -88,8 +88,8 @@ def test_two_sides_that_know_one_certificate_agree() -> None:
 
 def test_an_accepting_side_refuses_who_has_seen_another_certificate() -> None:
     left, right = _greeted()
-    right.bind(b"c" * 32)
-    assert right.feed(left.bind(b"d" * 32)) == bytes(32)
+    right.tls_established(b"c" * 32)
+    assert right.feed(left.tls_established(b"d" * 32)) == bytes(32)
     assert isinstance(right.failure, AuthenticationError)
     assert "there is a man in the middle" in str(right.failure)
     left.feed(bytes(32))
@@ -98,8 +98,8 @@ def test_an_accepting_side_refuses_who_has_seen_another_certificate() -> None:
 
 def test_a_connecting_side_refuses_the_proof_of_who_has_shown_another_certificate() -> None:
     left, right = _greeted()
-    left.bind(b"d" * 32)
-    right.bind(b"c" * 32)
+    left.tls_established(b"d" * 32)
+    right.tls_established(b"c" * 32)
     left.feed(right._proof(connecting=False))  # as if it had taken the proof
     assert not left.done
     assert isinstance(left.failure, AuthenticationError)
@@ -108,7 +108,7 @@ def test_a_connecting_side_refuses_the_proof_of_who_has_shown_another_certificat
 
 def test_a_proof_of_a_plain_connection_is_worth_nothing_on_an_encrypted_one() -> None:
     left, right = _greeted()
-    right.bind(b"c" * 32)
+    right.tls_established(b"c" * 32)
     assert right.feed(left._proof(connecting=True)) == bytes(32)
 
 

@@ -14,7 +14,6 @@ import pytest
 from shoal.errors import WireError
 from shoal.net import (
     Connection,
-    accept,
     be_introduced,
     connect,
     connect_unix,
@@ -24,6 +23,8 @@ from shoal.net import (
     share_memory,
 )
 from shoal.testing import no_leaks
+
+from .accepting import accept
 
 
 class Name(msgspec.Struct):

@@ -38,16 +38,16 @@ class Echo(Server[ClientConnection]):
         self.threads: set[str] = set()
         listener = listen("127.0.0.1", secret=SECRET) if unix is None else listen_unix(unix)
         self.port = 0 if unix is not None else int(listener.getsockname()[1])
-        super().__init__(listener, secret=SECRET, purpose="echo", limit=2**20, what="echo")
+        super().__init__(listener, secret=SECRET, purpose="echo", limit=2**20, kind="echo")
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
+    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
         self.all.append(ClientConnection(handshake, name, limit))
         return self.all[-1]
 
-    def received(self, session: ClientConnection, message: bytearray) -> None:
+    def on_message(self, session: ClientConnection, message: bytearray) -> None:
         self.threads.add(threading.current_thread().name)
         if message == b"alarm":
-            self.alarms.set(session, time.monotonic() + 0.01)
+            self.timers.set(session, time.monotonic() + 0.01)
         elif message == b"broadcast":
             for each in self.all:
                 self.send(each, message)
@@ -58,10 +58,10 @@ class Echo(Server[ClientConnection]):
         else:
             session.send(message)
 
-    def overdue(self, session: ClientConnection) -> None:
+    def on_timer(self, session: ClientConnection) -> None:
         self.send(session, b"rings")
 
-    def dropped(self, session: ClientConnection) -> None:
+    def on_dropped(self, session: ClientConnection) -> None:
         self.ended.append(session.name)
 
 
@@ -157,7 +157,7 @@ class Choked(stream.SocketStream):
 
 def test_a_message_that_came_with_a_wrong_proof_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even while the refusal waits for room."""
-    monkeypatch.setattr(stream, "open_stream", Choked)
+    monkeypatch.setattr(stream, "SocketStream", Choked)
     stranger = Handshake(connecting=True, secret=b"other", purpose="echo")
     with Echo() as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:

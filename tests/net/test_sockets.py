@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, WireError, WireTimeout
-from shoal.net import Connection, Deadline, accept, connect, frame_header, listen
+from shoal.net import Connection, Deadline, connect, frame_header, listen, stream
+
+from .accepting import accept
 
 SECRET = b"secret"
 
@@ -275,3 +278,22 @@ def test_a_forked_child_has_none_of_the_sockets(
     assert os.waitpid(child, 0)[1] == 0
     left.send(b"still here", 1)
     assert right.recv(10) == b"still here"
+
+
+def test_a_connection_that_is_reset_before_the_greeting_is_an_error_in_words(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reset(stream.SocketStream):
+        def __init__(self, sock: socket.socket) -> None:
+            super().__init__(sock)
+            self.send = self._reset
+
+        def _reset(self, data: object) -> int:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    monkeypatch.setattr(stream, "SocketStream", Reset)
+    with pytest.raises(
+        WireError, match=r"lost the connection to 127\.0\.0\.1:\d+: Connection reset"
+    ) as raised:
+        _connect(listener)
+    assert isinstance(raised.value.__cause__, ConnectionResetError)

@@ -70,7 +70,7 @@ class ReadingAhead(Stuttering):
 def _poor_stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "handed_over" in request.node.name and request.param is ReadingAhead:
         pytest.skip("what was read ahead cannot be handed over")
-    monkeypatch.setattr(stream, "open_stream", request.param)
+    monkeypatch.setattr(stream, "SocketStream", request.param)
 
 
 # Every test of sockets and of the acceptor, once more.

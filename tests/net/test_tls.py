@@ -21,7 +21,6 @@ from shoal.net import (
     Acceptor,
     Connection,
     Deadline,
-    accept,
     connect,
     connect_unix,
     frame_header,
@@ -29,11 +28,12 @@ from shoal.net import (
     listen_unix,
 )
 from shoal.net.stream import SocketStream
-from shoal.net.tls.certificates import connecting_side
+from shoal.net.tls.certificates import tls_config
 from shoal.net.tls.stream import TlsStream
 from shoal.testing import no_leaks
 from tests.support.waiting import until
 
+from .accepting import accept
 from .echo import SECRET, EchoServer, connect_echo, echoes
 from .relay import Relay
 
@@ -181,7 +181,7 @@ def test_plain_meets_tls_and_both_sides_hear_it_at_once(
     else:
         # The listener accepts in a process that has the other setting.
         code = (
-            "import socket, sys; from shoal.net import accept\n"
+            "import socket, sys; from tests.net.accepting import accept\n"
             f"listener = socket.socket(fileno={listener.fileno()})\n"
             f"accept(listener, secret={SECRET!r}, purpose='test', timeout=60)"
         )
@@ -249,7 +249,7 @@ def test_nothing_is_ever_sent_in_the_clear_once_tls_has_begun(pair: tuple[Connec
         below.close = lambda: None
         tls._below = below
         tls.close()
-        fresh = connecting_side().stream(below)
+        fresh = tls_config(connecting=True).stream(below)
         assert fresh.send(b"greeting") == 8
         assert not fresh.encrypt()
         for stream in (tls, fresh):
@@ -414,7 +414,7 @@ def test_no_key_is_in_a_file_or_outlives_its_making(
         echoes(server.port)
         assert opened == ["shoal-tls"] * 2
         held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
-        assert not [what for what in held if "shoal-tls" in what]
+        assert not [kind for kind in held if "shoal-tls" in kind]
     assert not list(tmp_path.iterdir())
 
 

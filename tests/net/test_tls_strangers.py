@@ -223,18 +223,18 @@ def test_new_keys_may_come_at_any_time(tmp_path: Path) -> None:
     seen: list[bytes] = []
 
     class Noting(EchoServer):
-        def greeted(self, session: ClientConnection) -> None:
-            super().greeted(session)
+        def on_authenticated(self, session: ClientConnection) -> None:
+            super().on_authenticated(session)
             session.send(b"welcome")
 
-        def received(self, session: ClientConnection, message: bytearray) -> None:
+        def on_message(self, session: ClientConnection, message: bytearray) -> None:
             seen.append(bytes(message))
 
     with Noting() as server, _connected(server) as sock:
         handshake = Handshake(connecting=True, secret=SECRET, purpose="echo", tls=True)
         updater = _updater(sock, handshake, tmp_path)
         updater.update(3)
-        updater.send(handshake.bind(server._tls.certificate))  # type: ignore[union-attr]
+        updater.send(handshake.tls_established(server._tls.certificate))  # type: ignore[union-attr]
         updater.update(1)
         updater.send(frame_header(5) + b"hel")
         updater.update(1)
@@ -252,7 +252,7 @@ def test_a_stranger_that_asks_for_new_keys_and_takes_no_answers_is_dropped(
         sock.settimeout(60)
         sock.connect(("127.0.0.1", server.port))
         updater = _updater(sock, _handshake(), tmp_path)
-        (session,) = server._sessions.values()
+        (session,) = server._clients.values()
         session.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         with contextlib.suppress(OSError):
             for _ in range(100):

@@ -15,7 +15,6 @@ from shoal.net import (
     Acceptor,
     Connection,
     Deadline,
-    accept,
     connect_unix,
     listen_unix,
     peer_pid,
@@ -23,6 +22,8 @@ from shoal.net import (
     send_fds,
 )
 from tests.support.other_user import as_nobody, needs_root
+
+from .accepting import accept
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from shoal import (
 from shoal.rendezvous import Venue, default_secret, job_record, record, user_secret
 from shoal.rendezvous.meet import meet_at as meet_at_place
 from shoal.rendezvous.place import RendezvousPoint
-from shoal.store.file.log import LogFile
+from shoal.store.file import LogFile
 from shoal.testing import no_leaks
 from tests.support.other_user import as_nobody, needs_root
 from tests.support.ports import free_port

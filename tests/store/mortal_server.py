@@ -24,7 +24,7 @@ from typing import Any
 from shoal.store import DurableStoreServer
 from shoal.store.tcp import durable_server as durable
 from shoal.store.tcp import journal
-from shoal.store.tcp.replies import Replies
+from shoal.store.tcp.replies import StoredReplies
 
 SECRET = b"secret"
 #: the steps of a round and of a snapshot, as the calls of the system that they are made of
@@ -70,7 +70,7 @@ def dying(step: str, chance: random.Random) -> None:
 
 def forget_replies() -> None:
     """Keep no reply beyond this process."""
-    durable.Replies = lambda *_: Replies()  # type: ignore[assignment,misc]
+    durable.StoredReplies = lambda *_: StoredReplies()  # type: ignore[assignment,misc]
 
 
 def write_late() -> None:

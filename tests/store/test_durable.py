@@ -200,7 +200,7 @@ class Connected:
     """A client's connection."""
 
     def __init__(self, order: int) -> None:
-        self.order, self.parked, self.line, self.closed = order, None, b"", False
+        self.order, self.parked, self.channel, self.closed = order, None, b"", False
 
 
 def test_who_reads_in_a_round_that_failed_sees_nothing_of_it(
@@ -212,13 +212,13 @@ def test_who_reads_in_a_round_that_failed_sees_nothing_of_it(
     add = encode_request(Add("key", 1), b"l" * 16, 1)
     sessions = [Connected(1), Connected(2), Connected(3)]
     for session, message in zip(sessions, [add, add, encode_request(Check(["key"]))], strict=True):
-        server.received(session, bytearray(message))  # type: ignore[arg-type]
-    server.turned()
+        server.on_message(session, bytearray(message))  # type: ignore[arg-type]
+    server.on_round_end()
     assert [each for each, _ in sent] == sessions
     assert [message[:1] for _, message in sent] == [b"\2", b"\2", b"\0"]
     assert sent[2][1] == encode_reply(Status.DONE, False)
     assert not server._table.values
-    assert not server._replies.lines()
+    assert not server._replies.writes()
 
 
 def test_writes_of_one_round_cost_one_sync(
@@ -230,8 +230,8 @@ def test_writes_of_one_round_cost_one_sync(
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: (order.append(len(sent)), sync(descriptor)))
     for number in range(100):
         add = encode_request(Add("key", 1), b"%016d" % number, 1)
-        server.received(Connected(number), bytearray(add))  # type: ignore[arg-type]
-    server.turned()
+        server.on_message(Connected(number), bytearray(add))  # type: ignore[arg-type]
+    server.on_round_end()
     assert order == [0]  # and nobody was answered before
     assert [message for _, message in sent] == [encode_reply(Status.DONE, n) for n in range(1, 101)]
 

@@ -19,8 +19,7 @@ from shoal.store.etcd import job as etcd_job
 from shoal.store.etcd import store as etcd
 from shoal.store.etcd.gateway import Gateway, JsonStream
 from shoal.store.etcd.store import MAX_ETCD_KEY, MAX_ETCD_VALUE, EtcdStore
-from shoal.store.external import client as outside_client
-from shoal.store.external import job as outside_job
+from shoal.store.external import job as external_job
 from shoal.store.requests import Add, Append
 from tests.support.etcd_server import EtcdServer, needs_etcd
 from tests.support.ports import free_port
@@ -49,7 +48,7 @@ def without_silence(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch, read: Callable[..., T], *args: Any
 ) -> T:
     """The result of a read that must not depend on a look at a watch that is silent."""
-    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 1000.0)
     with in_background() as call:
         reading = call(read, *args, 1000.0)
         try:
@@ -60,7 +59,7 @@ def without_silence(
 
 
 def test_a_watch_that_breaks_is_begun_again(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 1000.0)
     streams = store._backing._streams
     with in_background() as call:
         getting, waiting = call(store.get, "key"), call(store.wait, ["key", "other"])
@@ -96,9 +95,9 @@ def test_what_comes_between_a_look_and_the_watch_is_seen(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(etcd, "_MAX_OPERATIONS", 4)  # keys of one look
-    read, keys, looks = etcd._EtcdClient._read, [f"key {i}" for i in range(8)], []
+    read, keys, looks = etcd._EtcdBacking._read, [f"key {i}" for i in range(8)], []
 
-    def reading(self: etcd._EtcdClient, ranges: list[Any]) -> Any:
+    def reading(self: etcd._EtcdBacking, ranges: list[Any]) -> Any:
         found = read(self, ranges)
         looks.append(len(ranges))
         if len(looks) == 1:  # the other half has not been looked at
@@ -107,7 +106,7 @@ def test_what_comes_between_a_look_and_the_watch_is_seen(
 
     store.multi_set(keys[1:5], [b""] * 4)
     store.multi_set(keys[5:], [b""] * 3)
-    monkeypatch.setattr(etcd._EtcdClient, "_read", reading)
+    monkeypatch.setattr(etcd._EtcdBacking, "_read", reading)
     without_silence(store, monkeypatch, store.wait, keys)
     assert looks == [4, 4, 4, 4]
 
@@ -208,7 +207,7 @@ def test_writes_that_fill_the_database_together_were_done_or_are_errors(tmp_path
 def test_servers_are_tried_in_turn(server: EtcdServer, job: str) -> None:
     with EtcdStore([f"127.0.0.1:{free_port()}", server.address], job, timeout=60) as store:
         store.set("key", b"value")
-        store._backing.job.gateway._at = 0  # it has answered last, say
+        store._backing.job.client._at = 0  # it has answered last, say
         with in_background() as call:
             getting = call(store.get, "other")
             store.set("other", b"value")
@@ -223,7 +222,7 @@ def test_a_server_that_does_not_answer_is_passed_over(
         servers = [f"127.0.0.1:{silent.getsockname()[1]}", server.address]
         with EtcdStore(servers, job, timeout=60) as store:
             store.set("key", b"value")
-            assert store._backing.job.gateway.server == store.host + ":" + server.address.split(":")[1]
+            assert store._backing.job.client.server == store.host + ":" + server.address.split(":")[1]
 
 
 def test_servers_that_are_not_there_are_named() -> None:
@@ -315,7 +314,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
         return lives
 
     monkeypatch.setattr(etcd_job.EtcdJob, "_keep_once", noting)
-    monkeypatch.setattr(outside_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(external_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
     with EtcdStore([server.address], job, timeout=60) as store:
         for _ in range(3):
             assert kept.acquire(timeout=60)
@@ -323,7 +322,7 @@ def test_the_lease_is_kept_alive(server: EtcdServer, job: str, monkeypatch: pyte
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    outside_job.KEY_TTL_S = 5.0
+    external_job.KEY_TTL_S = 5.0
     store = EtcdStore([address], job, timeout=60)
     store.set("key", b"value")
     ready.send(None)

@@ -56,7 +56,7 @@ def test_a_role_with_the_prefix_alone_is_enough(store: EtcdStore) -> None:
 
 
 def test_a_token_that_has_ended_is_renewed(store: EtcdStore) -> None:
-    gateway = store._backing.job.gateway
+    gateway = store._backing.job.client
     for lost in (None, "unknown.1"):
         gateway._token = lost
         store.set("key", b"value")
@@ -88,7 +88,7 @@ def test_a_user_who_may_not_write_here_is_named(guarded: EtcdServer) -> None:
 def test_a_password_that_was_changed_meanwhile_is_an_error_of_the_store(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = store._backing.job.gateway
+    gateway = store._backing.job.client
     gateway._token, gateway._password = None, "old"
     with pytest.raises(StoreError, match="does not accept user 'ranks'"):
         store.set("key", b"")

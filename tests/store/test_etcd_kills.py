@@ -60,7 +60,7 @@ def test_requests_go_on_while_a_server_is_suspended(tmp_path: Path) -> None:
     ):
         for number in range(1, 4):
             leader = until(lambda: leader_of(servers))
-            store._backing.job.gateway._at = servers.index(leader)
+            store._backing.job.client._at = servers.index(leader)
             with leader.suspended():
                 assert store.add("counter", 1) == number
 

@@ -12,10 +12,9 @@ import pytest
 from shoal.errors import StoreError, StoreTimeout
 from shoal.net import Deadline
 from shoal.store.etcd import store as etcd
-from shoal.store.etcd.gateway import Full, Gateway, Unclear
+from shoal.store.etcd.gateway import DatabaseFull, Gateway, OutcomeUnknown
 from shoal.store.etcd.job import TransactionReply, at, put
-from shoal.store.etcd.store import EtcdStore
-from shoal.store.etcd.transactions import Changes
+from shoal.store.etcd.store import Changes, EtcdStore
 from shoal.store.requests import Add, Append, CompareSet, Set
 from shoal.testing import linearize
 from tests.support.etcd_server import EtcdServer, needs_etcd
@@ -33,7 +32,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.stress) for seed in range(1, 
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Lose every ``every``-th answer to a write, half of them before the server has heard of it."""
-    losses, call = Losses(every, Unclear), Gateway.call
+    losses, call = Losses(every, OutcomeUnknown), Gateway.call
 
     def calling(self: Gateway, path: str, *args: Any, writes: bool = False) -> Any:
         ask = partial(call, self, path, *args, writes=writes)
@@ -59,8 +58,8 @@ def test_a_store_that_does_not_note_its_writes_is_found_out(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_answers(monkeypatch, every=4)
-    settle = etcd._EtcdClient._settle
-    monkeypatch.setattr(etcd._EtcdClient, "_settle", lambda *args: (settle(*args)[0], False))
+    settle = etcd._EtcdBacking._resolve_outcome
+    monkeypatch.setattr(etcd._EtcdBacking, "_resolve_outcome", lambda *args: (settle(*args)[0], False))
     with pytest.raises(AssertionError, match="no order of its"):
         linearize.play(store)
 
@@ -86,7 +85,7 @@ def first_answer_lost(
             if done:
                 call(*held[0])
             meanwhile()
-            raise answer or Unclear("on the way for long")
+            raise answer or OutcomeUnknown("on the way for long")
         return call(self, *args, writes=writes)
 
     with monkeypatch.context() as patch:
@@ -159,7 +158,7 @@ def full(monkeypatch: pytest.MonkeyPatch, *, fills: bool) -> Iterator[None]:
         if fills or not fence:
             answer = call(self, path, body, *args, **how)
         if fence:
-            raise Full("its database is full")
+            raise DatabaseFull("its database is full")
         return answer
 
     with monkeypatch.context() as patch:
@@ -193,11 +192,11 @@ def test_a_write_that_fills_the_database_is_told_from_one_that_was_not_done(
     done: bool, store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add("counter", 1)
-    with first_answer_lost(monkeypatch, done=done, answer=Full("its database is full")):
+    with first_answer_lost(monkeypatch, done=done, answer=DatabaseFull("its database is full")):
         if done:
             assert store.add("counter", 1) == 2
         else:
-            with pytest.raises(Full):
+            with pytest.raises(DatabaseFull):
                 store.add("counter", 1)
     assert store.get("counter") == (b"2" if done else b"1")
 
@@ -206,7 +205,7 @@ def test_what_nobody_says_of_a_write_to_a_full_database_is_unknown(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def calling(self: Gateway, *args: Any, writes: bool = False) -> Any:
-        raise Full("its database is full") if writes else StoreTimeout("no server did answer")
+        raise DatabaseFull("its database is full") if writes else StoreTimeout("no server did answer")
 
     with monkeypatch.context() as patch:
         patch.setattr(Gateway, "call", calling)
@@ -225,23 +224,23 @@ def test_a_job_that_fills_the_database_has_begun(
             return call(self, *args)
         if done:
             call(self, *args)
-        raise Full("its database is full")
+        raise DatabaseFull("its database is full")
 
     monkeypatch.setattr(Gateway, "call", calling)
     if done:
         EtcdStore([server.address], "begins", timeout=60).close()
     else:
-        with pytest.raises(Full):
+        with pytest.raises(DatabaseFull):
             EtcdStore([server.address], "does not begin", timeout=60)
 
 
 def test_after_a_lost_answer_another_server_is_asked(
     store: EtcdStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway = store._backing.job.gateway
+    gateway = store._backing.job.client
     monkeypatch.setattr(gateway, "_urls", [gateway._urls[0], "http://another:1"])
-    monkeypatch.setattr(gateway, "_ask", lambda *args: (_ for _ in ()).throw(Unclear("lost")))
-    with pytest.raises(Unclear):
+    monkeypatch.setattr(gateway, "_request", lambda *args: (_ for _ in ()).throw(OutcomeUnknown("lost")))
+    with pytest.raises(OutcomeUnknown):
         gateway.call("kv/txn", {}, TransactionReply, Deadline(1), store._backing.closed, writes=True)
     assert gateway.server == "another:1"
     monkeypatch.undo()
@@ -310,7 +309,7 @@ def test_those_who_count_do_not_come_between_each_other(
     if every:
         lose_answers(monkeypatch, every)
     refused: list[str] = []
-    monkeypatch.setattr(etcd._EtcdClient, "refused", lambda self, key, times: refused.append(key))
+    monkeypatch.setattr(etcd._EtcdBacking, "swap_failed", lambda self, key, times: refused.append(key))
 
     def count(number: int) -> list[int]:
         totals = []

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.store import Store, adopt
-from shoal.store.torch_adapter import MAX_FOREIGN_KEY, MAX_FOREIGN_VALUE
+from shoal.store.torch_adapter import MAX_TORCH_KEY, MAX_TORCH_VALUE
 from tests.support.torch_stores import TIMEOUT, PythonStore, connect, serve
 
 from .conformance import StoreConformance
@@ -45,8 +45,8 @@ def torch_store(kind: str, server: dist.TCPStore, tmp_path: Path) -> Iterator[di
 class Adopted(StoreConformance):
     """What an adopted store promises."""
 
-    largest_value = MAX_FOREIGN_VALUE
-    longest_key = MAX_FOREIGN_KEY
+    largest_value = MAX_TORCH_VALUE
+    longest_key = MAX_TORCH_KEY
     one_step = False
     kind: str
 

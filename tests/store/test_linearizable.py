@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import StoreTimeout
 from shoal.store import Backing, FileStore, MemoryStore, Store, TCPStore, TCPStoreServer
-from shoal.store.tcp.replies import Replies
+from shoal.store.tcp.replies import StoredReplies
 from shoal.testing import linearize
 from shoal.testing.linearize import RecordedCall, Recorder, RefusedResult
 from tests.support.waiting import PATIENCE
@@ -86,7 +86,7 @@ def test_the_tcp_store_is_linearizable_though_its_connections_are_cut(
 
 
 def test_a_server_that_keeps_no_replies_is_found_out(tcp: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replies, "keep", lambda *_: None)
+    monkeypatch.setattr(StoredReplies, "store", lambda *_: None)
     linearize.play(tcp)  # as long as nothing is lost, none is needed
     lose_replies(monkeypatch, every=3, after=BEGINNING)
     with pytest.raises(AssertionError, match="no order of its"):

@@ -15,7 +15,7 @@ from shoal.store import TCPStore, TCPStoreServer
 from shoal.store.requests import Add, Append, CompareSet, NumKeys, Set
 from shoal.store.tcp import client as tcp
 from shoal.store.tcp.protocol import PURPOSE, Status, decode_request, encode_reply, encode_request
-from shoal.store.tcp.replies import CHANNEL_TTL_S, Replies
+from shoal.store.tcp.replies import CHANNEL_TTL_S, StoredReplies
 from shoal.store.tcp.server import _StoreClient
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ def store(server: TCPStoreServer) -> Iterator[TCPStore]:
 
 def cut(server: TCPStoreServer) -> None:
     """End all connections."""
-    sessions = list(server._sessions.values())
+    sessions = list(server._clients.values())
     for session in sessions:
         with contextlib.suppress(OSError):  # the client has just closed it
             session.stream.shutdown()
@@ -194,7 +194,7 @@ def test_a_server_that_ends_each_connection_costs_no_more_than_the_deadline(
     monkeypatch.setattr(tcp, "_REPLY_MARGIN_S", 0.1)
     with TCPStore("127.0.0.1", server.port, SECRET, timeout=60) as store:
         store.timeout = 0.5
-        monkeypatch.setattr(TCPStoreServer, "received", refuse)
+        monkeypatch.setattr(TCPStoreServer, "on_message", refuse)
         # The deadline may also come while it connects.
         late = r"did not answer: (its connections are lost again and again|waited .*|no connection to .*)$"
         with pytest.raises(StoreTimeout, match=late):
@@ -241,42 +241,42 @@ def test_lines_are_used_again(server: TCPStoreServer, store: TCPStore) -> None:
 
 
 def test_a_number_gets_its_reply_again_and_a_new_one_none() -> None:
-    replies, write = Replies(), Set("key", b"value")
-    assert replies.repeated(b"line", 1, 1, write) is None
-    replies.keep(b"line", 1, b"reply")
-    assert replies.repeated(b"line", 2, 1, write) == b"reply"
-    assert replies.repeated(b"line", 2, 2, write) is None
-    assert replies.repeated(b"other", 3, 1, write) is None
+    replies, write = StoredReplies(), Set("key", b"value")
+    assert replies.stored_reply(b"line", 1, 1, write) is None
+    replies.store(b"line", 1, b"reply")
+    assert replies.stored_reply(b"line", 2, 1, write) == b"reply"
+    assert replies.stored_reply(b"line", 2, 2, write) is None
+    assert replies.stored_reply(b"other", 3, 1, write) is None
 
 
 def test_nothing_is_taken_from_a_connection_that_was_given_up() -> None:
-    replies, write = Replies(), Set("key", b"value")
-    assert replies.repeated(b"line", 2, 7, write) is None  # it changed nothing
+    replies, write = StoredReplies(), Set("key", b"value")
+    assert replies.stored_reply(b"line", 2, 7, write) is None  # it changed nothing
     with pytest.raises(WireError, match="abandoned"):
-        replies.repeated(b"line", 1, 7, write)
-    replies.keep(b"line", 8, b"reply")
+        replies.stored_reply(b"line", 1, 7, write)
+    replies.store(b"line", 8, b"reply")
     with pytest.raises(WireError, match="abandoned"):
-        replies.repeated(b"line", 2, 7, write)
+        replies.stored_reply(b"line", 2, 7, write)
 
 
 def test_a_reply_that_is_too_long_to_keep_is_made_again() -> None:
-    replies, write = Replies(), CompareSet("key", b"", b"x" * 70_000)
+    replies, write = StoredReplies(), CompareSet("key", b"", b"x" * 70_000)
     reply = encode_reply(Status.DONE, write.desired)
-    replies.keep(b"line", 1, reply, write)
-    assert replies.lines()[0].reply == b""
-    assert replies.repeated(b"line", 1, 1, write) == reply
+    replies.store(b"line", 1, reply, write)
+    assert replies.writes()[0].reply == b""
+    assert replies.stored_reply(b"line", 1, 1, write) == reply
 
 
 def test_lines_are_forgotten_some_time_after_their_clients_have_gone() -> None:
-    replies = Replies()
+    replies = StoredReplies()
     for line in (b"a", b"b", b"c"):
-        replies.keep(line, 1, b"reply")
-    replies.gone(b"a", 0, 100.0)
-    replies.gone(b"b", 0, 100.0)
-    assert replies.repeated(b"b", 1, 2, Set("key", b"")) is None  # it came again
-    replies.gone(b"b", 0, 101.0)  # its older connection is found dead
-    replies.gone(b"c", 0, 100.0 + CHANNEL_TTL_S)
-    assert {line.name for line in replies.lines()} == {b"b", b"c"}
+        replies.store(line, 1, b"reply")
+    replies.disconnected(b"a", 0, 100.0)
+    replies.disconnected(b"b", 0, 100.0)
+    assert replies.stored_reply(b"b", 1, 2, Set("key", b"")) is None  # it came again
+    replies.disconnected(b"b", 0, 101.0)  # its older connection is found dead
+    replies.disconnected(b"c", 0, 100.0 + CHANNEL_TTL_S)
+    assert {line.name for line in replies.writes()} == {b"b", b"c"}
 
 
 def test_a_write_has_a_number_and_nothing_else_has_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import MAX_VALUE
-from shoal.store.external import client as outside_client
+from shoal.store.external import job as external_job
 from shoal.store.redis import store as redis_store
 from shoal.store.redis.connection import ConnectionLost, RedisClient
 from shoal.store.redis.scripts import WRITE, Script
@@ -148,8 +148,8 @@ def test_no_write_follows_one_whose_fate_is_unknown_on_its_line(
         with pytest.raises(StoreTimeout, match="it is unknown"):
             store.add("counter", 1)
     assert not store.delete("nothing")
-    with store._backing.job.line() as line:
-        assert line.number == 2  # of another line, whose first write was the one before
+    with store._backing.job.channel() as channel:
+        assert channel.number == 2  # of another line, whose first write was the one before
 
 
 def test_a_write_that_arrives_after_it_was_refused_does_nothing(
@@ -217,7 +217,7 @@ def without_silence(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch, read: Callable[..., T], *args: Any
 ) -> T:
     """The result of a read that must not depend on a look when no message comes."""
-    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 1000.0)
     with in_background() as call:
         reading = call(read, *args, 1000.0)
         try:
@@ -230,7 +230,7 @@ def without_silence(
 def test_a_wait_whose_connection_breaks_is_begun_again(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 1000.0)
     streams = store._backing._streams
     with in_background() as call:
         getting, waiting = call(store.get, "key"), call(store.wait, ["key", "other"])
@@ -272,7 +272,7 @@ def test_a_message_comes_with_every_change(
         else:
             getattr(store, bring)("key", *([b"", b"7"] if bring == "compare_set" else [b"7"]))
 
-    monkeypatch.setattr(outside_client, "SILENCE", 1000.0)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 1000.0)
     with in_background() as call:
         reading = call(store.get, "key", 1000.0)
         try:
@@ -284,20 +284,20 @@ def test_a_message_comes_with_every_change(
 
 
 def test_a_connection_is_used_again_after_a_wait(server: RedisServer, store: RedisStore) -> None:
-    link = store._backing.job.link
+    client = store._backing.job.client
     for number in range(20):
         with in_background() as call:
             getting = call(store.get, f"key {number}")
             until(lambda: store._backing._streams)
             store.set(f"key {number}", b"")
             getting.result(30)
-    assert len(link._idle) <= 3
+    assert len(client._idle) <= 3
     assert int(server.ask("CLIENT", "LIST", "TYPE", "pubsub").count(b"\n")) == 0
 
 
 def test_a_connection_whose_wait_ended_in_an_error_carries_no_calls(store: RedisStore) -> None:
-    link = store._backing.job.link
-    with pytest.raises(StoreError, match="in between"), link.subscribed("channel", store._deadline(60)):
+    client = store._backing.job.client
+    with pytest.raises(StoreError, match="in between"), client.subscribed("channel", store._deadline(60)):
         raise StoreError("in between")
     assert store.add("counter", 1) == 1
 

@@ -128,12 +128,12 @@ def test_a_permission_that_is_taken_meanwhile_is_an_error_and_nothing_is_done(
 
 
 def test_a_password_that_was_changed_meanwhile_is_an_error_of_the_store(store: RedisStore) -> None:
-    link = store._backing.job.link
-    link._drop_idle()
-    link._password = "old"
+    client = store._backing.job.client
+    client._drop_idle()
+    client._password = "old"
     with pytest.raises(StoreError, match="does not accept user 'ranks'"):
         store.set("key", b"")
-    link._password = PASSWORD
+    client._password = PASSWORD
 
 
 # -- TLS -----------------------------------------------------------------------------------------

@@ -237,8 +237,8 @@ def test_a_cluster_is_asked_at_the_server_that_has_the_slot(cluster: list[RedisS
             one.set("key", b"value")
             assert waiting.result(30) == b"value"
             assert one.add("counter", 1) + other.add("counter", 1) == 3
-            hosts.add(one._backing.job.link._server)
-            assert other._backing.job.link._server == one._backing.job.link._server
+            hosts.add(one._backing.job.client._server)
+            assert other._backing.job.client._server == one._backing.job.client._server
     assert hosts == {each.address for each in cluster}
 
 

@@ -81,5 +81,5 @@ def test_requests_wait_for_a_server_that_is_suspended(tmp_path: Path) -> None:
         for number in range(1, 4):
             with server.suspended():
                 adding = call(store.add, "counter", 1)
-                until(lambda: not store._backing.job.link._idle)
+                until(lambda: not store._backing.job.client._idle)
             assert adding.result(60) == number

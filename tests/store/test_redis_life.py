@@ -13,8 +13,7 @@ import pytest
 
 from shoal.errors import StoreError, StoreTimeout
 from shoal.store import open_store
-from shoal.store.external import client as outside_client
-from shoal.store.external import job as outside_job
+from shoal.store.external import job as external_job
 from shoal.store.redis import connection as redis_link
 from shoal.store.redis.job import RedisJob
 from shoal.store.redis.store import RedisStore
@@ -63,7 +62,7 @@ def test_all_keys_end_together(server: RedisServer, store: RedisStore) -> None:
 def test_a_store_whose_keys_have_ended_says_so_and_begins_no_new_life(
     server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outside_client, "SILENCE", 0.05)
+    monkeypatch.setattr(external_job, "WATCH_TIMEOUT_S", 0.05)
     store.set("key", b"value")
     with in_background() as call:
         waiting = call(store.get, "never")
@@ -116,7 +115,7 @@ def test_the_keys_are_kept_alive(server: RedisServer, job: str, monkeypatch: pyt
         return lives
 
     monkeypatch.setattr(RedisJob, "_keep_alive", noting)
-    monkeypatch.setattr(outside_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(external_job, "KEEP_ALIVE_INTERVAL_S", 0.01)
     with RedisStore(server.address, job, timeout=60) as store:
         server.ask("PEXPIRE", store.key, 50_000)
         while kept.acquire(blocking=False):
@@ -128,7 +127,7 @@ def test_the_keys_are_kept_alive(server: RedisServer, job: str, monkeypatch: pyt
 
 
 def _hold(address: str, job: str, ready: Any) -> None:
-    outside_job.KEY_TTL_S = 5.0
+    external_job.KEY_TTL_S = 5.0
     store = RedisStore(address, job, timeout=60)
     store.set("key", b"value")
     ready.send(None)

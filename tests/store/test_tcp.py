@@ -281,7 +281,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_large_value_is_dropped(server: 
         with _connection(server) as leaving:
             leaving.write(frame_header(MAX_VALUE) + b"x" * 100_000, Deadline(30))
         assert store.num_keys() == 0
-        until(lambda: len(server._sessions) == 1)
+        until(lambda: len(server._clients) == 1)
 
 
 def test_an_error_inside_the_server_costs_one_client(
@@ -320,7 +320,7 @@ def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_wit
     server: TCPStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[object] = []
-    send, send_some = tcp_server._StoreClient.send, Server._send_some
+    send, send_queued = tcp_server._StoreClient.send, Server._send_queued
 
     def noted(session: tcp_server._StoreClient, message: bytes) -> None:
         sent.append(session)
@@ -328,18 +328,18 @@ def test_who_brings_a_key_is_answered_before_those_who_wait_and_they_in_turn_wit
 
     def next_turn(server: TCPStoreServer) -> None:
         sent.append("turn")
-        send_some(server)
+        send_queued(server)
 
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(_connection(server)) for _ in range(5)]
         for connection in waiting:
             connection.send(encode(Get(["start"], 60.0)), 10)
         until(lambda: len(server._waiting) == 5)
-        waiters = set(server._sessions.values())
+        waiters = set(server._clients.values())
         writer = stack.enter_context(_client(server))
         monkeypatch.setattr("shoal.net.server._MAX_ANSWERS_PER_TURN", 2)
         monkeypatch.setattr(tcp_server._StoreClient, "send", noted)
-        monkeypatch.setattr(Server, "_send_some", next_turn)
+        monkeypatch.setattr(Server, "_send_queued", next_turn)
         writer.set("start", b"now")
         assert [connection.recv(60) for connection in waiting] == [b"\0\x91\xc4\x03now"] * 5
     order = ["waiter" if each in waiters else each if each == "turn" else "writer" for each in sent]

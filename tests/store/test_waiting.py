@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.net.alarms import Alarms
-from shoal.store.tcp.waiting import WaitIndex
+from shoal.net.server import Timers
+from shoal.store.tcp.server import WaitIndex
 
 
 def test_an_item_is_ready_when_its_last_key_appears() -> None:
@@ -35,7 +35,7 @@ def test_a_removed_item_is_forgotten() -> None:
 
 
 def test_alarms_ring_in_order_and_once() -> None:
-    alarms: Alarms[str] = Alarms()
+    alarms: Timers[str] = Timers()
     for item, at in (("late", 3.0), ("early", 1.0), ("middle", 2.0)):
         alarms.set(item, at)
     assert alarms.next() == 1.0
@@ -45,7 +45,7 @@ def test_alarms_ring_in_order_and_once() -> None:
 
 
 def test_a_cancelled_or_moved_alarm_does_not_ring() -> None:
-    alarms: Alarms[str] = Alarms()
+    alarms: Timers[str] = Timers()
     alarms.set("cancelled", 1.0)
     alarms.set("moved", 1.0)
     alarms.cancel("cancelled")
@@ -56,7 +56,7 @@ def test_a_cancelled_or_moved_alarm_does_not_ring() -> None:
 
 
 def test_cancelled_alarms_do_not_pile_up() -> None:
-    alarms: Alarms[int] = Alarms()
+    alarms: Timers[int] = Timers()
     for item in range(10_000):
         alarms.set(item, 1e9)
         alarms.cancel(item)

@@ -47,6 +47,24 @@ class OpenedFile:
         """Return the descriptor, -1 when closed."""
         return self._held[0] if self._held else -1
 
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Return ``count`` bytes, or as many as there are."""
+        parts = []
+        while count and (part := os.pread(self.fileno(), count, offset)):
+            parts.append(part)
+            count -= len(part)
+            offset += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write_at(self, offset: int, data: bytes) -> int:
+        """Write all of ``data``; return the offset of its end."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.fileno(), view, offset)
+            view = view[written:]
+            offset += written
+        return offset
+
     def close(self) -> None:
         """Close the file; may be called twice."""
         while self._held:

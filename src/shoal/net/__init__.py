@@ -5,13 +5,13 @@ versions and purpose, and prove to each other that they hold the job's secret.  
 that succeeds.  Then the connection carries frames (``connection.py``): a 4-byte little-endian length and that
 number of bytes.
 
-    listener = listen("127.0.0.1", secret=secret)
-    connection = accept(listener, secret=secret, purpose="mesh", timeout=10)
+    with Acceptor(listen("127.0.0.1", secret=secret), secret=secret, purpose="mesh") as acceptor:
+        connection = acceptor.accept(timeout=10)
 
     connection = connect("127.0.0.1", port, secret=secret, purpose="mesh", timeout=10)
     connection.send(b"hello", timeout=1)
 
-With ``SHOAL_TLS=1`` TLS (``tls/encryption.py``) follows the greetings, unless both sides pass ``plain=True``
+With ``SHOAL_TLS=1`` TLS (``tls/stream.py``) follows the greetings, unless both sides pass ``plain=True``
 because the socket will be detached.
 
 Subclasses of :class:`Server` serve any number of clients from one thread.
@@ -22,17 +22,16 @@ sockets that it inherits, so that peers detect the end of the parent at once.
 
 from ..common.deadline import Deadline
 from .acceptor import MAX_PENDING, Acceptor
-from .connection import DEFAULT_LIMIT, Connection
+from .addresses import format_address, parse_address
+from .authentication import PendingHandshake
+from .client_connection import ClientConnection
+from .connection import DEFAULT_LIMIT, Connection, be_introduced, introduce
 from .frames import FrameReader, frame_header
 from .handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Handshake, build_version
-from .inherit import close_in_forked_child
-from .introduce import SharedMemory, be_introduced, introduce, share_memory
-from .pending import PendingHandshake
 from .server import Server, raise_descriptor_limit
-from .session import ClientConnection
-from .sockets import accept, connect, listen, listens
-from .stream import ByteStream
-from .unix import connect_unix, listen_unix, peer_pid, recv_fds, send_fds
+from .sockets import connect, connect_unix, has_listener, listen, listen_unix
+from .stream import ByteStream, close_in_forked_child
+from .unix import SharedMemory, peer_pid, recv_fds, send_fds, share_memory
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -49,17 +48,18 @@ __all__ = [
     "PendingHandshake",
     "Server",
     "SharedMemory",
-    "accept",
     "be_introduced",
     "build_version",
     "close_in_forked_child",
     "connect",
     "connect_unix",
+    "format_address",
     "frame_header",
+    "has_listener",
     "introduce",
     "listen",
     "listen_unix",
-    "listens",
+    "parse_address",
     "peer_pid",
     "raise_descriptor_limit",
     "recv_fds",

@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from ..common.deadline import Deadline
 from ..common.wording import in_seconds
 from ..errors import WireError, WireTimeout
+from .authentication import PendingHandshake, encryption_for
 from .connection import Connection
 from .handshake import HANDSHAKE_TIMEOUT_S
-from .inherit import close_in_forked_child
-from .pending import PendingHandshake
-from .sockets import prepare
-from .tls.encryption import encryption
+from .sockets import configure_socket
+from .stream import close_in_forked_child
 
 #: default maximum of concurrent handshakes, so that unauthenticated peers cannot use up the descriptors
 MAX_PENDING = 256
@@ -26,16 +25,19 @@ MAX_PENDING = 256
 class Acceptor:
     """Returns authenticated connections; failing or silent peers do not delay others.
 
-    Unlike :func:`~shoal.net.accept`, it runs many handshakes concurrently and skips those that fail.  Beyond
+    It runs many handshakes concurrently and skips those that fail.  Beyond
     ``most_pending``, or when the process is out of descriptors, the oldest handshake is dropped: a peer only
     needs milliseconds for it.  Only one thread at a time may use it.
 
     Args:
         listener: a listening socket, TCP or unix, owned by the acceptor.
-        secret, purpose: see ``accept``.
+        secret, purpose: see ``connect``.
         handshake_timeout: seconds for each handshake.
         most_pending: maximum of concurrent handshakes; must exceed the number of peers that connect at once.
-        plain: see ``accept``.
+        plain: see ``connect``.
+
+    Attributes:
+        refused: the reason of the last refusal, ``""`` if there was none.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Acceptor:
         most_pending: int = MAX_PENDING,
         plain: bool = False,
     ) -> None:
-        self._tls = None if plain else encryption(listener, connecting=False)
+        self._tls = None if plain else encryption_for(listener, connecting=False)
         listener.setblocking(False)
         self._listener = listener
         self._secret = secret
@@ -58,7 +60,7 @@ class Acceptor:
         # In the order of their arrival and of their deadlines.
         self._pending: dict[PendingHandshake, float] = {}
         self._ready: deque[Connection] = deque()
-        self._refused = ""
+        self.refused = ""
         with ExitStack() as opened:
             self._selector = opened.enter_context(selectors.DefaultSelector())
             self._selector.register(listener, selectors.EVENT_READ)
@@ -80,7 +82,7 @@ class Acceptor:
             oldest = next(iter(self._pending.values()), deadline.at)
             for key, _ in self._selector.select(max(0.0, min(oldest, deadline.at) - time.monotonic())):
                 if key.data is None:
-                    self._greet()
+                    self._begin_handshake()
                 elif key.data is self._stop_in:
                     raise WireError("the acceptor has been stopped")
                 else:
@@ -88,14 +90,9 @@ class Acceptor:
             for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
                 self._refuse(pending, f"it stayed silent for {in_seconds(self._handshake_timeout)}")
             if deadline.expired and not self._ready:
-                why = f"; the last that tried was refused: {self._refused}" if self._refused else ""
+                why = f"; the last that tried was refused: {self.refused}" if self.refused else ""
                 raise WireTimeout(f"nobody connected within {in_seconds(timeout)}{why}")
         return self._ready.popleft()
-
-    @property
-    def refused(self) -> str:
-        """The reason of the last refusal, ``""`` if there was none."""
-        return self._refused
 
     def stop(self) -> None:
         """Make running and later calls of :meth:`accept` raise.  May be called from any thread."""
@@ -119,7 +116,7 @@ class Acceptor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _greet(self) -> None:
+    def _begin_handshake(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
@@ -130,11 +127,11 @@ class Acceptor:
                 return
             raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
         try:
-            prepare(sock)
+            configure_socket(sock)
             pending = PendingHandshake(sock, secret=self._secret, purpose=self._purpose, tls=self._tls)
         except OSError as error:
             sock.close()
-            self._refused = str(error)
+            self.refused = str(error)
             return
         self._pending[pending] = time.monotonic() + self._handshake_timeout
         self._selector.register(pending.stream, pending.events, pending)
@@ -158,7 +155,7 @@ class Acceptor:
             self._refuse(pending, str(error))
 
     def _refuse(self, pending: PendingHandshake, why: str) -> None:
-        self._refused = why
+        self.refused = why
         self._selector.unregister(pending.stream)
         del self._pending[pending]
         pending.stream.close()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
 
 from ..common.deadline import Deadline
+from ..common.decoding import MalformedMessage, from_msgpack
 from ..common.wording import in_seconds
 from ..errors import UsageError, WireError, WireTimeout
-from .credentials import peer_credentials
-from .frames import JOIN, FrameReader, frame_header
-from .inherit import close_in_forked_child
-from .stream import ByteStream
-from .tls.encryption import EncryptedStream
+from .addresses import peer_name
+from .frames import MAX_JOINED_BYTES, FrameReader, frame_header
+from .stream import ByteStream, close_in_forked_child
+
+H = TypeVar("H", bound=msgspec.Struct)
 
 #: default maximum length of a message in bytes
 DEFAULT_LIMIT = 2**20
@@ -38,8 +42,8 @@ class Connection:
         self._readable.register(stream, select.POLLIN)
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
-        self._closed = False
-        self.peer = peer if peer is not None else _peer_name(stream.socket)
+        self.closed = False  #: whether this side has closed or detached the socket
+        self.peer = peer if peer is not None else peer_name(stream.socket)
         close_in_forked_child(self)
 
     @property
@@ -68,7 +72,7 @@ class Connection:
             raise UsageError(f"a message of {len(message)} bytes: at most {self.limit} fit in a frame")
         deadline = Deadline(timeout)
         header = frame_header(len(message))
-        if len(message) <= JOIN:
+        if len(message) <= MAX_JOINED_BYTES:
             self.write(header + message, deadline)
         else:
             self.write(header, deadline)
@@ -98,7 +102,7 @@ class Connection:
             ready = True
 
     def write(self, data: bytes | bytearray | memoryview, deadline: Deadline) -> None:
-        """Send bytes outside of frames, for the handshake."""
+        """Send bytes outside of frames."""
         view = memoryview(data).cast("B")
         while view:
             self._check_open()
@@ -111,10 +115,10 @@ class Connection:
                     self.close()
                     raise
             except OSError as error:
-                raise self._lost(error) from error
+                raise self.lost_error(error) from error
 
     def read(self, count: int, deadline: Deadline) -> bytes:
-        """Receive exactly ``count`` bytes outside of frames, for the handshake."""
+        """Receive exactly ``count`` bytes outside of frames."""
         data = bytearray(count)
         view = memoryview(data)
         while view:
@@ -123,19 +127,6 @@ class Connection:
                 view = view[self._recv_into(view) :]
         return bytes(data)
 
-    def encrypt(self, tls: EncryptedStream, deadline: Deadline) -> None:
-        """Switch ``tls``, the stream of this connection, to TLS, for the handshake."""
-        try:
-            while not tls.encrypt():
-                if tls.clogged:
-                    self._await(self._writable, deadline, "room to send to")
-                else:
-                    self._await(self._readable, deadline, "the TLS handshake of")
-        except WireTimeout:
-            raise
-        except OSError as error:
-            raise self._lost(error) from error
-
     def shutdown(self) -> None:
         """End the connection but keep the descriptor open; wakes threads that wait in it."""
         with contextlib.suppress(OSError):
@@ -143,7 +134,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the socket.  If another thread may be using the connection, call :meth:`shutdown` first."""
-        self._closed = True
+        self.closed = True
         self._stream.close()
 
     def detach(self) -> int:
@@ -156,7 +147,7 @@ class Connection:
         if self._stream.pending() or not self._reader.between_frames:
             raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the socket over")
         descriptor = self._stream.detach()
-        self._closed = True
+        self.closed = True
         return descriptor
 
     def release(self) -> ByteStream:
@@ -164,31 +155,21 @@ class Connection:
         self._check_open()
         if not self._reader.between_frames:
             raise WireError(f"part of a frame from {self.peer} has been read: cannot hand the stream over")
-        self._closed = True
+        self.closed = True
         return self._stream
 
     def fileno(self) -> int:
         """Return the descriptor, -1 when closed."""
         return self._stream.fileno()
 
-    @property
-    def closed(self) -> bool:
-        """Whether this side has closed or detached the socket."""
-        return self._closed
-
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.peer}{', closed' if self._closed else ''}>"
+        return f"<Connection to {self.peer}{', closed' if self.closed else ''}>"
 
     def wait_readable(self, deadline: Deadline) -> None:
         """Block until data arrives or the other side closes; raise WireTimeout at the deadline."""
@@ -205,7 +186,7 @@ class Connection:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise self._lost(error) from error
+            raise self.lost_error(error) from error
         if count == 0:
             where = "" if self._reader.between_frames else " in the middle of a message"
             raise WireError(f"{self.peer} closed the connection{where}") from ConnectionResetError(self.peer)
@@ -219,23 +200,34 @@ class Connection:
             raise WireTimeout(f"waited {in_seconds(deadline.timeout)} for {what} {self.peer}")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise WireError(f"the connection to {self.peer} is closed")
 
-    def _lost(self, error: OSError) -> WireError:
+    def lost_error(self, error: OSError) -> WireError:
+        """Return the error to raise because of ``error`` of the stream."""
         if isinstance(error, WireError):  # the stream (TLS) raised a more specific error
             return type(error)(f"{self.peer}: {error}")
         return WireError(f"lost the connection to {self.peer}: {error.strerror or error}")
 
 
-def _peer_name(sock: socket.socket) -> str:
+def introduce(connection: Connection, mine: H, timeout: float) -> H:
+    """Send the hello ``mine`` on a connection that this side made; return that of the other side.
+
+    Raises like ``Connection.recv``, and WireError for an invalid hello.
+    """
+    connection.send(msgspec.msgpack.encode(mine), timeout)
+    return _receive_hello(connection, type(mine), timeout)
+
+
+def be_introduced(connection: Connection, kind: type[H], answer: Callable[[H], H], timeout: float) -> H:
+    """Receive the hello of the connecting side, send the hello ``answer(it)``, and return the former."""
+    theirs = _receive_hello(connection, kind, timeout)
+    connection.send(msgspec.msgpack.encode(answer(theirs)), timeout)
+    return theirs
+
+
+def _receive_hello(connection: Connection, kind: type[H], timeout: float) -> H:
     try:
-        name = sock.getpeername()
-    except OSError:
-        return "a disconnected peer"
-    if isinstance(name, tuple):
-        host, port = name[0], name[1]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if sock.family == socket.AF_UNIX:
-        return f"process {peer_credentials(sock)[0]}"
-    return str(name)
+        return from_msgpack(connection.recv(timeout), kind)
+    except MalformedMessage as error:
+        raise WireError(f"received an invalid hello from {connection.peer}: {error}") from error

@@ -9,7 +9,7 @@ from ..errors import WireError
 _LENGTH = struct.Struct("<I")
 
 #: bytes; up to this size header and message are joined, which is cheaper than a second system call
-JOIN = 2**14
+MAX_JOINED_BYTES = 2**14
 
 
 def frame_header(length: int) -> bytes:

@@ -69,7 +69,8 @@ class Handshake:
 
     Send :attr:`greeting`.  Then, until :attr:`done`, read exactly :attr:`needed` bytes, pass them to
     :meth:`feed`, send the bytes that it returns, and raise :attr:`failure` if it is set.  When
-    :attr:`encrypting` is set, first do the TLS handshake, then send the bytes that :meth:`bind` returns.
+    :attr:`encrypting` is set, first do the TLS handshake, then send the bytes that :meth:`tls_established`
+    returns.
 
     Args:
         connecting: whether this side made the connection.
@@ -102,10 +103,10 @@ class Handshake:
     def feed(self, data: bytes | bytearray) -> bytes:
         """Process exactly :attr:`needed` bytes from the other side; return the bytes to send, if any."""
         if not self._theirs:
-            return self._greeted(bytes(data))
-        return self._proved(bytes(data))
+            return self._on_greeting(bytes(data))
+        return self._on_proof(bytes(data))
 
-    def bind(self, certificate: bytes) -> bytes:
+    def tls_established(self, certificate: bytes) -> bytes:
         """Continue after the TLS handshake; return the bytes to send, if any.
 
         Args:
@@ -115,7 +116,7 @@ class Handshake:
         self._certificate = certificate
         return self._proof(connecting=True) if self._connecting else b""
 
-    def _greeted(self, theirs: bytes) -> bytes:
+    def _on_greeting(self, theirs: bytes) -> bytes:
         self._theirs = theirs
         self.needed = _PROOF_SIZE
         magic, protocol, build, purpose, tls, _ = _GREETING.unpack(theirs)
@@ -148,13 +149,14 @@ class Handshake:
             return self._proof(connecting=True)
         return b""
 
-    def _proved(self, theirs: bytes) -> bytes:
+    def _on_proof(self, theirs: bytes) -> bytes:
         if hmac.compare_digest(theirs, self._proof(connecting=not self._connecting)):
             self.done = True
             return b"" if self._connecting else self._proof(connecting=False)
         if not self._connecting:
             self.failure = AuthenticationError(
-                "a process that does not hold the job's secret tried to connect" + self._between
+                "a process that does not hold the job's secret tried to connect"
+                + self._man_in_the_middle_hint
             )
             return _REFUSED
         self.failure = AuthenticationError(
@@ -163,12 +165,12 @@ class Handshake:
                 if theirs == _REFUSED
                 else "the other side does not hold the job's secret"
             )
-            + self._between
+            + self._man_in_the_middle_hint
         )
         return b""
 
     @property
-    def _between(self) -> str:
+    def _man_in_the_middle_hint(self) -> str:
         """With TLS: a second possible cause of a wrong proof, for messages."""
         return ", or there is a man in the middle, with a certificate that is not the server's" * self._tls
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import heapq
+import itertools
 import logging
 import os
 import resource
@@ -19,18 +21,16 @@ import socket
 import threading
 import time
 from collections import deque
-from types import TracebackType
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from ..common.copy_refusal import refuses_copies
 from ..errors import OutOfResources, UsageError, WireError
-from .alarms import Alarms
+from .authentication import PendingHandshake, encryption_for
+from .client_connection import ClientConnection
 from .handshake import HANDSHAKE_TIMEOUT_S
-from .inherit import close_in_forked_child
-from .pending import PendingHandshake
-from .session import ClientConnection
-from .sockets import prepare
-from .tls.encryption import encryption
+from .sockets import configure_socket
+from .stream import close_in_forked_child
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,52 @@ _MAX_MESSAGES_PER_TURN = 16
 
 #: maximum number of events returned by one poll
 _MAX_EVENTS_PER_POLL = 1024
-#: the epoll masks for the events of a session
+#: the epoll masks for the events of a client
 _MASKS = {selectors.EVENT_READ: select.EPOLLIN, selectors.EVENT_WRITE: select.EPOLLOUT}
 
 #: maximum number of messages of :meth:`Server.send_later` that are sent before clients are served again
 _MAX_ANSWERS_PER_TURN = 256
 
 
+T = TypeVar("T", bound=Hashable)
 S = TypeVar("S", bound=ClientConnection)
+
+
+class Timers(Generic[T]):
+    """A set of timers, at most one per item."""
+
+    def __init__(self) -> None:
+        self._at: dict[T, float] = {}
+        self._heap: list[tuple[float, int, T]] = []
+        self._count = itertools.count()
+
+    def set(self, item: T, at: float) -> None:
+        """Set the timer of ``item`` to the time ``at``, replacing an earlier one."""
+        self._at[item] = at
+        heapq.heappush(self._heap, (at, next(self._count), item))
+
+    def cancel(self, item: T) -> None:
+        """Cancel the timer of ``item``."""
+        self._at.pop(item, None)
+        # Cancelled entries stay in the heap until they are due, or until they are most of it.
+        if len(self._heap) > 2 * len(self._at) + 256:
+            self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def next(self) -> float | None:
+        """Return the time of the next timer, None if there is none."""
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[T]:
+        """Remove the timers that have expired at ``now``; return their items in order of time."""
+        items = []
+        while (at := self.next()) is not None and at <= now:
+            item = heapq.heappop(self._heap)[2]
+            del self._at[item]
+            items.append(item)
+        return items
 
 
 @refuses_copies(
@@ -66,14 +104,14 @@ S = TypeVar("S", bound=ClientConnection)
 class Server(abc.ABC, Generic[S]):
     """Serves the clients of a listener, in a daemon thread between :meth:`start` and :meth:`close`.
 
-    As a context manager it does both.  A subclass handles messages (:meth:`received`); all methods that it
+    As a context manager it does both.  A subclass handles messages (:meth:`on_message`); all methods that it
     overrides are called in the thread.
 
     Args:
         listener: a listening socket, owned by the server.
         secret, purpose: every client must prove the same.
         limit: maximum length of a message in bytes.
-        what: the kind of server, for messages and the thread's name: ``"store"``.
+        kind: of server, for messages and the thread's name: ``"store"``.
         handshake_timeout: seconds for the handshake of a client.
 
     Connections over TCP are encrypted if ``SHOAL_TLS`` is set.
@@ -90,33 +128,33 @@ class Server(abc.ABC, Generic[S]):
         secret: bytes,
         purpose: str,
         limit: int,
-        what: str,
+        kind: str,
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._secret = secret
         self._purpose = purpose
         self._limit = limit
-        self._what = what
+        self._kind = kind
         self._handshake_timeout = handshake_timeout
-        #: timers of authenticated sessions; :meth:`overdue` is called when one expires
-        self.alarms: Alarms[S] = Alarms()
+        #: timers of authenticated clients; :meth:`on_timer` is called when one expires
+        self.timers: Timers[S] = Timers()
         self._short = memoryview(bytearray(_SHORT_MESSAGE_BYTES))
-        self._sessions: dict[int, S] = {}  #: by descriptor
-        self._strangers: dict[S, None] = {}  # unauthenticated sessions, the oldest first
-        self._later: deque[tuple[S, bytes | bytearray]] = deque()
-        #: sessions with further buffered messages after ``_MAX_MESSAGES_PER_TURN``
-        self._eager: dict[S, None] = {}
+        self._clients: dict[int, S] = {}  #: by descriptor
+        self._unauthenticated: dict[S, None] = {}  # unauthenticated clients, the oldest first
+        self._queued: deque[tuple[S, bytes | bytearray]] = deque()
+        #: clients with further buffered messages after ``_MAX_MESSAGES_PER_TURN``
+        self._with_buffered: dict[S, None] = {}
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._pid = os.getpid()
         self._listener = listener
         self._listener.setblocking(False)
         if listener.family != socket.AF_UNIX:
-            prepare(listener)  # its connections inherit the options
+            configure_socket(listener)  # its connections inherit the options
         self._accepting = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._listener.close)
-            self._tls = encryption(listener, connecting=False)
+            self._tls = encryption_for(listener, connecting=False)
             try:
                 self._wake_in, self._wake_out = socket.socketpair()
                 undo.callback(self._wake_in.close)
@@ -125,7 +163,7 @@ class Server(abc.ABC, Generic[S]):
                 self._poll = _Poll()
             except OSError as error:
                 raise OutOfResources(
-                    f"cannot serve a {what}: {error.strerror}; raise the limit of descriptors (ulimit -n)"
+                    f"cannot serve a {kind}: {error.strerror}; raise the limit of descriptors (ulimit -n)"
                 ) from error
             undo.pop_all()
         self._wake_in.setblocking(False)
@@ -137,31 +175,31 @@ class Server(abc.ABC, Generic[S]):
     # -- for subclasses ------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> S:
-        """Return a new session."""
+    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> S:
+        """Return the connection of a new client."""
 
     @abc.abstractmethod
-    def received(self, session: S, message: bytearray) -> None:
+    def on_message(self, client: S, message: bytearray) -> None:
         """Handle a message of an authenticated client; WireError, UsageError and OSError drop the client."""
 
-    def greeted(self, session: S) -> None:
-        """Called when a client has authenticated.  Raises like :meth:`received`."""
+    def on_authenticated(self, client: S) -> None:
+        """Called when a client has authenticated.  Raises like :meth:`on_message`."""
 
-    def turned(self) -> None:
+    def on_round_end(self) -> None:
         """Called after each ready client was served once, to answer several clients together."""
 
-    def overdue(self, session: S) -> None:
-        """Called when the timer of a session in :attr:`alarms` has expired."""
+    def on_timer(self, client: S) -> None:
+        """Called when the timer of a client in :attr:`timers` has expired."""
 
-    def dropped(self, session: S) -> None:
-        """Called once for each session when it has ended."""
+    def on_dropped(self, client: S) -> None:
+        """Called once for each client when its connection has ended."""
 
     # -- public --------------------------------------------------------------------------------
 
     @property
     def clients(self) -> int:
         """The number of open connections; one process may have several."""
-        return len(self._sessions)
+        return len(self._clients)
 
     def start(self: _Self) -> _Self:
         """Start the thread and return the server.  May be called twice.
@@ -169,13 +207,13 @@ class Server(abc.ABC, Generic[S]):
         Raises OutOfResources, and closes the server, if the thread cannot be started.
         """
         if self._thread is None and not self._stopping:
-            thread = threading.Thread(target=self._run, name=f"shoal-{self._what}", daemon=True)
+            thread = threading.Thread(target=self._run, name=f"shoal-{self._kind}", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 self.close()
                 raise OutOfResources(
-                    f"cannot serve a {self._what}: {error}.  Raise the limit of threads of the process "
+                    f"cannot serve a {self._kind}: {error}.  Raise the limit of threads of the process "
                     "(ulimit -u)"
                 ) from error
             self._thread = thread
@@ -196,86 +234,88 @@ class Server(abc.ABC, Generic[S]):
     def __enter__(self: _Self) -> _Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def send(self, session: S, message: bytes | bytearray) -> None:
+    def send(self, client: S, message: bytes | bytearray) -> None:
         """Send a message to a client; a failure drops only that client."""
         try:
-            session.send(message)
-            self._watch(session)
+            client.send(message)
+            self._watch(client)
         except OSError as error:
-            self.drop(session, str(error))
+            self.drop(client, str(error))
 
-    def send_later(self, session: S, message: bytes | bytearray) -> None:
+    def send_later(self, client: S, message: bytes | bytearray) -> None:
         """Queue a message, to be sent in batches between the service of clients.
 
         For an answer to many waiting clients, which should not delay the requests of others.
         """
-        self._later.append((session, message))
+        self._queued.append((client, message))
 
-    def _send_some(self) -> None:
-        for _ in range(min(len(self._later), _MAX_ANSWERS_PER_TURN)):
-            session, message = self._later.popleft()
-            if not session.closed:
-                self.send(session, message)
+    def _send_queued(self) -> None:
+        for _ in range(min(len(self._queued), _MAX_ANSWERS_PER_TURN)):
+            client, message = self._queued.popleft()
+            if not client.closed:
+                self.send(client, message)
 
-    def drop(self, session: S, reason: str) -> None:
-        """Close a session."""
-        if session.closed:
+    def drop(self, client: S, reason: str) -> None:
+        """Close the connection of a client."""
+        if client.closed:
             return
-        session.closed = True
-        logger.info("%s: client %s dropped: %s", self._what, session.name, reason)
-        del self._sessions[session.descriptor]
-        self._strangers.pop(session, None)
-        self._eager.pop(session, None)
-        self.alarms.cancel(session)
+        client.closed = True
+        logger.info("%s: client %s dropped: %s", self._kind, client.name, reason)
+        del self._clients[client.descriptor]
+        self._unauthenticated.pop(client, None)
+        self._with_buffered.pop(client, None)
+        self.timers.cancel(client)
         with contextlib.suppress(OSError):
-            self._poll.unregister(session.descriptor)
+            self._poll.unregister(client.descriptor)
         # Before the client can detect it.
-        self.dropped(session)
-        session.stream.close()
+        self.on_dropped(client)
+        client.stream.close()
         if not self._accepting and not self._stopping:
             self._poll.register(self._listener, select.EPOLLIN)
             self._accepting = True
 
+    def drop_after(self, client: S, error: Exception) -> None:
+        """Close the connection of a client whose request ended with ``error``."""
+        if isinstance(error, (WireError, UsageError, OSError)):
+            self.drop(client, str(error))
+        else:
+            logger.error("%s: dropping client %s", self._kind, client.name, exc_info=error)
+            self.drop(client, "an unexpected error")
+
     def _run(self) -> None:
         try:
             while not self._stopping:
-                at = 0.0 if self._later or self._eager else self.alarms.next()
-                # Look up all sessions first: the descriptor of a dropped client may be reused for a new one.
+                at = 0.0 if self._queued or self._with_buffered else self.timers.next()
+                # Look up all clients first: the descriptor of a dropped client may be reused for a new one.
                 ready = [
-                    (fd, self._sessions.get(fd))
-                    for fd, _ in self._poll.poll(_until(at), _MAX_EVENTS_PER_POLL)
+                    (fd, self._clients.get(fd)) for fd, _ in self._poll.poll(_until(at), _MAX_EVENTS_PER_POLL)
                 ]
-                for descriptor, session in ready:
-                    if session is not None:
-                        self._serve(session)
+                for descriptor, client in ready:
+                    if client is not None:
+                        self._serve(client)
                     elif descriptor == self._listener.fileno():
                         self._accept()
-                for session in list(self._eager):
-                    del self._eager[session]
-                    self._serve(session)
-                self.turned()
-                self._send_some()
-                for session in self.alarms.due(time.monotonic()):
-                    if session.authenticated:
-                        self.overdue(session)
+                for client in list(self._with_buffered):
+                    del self._with_buffered[client]
+                    self._serve(client)
+                self.on_round_end()
+                self._send_queued()
+                for client in self.timers.due(time.monotonic()):
+                    if client.authenticated:
+                        self.on_timer(client)
                     else:
-                        self.drop(session, "the client did not authenticate in time")
+                        self.drop(client, "the client did not authenticate in time")
         finally:
             self._release()
 
     def _release(self) -> None:
-        for session in list(self._sessions.values()):
-            self.drop(session, "the server closes")
+        for client in list(self._clients.values()):
+            self.drop(client, "the server closes")
         self._poll.close()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
@@ -288,75 +328,76 @@ class Server(abc.ABC, Generic[S]):
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not raise_descriptor_limit():
-                    if self._strangers:
-                        self._drop_oldest_stranger()
+                    if self._unauthenticated:
+                        self._drop_oldest_unauthenticated()
                         continue
                     logger.warning(
-                        "%s: out of file descriptors, new clients wait until others leave", self._what
+                        "%s: out of file descriptors, new clients wait until others leave", self._kind
                     )
                     self._poll.unregister(self._listener)
                     self._accepting = False
                     return
                 continue  # the client left before it was accepted, or the limit was raised
-            self._greet(sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "on this host")
+            self._begin_handshake(
+                sock, f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "on this host"
+            )
 
-    def _greet(self, sock: socket.socket, name: str) -> None:
+    def _begin_handshake(self, sock: socket.socket, name: str) -> None:
         try:
             if sock.family == socket.AF_UNIX:  # TCP sockets inherit the options of the listener
-                prepare(sock)
+                configure_socket(sock)
             handshake = PendingHandshake(
-                sock, secret=self._secret, purpose=self._purpose, tls=self._tls, leaves_proof=True
+                sock, secret=self._secret, purpose=self._purpose, tls=self._tls, defer_proof=True
             )
         except OSError:
             sock.close()
             return
-        session = self.session(handshake, name, self._limit)
-        self._sessions[session.descriptor] = session
-        self._poll.register(session.descriptor, _MASKS[session.watched])
-        self.alarms.set(session, time.monotonic() + self._handshake_timeout)
-        self._strangers[session] = None
-        if len(self._strangers) > _MAX_UNAUTHENTICATED:
-            self._drop_oldest_stranger()
+        client = self.make_client(handshake, name, self._limit)
+        self._clients[client.descriptor] = client
+        self._poll.register(client.descriptor, _MASKS[client.watched])
+        self.timers.set(client, time.monotonic() + self._handshake_timeout)
+        self._unauthenticated[client] = None
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            self._drop_oldest_unauthenticated()
 
-    def _drop_oldest_stranger(self) -> None:
-        self.drop(next(iter(self._strangers)), "it had not authenticated when too many others connected")
+    def _drop_oldest_unauthenticated(self) -> None:
+        self.drop(
+            next(iter(self._unauthenticated)), "it had not authenticated when too many others connected"
+        )
 
-    def _serve(self, session: S) -> None:
+    def _serve(self, client: S) -> None:
         """Serve one client until it would block; an error drops only that client."""
-        if session.closed:
+        if client.closed:
             return
         try:
-            if not session.authenticated:
-                if session.shake_hands():
-                    self.alarms.cancel(session)
-                    self._strangers.pop(session, None)
-                    self.greeted(session)
-                    session.flush()  # the proof, and messages of the subclass
-            elif session.clogged:
-                session.flush()
-            elif (message := session.receive(self._short)) is not None:
-                self.received(session, message)
+            if not client.authenticated:
+                if client.continue_handshake():
+                    self.timers.cancel(client)
+                    self._unauthenticated.pop(client, None)
+                    self.on_authenticated(client)
+                    client.flush()  # the proof, and messages of the subclass
+            elif client.has_unsent:
+                client.flush()
+            elif (message := client.receive(self._short)) is not None:
+                self.on_message(client, message)
             # Buffered bytes do not make the descriptor readable.  Those of an unauthenticated client are part
             # of its handshake.
             turns = 0
-            while session.authenticated and session.pending and not (session.closed or session.clogged):
+            while client.authenticated and client.pending and not (client.closed or client.has_unsent):
                 if (turns := turns + 1) > _MAX_MESSAGES_PER_TURN:
-                    self._eager[session] = None
+                    self._with_buffered[client] = None
                     break
-                if (message := session.receive(self._short)) is not None:
-                    self.received(session, message)
-            self._watch(session)
-        except (WireError, UsageError, OSError) as error:
-            self.drop(session, str(error))
-        except Exception:
-            logger.exception("%s: dropping client %s", self._what, session.name)
-            self.drop(session, "an unexpected error")
+                if (message := client.receive(self._short)) is not None:
+                    self.on_message(client, message)
+            self._watch(client)
+        except Exception as error:
+            self.drop_after(client, error)
 
-    def _watch(self, session: S) -> None:
-        events = session.events
-        if events != session.watched and not session.closed:
-            session.watched = events
-            self._poll.modify(session.descriptor, _MASKS[events])
+    def _watch(self, client: S) -> None:
+        events = client.events
+        if events != client.watched and not client.closed:
+            client.watched = events
+            self._poll.modify(client.descriptor, _MASKS[events])
 
 
 class _Poll:

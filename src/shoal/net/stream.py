@@ -1,15 +1,18 @@
 """Non-blocking byte streams, the layer below the handshake and the frames.
 
-:func:`open_stream` makes one for a connected socket; an encrypted one (``tls/stream.py``) wraps another.
+An encrypted stream (``tls/stream.py``) wraps that of a socket.
+
+A forked child closes inherited sockets. Otherwise the workers of a DataLoader would keep the connections of
+their parent open after it has ended, and its peers would not detect that.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Protocol
-
-from .inherit import close_in_forked_child
+from weakref import WeakSet
 
 
 class ByteStream(Protocol):
@@ -50,7 +53,7 @@ class ByteStream(Protocol):
 
 
 class SocketStream:
-    """The unencrypted stream of a socket."""
+    """The unencrypted stream of a connected socket, which it owns and makes non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -70,6 +73,25 @@ class SocketStream:
         self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def open_stream(sock: socket.socket) -> ByteStream:
-    """Return a stream that owns the connected socket and makes it non-blocking."""
-    return SocketStream(sock)
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_inherited: WeakSet[_Closable] = WeakSet()
+
+
+def close_in_forked_child(resource: _Closable) -> None:
+    """Call ``resource.close()`` in every child that this process forks while ``resource`` exists.
+
+    ``close`` must only close the child's copy of a descriptor, and may be called twice.
+    """
+    _inherited.add(resource)
+
+
+def _after_fork() -> None:
+    for resource in list(_inherited):
+        resource.close()
+    _inherited.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

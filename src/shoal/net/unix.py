@@ -1,8 +1,4 @@
-"""Unix sockets in the abstract namespace, with which processes of one host exchange file descriptors.
-
-Such a socket has a name but no file, so no file remains after SIGKILL.  Names are visible to all users of the
-host: both sides refuse processes of other users before the handshake.
-"""
+"""The exchange of file descriptors and of shared memory over unix sockets."""
 
 from __future__ import annotations
 
@@ -11,66 +7,16 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..common.deadline import Deadline
-from ..common.wording import in_seconds
-from ..errors import AuthenticationError, UsageError, WireError, WireTimeout
-from .connection import DEFAULT_LIMIT, Connection
-from .credentials import peer_credentials, refuse_other_users
-from .inherit import close_in_forked_child
-from .sockets import BACKLOG, authenticate
+from ..errors import UsageError, WireError
+from .addresses import peer_credentials
+from .connection import Connection
 
 #: the kernel's limit for descriptors in one message (SCM_MAX_FD)
 _MAX_FDS = 253
-_MARK = b"shoal fds\0\0\0"
-
-
-def listen_unix(name: str) -> socket.socket:
-    """Return a listening unix socket with an abstract name, for :func:`~shoal.net.accept`.
-
-    Raises:
-        UsageError: the name is empty or longer than 107 bytes.
-        WireError: the name is taken.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(_address(name))
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise WireError(f"cannot listen on unix socket {name!r}: {error.strerror or error}") from error
-    except UsageError:
-        sock.close()
-        raise
-    close_in_forked_child(sock)
-    return sock
-
-
-def connect_unix(
-    name: str, *, secret: bytes, purpose: str, timeout: float, limit: int = DEFAULT_LIMIT
-) -> Connection:
-    """Connect to the abstract ``name`` and authenticate.  Arguments and errors are those of ``connect``.
-
-    If there is no listener, the other process usually is on another host or in another network namespace.
-    A listener of another user raises AuthenticationError.
-    """
-    deadline = Deadline(timeout)
-    address = _address(name)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(max(deadline.remaining(), 1e-6))
-        sock.connect(address)
-        refuse_other_users(sock)
-    except TimeoutError as error:
-        sock.close()
-        raise WireTimeout(f"no connection to unix socket {name!r} within {in_seconds(timeout)}") from error
-    except AuthenticationError:
-        sock.close()
-        raise
-    except OSError as error:
-        sock.close()
-        raise WireError(f"cannot connect to unix socket {name!r}: {error.strerror or error}") from error
-    return authenticate(sock, True, secret, purpose, deadline, limit)
+_FDS_MESSAGE = b"shoal fds\0\0\0"
 
 
 def peer_pid(connection: Connection) -> int:
@@ -94,13 +40,13 @@ def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None
     while True:
         connection.wait_writable(deadline)
         try:
-            sent = socket.send_fds(connection.socket, [_MARK], list(fds))
+            sent = socket.send_fds(connection.socket, [_FDS_MESSAGE], list(fds))
         except BlockingIOError:
             continue
         except OSError as error:
             raise WireError(f"cannot send descriptors to {connection.peer}: {error}") from error
         # The descriptors were sent with the first byte.
-        connection.write(_MARK[sent:], deadline)
+        connection.write(_FDS_MESSAGE[sent:], deadline)
         return
 
 
@@ -117,8 +63,8 @@ def recv_fds(connection: Connection, count: int, timeout: float) -> list[int]:
         while not data:
             connection.wait_readable(deadline)
             data, fds = _recvmsg(connection, count)
-        data += connection.read(len(_MARK) - len(data), deadline)
-        if data != _MARK or len(fds) != count:
+        data += connection.read(len(_FDS_MESSAGE) - len(data), deadline)
+        if data != _FDS_MESSAGE or len(fds) != count:
             raise WireError(f"{connection.peer} sent {len(fds)} descriptors, expected {count}")
     except BaseException:
         for fd in fds:
@@ -131,7 +77,7 @@ def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
     fds = array.array("i")
     try:
         data, ancillary, flags, _ = connection.socket.recvmsg(
-            len(_MARK), socket.CMSG_SPACE(count * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+            len(_FDS_MESSAGE), socket.CMSG_SPACE(count * fds.itemsize), socket.MSG_CMSG_CLOEXEC
         )
     except BlockingIOError:
         return b"", []
@@ -148,8 +94,22 @@ def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
     return data, list(fds)
 
 
-def _address(name: str) -> bytes:
-    address = b"\0" + name.encode()
-    if not 2 <= len(address) <= 108:
-        raise UsageError(f"unix socket name {name!r}: expected 1 to 107 bytes")
-    return address
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Shared memory of another process on this host: its descriptor here, and the id of the process."""
+
+    fd: int
+    pid: int
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def share_memory(connection: Connection, fd: int, timeout: float) -> SharedMemory | None:
+    """Send the descriptor ``fd``, which is not closed here; return the other side's memory; None over TCP."""
+    if connection.socket.family != socket.AF_UNIX:
+        return None
+    pid = peer_pid(connection)
+    send_fds(connection, [fd], timeout)
+    (theirs,) = recv_fds(connection, 1, timeout)
+    return SharedMemory(theirs, pid)

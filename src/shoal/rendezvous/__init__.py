@@ -7,7 +7,7 @@ open rendezvous point, ``meeting`` is the protocol by which the ranks meet there
 resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for users.
 """
 
-from ..store.urls import OUTSIDE, register_place
+from ..store.urls import EXTERNAL_SCHEMES, set_rendezvous_opener
 from .environment import Launch
 from .host import LOOPBACK, loopback_trouble
 from .meet import meet_at, meet_beside, rendezvous
@@ -15,7 +15,7 @@ from .membership import Membership
 from .place import RendezvousPoint, open_place
 from .private import default_secret, private_directory, user_secret
 from .record import job_record, note_exit, note_wanted, root_of
-from .schemes import env, file, outside, tcp
+from .schemes import env, external, file, tcp
 from .venue import (
     Handler,
     Request,
@@ -29,9 +29,9 @@ from .venue import (
 register_rendezvous("env", env)
 register_rendezvous("tcp", tcp)
 register_rendezvous("file", file)
-for _scheme in OUTSIDE:
-    register_rendezvous(_scheme, outside)
-register_place("env", None)  # env:// has no store of its own
+for _scheme in EXTERNAL_SCHEMES:
+    register_rendezvous(_scheme, external)
+set_rendezvous_opener("env", None)  # env:// has no store of its own
 
 __all__ = [
     "LOOPBACK",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from .. import config
 from ..errors import ConfigurationError
+from ..net import format_address
 from .slurm import first_host
 
 #: Derived ports are below Linux's range of ephemeral ports (32768 and up), so that outgoing connections of
@@ -281,4 +282,4 @@ def derived_port(seed: str) -> int:
 
 def tcp_url(host: str, port: int) -> str:
     """Return ``tcp://host:port``, with brackets around an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{format_address(host, port)}"

@@ -21,9 +21,9 @@ from ..errors import (
     StoreTimeout,
     UsageError,
 )
-from ..net import listens
+from ..net import has_listener
 from ..store import FileStore, MemoryStore, TCPStore
-from ..store.urls import open_outside
+from ..store.urls import open_external
 from .environment import Launch, read
 from .host import address_towards, is_loopback, is_mine, loopback_trouble, resolve
 from .hosting import share
@@ -109,7 +109,7 @@ def tcp(request: Request) -> Venue:
     may_serve = request.serves and request.rank in (0, None) and request.size is not None
     serves = may_serve and is_mine(address)
     hosted = share(address, port, secret, start=serves)
-    while serves and hosted is None and not listens(address, port, timeout=request.deadline.remaining()):
+    while serves and hosted is None and not has_listener(address, port, timeout=request.deadline.remaining()):
         if request.deadline.expired:
             raise RendezvousTimeout(
                 f"rendezvous: {'this process' if request.rank is None else 'rank 0'} cannot serve the store "
@@ -149,7 +149,7 @@ def _server_of(request: Request) -> str:
     return "rank 0, or the process that starts the store,"
 
 
-def outside(request: Request) -> Venue:
+def external(request: Request) -> Venue:
     """``etcd://``, ``redis://`` and the like: third-party servers, which cannot check shoal's secret."""
     if not request.secret:
         raise ConfigurationError(
@@ -159,7 +159,7 @@ def outside(request: Request) -> Venue:
         )
     job = config.JOB.get(request.environ) if request.job is None else request.job
     try:
-        store = open_outside(request.url, job=job, timeout=request.deadline.remaining())
+        store = open_external(request.url, job=job, timeout=request.deadline.remaining())
     except StoreTimeout as error:
         raise RendezvousTimeout(f"rendezvous: {error}") from None  # the message contains the cause
     return Venue(store, request.rank, request.size, address=store_address(store))

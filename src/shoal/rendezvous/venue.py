@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..net import Deadline
 from ..store import Store
 from ..store.external.url import redacted, split_url
-from ..store.urls import check_scheme, known_schemes, load_scheme, open_parts, register_place
+from ..store.urls import check_scheme, known_schemes, load_scheme, open_parts, set_rendezvous_opener
 from .host import resolve
 
 
@@ -123,13 +123,13 @@ def register_rendezvous(scheme: str, handler: Handler) -> None:
         venue.store.call_when_closed(venue.close)
         return venue.store
 
-    register_place(scheme, open_store_there)
+    set_rendezvous_opener(scheme, open_store_there)
 
 
 def unregister_rendezvous(scheme: str) -> None:
     """Undo :func:`register_rendezvous`; does nothing if there is no handler."""
     _handlers.pop(scheme, None)
-    register_place(scheme, None)
+    set_rendezvous_opener(scheme, None)
 
 
 def parse_url(url: str) -> SplitResult:

@@ -12,15 +12,15 @@
 A user-defined store is a :class:`Store` over a :class:`Backing`.
 """
 
+from ..net import parse_address
 from .backing import Backing
 from .base import Store
-from .file.store import FileStore
+from .file import FileStore
 from .memory import MemoryStore
-from .operations import MAX_VALUE
 from .prefix import PrefixStore
+from .requests import MAX_VALUE
 from .tcp.client import TCPStore
-from .tcp.durable_server import DurableStoreServer
-from .tcp.serve import parse_address, serve
+from .tcp.durable_server import DurableStoreServer, serve
 from .tcp.server import TCPStoreServer
 from .torch_adapter import adopt
 from .urls import open_store, register_store

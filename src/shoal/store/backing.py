@@ -12,6 +12,7 @@ it to a :class:`RequestExecutor`. There are two ways to write one:
 from __future__ import annotations
 
 import abc
+import random
 import threading
 from collections.abc import Sequence
 from typing import TypeVar
@@ -20,13 +21,12 @@ from ..common.copy_refusal import refuses_copies
 from ..common.wording import in_seconds
 from ..errors import StoreError, StoreTimeout
 from ..net import Deadline
-from .operations import MAX_VALUE, Operations
-from .requests import StoreRequest
+from .requests import MAX_VALUE, Operations, StoreRequest
 
 T = TypeVar("T")
 
 #: limits in seconds of the pause between two polls, which is an eighth of the time waited so far
-_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.0005, 0.02
+_MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.0005, 0.02
 #: number of attempts at a change before the store pauses between them
 _IMMEDIATE_ATTEMPTS = 8
 
@@ -66,7 +66,7 @@ class RequestExecutor(abc.ABC):
         """
         left = deadline.remaining()
         self.closed.wait(
-            min(max((deadline.timeout - left) / 8, _MIN_RETRY_DELAY_S), _MAX_RETRY_DELAY_S, left)
+            min(max((deadline.timeout - left) / 8, _MIN_POLL_INTERVAL_S), _MAX_POLL_INTERVAL_S, left)
         )
 
     @abc.abstractmethod
@@ -88,15 +88,31 @@ class RequestExecutor(abc.ABC):
         return type(self).__name__
 
 
+class Backoff:
+    """The pauses between attempts to reach a server: random, and doubled each time.
+
+    Args:
+        closed: set when the attempts must end.
+        shortest, longest: limits in seconds, before randomization.
+    """
+
+    def __init__(self, closed: threading.Event, shortest: float = 0.01, longest: float = 0.5) -> None:
+        self._closed = closed
+        self.seconds = shortest
+        self._longest = longest
+
+    def pause(self, limit: float) -> None:
+        """Wait, for at most ``limit`` seconds. StoreError if the store is closed meanwhile."""
+        if self._closed.wait(min(self.seconds * random.uniform(0.5, 1.0), limit)):
+            raise StoreError("closed")  # Store replaces the message
+        self.seconds = min(2 * self.seconds, self._longest)
+
+
 class _Calls(threading.local):
     deadline = Deadline(0.0)
 
 
-@refuses_copies(
-    "a backing of a store",
-    "a connection, a file or memory",
-    "Call clone() for another one",
-)
+@refuses_copies("a backing of a store", "a connection, a file or memory", "Call clone() for another one")
 class Backing(Operations, RequestExecutor):
     """A store that is defined by :meth:`get_now`, :meth:`swap`, :meth:`list_keys` and :meth:`clone`.
 
@@ -113,7 +129,7 @@ class Backing(Operations, RequestExecutor):
         self._calls.deadline = deadline
         return request.apply(self)
 
-    def refused(self, key: str, times: int) -> None:
+    def swap_failed(self, key: str, times: int) -> None:
         """Pause after a failed :meth:`swap`, except the first few times. StoreTimeout at the deadline."""
         deadline = self._calls.deadline
         if times <= _IMMEDIATE_ATTEMPTS:
@@ -124,5 +140,5 @@ class Backing(Operations, RequestExecutor):
                 f"{type(self).__name__}.swap returned False {times} times for the value that get_now had "
                 "just returned. Either other clients change the key constantly, or swap compares incorrectly"
             )
-        if self.closed.wait(min(_MIN_RETRY_DELAY_S * times, _MAX_RETRY_DELAY_S, deadline.remaining())):
+        if self.closed.wait(min(_MIN_POLL_INTERVAL_S * times, _MAX_POLL_INTERVAL_S, deadline.remaining())):
             raise StoreError("closed")  # Store replaces the message

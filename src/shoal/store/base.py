@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar, final
 
 from msgspec.structs import replace
@@ -23,8 +22,7 @@ from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..net import Deadline
 from . import requests
 from .backing import RequestExecutor
-from .operations import MAX_VALUE, KeysMissing
-from .requests import Call, StoreRequest
+from .requests import MAX_VALUE, Call, KeysMissing, StoreRequest
 
 #: number of seconds, or a ``timedelta`` as in torch's stores; None: the store's default
 Timeout = float | timedelta | None
@@ -216,12 +214,7 @@ class Store:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _in_parts(self, keys: Sequence[str], read: Callable[[list[str]], list[T]]) -> list[T]:

@@ -9,8 +9,7 @@ from typing import TypeVar
 from ..net import Deadline
 from .backing import RequestExecutor
 from .base import Store
-from .operations import KeyTable
-from .requests import StoreRequest
+from .requests import KeyTable, StoreRequest
 
 T = TypeVar("T")
 

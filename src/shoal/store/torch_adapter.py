@@ -17,18 +17,18 @@ from ..common.decoding import from_json
 from ..errors import ShoalError, StoreError, UsageError
 from .backing import Backing
 from .base import Store
-from .operations import check_length, counted
+from .requests import check_length, counted
 
 #: longest value in bytes: a torch TCPStore's server drops a connection that sends more
-MAX_FOREIGN_VALUE = 8 * 2**20
+MAX_TORCH_VALUE = 8 * 2**20
 #: longest key in bytes: a torch TCPStore takes 8 KB, with all prefixes
-MAX_FOREIGN_KEY = 4096
+MAX_TORCH_KEY = 4096
 #: maximum number of keys in one message
 _MAX_KEYS_PER_CALL = 10_000
 #: up to this number, values are read one by one, which never blocks
 _MAX_SINGLE_READS = 16
 #: a value that no client stores; see ``_Adapter.get_now``
-_ABSENT = b"\0shoal.store.foreign: there is no value\0"
+_NO_VALUE = b"\0shoal.store.foreign: there is no value\0"
 #: key of the index in stores that cannot list their keys: lines of JSON, one for each key ever set
 _INDEX = "shoal.keys"
 
@@ -79,24 +79,24 @@ def adopt(store: object) -> Store:
         return store
     if isinstance(store, type) or not all(callable(getattr(store, name, None)) for name in _METHODS):
         raise UsageError(f"expected a shoal.store.Store or a torch.distributed.Store, not {store!r}")
-    foreign = cast(_TorchStore, store)
-    return Store(_Adapter(foreign), foreign.timeout.total_seconds())
+    torch_store = cast(_TorchStore, store)
+    return Store(_Adapter(torch_store), torch_store.timeout.total_seconds())
 
 
 class _Adapter(Backing):
     """A :class:`Backing` whose data is in a torch store."""
 
-    longest_key = MAX_FOREIGN_KEY
-    longest_value = MAX_FOREIGN_VALUE
+    longest_key = MAX_TORCH_KEY
+    longest_value = MAX_TORCH_VALUE
 
-    def __init__(self, foreign: _TorchStore) -> None:
+    def __init__(self, torch_store: _TorchStore) -> None:
         super().__init__()
-        self._foreign: _TorchStore | None = foreign
+        self._torch_store: _TorchStore | None = torch_store
         # A store written in Python needs a reference from Python; prefix stores above it hold none.
-        self._bottom: object = _bottom(foreign)
-        self.host = getattr(self._bottom, "host", None)
-        self._extended = foreign.has_extended_api()
-        self._index = None if _can_list(foreign) else _Index(self)
+        self._underlying: object = _underlying(torch_store)
+        self.host = getattr(self._underlying, "host", None)
+        self._extended = torch_store.has_extended_api()
+        self._key_index = None if _can_list(torch_store) else _KeyIndex(self)
 
     def get_now(self, key: str) -> bytes | None:
         """Return the value without waiting; ``get`` would wait for a missing key.
@@ -104,8 +104,8 @@ class _Adapter(Backing):
         ``compare_set`` never waits, writes nothing unless the value is the expected one, and returns
         ``expected`` for a missing key.
         """
-        value = self._compare_set(key, _ABSENT, _ABSENT)
-        return None if value == _ABSENT else value
+        value = self._compare_set(key, _NO_VALUE, _NO_VALUE)
+        return None if value == _NO_VALUE else value
 
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
         """Used by :meth:`append` only: True also if another client stored the same value."""
@@ -113,11 +113,11 @@ class _Adapter(Backing):
         return self._compare_set(key, held or b"", value) == value
 
     def list_keys(self, prefix: str) -> list[str]:
-        if self._index is not None:
-            found = self._index.keys()
+        if self._key_index is not None:
+            found = self._key_index.keys()
         else:
-            with self._calling() as foreign:
-                found = {*foreign.list_keys()}
+            with self._translating_errors() as torch_store:
+                found = {*torch_store.list_keys()}
         names = [key for key in found if key.startswith(prefix)]
         # A torch PrefixStore "a" also lists the keys of a PrefixStore "ab", truncated, and a FileStore lists
         # its internal keys. Neither can be read.
@@ -127,8 +127,8 @@ class _Adapter(Backing):
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         if len(keys) <= _MAX_SINGLE_READS or not self._extended:
             return super().get_many(keys)
-        with self._calling() as foreign:
-            return foreign.multi_get(list(keys[:_MAX_KEYS_PER_CALL]))
+        with self._translating_errors() as torch_store:
+            return torch_store.multi_get(list(keys[:_MAX_KEYS_PER_CALL]))
 
     def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         return super().get_many(keys)  # torch's multi_get waits for a missing key
@@ -144,91 +144,91 @@ class _Adapter(Backing):
         self.set_many([(key, value)])
 
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
-        self._noted(*(key for key, _ in items))
-        with self._calling() as foreign:
+        self._record_keys(*(key for key, _ in items))
+        with self._translating_errors() as torch_store:
             if self._extended and len(items) != 1:
-                foreign.multi_set([key for key, _ in items], [value for _, value in items])
+                torch_store.multi_set([key for key, _ in items], [value for _, value in items])
                 return
             for key, value in items:
-                foreign.set(key, value)
+                torch_store.set(key, value)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        self._noted(key)
+        self._record_keys(key)
         return self._compare_set(key, expected, desired)
 
     def add(self, key: str, amount: int) -> int:
         # Adding to a value that is not a counter ends a torch TCPStore's server, and with it the job.
         counted(key, self.get_now(key), amount)
-        self._noted(key)
-        with self._calling() as foreign:
-            return foreign.add(key, amount)
+        self._record_keys(key)
+        with self._translating_errors() as torch_store:
+            return torch_store.add(key, amount)
 
     def append(self, key: str, value: bytes) -> None:
-        self._noted(key)
+        self._record_keys(key)
         if not self._extended:
             super().append(key, value)
             return
         check_length(key, (self.get_now(key) or b"") + value, self.longest_value)
-        with self._calling() as foreign:
-            foreign.append(key, value)
+        with self._translating_errors() as torch_store:
+            torch_store.append(key, value)
 
     def delete(self, key: str) -> bool:
         # A torch FileStore returns True for every key.
         if not self._exist([key]):
             return False
-        with self._calling() as foreign:
-            return foreign.delete_key(key)
+        with self._translating_errors() as torch_store:
+            return torch_store.delete_key(key)
 
     def clone(self, timeout: float) -> _Adapter:
-        with self._calling() as foreign:
-            return _Adapter(foreign)
+        with self._translating_errors() as torch_store:
+            return _Adapter(torch_store)
 
     def close(self) -> None:
         """Release the torch store without closing it."""
-        self._foreign = self._bottom = None
+        self._torch_store = self._underlying = None
 
     def __str__(self) -> str:
         return "adapter of a torch store"
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        with self._calling() as foreign:
-            return bytes(foreign.compare_set(key, expected, desired))
+        with self._translating_errors() as torch_store:
+            return bytes(torch_store.compare_set(key, expected, desired))
 
     def _exist(self, keys: Sequence[str]) -> bool:
-        with self._calling() as foreign:
+        with self._translating_errors() as torch_store:
             parts = (
                 list(keys[start : start + _MAX_KEYS_PER_CALL])
                 for start in range(0, len(keys), _MAX_KEYS_PER_CALL)
             )
-            return all(foreign.check(part) for part in parts)
+            return all(torch_store.check(part) for part in parts)
 
-    def _noted(self, *keys: str) -> None:
-        if self._index is not None:
-            self._index.note(keys)
+    def _record_keys(self, *keys: str) -> None:
+        if self._key_index is not None:
+            self._key_index.record(keys)
 
     @contextmanager
-    def _calling(self) -> Iterator[_TorchStore]:
+    def _translating_errors(self) -> Iterator[_TorchStore]:
         """Convert exceptions of the torch store to StoreError."""
-        foreign = self._foreign
-        if foreign is None:
+        torch_store = self._torch_store
+        if torch_store is None:
             raise StoreError("closed")  # Store replaces the message
         try:
-            yield foreign
+            yield torch_store
         except ShoalError:
             raise  # from a shoal store below the torch store
         except Exception as error:
-            name = type(foreign).__name__
+            name = type(torch_store).__name__
             raise StoreError(f"torch's {name}: {type(error).__name__}: {_first_line(error)}") from error
 
 
-class _Index:
+class _KeyIndex:
     """The keys that were ever set through adapters, recorded in the store itself."""
 
     def __init__(self, store: _Adapter) -> None:
         self._store = store
         self._known = {_INDEX}
 
-    def note(self, keys: Sequence[str]) -> None:
+    def record(self, keys: Sequence[str]) -> None:
         """Record ``keys``, before they are set so that none is missed."""
         if self._known.issuperset(keys):
             return
@@ -246,21 +246,21 @@ class _Index:
         return found
 
 
-def _can_list(foreign: _TorchStore) -> bool:
-    if type(_bottom(foreign)).__module__ == "torch._C._distributed_c10d":
+def _can_list(torch_store: _TorchStore) -> bool:
+    if type(_underlying(torch_store)).__module__ == "torch._C._distributed_c10d":
         return True
     try:
-        foreign.list_keys()
+        torch_store.list_keys()
     except (AttributeError, NotImplementedError):
         return False
     return True
 
 
-def _bottom(foreign: object) -> object:
+def _underlying(torch_store: object) -> object:
     """Return the store below all prefix stores."""
-    while (underlying := getattr(foreign, "underlying_store", None)) is not None:
-        foreign = underlying
-    return foreign
+    while (underlying := getattr(torch_store, "underlying_store", None)) is not None:
+        torch_store = underlying
+    return torch_store
 
 
 def _first_line(error: Exception) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, unquote
 
 from .. import config
 from ..errors import UsageError
 from .base import Store
-from .external.url import redacted, split_url
-from .file.store import FileStore
+from .external.url import parse_external_url, redacted, split_url
+from .file import FileStore
 from .tcp.client import TCPStore
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Opener(Protocol):
 
 _openers: dict[str, Opener] = {}
 #: openers of the schemes that have a handler of ``shoal.register_rendezvous``
-_places: dict[str, Opener] = {}
+_rendezvous_openers: dict[str, Opener] = {}
 
 #: group of the entry points with which installed packages name modules that register schemes
 ENTRY_POINTS = "shoal.stores"
@@ -64,19 +64,19 @@ def check_scheme(what: str, scheme: str) -> None:
         raise UsageError(f"{what} scheme {scheme!r}: expected lower-case letters, digits, '+', '-', '.'")
 
 
-def register_place(scheme: str, opener: Opener | None) -> None:
+def set_rendezvous_opener(scheme: str, opener: Opener | None) -> None:
     """Set the opener of a rendezvous scheme that has no store of its own; None removes it."""
     if opener is None:
-        _places.pop(scheme, None)
+        _rendezvous_openers.pop(scheme, None)
     else:
-        _places[scheme] = opener
+        _rendezvous_openers[scheme] = opener
 
 
 def load_scheme(scheme: str, known: Iterable[str] = ()) -> bool:
     """Return whether ``scheme`` is registered or in ``known``; imports the package that provides it."""
 
     def registered() -> bool:
-        return scheme in _openers or scheme in _places or scheme in known
+        return scheme in _openers or scheme in _rendezvous_openers or scheme in known
 
     if not registered():
         for entry in _installed():
@@ -87,7 +87,7 @@ def load_scheme(scheme: str, known: Iterable[str] = ()) -> bool:
 
 def known_schemes(more: Iterable[str] = ()) -> str:
     """Return all known schemes, for messages."""
-    schemes = {*_openers, *_places, *more, *(entry.name for entry in _installed())}
+    schemes = {*_openers, *_rendezvous_openers, *more, *(entry.name for entry in _installed())}
     return ", ".join(f"{scheme}://" for scheme in sorted(schemes))
 
 
@@ -122,7 +122,7 @@ def open_store(url: str, *, secret: bytes | None = None, timeout: float | None =
 
 def open_parts(parts: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
     """Open the store of a URL that is already split and whose scheme is registered."""
-    opener = _openers.get(parts.scheme) or _places[parts.scheme]
+    opener = _openers.get(parts.scheme) or _rendezvous_openers[parts.scheme]
     return opener(parts, secret=secret, timeout=timeout)
 
 
@@ -142,25 +142,36 @@ def _open_file(url: SplitResult, *, secret: bytes, timeout: float | None) -> Sto
     return FileStore(unquote(url.path), timeout=timeout)
 
 
-def open_outside(url: SplitResult, *, job: str, timeout: float | None) -> Store:
-    """Open a store on third-party servers, which are shared by several jobs: a scheme of :data:`OUTSIDE`."""
-    if url.scheme in ("redis", "rediss"):
-        from .redis.store import open_redis  # rarely needed
+def open_external(url: SplitResult, *, job: str, timeout: float | None) -> Store:
+    """Open a store on third-party servers, which jobs share: a scheme of :data:`EXTERNAL_SCHEMES`."""
+    from .external.tls import tls_context  # rarely needed, as the stores below
 
-        return open_redis(url, job=job, timeout=timeout)
-    from .etcd.store import open_etcd
+    encrypted = url.scheme in ("etcds", "rediss")
+    is_redis = url.scheme in ("redis", "rediss")
+    parsed = parse_external_url(url, 6379 if is_redis else 2379, tls=encrypted, databases=is_redis)
+    access: dict[str, Any] = {
+        "tls": tls_context(parsed.ca, parsed.cert, parsed.key) if encrypted else None,
+        "user": parsed.user,
+        "password": parsed.password,
+        "timeout": timeout,
+    }
+    if is_redis:
+        from .redis.store import RedisStore
 
-    return open_etcd(url, job=job, timeout=timeout)
+        return RedisStore(parsed.servers[0], job, database=parsed.database, **access)
+    from .etcd.store import EtcdStore
+
+    return EtcdStore(parsed.servers, job, **access)
 
 
-def _open_outside(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
-    return open_outside(url, job=config.JOB.get(), timeout=timeout)
+def _open_external(url: SplitResult, *, secret: bytes, timeout: float | None) -> Store:
+    return open_external(url, job=config.JOB.get(), timeout=timeout)
 
 
 #: the schemes of stores on third-party servers
-OUTSIDE = ("etcd", "etcds", "redis", "rediss")
+EXTERNAL_SCHEMES = ("etcd", "etcds", "redis", "rediss")
 
 register_store("tcp", _open_tcp)
 register_store("file", _open_file)
-for _scheme in OUTSIDE:
-    register_store(_scheme, _open_outside)
+for _scheme in EXTERNAL_SCHEMES:
+    register_store(_scheme, _open_external)

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 from ..errors import StoreError, StoreTimeout
 from ..store import Store
-from ..store.operations import KeyTable
-from ..store.requests import Append, Call, CompareSet, Together
+from ..store.requests import Append, Call, CompareSet, KeyTable, Together
 
 #: seconds for which ``play`` waits for a missing key
 _PATIENCE = 0.01

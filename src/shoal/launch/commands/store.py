@@ -16,7 +16,7 @@ from ...net import Deadline
 from ...rendezvous import Request, default_secret, job_record, open_venue, parse_url
 from ...store import parse_address, serve
 from ...store.external.url import redacted
-from ...store.urls import OUTSIDE
+from ...store.urls import EXTERNAL_SCHEMES
 from ..job.job_store import demand_tls
 
 
@@ -79,8 +79,8 @@ def store(listen: str | None, size: int | None, log: Path | None, url: str | Non
 def _keep_record(url: str, records: dict[str, bytes]) -> None:
     """Write ``records`` into the store at ``url``, and keep it open until a signal ends this process."""
     parts = parse_url(url)
-    if parts.scheme not in OUTSIDE or not records:
-        schemes = ", ".join(f"{scheme}://" for scheme in OUTSIDE)
+    if parts.scheme not in EXTERNAL_SCHEMES or not records:
+        schemes = ", ".join(f"{scheme}://" for scheme in EXTERNAL_SCHEMES)
         raise UsageError(
             f"--store {redacted(url)}: expected an external store ({schemes}), and --size, the number of "
             "ranks for the job's record"

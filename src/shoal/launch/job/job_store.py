@@ -23,7 +23,7 @@ from ...rendezvous import (
 )
 from ...rendezvous.environment import tcp_url
 from ...store import Store, TCPStore, TCPStoreServer
-from ...store.urls import OUTSIDE
+from ...store.urls import EXTERNAL_SCHEMES
 from ..ranks.environment import Job
 
 #: maximum time in seconds that the launcher's loop waits for the store
@@ -165,6 +165,6 @@ def demand_tls(store: str | None) -> None:
         UsageError: TLS of that store is requested by another scheme of its URL.
     """
     scheme = "" if store is None else store.partition("://")[0]
-    if f"{scheme}s" in OUTSIDE:
+    if f"{scheme}s" in EXTERNAL_SCHEMES:
         raise UsageError(f"--tls does not encrypt a {scheme}:// store: use {scheme}s:// in its URL")
     os.environ[config.TLS.name] = "1"

@@ -19,45 +19,31 @@ from pathlib import Path
 
 from ... import config
 from ...errors import ConfigurationError
-from .stream import TlsSide
+from .stream import TlsConfig
 
 #: validity of a certificate before and after its creation; not checked by shoal, but by tools
 _VALID = datetime.timedelta(days=3650)
 
 
-def accepting_side() -> TlsSide:
-    """Return the TLS configuration of a listener, with a new key or that of the environment.
+def tls_config(*, connecting: bool) -> TlsConfig:
+    """Return the TLS configuration of one side; a listener gets a new key, or that of the environment.
 
     Raises ConfigurationError if ``cryptography`` is not installed, or a file cannot be used.
     """
-    context = _context(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # no session is resumed
-    files = config.tls_files()
-    if files is None:
-        context.verify_mode = ssl.CERT_NONE
-        certificate, key = _made()
-        _load(context, certificate, key)
-        return TlsSide(context, _digest(certificate))
-    context.verify_mode = ssl.CERT_REQUIRED
-    return TlsSide(context, _load_files(context, files))
-
-
-def connecting_side() -> TlsSide:
-    """Return the TLS configuration of the connecting side.  Raises like :func:`accepting_side`."""
-    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if connecting else ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     files = config.tls_files()
+    context.verify_mode = ssl.CERT_NONE if files is None else ssl.CERT_REQUIRED
+    digest = b"" if files is None else _load_files(context, files)
+    if connecting:
+        return TlsConfig(context)  # without files, the proof of the handshake verifies the other side
+    context.num_tickets = 0  # no session is resumed
     if files is None:
-        context.verify_mode = ssl.CERT_NONE  # verified by the proof of the handshake
-    else:
-        _load_files(context, files)
-    return TlsSide(context)
-
-
-def _context(protocol: int) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
-    return context
+        certificate, key = _generate()
+        _load(context, certificate, key)
+        digest = _digest(certificate)
+    return TlsConfig(context, digest)
 
 
 def _load_files(context: ssl.SSLContext, files: config.TlsFiles) -> bytes:
@@ -130,7 +116,7 @@ def _in_memory(data: bytes) -> Iterator[str]:
             os.close(fd)
 
 
-def _made() -> tuple[bytes, bytes]:
+def _generate() -> tuple[bytes, bytes]:
     """Generate a certificate and its key, in PEM."""
     try:
         from cryptography import x509
@@ -156,7 +142,5 @@ def _made() -> tuple[bytes, bytes]:
         .sign(key, hashes.SHA256())
     )
     return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

@@ -31,7 +31,7 @@ _CUT = "the connection was cut: it did not end as TLS ends"
 
 
 @dataclass(frozen=True)
-class TlsSide:
+class TlsConfig:
     """The TLS configuration of one side.
 
     Attributes:
@@ -43,16 +43,20 @@ class TlsSide:
     certificate: bytes = b""
 
     def stream(self, below: ByteStream) -> TlsStream:
+        """Return a stream that wraps and owns ``below``."""
         return TlsStream(below, self)
 
 
 class TlsStream:
-    """An :class:`~shoal.net.tls.encryption.EncryptedStream`.
+    """A stream that is unencrypted until :meth:`encrypt` is called.
 
     One thread may send while another receives; a lock protects OpenSSL's object.
+
+    Attributes:
+        certificate: SHA-256 of the certificate of the accepting side.
     """
 
-    def __init__(self, below: ByteStream, side: TlsSide) -> None:
+    def __init__(self, below: ByteStream, side: TlsConfig) -> None:
         self._below = below
         self._side = side
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -65,11 +69,11 @@ class TlsStream:
         #: encrypted bytes that the stream below has not accepted yet
         self._unsent = b""
         #: number of the caller's bytes in ``_unsent`` that :meth:`send` has not returned yet
-        self._owed = 0
+        self._accepted_bytes = 0
         #: whether there are received bytes that :meth:`recv_into` has not returned yet
-        self._more = False
+        self._has_unread = False
         #: whether the other side has sent data after the TLS handshake
-        self._heard = False
+        self._received_data = False
         #: to be raised after all data received before it was returned
         self._failure: OSError | None = None
         self.certificate = side.certificate
@@ -80,16 +84,25 @@ class TlsStream:
         return self._below.socket
 
     @property
-    def clogged(self) -> bool:
+    def has_unsent(self) -> bool:
+        """Whether there are unsent encrypted bytes: wait until the descriptor is writable."""
         return bool(self._unsent)
 
     def encrypt(self) -> bool:
+        """Continue the TLS handshake without blocking; return whether it has succeeded.
+
+        Until then no other data may be read or written.
+
+        Raises:
+            AuthenticationError: one side rejects the certificate of the other.
+            WireError: received data is not a TLS handshake.  OSError: the connection is lost.
+        """
         with self._lock:
             if self._tls is None:
                 accepting = bool(self._side.certificate)
                 self._tls = self._side.context.wrap_bio(self._incoming, self._outgoing, server_side=accepting)
             while True:
-                done = self._shake_hands(self._tls)
+                done = self._continue_handshake(self._tls)
                 self._push()
                 if self._unsent:
                     return False
@@ -107,7 +120,7 @@ class TlsStream:
                     raise WireError("the other side has not presented a certificate")
                 self.certificate = hashlib.sha256(shown).digest()
             self._encrypted = True
-            self._more = bool(self._incoming.pending)
+            self._has_unread = bool(self._incoming.pending)
             return True
 
     def recv_into(self, view: memoryview, /) -> int:
@@ -128,16 +141,16 @@ class TlsStream:
             return 0
         with self._lock:
             self._check_encrypted()
-            if not self._owed:
+            if not self._accepted_bytes:
                 self._flush()  # for example, the answer to a key update
-                self._owed = self._encrypt(data)
+                self._accepted_bytes = self._encrypt(data)
                 self._take_outgoing()
             self._flush()
-            sent, self._owed = self._owed, 0
+            sent, self._accepted_bytes = self._accepted_bytes, 0
             return sent
 
     def pending(self) -> bool:
-        return self._more or self._below.pending()
+        return self._has_unread or self._below.pending()
 
     def detach(self) -> int:
         raise WireError(
@@ -154,7 +167,7 @@ class TlsStream:
             try:
                 if self._encrypted and not self._closed:
                     self._closed = True
-                    self._say_end()
+                    self._send_close_notification()
             finally:
                 self._lock.release()
         self._below.close()
@@ -165,14 +178,14 @@ class TlsStream:
         if not self._encrypted or self._closed:
             raise OSError(errno.EBADF, "the stream is closed, or its TLS handshake has not succeeded")
 
-    def _say_end(self) -> None:
+    def _send_close_notification(self) -> None:
         assert self._tls is not None
         with contextlib.suppress(OSError, ValueError):
             with contextlib.suppress(ssl.SSLError):  # do not wait for the other side's close notification
                 self._tls.unwrap()
             self._push()
 
-    def _shake_hands(self, tls: ssl.SSLObject) -> bool:
+    def _continue_handshake(self, tls: ssl.SSLObject) -> bool:
         try:
             tls.do_handshake()
             return True
@@ -183,7 +196,7 @@ class TlsStream:
         except ssl.SSLError as error:
             with contextlib.suppress(OSError):
                 self._push()  # sends the alert
-            raise explained(error) from None
+            raise exception_of(error) from None
 
     def _decrypt(self, view: memoryview) -> int | None:
         """Decrypt received data into ``view``; return the bytes, 0 at the end; None: no complete record."""
@@ -196,21 +209,21 @@ class TlsStream:
                 # Typed as returning bytes, but with a buffer it returns their number.
                 got = int(self._tls.read(len(view) - count, view[count:]))
                 count, ended = count + got, not got
-            self._more = ended or bool(self._tls.pending() or self._incoming.pending)
+            self._has_unread = ended or bool(self._tls.pending() or self._incoming.pending)
         except ssl.SSLWantReadError:
-            self._more = False
+            self._has_unread = False
             if not count:
                 self._answer()
                 return None
         except ssl.SSLZeroReturnError:
-            self._more = True
+            self._has_unread = True
         except ssl.SSLError as error:
             with contextlib.suppress(OSError):
                 self._push()  # sends the alert
-            self._failure, self._more = explained(error), True
+            self._failure, self._has_unread = exception_of(error), True
             if not count:
                 raise self._failure from None
-        self._heard = self._heard or count > 0
+        self._received_data = self._received_data or count > 0
         self._answer()
         return count
 
@@ -233,7 +246,7 @@ class TlsStream:
             while count < len(chunk):
                 count += self._tls.write(chunk[count:])
         except ssl.SSLError as error:
-            raise explained(error) from None
+            raise exception_of(error) from None
         return count
 
     def _take_outgoing(self) -> None:
@@ -245,7 +258,7 @@ class TlsStream:
         try:
             self._push()
         except OSError as error:
-            self._failure, self._more = self._failure or error, True
+            self._failure, self._has_unread = self._failure or error, True
 
     def _push(self) -> None:
         """Send OpenSSL's own messages as far as possible without blocking."""
@@ -264,11 +277,11 @@ class TlsStream:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise self._told(error) from None
+            raise self._alert_or(error) from None
 
-    def _told(self, error: OSError) -> OSError:
+    def _alert_or(self, error: OSError) -> OSError:
         """Return the error for an alert that the other side sent before it closed, or ``error`` itself."""
-        if self._tls is None or self._heard:
+        if self._tls is None or self._received_data:
             return error
         with contextlib.suppress(OSError):
             while self._fetch(_LEAST_READ):
@@ -278,11 +291,11 @@ class TlsStream:
                 except ssl.SSLWantReadError:
                     continue
                 except ssl.SSLError as told:
-                    return explained(told) if "ALERT" in (told.reason or "") else error
+                    return exception_of(told) if "ALERT" in (told.reason or "") else error
         return error
 
 
-def explained(error: ssl.SSLError) -> OSError:
+def exception_of(error: ssl.SSLError) -> OSError:
     """Return the exception to raise for an error of OpenSSL."""
     if isinstance(error, ssl.SSLEOFError):
         return ConnectionResetError(errno.ECONNRESET, _CUT)

@@ -2,7 +2,7 @@
 
 A call tries the servers in turn, beginning with the one that answered last, until one answers. A read is
 repeated as often as necessary. A write without an answer may have been executed, or may be executed later:
-:meth:`Gateway.call` raises :class:`Unclear`, and the caller must find out.
+:meth:`Gateway.call` raises :class:`OutcomeUnknown`, and the caller must find out.
 
 Keys and values are bytes; msgspec converts them to and from base64.
 """
@@ -10,12 +10,10 @@ Keys and values are bytes; msgspec converts them to and from base64.
 from __future__ import annotations
 
 import contextlib
-import random
 import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -24,7 +22,8 @@ from ...common.decoding import MalformedMessage, from_json
 from ...common.wording import in_seconds
 from ...errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ...net import Deadline
-from ..external.tls import cause, talks_plain, talks_tls
+from ..backing import Backoff
+from ..external.tls import cause, raise_for_tls
 
 if TYPE_CHECKING:
     import urllib3
@@ -42,8 +41,6 @@ _REPLY_MARGIN_S = 2.0
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 9.0
 #: the answer timeout in seconds of the first attempt at a read, if there are several servers
 _FIRST_READ_TIMEOUT_S = 2.0
-#: limits in seconds of the pause between two rounds of all servers, before randomization
-_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 #: number of times in a row that a new token may be refused
 _MAX_TOKEN_REFUSALS = 3
 #: number of idle connections kept for each server
@@ -64,7 +61,7 @@ _FULL = (
 )
 
 
-class Unclear(Exception):
+class OutcomeUnknown(Exception):
     """No answer arrived: the request was executed, will be executed, or never will be."""
 
 
@@ -72,15 +69,11 @@ class StreamEnded(Exception):
     """A stream has ended."""
 
 
-class Compacted(StoreError):
-    """etcd has compacted the requested revision."""
-
-
-class Full(StoreError):
+class DatabaseFull(StoreError):
     """etcd's database is full. A write with this answer was executed already, or never will be."""
 
 
-class LeaseGone(StoreError):
+class LeaseExpired(StoreError):
     """A lease has expired."""
 
 
@@ -120,7 +113,8 @@ class Gateway:
         password: str | None = None,
     ) -> None:
         self._http = _urllib3()
-        self._given = (servers, tls, user, password)
+        self._arguments = (servers, tls, user, password)
+        self._tls = tls
         self._urls = [f"{'https' if tls else 'http'}://{server}" for server in servers]
         self._name = f"etcd at {', '.join(servers)}"
         self._user = user
@@ -143,7 +137,7 @@ class Gateway:
 
     def clone(self) -> Gateway:
         """Return another gateway to the same servers, to be closed separately."""
-        return Gateway(*self._given)
+        return Gateway(*self._arguments)
 
     def close(self) -> None:
         """Close all idle connections."""
@@ -173,18 +167,18 @@ class Gateway:
             AuthenticationError: user, password or certificate are wrong.
         """
         raw = msgspec.json.encode(body)
-        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
-        pause, tries, refused, token = _MIN_RETRY_DELAY_S, 0, 0, ""
+        reply_deadline = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        backoff, tries, refused, token = Backoff(closed), 0, 0, ""
         while True:
             at = self._at
             try:
-                token = self._logged_in(at, patience)
+                token = self._token_for_user(at, reply_deadline)
                 longest = (
                     _ANSWER_TIMEOUT_S
                     if writes or len(self._urls) == 1
                     else _FIRST_READ_TIMEOUT_S * 2 ** min(tries, 4)
                 )
-                return _decoded(self._ask(at, path, raw, patience, token, longest), answer)
+                return _decoded(self._request(at, path, raw, reply_deadline, token, longest), answer)
             except _TokenRefused as error:
                 refused += 1
                 if refused > _MAX_TOKEN_REFUSALS:
@@ -193,7 +187,7 @@ class Gateway:
                 continue
             except _NotSent as error:
                 why = str(error)
-            except Unclear as error:
+            except OutcomeUnknown as error:
                 if writes:
                     self._at = (at + 1) % len(self._urls)
                     raise
@@ -201,15 +195,13 @@ class Gateway:
             self._at = (at + 1) % len(self._urls)
             tries += 1
             # Even without time left, each server is tried once.
-            if patience.expired or (deadline.expired and tries >= len(self._urls)):
+            if reply_deadline.expired or (deadline.expired and tries >= len(self._urls)):
                 raise StoreTimeout(
                     f"{self} did not answer within {in_seconds(deadline.timeout)} ({why})"
                     + ("; nothing was sent to it" if writes else "")
                 )
             if tries % len(self._urls) == 0:
-                if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                    raise StoreError("closed")  # Store replaces the message
-                pause = min(2 * pause, _MAX_RETRY_DELAY_S)
+                backoff.pause(reply_deadline.remaining())
 
     def stream(self, path: str, bodies: Sequence[Body], silence: float) -> JsonStream:
         """Send a request whose answer is an endless stream of documents.
@@ -224,7 +216,7 @@ class Gateway:
         raw = b"".join(map(msgspec.json.encode, bodies))
         try:
             response = self._send(at, path, raw, silence, self._token, whole=False)
-        except (_NotSent, Unclear) as error:
+        except (_NotSent, OutcomeUnknown) as error:
             self._at = (at + 1) % len(self._urls)
             raise StreamEnded(str(error)) from error
         if response.status != HTTPStatus.OK:
@@ -232,7 +224,7 @@ class Gateway:
             raise StreamEnded(f"HTTP status {response.status}")
         return JsonStream(response, self._http)
 
-    def _logged_in(self, at: int, patience: Deadline) -> str:
+    def _token_for_user(self, at: int, reply_deadline: Deadline) -> str:
         """Return the token of the user; "" without a user."""
         if self._user is None:
             return ""
@@ -240,8 +232,10 @@ class Gateway:
             if self._token is None:
                 body = {"name": self._user, "password": self._password or ""}
                 try:
-                    raw = self._ask(at, "auth/authenticate", msgspec.json.encode(body), patience, "")
-                except Unclear as error:
+                    raw = self._request(
+                        at, "auth/authenticate", msgspec.json.encode(body), reply_deadline, ""
+                    )
+                except OutcomeUnknown as error:
                     raise _NotSent(str(error)) from None
                 self._token = _decoded(raw, _Token).token if raw else ""
             return self._token
@@ -251,16 +245,16 @@ class Gateway:
             if self._token == token:
                 self._token = None
 
-    def _ask(
+    def _request(
         self,
         at: int,
         path: str,
         raw: bytes,
-        patience: Deadline,
+        reply_deadline: Deadline,
         token: str,
         longest: float = _ANSWER_TIMEOUT_S,
     ) -> bytes:
-        seconds = min(patience.remaining(), longest, _ANSWER_TIMEOUT_S)
+        seconds = min(reply_deadline.remaining(), longest, _ANSWER_TIMEOUT_S)
         response = self._send(at, path, raw, seconds, token, whole=True)
         data = response.data
         if response.status == HTTPStatus.OK:
@@ -273,15 +267,15 @@ class Gateway:
                 f"the server at {server} is not etcd 3.4 or later with the JSON gateway /v3: "
                 f"HTTP status {response.status}"
             ) from None
-        return self._refused(server, failure)
+        return self._raise_for_failure(server, failure)
 
-    def _refused(self, server: str, failure: _Failure) -> bytes:
+    def _raise_for_failure(self, server: str, failure: _Failure) -> bytes:
         """Raise the exception for ``failure``; return b"" if etcd needs no token."""
         text = failure.error.removeprefix("etcdserver: ").removeprefix("mvcc: ")
         if failure.code == _UNAUTHENTICATED or "revision in header is old" in text:
             raise _TokenRefused(text)
         if failure.code in _UNCLEAR or "too many requests" in text:
-            raise Unclear(f"{server}: {text}")
+            raise OutcomeUnknown(f"{server}: {text}")
         if failure.code == _FAILED and "not enabled" in text:
             return b""
         if "user name is empty" in text:
@@ -296,11 +290,9 @@ class Gateway:
         if failure.code == _DENIED:
             raise StoreError(f"{self}: user {self._user!r} lacks permission: {text}")
         if "space exceeded" in text:
-            raise Full(f"{self}: {_FULL}")
-        if "has been compacted" in text:
-            raise Compacted(f"{self}: {text}")
+            raise DatabaseFull(f"{self}: {_FULL}")
         if "lease not found" in text:
-            raise LeaseGone(f"{self}: {text}")
+            raise LeaseExpired(f"{self}: {text}")
         raise StoreError(f"{self}: {text}")
 
     def _send(
@@ -323,26 +315,12 @@ class Gateway:
         except (errors.NewConnectionError, errors.ConnectTimeoutError) as error:
             raise _NotSent(cause(error)) from error
         except errors.HTTPError as error:
-            self._refuse_tls(at, error)
-            raise Unclear(cause(error)) from error
-
-    def _refuse_tls(self, at: int, error: Exception) -> None:
-        """Raise if ``error`` shows that further attempts would fail too."""
-        server, text = self._urls[at].partition("//")[2], str(error)
-        if not self._answered and "RemoteDisconnected" in text and talks_tls(server):
-            raise StoreError(f"etcd at {server} uses TLS: use etcds:// instead of etcd://") from error
-        if "CERTIFICATE_VERIFY_FAILED" in text:
-            raise AuthenticationError(
-                f"this process does not trust the certificate of etcd at {server} ({cause(error)}); "
-                "give the file of the authority that signed it as ca= in the URL"
-            ) from error
-        if "CERTIFICATE_REQUIRED" in text or "BAD_CERTIFICATE" in text:
-            raise AuthenticationError(
-                f"etcd at {server} requires a client certificate of its own authority "
-                f"({cause(error)}): give it as cert= and key= in the URL"
-            ) from error
-        if not self._answered and "[SSL: " in text and talks_plain(server, _GREETING, b"HTTP/"):
-            raise StoreError(f"etcd at {server} does not use TLS: use etcd:// instead of etcds://") from error
+            if "[SSL: " in str(error) or "RemoteDisconnected" in str(error):
+                raise_for_tls(
+                    "etcd", self._urls[at].partition("//")[2], encrypted=self._tls is not None,
+                    greeting=_GREETING, answers=() if self._answered else (b"HTTP/",), error=error,
+                )  # fmt: skip
+            raise OutcomeUnknown(cause(error)) from error
 
 
 class JsonStream:
@@ -380,9 +358,7 @@ class JsonStream:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._response.close()
 
 

@@ -3,7 +3,7 @@
 All keys of a job are under ``/shoal/<job>/``::
 
     life         id of the lease to which all keys belong
-    op/<line>    number of the last executed write of one write channel of a client
+    op/<channel> number of the last executed write of one write channel of a client
     k/<key>      the keys of the store
 
 *Each write is one transaction*, executed once however often it is sent. A client sends its writes on *write
@@ -12,7 +12,7 @@ condition that the channel's key is unchanged. If an answer is lost, the client 
 key, on the same condition: either the attempt shows that the write was executed, or the write will fail its
 condition whenever it arrives. The result of a write is not stored: the transaction also requires that the
 keys are unchanged since the result was computed from them. Only counters may have been incremented by others
-meanwhile (``values.py``): etcd reports how often.
+meanwhile (``job.py``): etcd reports how often.
 
 *A blocking read* reads at revision r and then watches from r + 1; when the watch ends, it reads again.
 
@@ -23,11 +23,12 @@ was suspended while the lease expired gets an error.
 
 from __future__ import annotations
 
+import contextlib
 import ssl
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
-from urllib.parse import SplitResult
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,21 +37,30 @@ from ...common.wording import counted
 from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..base import Store
-from ..external import client as outside_client
-from ..external.client import parts
-from ..external.tls import tls_context
-from ..external.url import parse_outside
-from ..operations import C, KeyTable, Operations, R
-from ..requests import Add, StoreRequest
-from .gateway import Body, Gateway, LeaseGone, StreamEnded
-from .job import EtcdJob, KeyValue, Range, at, put, under
-from .transactions import Changes, Done, Transactions
-from .values import stored, stored_counter, value_of
+from ..external import job as external_job
+from ..external.job import ExternalBacking, parts
+from ..requests import Add, Call, KeyTable, StoreRequest, TogetherResult, one_by_one
+from .gateway import Body, DatabaseFull, Gateway, LeaseExpired, OutcomeUnknown, StreamEnded
+from .job import (
+    EtcdJob,
+    EtcdWriteChannel,
+    KeyValue,
+    Range,
+    TransactionReply,
+    at,
+    created_at,
+    modified_at,
+    prefix_range,
+    put,
+    stored,
+    stored_counter,
+    value_is,
+    value_of,
+)  # fmt: skip
 
+R = TypeVar("R")
 T = TypeVar("T")
 
-#: default port of etcd
-_PORT = 2379
 #: longest value in bytes: etcd takes requests of 1.5 MiB
 MAX_ETCD_VALUE = 2**20
 #: maximum bytes of keys and values that are set in one step
@@ -91,7 +101,7 @@ class EtcdStore(Store):
         StoreTimeout: no server answered in time.
     """
 
-    _backing: _EtcdClient
+    _backing: _EtcdBacking
 
     def __init__(
         self,
@@ -104,13 +114,8 @@ class EtcdStore(Store):
         timeout: float | None = None,
     ) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
-        gateway = Gateway(servers, tls, user, password)
-        try:
-            job_keys = EtcdJob(gateway, job, Deadline(timeout))
-        except BaseException:
-            gateway.close()
-            raise
-        super().__init__(_EtcdClient(job_keys), timeout)
+        job_keys = EtcdJob(Gateway(servers, tls, user, password), job, Deadline(timeout))
+        super().__init__(_EtcdBacking(job_keys), timeout)
 
     @property
     def prefix(self) -> str:
@@ -118,42 +123,40 @@ class EtcdStore(Store):
         return self._backing.job.prefix.decode()
 
 
-def open_etcd(url: SplitResult, *, job: str, timeout: float | None) -> EtcdStore:
-    """Open the store of ``job`` that a URL with scheme ``etcd`` or ``etcds`` names.
-
-    Raises:
-        UsageError, ConfigurationError: the URL is malformed, or a file that it names cannot be used.
-    """
-    encrypted = url.scheme == "etcds"
-    named = parse_outside(url, _PORT, tls=encrypted)
-    return EtcdStore(
-        named.servers,
-        job,
-        tls=tls_context(named.ca, named.cert, named.key) if encrypted else None,
-        user=named.user,
-        password=named.password,
-        timeout=timeout,
-    )
-
-
 class _TooMuch(Exception):
     """The values are too long to be written in one step."""
 
 
-class _EtcdClient(Transactions):
+class Changes(NamedTuple):
+    """The operations of one write; ``counters``: those to put again unchanged, with their present content."""
+
+    operations: list[Body]
+    counters: Mapping[str, bytes] = {}
+
+
+class Done(NamedTuple):
+    """An executed write: the revision that it created, its counters as of then or later, and its answer."""
+
+    revision: int
+    counters: list[KeyValue]
+    answer: TransactionReply | None = None
+
+
+class _EtcdBacking(ExternalBacking[EtcdJob]):
     longest_key = MAX_ETCD_KEY
     longest_value = MAX_ETCD_VALUE
+
+    def __init__(self, job: EtcdJob) -> None:
+        super().__init__(job)
+        self._last_read = threading.local()  # its revision
 
     def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
         try:
             return super().execute(request, deadline)
-        except LeaseGone as error:
-            raise self.job.gone() from error
+        except LeaseExpired as error:
+            raise self.job.expired_error() from error
 
     # -- reading -------------------------------------------------------------------------------
-
-    def get_now(self, key: str) -> bytes | None:
-        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         found = self._read([at(self._name(key)) for key in keys[:_MAX_VALUES_PER_REQUEST]])
@@ -165,29 +168,29 @@ class _EtcdClient(Transactions):
         for part in parts(keys, _MAX_OPERATIONS, _MAX_KEY_BYTES_PER_REQUEST):
             found = self._read([{**at(self._name(key)), "count_only": True} for key in part])
             missing += [key for key, each in zip(part, found, strict=True) if not each.count]
-            first = first or self._seen.revision
-        self._seen.revision = first  # a watch must not miss changes between two parts
+            first = first or self._last_read.revision
+        self._last_read.revision = first  # a watch must not miss changes between two parts
         return missing
 
     def list_keys(self, prefix: str) -> list[str]:
-        (found,) = self._read([{**under(self._name(prefix)), "keys_only": True}])
+        (found,) = self._read([{**prefix_range(self._name(prefix)), "keys_only": True}])
         cut = len(self._name(""))
         return [each.key[cut:].decode() for each in found.kvs]
 
     def count(self, prefix: str) -> int:
-        (found,) = self._read([{**under(self._name(prefix)), "count_only": True}])
+        (found,) = self._read([{**prefix_range(self._name(prefix)), "count_only": True}])
         return found.count
 
     def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Return when the last of ``keys`` is set, which likely happens last, or when the lease expires."""
-        start = self._seen.revision + 1
-        silence = min(deadline.remaining(), outside_client.SILENCE)
+        start = self._last_read.revision + 1
+        silence = min(deadline.remaining(), external_job.WATCH_TIMEOUT_S)
         watched = [
             {"key": self._name(keys[-1]), "start_revision": start, "filters": ["NODELETE"]},
             {"key": self.job.life, "start_revision": start, "filters": ["NOPUT"]},
         ]
         try:
-            stream = self.job.gateway.stream("watch", [{"create_request": each} for each in watched], silence)
+            stream = self.job.client.stream("watch", [{"create_request": each} for each in watched], silence)
         except StreamEnded:
             self._paused(deadline)
             return
@@ -208,9 +211,6 @@ class _EtcdClient(Transactions):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def set(self, key: str, value: bytes) -> None:
-        self.set_many([(key, value)])
-
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
         values = dict(items)
         length = sum(len(key.encode()) + len(value) for key, value in values.items())
@@ -229,8 +229,8 @@ class _EtcdClient(Transactions):
     def swap(self, key: str, held: bytes | None, value: bytes | None) -> bool:
         return self._step([key], lambda table: table.swap(key, held, value))
 
-    def together(self, calls: Sequence[C], one_by_one: Callable[[Operations, Sequence[C]], R]) -> R:
-        times = Counter(call.key for call in calls)  # type: ignore[attr-defined]
+    def together(self, calls: Sequence[Call]) -> TogetherResult:
+        times = Counter(call.key for call in calls)
         adds = {call.key: call.amount for call in calls if isinstance(call, Add) and times[call.key] == 1}
         try:
             return self._step(list(times), lambda table: one_by_one(table, calls), adds)
@@ -241,11 +241,11 @@ class _EtcdClient(Transactions):
         name = self._name(prefix)
         if not self.count(prefix):
             return 0
-        done = self._write(lambda _: Changes([{"request_delete_range": under(name)}]))
+        done = self._write(lambda _: Changes([{"request_delete_range": prefix_range(name)}]))
         assert done is not None
         if done.answer is not None:
             return done.answer.responses[0].response_delete_range.deleted
-        return self._look_back([{**under(name), "count_only": True}], done.revision - 1)[0].count
+        return self._look_back([{**prefix_range(name), "count_only": True}], done.revision - 1)[0].count
 
     def _change(
         self, key: str, change: Callable[[bytes | None], bytes | None]
@@ -305,8 +305,8 @@ class _EtcdClient(Transactions):
         """Return the totals of the counters after a write that incremented them."""
         last = done.counters
         if any(each.mod_revision != done.revision for each in last):  # others have incremented them since
-            looks = [at(self._name(key)) for key in counters]
-            last = [each.only for each in self._look_back(looks, done.revision)]
+            reads = [at(self._name(key)) for key in counters]
+            last = [each.only for each in self._look_back(reads, done.revision)]
         totals: list[int] = []
         for (key, held), each in zip(counters.items(), last, strict=True):
             if each.value != held or not (total := value_of(each)):
@@ -321,3 +321,149 @@ class _EtcdClient(Transactions):
         except (StoreError, AuthenticationError) as error:
             known = StoreTimeout if isinstance(error, StoreTimeout) else StoreError
             raise known(f"the change was done, but its result is not known: {error}") from error
+
+    # -- transactions ---------------------------------------------------------------------------
+
+    def _read(self, ranges: list[Body]) -> list[Range]:
+        """Read the keys of each range, all at one revision."""
+        answer = self._ask({"success": self._read_operations(ranges)})
+        self._last_read.revision = answer.header.revision
+        return self._checked(answer)
+
+    def _read_operations(self, ranges: list[Body]) -> list[Body]:
+        return [{"request_range": each} for each in [{**at(self.job.life), "keys_only": True}, *ranges]]
+
+    def _checked(self, answer: TransactionReply) -> list[Range]:
+        """Return the ranges requested by :meth:`_read_operations`. StoreError if the job's life has ended."""
+        life, *found = (each.response_range for each in answer.responses)
+        if not life.kvs or life.kvs[0].create_revision != self.job.birth_revision:
+            raise self.job.expired_error()
+        return found
+
+    def _write(
+        self, changes_of: Callable[[Sequence[KeyValue]], Changes], keys: Sequence[str] = ()
+    ) -> Done | None:
+        """Execute once, in one step, the changes that ``changes_of`` computes from ``keys``.
+
+        Args:
+            changes_of: returns no operations if nothing is to be done. Its last call counts.
+
+        Returns:
+            The executed write; None if nothing was to be done.
+        """
+        with self.job.channel() as channel:
+            reads = self._read_operations([at(each) for each in (channel.key, *map(self._name, keys))])
+            found: list[KeyValue] = []
+            refusals = 0
+            if keys:
+                found = self._update_channel(channel, self._ask({"success": reads}))
+            while True:
+                operations, counters = changes_of(found)
+                if not operations:
+                    return None
+                conditions = self._conditions(channel)
+                conditions += [
+                    value_is(self._name(key), counters[key])
+                    if key in counters
+                    else modified_at(self._name(key), each.mod_revision)
+                    for key, each in zip(keys, found, strict=True)
+                ]
+                ranges = [{"request_range": at(self._name(key))} for key in counters]
+                number = put(channel.key, b"%d" % channel.number, self.job.lease)
+                transaction = {
+                    "compare": conditions, "success": [*operations, number, *ranges], "failure": reads,
+                }  # fmt: skip
+                try:
+                    answer = self._ask(transaction, writes=True)
+                except (OutcomeUnknown, DatabaseFull) as unclear:
+                    answer, done = self._resolve_outcome(channel, reads, unclear)
+                    found = self._update_channel(channel, answer)
+                    if done:
+                        last = [each for key, each in zip(keys, found, strict=True) if key in counters]
+                        return Done(channel.revision, last)
+                    if self._calls.deadline.expired:
+                        raise StoreTimeout(f"{self.job}: {unclear}; it was not done") from None
+                    if self._paused(self._calls.deadline):
+                        raise StoreError("closed") from None  # Store replaces the message
+                    continue
+                if answer.succeeded:
+                    channel.revision = answer.header.revision
+                    last = [each.response_range.only for each in answer.responses[len(operations) + 1 :]]
+                    return Done(channel.revision, last, answer)
+                before, found = found, self._update_channel(channel, answer)
+                refusals += 1
+                self.swap_failed(_conflicting_key(keys, counters, before, found), refusals)
+
+    def _conditions(self, channel: EtcdWriteChannel) -> list[Body]:
+        """Return the conditions of every write: the job's life goes on, and the channel is unchanged."""
+        life = created_at(self.job.life, self.job.birth_revision)
+        return [life, modified_at(channel.key, channel.revision)]
+
+    def _resolve_outcome(
+        self, channel: EtcdWriteChannel, reads: list[Body], unclear: OutcomeUnknown | DatabaseFull
+    ) -> tuple[TransactionReply, bool]:
+        """Find out whether a write without an answer was executed; if not, make sure that it never will be.
+
+        Returns:
+            The present result of ``reads``, and whether the write was executed.
+        """
+        number, fence = b"%d" % channel.number, b"-%d" % channel.number
+        refused: Exception = unclear
+        if isinstance(unclear, OutcomeUnknown):
+            transaction = {
+                "compare": self._conditions(channel),
+                "success": [put(channel.key, fence, self.job.lease), *reads],
+                "failure": reads,
+            }
+            try:
+                answer = self._ask(transaction)  # may be executed twice
+            except LeaseExpired:
+                raise
+            except (StoreError, AuthenticationError) as error:
+                refused = error
+            else:
+                if answer.succeeded:
+                    answer.responses.pop(0)
+                    return answer, False
+                _, last, *_ = answer.responses
+                return answer, last.response_range.only.value == number
+        # A full database may have executed a write that it refused, even the fence; it still answers reads.
+        held = None if isinstance(refused, StoreTimeout) else self._channel_value(channel)
+        if held in (number, fence):
+            return self._ask({"success": reads}), held == number
+        if held is not None and isinstance(unclear, DatabaseFull):
+            raise unclear
+        raise StoreTimeout(f"{refused}; it is unknown whether the request was or will be done") from unclear
+
+    def _channel_value(self, channel: EtcdWriteChannel) -> bytes | None:
+        """Return the value of the channel's key; None on an error. A full etcd 3.5.0 refuses transactions."""
+        with contextlib.suppress(StoreError, AuthenticationError):
+            return self._call("kv/range", at(channel.key), Range).only.value
+        return None
+
+    def _update_channel(self, channel: EtcdWriteChannel, answer: TransactionReply) -> list[KeyValue]:
+        """Return the keys that were read; update the channel's revision."""
+        last, *found = [each.only for each in self._checked(answer)]
+        channel.revision = last.mod_revision
+        return found
+
+    def _name(self, key: str) -> bytes:
+        return self.job.prefix + b"k/" + key.encode()
+
+    def _ask(self, transaction: Body, *, writes: bool = False) -> TransactionReply:
+        return self._call("kv/txn", transaction, TransactionReply, writes=writes)
+
+    def _call(self, path: str, body: Body, answer: type[T], *, writes: bool = False) -> T:
+        return self.job.client.call(path, body, answer, self._calls.deadline, self.closed, writes=writes)
+
+
+def _conflicting_key(
+    keys: Sequence[str], counters: Container[str], before: Sequence[KeyValue], found: Sequence[KeyValue]
+) -> str:
+    """Return a key that others have changed, because of which a write was refused."""
+    changed = (
+        key
+        for key, was, now in zip(keys, before, found, strict=True)
+        if was.value != now.value or (key not in counters and was.mod_revision != now.mod_revision)
+    )
+    return next(changed, "")

@@ -1,4 +1,4 @@
-"""The state that the stores of one job on external servers (Redis or etcd) share in a process.
+"""The common part of the stores in Redis and etcd: the state of a job, and the backing of its stores.
 
 Each process that has a store open keeps the job's keys alive from a background thread; they expire
 :data:`KEY_TTL_S` seconds after the last call. The time from the creation of the keys to their expiry is a
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from secrets import token_hex
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ...common.wording import in_seconds
-from ...errors import AuthenticationError, StoreError
+from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
+from ..backing import Backing
+from ..base import timed_out
+from ..requests import Blocking, StoreRequest
 
 #: seconds for which all keys outlive the last process that has the store open
 KEY_TTL_S = 60.0
@@ -27,8 +31,32 @@ KEY_TTL_S = 60.0
 KEEP_ALIVE_INTERVAL_S = 20.0
 #: seconds for which closing waits for a keep-alive call
 CLOSE_TIMEOUT_S = 2.0
+#: seconds without an event after which a watch ends and the store reads again: its server may be cut off
+WATCH_TIMEOUT_S = 5.0
+#: limits in seconds of the pause between two attempts at a change, or between a broken watch and a read
+_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.001, 0.1
 
-_Self = TypeVar("_Self", bound="OutsideJob[WriteChannel]")
+T = TypeVar("T")
+_Client = TypeVar("_Client", bound="ServerClient")
+_Self = TypeVar("_Self", bound="ExternalJob[Any, Any]")
+_SelfBacking = TypeVar("_SelfBacking", bound="ExternalBacking[Any]")
+
+
+class ServerClient(Protocol):
+    """Connections to the servers; its text names them in messages."""
+
+    def clone(self: _Client) -> _Client:
+        """Return another client of the same servers, to be closed separately."""
+
+    def close(self) -> None:
+        """Close all connections."""
+
+
+class CancellableWait(Protocol):
+    """A wait that another thread can cancel."""
+
+    def shutdown(self) -> None:
+        """End the wait, from another thread."""
 
 
 class WriteChannel:
@@ -37,44 +65,53 @@ class WriteChannel:
     Attributes:
         name: under which the server stores the number of the last write.
         number: of the last write.
-        unclear: a copy of a write may still be in transit. The channel is then not used again, and its
-            number stays on the server, which keeps the copy from being executed.
+        may_be_in_transit: a copy of a write may still be executed. The channel is then not used again, and
+            its number stays on the server, which keeps the copy from being executed.
     """
-
-    __slots__ = ("name", "number", "unclear")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.number = 0
-        self.unclear = False
+        self.may_be_in_transit = False
 
-    def doubt(self) -> None:
+    def mark_unclear(self) -> None:
         """Record that an attempt at a write got no answer."""
-        self.unclear = True
+        self.may_be_in_transit = True
 
 
-L = TypeVar("L", bound=WriteChannel)
+ClientT = TypeVar("ClientT", bound=ServerClient)
+ChannelT = TypeVar("ChannelT", bound=WriteChannel)
 
 
-class OutsideJob(abc.ABC, Generic[L]):
+class ExternalJob(abc.ABC, Generic[ClientT, ChannelT]):
     """One life of a job, shared by the stores of this process.
 
-    ``name`` is that of the job; ``where`` names the servers in messages; ``host`` may be unknown (None).
+    Args:
+        client: owned by the job.
+        name: of the job.
     """
 
+    #: name or address of the server; None: unknown
     host: str | None = None
+    #: further reasons for the end of a life, for the message of :meth:`expired_error`
+    other_reasons = ""
 
-    def __init__(self, name: str, where: str) -> None:
+    def __init__(self, client: ClientT, name: str, deadline: Deadline) -> None:
+        self.client = client
         self.name = name
-        self._where = where
         self._lock = threading.Lock()
-        self._idle: list[L] = []
+        self._idle: list[ChannelT] = []
         self._users = 0
-        self._ended = threading.Event()
+        self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="shoal-store-keeper", daemon=True)
+        try:
+            self._join(deadline)
+        except BaseException:
+            client.close()
+            raise
 
     def __str__(self) -> str:
-        return f"{self._where}, job {self.name!r}"
+        return f"{self.client}, job {self.name!r}"
 
     def acquire(self) -> None:
         """Add a user; the first one starts the keep-alive thread."""
@@ -89,41 +126,38 @@ class OutsideJob(abc.ABC, Generic[L]):
             self._users -= 1
             if self._users:
                 return
-        self._ended.set()
+        self._closing.set()
         self._keeper.join(CLOSE_TIMEOUT_S)
         with contextlib.suppress(StoreError, AuthenticationError):  # the keys then expire
-            self._leave([line.name for line in self._idle], Deadline(0.0))  # one attempt
-        self.disconnect()
+            self._leave([channel.name for channel in self._idle], Deadline(0.0))  # one attempt
+        self.client.close()
 
     @contextlib.contextmanager
-    def line(self) -> Iterator[L]:
+    def channel(self) -> Iterator[ChannelT]:
         """Yield a channel for one write, with its next number."""
         with self._lock:
-            line = self._idle.pop() if self._idle else self._new_line(token_hex(12))
-        line.number += 1
-        yield line  # after an error the write may be in transit: the channel is not used again
-        if not line.unclear:
+            channel = self._idle.pop() if self._idle else self._new_channel(token_hex(12))
+        channel.number += 1
+        yield channel  # after an error the write may be in transit: the channel is not used again
+        if not channel.may_be_in_transit:
             with self._lock:
-                self._idle.append(line)
+                self._idle.append(channel)
 
-    def again(self: _Self, deadline: Deadline) -> _Self:
+    def current(self: _Self, deadline: Deadline) -> _Self:
         """Return the current life of the job: this one, or a later or new one if this one has ended."""
-        return self if self._lives(deadline) else self._anew(deadline)
+        return self if self._exists(deadline) else type(self)(self.client.clone(), self.name, deadline)
 
-    def gone(self) -> StoreError:
+    def expired_error(self) -> StoreError:
         """Return the error of a store whose keys have expired."""
         return StoreError(
             f"{self}: all its keys have expired, because no process of the job has kept them alive for "
             f"{in_seconds(KEY_TTL_S)}: this process and the others were suspended or cut off from the server"
-            f"{self.other_ends}.  Start the job again"
+            f"{self.other_reasons}.  Start the job again"
         )
-
-    #: further reasons, for the message of :meth:`gone`
-    other_ends = ""
 
     def _keep(self) -> None:
         pause = KEEP_ALIVE_INTERVAL_S
-        while not self._ended.wait(pause):
+        while not self._closing.wait(pause):
             try:
                 if not self._keep_alive(Deadline(KEEP_ALIVE_INTERVAL_S)):
                     return  # the next call of a store raises the error
@@ -132,24 +166,112 @@ class OutsideJob(abc.ABC, Generic[L]):
                 pause = KEEP_ALIVE_INTERVAL_S / 20  # retry soon: the keys will expire
 
     @abc.abstractmethod
-    def disconnect(self) -> None:
-        """Close all connections."""
+    def _join(self, deadline: Deadline) -> None:
+        """Join the current life of the job; begin one if there is none."""
 
     @abc.abstractmethod
-    def _new_line(self, ident: str) -> L:
+    def _new_channel(self, ident: str) -> ChannelT:
         """Return an unused channel, named after ``ident``."""
 
     @abc.abstractmethod
     def _keep_alive(self, deadline: Deadline) -> bool:
         """Extend the life of the job to :data:`KEY_TTL_S` seconds from now; False: it has ended."""
 
-    @abc.abstractmethod
-    def _lives(self, deadline: Deadline) -> bool:
+    def _exists(self, deadline: Deadline) -> bool:
         """Return whether this life of the job still exists."""
+        return self._keep_alive(deadline)
 
-    @abc.abstractmethod
-    def _anew(self: _Self, deadline: Deadline) -> _Self:
-        """Join the current life of the job, with new connections."""
+    def _leave(self, channels: list[str], deadline: Deadline) -> None:
+        """Remove this process and its ``channels`` from the job; it sends nothing afterwards."""
 
-    def _leave(self, lines: list[str], deadline: Deadline) -> None:
-        """Remove this process and its ``lines`` from the job; it sends nothing afterwards."""
+
+JobT = TypeVar("JobT", bound=ExternalJob[Any, Any])
+
+
+class ExternalBacking(Backing, Generic[JobT]):
+    """A backing that shares its job with its clones."""
+
+    def __init__(self, job: JobT) -> None:
+        super().__init__()
+        self.job = job
+        self.host = job.host
+        self._lock = threading.Lock()
+        self._streams: set[CancellableWait] = set()
+        self._released = False
+        job.acquire()
+
+    def __str__(self) -> str:
+        return f"store in {self.job}"
+
+    def clone(self: _SelfBacking, timeout: float) -> _SelfBacking:
+        return type(self)(self.job)
+
+    def clone_accepting_new_data(self: _SelfBacking, timeout: float) -> _SelfBacking:
+        return type(self)(self.job.current(Deadline(timeout)))
+
+    def close(self) -> None:
+        with self._lock:
+            for stream in self._streams:
+                stream.shutdown()
+            released, self._released = self._released, True
+        if not released:
+            self.job.release()
+
+    def get_now(self, key: str) -> bytes | None:
+        return self.get_many([key])[0]
+
+    def set(self, key: str, value: bytes) -> None:
+        self.set_many([(key, value)])
+
+    def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
+        try:
+            return super().execute(request, deadline)
+        except AuthenticationError as error:  # access has changed since the store was opened
+            raise StoreError(str(error)) from error
+        except StoreTimeout as error:
+            if isinstance(request, Blocking):
+                missing = timed_out(request.keys, deadline.timeout)
+                raise StoreTimeout(f"{missing} (as far as known: {error})") from None
+            raise
+
+    def swap_failed(self, key: str, times: int) -> None:
+        deadline = self._calls.deadline
+        if deadline.expired:
+            raise StoreTimeout(
+                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: other clients have "
+                f"changed it {times} times meanwhile"
+            )
+        if self._paused(deadline, times):
+            raise StoreError("closed")  # Store replaces the message
+
+    @contextlib.contextmanager
+    def _watching(self, stream: CancellableWait) -> Iterator[bool]:
+        """Let :meth:`close` end the wait on ``stream``; yield False if the store is closed already."""
+        with self._lock:
+            if not self.closed.is_set():
+                self._streams.add(stream)
+        try:
+            yield not self.closed.is_set()
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+
+    def _paused(self, deadline: Deadline, times: int = 4) -> bool:
+        """Pause for a moment; return whether the store was closed meanwhile."""
+        longest = min(_MIN_RETRY_DELAY_S * 2 ** min(times, 10), _MAX_RETRY_DELAY_S)
+        return self.closed.wait(min(random.uniform(0, longest), deadline.remaining()))
+
+
+def parts(keys: Sequence[str], most: int, longest: int) -> Iterator[Sequence[str]]:
+    """Yield ``keys`` in parts of at most ``most`` keys and ``longest`` bytes, at least one key each."""
+    part: list[str] = []
+    length = 0
+    for key in keys:
+        size = len(key.encode())
+        if part and (len(part) == most or length + size > longest):
+            yield part
+            part, length = [], 0
+        part.append(key)
+        length += size
+    if part:
+        yield part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 
-from ...errors import ConfigurationError
+from ...errors import AuthenticationError, ConfigurationError, StoreError
 
 #: timeout in seconds for a connection, and for an answer on it
 _CONNECT_TIMEOUT_S = 3.0
@@ -46,7 +46,39 @@ def _try_to_read(path: str | None) -> None:
             file.read(1)
 
 
-def talks_tls(server: str) -> bool:
+def raise_for_tls(
+    kind: str, server: str, *, encrypted: bool, greeting: bytes, answers: tuple[bytes, ...], error: Exception
+) -> None:
+    """Raise if ``error``, which ended a connection, shows that further attempts would fail too.
+
+    Args:
+        kind: ``"etcd"`` or ``"Redis"``.
+        encrypted: whether this side uses TLS.
+        greeting, answers: plain text, and the first bytes of possible answers; none if the server has
+            answered before, so it uses TLS or not as this side does.
+    """
+    text, scheme = _all_texts(error), kind.lower()
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        raise AuthenticationError(
+            f"this process does not trust the certificate of {kind} at {server} ({cause(error)}); "
+            "give the file of the authority that signed it as ca= in the URL"
+        ) from error
+    if "CERTIFICATE_REQUIRED" in text or "BAD_CERTIFICATE" in text:
+        raise AuthenticationError(
+            f"{kind} at {server} requires a client certificate of its own authority ({cause(error)}): "
+            "give it as cert= and key= in the URL"
+        ) from error
+    if not answers or "refused" in text:
+        return
+    if not encrypted and ("closed" in text or "reset" in text) and _talks_tls(server):
+        raise StoreError(f"{kind} at {server} uses TLS: use {scheme}s:// instead of {scheme}://") from error
+    if encrypted and _talks_plain(server, greeting, answers):
+        raise StoreError(
+            f"{kind} at {server} does not use TLS: use {scheme}:// instead of {scheme}s://"
+        ) from error
+
+
+def _talks_tls(server: str) -> bool:
     """Return whether ``host:port`` completes a TLS handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -58,7 +90,7 @@ def talks_tls(server: str) -> bool:
         return False
 
 
-def talks_plain(server: str, greeting: bytes, *answers: bytes) -> bool:
+def _talks_plain(server: str, greeting: bytes, answers: tuple[bytes, ...]) -> bool:
     """Return whether ``host:port`` answers the plain text ``greeting`` with one of ``answers``, or more."""
     try:
         with _connected(server) as plain:
@@ -83,3 +115,12 @@ def cause(error: Exception) -> str:
     while error.args and isinstance(error.args[-1], Exception):
         error = error.args[-1]
     return str(error) or type(error).__name__
+
+
+def _all_texts(error: BaseException | None) -> str:
+    """Return the texts of ``error`` and of its causes."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return " ".join(texts)

@@ -11,13 +11,13 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ... import config
 from ...errors import UsageError
-from ..tcp.serve import parse_address
+from ...net import format_address, parse_address
 
 _FILES = ("ca", "cert", "key")
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class ExternalUrl:
     """The parts of such a URL.
 
     Attributes:
@@ -36,7 +36,9 @@ class Outside:
     database: int = 0
 
 
-def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: bool = False) -> Outside:
+def parse_external_url(
+    url: SplitResult, default_port: int, *, tls: bool, databases: bool = False
+) -> ExternalUrl:
     """Parse the URL of a store on third-party servers.
 
     Args:
@@ -65,9 +67,7 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: 
             host, port = parse_address(each)
         except UsageError as error:
             raise UsageError(f"store {shown!r}: {expected}: {error}") from None
-        servers.append(
-            f"[{host}]:{port or default_port}" if ":" in host else f"{host}:{port or default_port}"
-        )
+        servers.append(format_address(host, port or default_port))
     files: dict[str, str] = {}
     for name, value in parse_qsl(url.query, keep_blank_values=True):
         if not tls or name not in _FILES or name in files:
@@ -75,7 +75,7 @@ def parse_outside(url: SplitResult, default_port: int, *, tls: bool, databases: 
         if value:
             files[name] = value
     user, colon, password = named.partition(":")
-    return Outside(
+    return ExternalUrl(
         servers,
         unquote(user) or config.STORE_USER.get(),
         unquote(password) if at and colon else config.STORE_PASSWORD.get(),

@@ -7,7 +7,6 @@ recognize repetitions. A connection carries one call at a time, or one subscript
 from __future__ import annotations
 
 import contextlib
-import random
 import select
 import socket
 import ssl
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ...common.wording import in_seconds
 from ...errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ...net import Deadline
-from ..external.tls import cause
-from .errors import not_taken, refuse_tls, refused
+from ..backing import Backoff
+from ..external.tls import cause, raise_for_tls
 from .scripts import Script
 
 if TYPE_CHECKING:
@@ -33,12 +32,12 @@ Argument = bytes | str | int
 _REPLY_MARGIN_S = 2.0
 #: timeouts in seconds: for a connection, and for the first answer; doubled for each further attempt
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 3.0, 10.0
-#: limits in seconds of the pause between two attempts, before randomization
-_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 #: number of idle connections kept
 _MAX_IDLE_CONNECTIONS = 8
 #: number of times in a row that a server of a cluster may redirect a call
 _MAX_REDIRECTIONS = 8
+#: a line of plain text, and the first bytes of the possible answers of Redis
+_GREETING, _ANSWERS = b"PING\r\n", (b"+", b"-")
 #: bytes per read
 _READ_SIZE = 2**16
 
@@ -89,7 +88,7 @@ class RedisClient:
         password: str | None = None,
     ) -> None:
         self._redis = _redis()
-        self._given = (server, database, tls, user, password)
+        self._arguments = (server, database, tls, user, password)
         self._named = self._server = server
         self._user, self._password = user, password
         self._tls = tls
@@ -110,7 +109,7 @@ class RedisClient:
 
     def clone(self) -> RedisClient:
         """Return another client of the same server, to be closed separately."""
-        return RedisClient(*self._given)
+        return RedisClient(*self._arguments)
 
     def close(self) -> None:
         """Close all idle connections now, and those in use when they are released."""
@@ -142,48 +141,42 @@ class RedisClient:
             StoreTimeout: there was no answer by the deadline; the message lists the failures.
         """
 
-        def words(attempt: int, *program: Argument) -> tuple[Argument, ...]:
+        def words(attempt: int, is_known: bool) -> Sequence[Argument]:
+            program = ("EVALSHA", script.digest) if is_known else ("EVAL", script.text)
             return (*program, len(keys), *keys, *((attempt,) if writes else ()), *arguments)
 
-        def known(attempt: int) -> tuple[Argument, ...]:
-            return words(attempt, "EVALSHA", script.digest)
-
-        def unknown(attempt: int) -> tuple[Argument, ...]:
-            return words(attempt, "EVAL", script.text)
-
-        return self._call(known, unknown, deadline, closed, writes)
+        return self._call(words, deadline, closed, writes)
 
     def command(self, *words: Argument, deadline: Deadline, closed: threading.Event) -> Any:
         """Return the answer to a command that changes nothing; raises as :meth:`run` does."""
-        return self._call(lambda _: words, lambda _: words, deadline, closed, None)
+        return self._call(lambda *_: words, deadline, closed, None)
 
     def _call(
         self,
-        words: Callable[[int], tuple[Argument, ...]],
-        unknown: Callable[[int], tuple[Argument, ...]],
+        words: Callable[[int, bool], Sequence[Argument]],
         deadline: Deadline,
         closed: threading.Event,
         writes: Callable[[], None] | None,
     ) -> Any:
-        """Return the answer to ``words`` of an attempt, or to ``unknown`` if the server lacks the script."""
-        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
-        pause, tries, moves, attempt = _MIN_RETRY_DELAY_S, 0, 0, -1
-        met: Counter[str] = Counter()
+        """Return the answer to ``words`` of an attempt; their second argument: the server has the script."""
+        reply_deadline = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        backoff, tries, moves, attempt = Backoff(closed), 0, 0, -1
+        failures: Counter[str] = Counter()
         refused = unclear = False
         while True:
             reused = began = False
             try:
-                with self._connection(patience) as (connection, reused):
+                with self._connection(reply_deadline) as (connection, reused):
                     began = True
                     attempt += 1
-                    seconds = min(patience.remaining(), _ANSWER_TIMEOUT_S * 2 ** min(tries, 4))
+                    seconds = min(reply_deadline.remaining(), _ANSWER_TIMEOUT_S * 2 ** min(tries, 4))
                     try:
-                        return self._exchange(connection, words(attempt), seconds)
+                        return self._exchange(connection, words(attempt, True), seconds)
                     except self._redis.exceptions.NoScriptError:
-                        return self._exchange(connection, unknown(attempt), seconds)
+                        return self._exchange(connection, words(attempt, False), seconds)
             except (StoreError, AuthenticationError) as error:
                 if writes and unclear:  # an earlier attempt may have been executed or be in transit
-                    raise StoreTimeout(f"{error}{_fate(True, True)}") from error
+                    raise StoreTimeout(f"{error}{_outcome_text(True, True)}") from error
                 raise
             except _Moved as error:
                 moves += 1
@@ -199,16 +192,14 @@ class RedisClient:
                 if reused:  # it may have been closed long ago
                     continue
                 why = str(error)
-            met[why] += 1
+            failures[why] += 1
             tries += 1
             if deadline.expired:
                 raise StoreTimeout(
-                    f"{self} did not answer within {in_seconds(deadline.timeout)} ({_tries(met)})"
-                    + (_fate(refused, unclear) if writes else "")
+                    f"{self} did not answer within {in_seconds(deadline.timeout)} "
+                    f"({_failures_text(failures)})" + (_outcome_text(refused, unclear) if writes else "")
                 )
-            if closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                raise StoreError("closed")  # Store replaces the message
-            pause = min(2 * pause, _MAX_RETRY_DELAY_S)
+            backoff.pause(reply_deadline.remaining())
 
     @contextlib.contextmanager
     def subscribed(self, channel: str, deadline: Deadline) -> Iterator[Subscription]:
@@ -216,11 +207,11 @@ class RedisClient:
 
         Raises ConnectionLost, or StoreError or AuthenticationError if the server refuses.
         """
-        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
-        with self._connection(patience) as (connection, _):
+        reply_deadline = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        with self._connection(reply_deadline) as (connection, _):
             try:
                 self._exchange(
-                    connection, ("SUBSCRIBE", channel), min(patience.remaining(), _CONNECT_TIMEOUT_S)
+                    connection, ("SUBSCRIBE", channel), min(reply_deadline.remaining(), _CONNECT_TIMEOUT_S)
                 )
                 try:
                     yield Subscription(self, connection)
@@ -241,7 +232,7 @@ class RedisClient:
     # -- connections ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connection(self, patience: Deadline) -> Iterator[tuple[redis.Connection, bool]]:
+    def _connection(self, reply_deadline: Deadline) -> Iterator[tuple[redis.Connection, bool]]:
         """Yield a connection for one call, and whether it was used before."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
@@ -251,7 +242,7 @@ class RedisClient:
         reused = connection is not None
         if connection is None:
             try:
-                connection = self._connected(min(patience.remaining(), _CONNECT_TIMEOUT_S))
+                connection = self._connected(min(reply_deadline.remaining(), _CONNECT_TIMEOUT_S))
             except ConnectionLost:
                 self._server = self._named  # the server of the redirection may be down
                 raise
@@ -276,7 +267,7 @@ class RedisClient:
             host=host, port=port, db=self._database, username=self._user, password=self._password,
             socket_timeout=max(seconds, 0.001), protocol=2, driver_info=None, socket_read_size=_READ_SIZE,
         )  # fmt: skip
-        with self._in_words():
+        with self._translating_errors():
             connection.connect()  # type: ignore[no-untyped-call]
         return connection
 
@@ -298,15 +289,15 @@ class RedisClient:
         for connection in idle:
             connection.disconnect()  # type: ignore[no-untyped-call]
 
-    def _exchange(self, connection: redis.Connection, words: tuple[Argument, ...], seconds: float) -> Any:
-        with self._in_words():
+    def _exchange(self, connection: redis.Connection, words: Sequence[Argument], seconds: float) -> Any:
+        with self._translating_errors():
             if (sock := _socket(connection)) is not None:
                 sock.settimeout(max(seconds, 0.001))
             connection.send_command(*words)  # type: ignore[no-untyped-call]
         return self._read(connection, seconds)
 
     def _read(self, connection: redis.Connection, seconds: float) -> Any:
-        with self._in_words():
+        with self._translating_errors():
             answer = connection.read_response(timeout=max(seconds, 0.001))
             self._answered = True
             return answer
@@ -314,7 +305,7 @@ class RedisClient:
     # -- errors --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _translating_errors(self) -> Iterator[None]:
         errors = self._redis.exceptions
         try:
             yield
@@ -323,19 +314,19 @@ class RedisClient:
         except errors.MovedError as error:
             raise _Moved(f"{error.host or self.host}:{error.port}") from error
         except errors.AuthenticationError as error:
-            raise not_taken(str(self), self._user, str(error)) from error
-        except (errors.ResponseError, errors.ConnectionError) as error:
+            raise _user_refused_error(str(self), self._user, str(error)) from error
+        except (errors.ResponseError, errors.ConnectionError, errors.TimeoutError) as error:
             self._answered = self._answered or isinstance(error, errors.ResponseError)
             code = getattr(error, "status_code", None) or ""
             text = f"{code} {error}".strip()
             if text.startswith(_RETRYABLE_ERRORS) or text.removeprefix("ERR ").startswith(_RETRYABLE_ERRORS):
                 raise _Later(text) from error
             if isinstance(error, errors.ResponseError):
-                raise refused(str(self), self._user, text) from error
-            refuse_tls(self._server, self._tls is not None, self._answered, error)
-            raise ConnectionLost(cause(error)) from error
-        except errors.TimeoutError as error:
-            refuse_tls(self._server, self._tls is not None, self._answered, error)
+                raise _request_error(str(self), self._user, text) from error
+            raise_for_tls(
+                "Redis", self._server, encrypted=self._tls is not None,
+                greeting=_GREETING, answers=() if self._answered else _ANSWERS, error=error,
+            )  # fmt: skip
             raise ConnectionLost(cause(error)) from error
         except (errors.RedisError, *_UNREADABLE) as error:
             raise StoreError(
@@ -347,17 +338,17 @@ class RedisClient:
 class Subscription:
     """A connection that receives messages."""
 
-    def __init__(self, link: RedisClient, connection: redis.Connection) -> None:
-        self._link = link
+    def __init__(self, client: RedisClient, connection: redis.Connection) -> None:
+        self._client = client
         self._connection = connection
 
     def wait(self, seconds: float) -> None:
         """Return when a message has arrived or after ``seconds``; ConnectionLost if none can arrive."""
         try:
             self._connection.read_response(timeout=max(seconds, 0.001), disconnect_on_error=False)
-        except self._link._redis.exceptions.TimeoutError:
+        except self._client._redis.exceptions.TimeoutError:
             return
-        except (self._link._redis.exceptions.RedisError, *_UNREADABLE) as error:
+        except (self._client._redis.exceptions.RedisError, *_UNREADABLE) as error:
             raise ConnectionLost(cause(error)) from error
 
     def shutdown(self) -> None:
@@ -410,14 +401,45 @@ def _host_and_port(server: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _tries(met: Counter[str]) -> str:
-    return "; ".join(why if times == 1 else f"{why}, {times} times" for why, times in met.items())
+def _failures_text(failures: Counter[str]) -> str:
+    return "; ".join(why if times == 1 else f"{why}, {times} times" for why, times in failures.items())
 
 
-def _fate(refused: bool, unclear: bool) -> str:
+def _outcome_text(refused: bool, unclear: bool) -> str:
     if unclear:
         return "; it is unknown whether the request was or will be done"
     return "; it did nothing" if refused else "; nothing was sent to it"
+
+
+def _user_refused_error(name: str, user: str | None, text: str) -> AuthenticationError:
+    """Return the error of a server that does not accept ``user`` (None: the default user)."""
+    if "without any password" in text or "no password is set" in text:
+        why = "asks for no password, and this process gives one"
+    elif "required" in text:
+        why = (
+            "asks for a password: set SHOAL_STORE_PASSWORD (and SHOAL_STORE_USER), or put it into the URL, "
+            "as in redis://user:password@host:6379"
+        )
+    else:
+        why = f"does not accept user {user or 'default'!r} with this password"
+    return AuthenticationError(f"{name} {why}: {text}")
+
+
+def _request_error(name: str, user: str | None, text: str) -> StoreError:
+    """Return the exception for the error ``text`` of a request; the server has executed nothing."""
+    if any(each in text for each in ("NOPERM", "ACL failure", "user executing the script can't")):
+        return StoreError(
+            f"{name}: user {user or 'default'!r} lacks permission: {text}; docs/stores.md lists the keys, "
+            "channels and commands that a job needs"
+        )
+    if "OOM " in text:
+        return StoreError(
+            f"{name}: its memory is full: nothing can be written before keys are removed or maxmemory is "
+            f"raised ({text})"
+        )
+    if "READONLY" in text:
+        return StoreError(f"{name} is a read-only replica: name its primary ({text})")
+    return StoreError(f"{name}: {text}")
 
 
 def _redis() -> Any:

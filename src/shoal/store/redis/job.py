@@ -12,42 +12,38 @@ from urllib.parse import quote
 from ...common.decoding import MalformedMessage, converted
 from ...errors import AuthenticationError, StoreError
 from ...net import Deadline
-from ..external import job as outside_job
-from ..external.job import OutsideJob, WriteChannel
+from ..external import job as external_job
+from ..external.job import ExternalJob, WriteChannel
 from .connection import Argument, RedisClient
 from .scripts import LIFE, Script
 
 T = TypeVar("T")
 
 
-class RedisJob(OutsideJob[WriteChannel]):
+class RedisJob(ExternalJob[RedisClient, WriteChannel]):
     """The connections, write channels and membership that clones in this process share."""
 
-    other_ends = (
+    other_reasons = (
         ", or the server has lost its data (it restarted without it, or a replica that lacked it took over, "
         "or it evicts keys)"
     )
 
-    def __init__(self, link: RedisClient, name: str, deadline: Deadline) -> None:
-        super().__init__(name, str(link))
-        self.link = link
-        self.key = f"{{shoal:{quote(name, safe='')}}}"
+    def _join(self, deadline: Deadline) -> None:
+        self.key = f"{{shoal:{quote(self.name, safe='')}}}"
         self._member = token_hex(12)
-        mine = token_hex(12).encode()
-        self.life = mine
-        word, life = self._live("join", deadline)
+        self.life = own_life = token_hex(12).encode()
+        word, self.life = self._live("join", deadline)
         if word != b"done":
             raise self.unreadable(word)
-        self.life = life
-        self.host = link.host
-        self._began = life == mine
+        self.host = self.client.host
+        self._began = self.life == own_life
 
     def warn(self, deadline: Deadline) -> None:
         """Warn if the server may lose acknowledged changes; only in the process that began the job's life."""
-        if self._began and (reasons := _losses(self.link, deadline, self._ended)):
+        if self._began and (reasons := _losses(self.client, deadline, self._closing)):
             self._began = False
             warnings.warn(
-                f"{self.link} may lose changes that it has acknowledged: {'; '.join(reasons)}.  A job "
+                f"{self.client} may lose changes that it has acknowledged: {'; '.join(reasons)}.  A job "
                 "detects the loss of all its data, but may not detect the loss of its last changes.  "
                 "shoal store --log and etcd lose none",
                 stacklevel=3,
@@ -70,11 +66,11 @@ class RedisJob(OutsideJob[WriteChannel]):
                 malformed.
         """
         keys = [self.key, self.key + ":members"] if script is LIFE else [self.key]
-        reply = self.link.run(script, keys, arguments, deadline, closed, writes=writes)
+        reply = self.client.run(script, keys, arguments, deadline, closed, writes=writes)
         if not isinstance(reply, list) or len(reply) not in (1, 2) or not isinstance(reply[0], bytes):
             raise self.unreadable(reply)
         if reply[0] == b"gone" and script is not LIFE:
-            raise self.gone()
+            raise self.expired_error()
         try:
             return reply[0], converted(reply[1], kind) if len(reply) == 2 else None
         except MalformedMessage:
@@ -84,44 +80,30 @@ class RedisJob(OutsideJob[WriteChannel]):
         """Return the error of a server that answers unlike any script."""
         return StoreError(f"{self}: the server sent an unexpected answer: {repr(reply)[:80]}")
 
-    def disconnect(self) -> None:
-        self.link.close()
-
-    def _new_line(self, ident: str) -> WriteChannel:
+    def _new_channel(self, ident: str) -> WriteChannel:
         return WriteChannel("o" + ident)
 
     def _live(self, what: str, deadline: Deadline, *more: str) -> tuple[bytes, bytes]:
-        milliseconds = int(outside_job.KEY_TTL_S * 1000)
+        milliseconds = int(external_job.KEY_TTL_S * 1000)
         arguments: tuple[Argument, ...] = (what, self._member, self.life, milliseconds, *more)
         # Not cancellable: no caller waits for it, and the server's next answer shows its effect.
         word, life = self.run(LIFE, arguments, bytes, deadline, threading.Event())
         return word, life or b""
 
     def _keep_alive(self, deadline: Deadline) -> bool:
-        return self._lives(deadline)
-
-    def _lives(self, deadline: Deadline) -> bool:
         word, _ = self._live("keep", deadline)
         return word == b"done"
 
-    def _anew(self, deadline: Deadline) -> RedisJob:
-        link = self.link.clone()
-        try:
-            return RedisJob(link, self.name, deadline)
-        except BaseException:
-            link.close()
-            raise
-
-    def _leave(self, lines: list[str], deadline: Deadline) -> None:
-        self._live("leave", deadline, *lines)
+    def _leave(self, channels: list[str], deadline: Deadline) -> None:
+        self._live("leave", deadline, *channels)
 
 
-def _losses(link: RedisClient, deadline: Deadline, closed: threading.Event) -> list[str]:
+def _losses(client: RedisClient, deadline: Deadline, closed: threading.Event) -> list[str]:
     """Return the reasons why the server may lose acknowledged changes, as far as it discloses them."""
     found: dict[str, str] = {}
     try:
         for name in ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy"):
-            found |= _pairs(link.command("CONFIG", "GET", name, deadline=deadline, closed=closed))
+            found |= _pairs(client.command("CONFIG", "GET", name, deadline=deadline, closed=closed))
     except (StoreError, AuthenticationError):
         found = {}  # many users have no permission for CONFIG, and hosted services lack it
     reasons = []
@@ -133,7 +115,7 @@ def _losses(link: RedisClient, deadline: Deadline, closed: threading.Event) -> l
     if found.get("maxmemory", "0") != "0" and policy != "noeviction":
         reasons.append(f"it evicts keys when memory is short (maxmemory-policy {policy})")
     try:
-        about = link.command("INFO", "replication", deadline=deadline, closed=closed)
+        about = client.command("INFO", "replication", deadline=deadline, closed=closed)
     except (StoreError, AuthenticationError):
         return reasons
     if isinstance(about, bytes) and (replicas := _number_after(b"connected_slaves:", about)):

@@ -25,7 +25,7 @@ class Script:
         self.digest = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
 
 
-#: join MEMBER LIFE MILLISECONDS, keep MEMBER LIFE MILLISECONDS, leave MEMBER LIFE MILLISECONDS LINE...
+#: join MEMBER LIFE MILLISECONDS, keep MEMBER LIFE MILLISECONDS, leave MEMBER LIFE MILLISECONDS CHANNEL...
 LIFE = Script("""
 local hash, members = KEYS[1], KEYS[2]
 local what, member, mine, outliving = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -96,7 +96,7 @@ end
 return {'done', found}
 """)
 
-#: ATTEMPT WHAT LIFE LINE NUMBER ..., with: set KEY VALUE KEY VALUE..., deletes PREFIX, or one of
+#: ATTEMPT WHAT LIFE CHANNEL NUMBER ..., with: set KEY VALUE KEY VALUE..., deletes PREFIX, or one of
 #:
 #: compare KEY EXPECTED DESIRED, add KEY AMOUNT, append KEY VALUE LONGEST, delete KEY, swap KEY HELD VALUE
 #: (HELD and VALUE are ``n`` for none, or ``v`` and the value)
@@ -109,11 +109,11 @@ return {'done', found}
 #: that writes. (With together, some changes may be executed before one that is not permitted.) After an
 #: attempt has been answered without a change, earlier attempts in transit change nothing either.
 WRITE = Script("""
-local hash, attempt, what, life, line, number, key = KEYS[1], unpack(ARGV, 1, 6)
+local hash, attempt, what, life, channel, number, key = KEYS[1], unpack(ARGV, 1, 6)
 if redis.call('HGET', hash, 'life') ~= life then
     return {'gone'}
 end
-local kept = redis.call('HGET', hash, line)
+local kept = redis.call('HGET', hash, channel)
 if kept then
     local last, latest, reply = string.match(kept, '^(%d+) (%d+)(.*)$')
     if last == number and reply ~= '' then
@@ -124,7 +124,7 @@ if kept then
 end
 local function not_done(...)
     if attempt ~= '0' then
-        redis.call('HSET', hash, line, number .. ' ' .. attempt)
+        redis.call('HSET', hash, channel, number .. ' ' .. attempt)
     end
     return {...}
 end
@@ -234,7 +234,7 @@ else
         return not_done(word, reply)
     end
 end
-redis.call('HSET', hash, line, number .. ' ' .. attempt .. '=' .. reply)
+redis.call('HSET', hash, channel, number .. ' ' .. attempt .. '=' .. reply)
 for _, field in ipairs(changed) do
     redis.pcall('PUBLISH', hash .. ':' .. string.sub(field, 2), '')
 end

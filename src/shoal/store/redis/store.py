@@ -20,28 +20,29 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
-from urllib.parse import SplitResult
+from typing import Any, TypeVar, cast
 
 from ... import config
 from ...errors import AuthenticationError, StoreTimeout
 from ...net import Deadline
 from ..base import Store
-from ..external import client as outside_client
-from ..external.client import OutsideClient, parts
-from ..external.tls import tls_context
-from ..external.url import parse_outside
-from ..operations import MAX_VALUE, ValueRefused, counted, too_long
+from ..external import job as external_job
+from ..external.job import ExternalBacking, parts
 from ..requests import (
-    SHORT,
+    MAX_TOGETHER_BYTES,
+    MAX_VALUE,
     Add,
     Append,
     Call,
     CompareSet,
     Delete,
     Set,
+    StoreRequest,
     Together,
     TogetherResult,
+    ValueRefused,
+    counted,
+    too_long,
     too_long_found,
 )
 from .connection import Argument, ConnectionLost, RedisClient
@@ -50,8 +51,6 @@ from .scripts import READ, WRITE
 
 T = TypeVar("T")
 
-#: default port of Redis
-_PORT = 6379
 #: maximum number of keys in one request, and of their bytes
 _MAX_KEYS_PER_REQUEST, _KEYS = 100_000, 16 * 2**20
 #: maximum number of digits of a length or a number of keys
@@ -77,7 +76,7 @@ class RedisStore(Store):
         StoreTimeout: the server did not answer in time.
     """
 
-    _backing: _RedisClient
+    _backing: _RedisBacking
 
     def __init__(
         self,
@@ -92,15 +91,10 @@ class RedisStore(Store):
     ) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
         deadline = Deadline(timeout)
-        link = RedisClient(server, database, tls, user, password)
+        job_keys = RedisJob(RedisClient(server, database, tls, user, password), job, deadline)
+        super().__init__(_RedisBacking(job_keys), timeout)
         try:
-            life = RedisJob(link, job, deadline)
-        except BaseException:
-            link.close()
-            raise
-        super().__init__(_RedisClient(life), timeout)
-        try:
-            life.warn(deadline)
+            job_keys.warn(deadline)
         except BaseException:  # warnings may be configured as errors
             self.close()
             raise
@@ -111,32 +105,10 @@ class RedisStore(Store):
         return self._backing.job.key
 
 
-def open_redis(url: SplitResult, *, job: str, timeout: float | None) -> RedisStore:
-    """Open the store of ``job`` that a URL with scheme ``redis`` or ``rediss`` names.
-
-    Raises:
-        UsageError, ConfigurationError: the URL is malformed, or a file that it names cannot be used.
-    """
-    encrypted = url.scheme == "rediss"
-    named = parse_outside(url, _PORT, tls=encrypted, databases=True)
-    return RedisStore(
-        named.servers[0],
-        job,
-        database=named.database,
-        tls=tls_context(named.ca, named.cert, named.key) if encrypted else None,
-        user=named.user,
-        password=named.password,
-        timeout=timeout,
-    )
-
-
-class _RedisClient(OutsideClient[RedisJob]):
+class _RedisBacking(ExternalBacking[RedisJob]):
     longest_key = MAX_REDIS_KEY
 
     # -- reading -------------------------------------------------------------------------------
-
-    def get_now(self, key: str) -> bytes | None:
-        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         part = next(parts(keys, _MAX_KEYS_PER_REQUEST, _KEYS))
@@ -170,10 +142,10 @@ class _RedisClient(OutsideClient[RedisJob]):
     def watch(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Return when the last of ``keys`` is set, which likely happens last."""
         key = keys[-1]
-        silence = Deadline(min(deadline.remaining(), outside_client.SILENCE))
+        silence = Deadline(min(deadline.remaining(), external_job.WATCH_TIMEOUT_S))
         try:
             with (
-                self.job.link.subscribed(f"{self.job.key}:{key}", deadline) as messages,
+                self.job.client.subscribed(f"{self.job.key}:{key}", deadline) as messages,
                 self._watching(messages) as open_still,
             ):
                 if open_still and self.missing([key]):
@@ -191,9 +163,6 @@ class _RedisClient(OutsideClient[RedisJob]):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def set(self, key: str, value: bytes) -> None:
-        self.set_many([(key, value)])
-
     def set_many(self, items: Sequence[tuple[str, bytes]]) -> None:
         if items:
             self._write("set", *(each for key, value in items for each in (_field(key), value)))
@@ -203,23 +172,22 @@ class _RedisClient(OutsideClient[RedisJob]):
         return word == b"done"
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        held: bytes = self._one(CompareSet(key, expected, desired))
-        return held
+        return self._one(CompareSet(key, expected, desired))
 
     def add(self, key: str, amount: int) -> int:
-        total: int = self._one(Add(key, amount))
-        return total
+        return self._one(Add(key, amount))
 
     def append(self, key: str, value: bytes) -> None:
         self._one(Append(key, value))
 
     def delete(self, key: str) -> bool:
-        existed: bool = self._one(Delete(key))
-        return existed
+        return self._one(Delete(key))
 
-    def together(self, calls: Sequence[Any], one_by_one: object) -> Any:
+    def together(self, calls: Sequence[Call]) -> TogetherResult:
         changes = [_change(call) for call in calls]
-        _, reply = self._write("together", SHORT, *(each for change in changes for each in change))
+        _, reply = self._write(
+            "together", MAX_TOGETHER_BYTES, *(each for change in changes for each in change)
+        )
         answers = self._answers(reply)
         results: list[Any] = []
         for call, (what, *_) in zip(calls, changes, strict=True):
@@ -237,8 +205,9 @@ class _RedisClient(OutsideClient[RedisJob]):
                 return TogetherResult([*results, *rest.results], rest.failure)
         return TogetherResult(results)
 
-    def _one(self, call: Call) -> Any:
-        return self._result(call, *self._write(*_change(call)))
+    def _one(self, call: StoreRequest[T]) -> T:
+        assert isinstance(call, Call)
+        return cast(T, self._result(call, *self._write(*_change(call))))
 
     def _result(self, call: Call, word: bytes, value: bytes) -> Any:
         """Return the result of a call, given the script's answer."""
@@ -283,9 +252,11 @@ class _RedisClient(OutsideClient[RedisJob]):
     def _write(self, what: str, *arguments: Argument) -> tuple[bytes, bytes]:
         """Execute a write; return the script's status and value."""
         deadline = self._calls.deadline
-        with self.job.line() as line:
-            given = (what, self.job.life, line.name, line.number, *arguments)
-            word, value = self.job.run(WRITE, given, bytes, deadline, self.closed, writes=line.doubt)
+        with self.job.channel() as channel:
+            given = (what, self.job.life, channel.name, channel.number, *arguments)
+            word, value = self.job.run(
+                WRITE, given, bytes, deadline, self.closed, writes=channel.mark_unclear
+            )
         if word not in _ANSWERS[what] or (value is None) is not (word == b"unchanged"):
             raise self.job.unreadable(word)
         return word, value or b""

@@ -13,7 +13,6 @@ data.
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from typing import TypeVar
@@ -23,8 +22,8 @@ from msgspec.structs import replace
 from ... import config
 from ...common.wording import in_seconds
 from ...errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
-from ...net import HANDSHAKE_TIMEOUT_S, Connection, Deadline, connect
-from ..backing import RequestExecutor
+from ...net import HANDSHAKE_TIMEOUT_S, Connection, Deadline, connect, format_address
+from ..backing import Backoff, RequestExecutor
 from ..base import Store, timed_out
 from ..requests import Blocking, StoreRequest
 from .protocol import MAX_MESSAGE, MAX_WELCOME, PURPOSE, Welcome, decode_reply, decode_welcome, encode_request
@@ -37,9 +36,6 @@ _REPLY_MARGIN_S = 2.0
 
 #: number of idle connections kept
 _MAX_IDLE_CONNECTIONS = 4
-
-#: limits in seconds of the pause between two attempts to reach a server
-_MIN_RETRY_DELAY_S, _MAX_RETRY_DELAY_S = 0.01, 0.5
 
 #: seconds after which a write is not sent again: the server may soon forget that it was executed
 _MAX_REPEAT_S = CHANNEL_TTL_S - 60.0
@@ -59,11 +55,11 @@ class TCPStore(Store):
         WireError: the server there is not a store.
     """
 
-    _backing: _TcpClient
+    _backing: _TcpBacking
 
     def __init__(self, host: str, port: int, secret: bytes = b"", *, timeout: float | None = None) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
-        super().__init__(_TcpClient(host, port, secret, timeout), timeout)
+        super().__init__(_TcpBacking(host, port, secret, timeout), timeout)
 
     @property
     def host(self) -> str:
@@ -86,10 +82,8 @@ class TCPStore(Store):
         return self._backing.connections
 
 
-class _Connection:
+class _TcpWriteChannel:
     """A write channel, for one request at a time; ``connection`` is None while it is disconnected."""
-
-    __slots__ = ("connection", "name", "number")
 
     def __init__(self) -> None:
         self.name = os.urandom(16)
@@ -97,7 +91,7 @@ class _Connection:
         self.connection: Connection | None = None
 
 
-class _TcpClient(RequestExecutor):
+class _TcpBacking(RequestExecutor):
     """The write channels to one server, idle and busy."""
 
     host: str
@@ -110,145 +104,154 @@ class _TcpClient(RequestExecutor):
         timeout: float,
         welcome: Welcome | None = None,
         *,
-        patient: bool = True,
+        wait_for_server: bool = True,
     ) -> None:
         super().__init__()
         self.host = host
         self.port = port
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = format_address(host, port)
         self._secret = secret
         self._welcome = welcome
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
+        self._idle: list[_TcpWriteChannel] = []
         #: idle channels without a connection; their names are used again, as the server stores each name
-        self._bare: list[_Connection] = []
-        self._busy: set[_Connection] = set()
-        line = _Connection()
-        line.connection = self._first_connection(Deadline(timeout), patient=patient)
-        self._idle.append(line)
+        self._disconnected: list[_TcpWriteChannel] = []
+        self._busy: set[_TcpWriteChannel] = set()
+        channel = _TcpWriteChannel()
+        channel.connection = self._first_connection(Deadline(timeout), wait_for_server=wait_for_server)
+        self._idle.append(channel)
 
     @property
     def connections(self) -> int:
         with self._lock:
-            return len(self._idle) + sum(line.connection is not None for line in self._busy)
+            return len(self._idle) + sum(channel.connection is not None for channel in self._busy)
 
-    def clone(self, timeout: float) -> _TcpClient:
-        return _TcpClient(self.host, self.port, self._secret, timeout, self._welcome, patient=False)
+    def clone(self, timeout: float) -> _TcpBacking:
+        return _TcpBacking(self.host, self.port, self._secret, timeout, self._welcome, wait_for_server=False)
 
-    def clone_accepting_new_data(self, timeout: float) -> _TcpClient:
-        return _TcpClient(self.host, self.port, self._secret, timeout, patient=False)
+    def clone_accepting_new_data(self, timeout: float) -> _TcpBacking:
+        return _TcpBacking(self.host, self.port, self._secret, timeout, wait_for_server=False)
 
     def close(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
-            for line in self._busy:
-                if line.connection is not None:
-                    line.connection.shutdown()  # closed by the thread that uses it
-        for line in idle:
-            assert line.connection is not None
-            line.connection.close()
+            for channel in self._busy:
+                if channel.connection is not None:
+                    channel.connection.shutdown()  # closed by the thread that uses it
+        for channel in idle:
+            assert channel.connection is not None
+            channel.connection.close()
 
     def __str__(self) -> str:
         return f"connection to the store at {self.address}"
 
     def execute(self, request: StoreRequest[T], deadline: Deadline) -> T:
-        line = self._take()
+        channel = self._acquire()
         try:
             try:
-                reply = self._ask(line, request, deadline)
+                reply = self._ask(channel, request, deadline)
             except BaseException:
-                self._disconnect(line)
+                self._disconnect(channel)
                 raise
             try:
                 return decode_reply(request, reply, deadline.timeout)
             except (ValueError, IndexError) as error:
-                self._disconnect(line)
-                raise self._lost(error) from error
+                self._disconnect(channel)
+                raise self._lost_error(error) from error
         finally:
-            self._put_back(line)
+            self._release(channel)
 
-    def _ask(self, line: _Connection, request: StoreRequest[T], deadline: Deadline) -> bytes:
+    def _ask(self, channel: _TcpWriteChannel, request: StoreRequest[T], deadline: Deadline) -> bytes:
         """Send the request, again after each loss of a connection, and return the reply."""
         if request.writes:
-            line.number += 1
-        message = encode_request(request, line.name, line.number)
+            channel.number += 1
+        message = encode_request(request, channel.name, channel.number)
         first = time.monotonic()
-        patience = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
+        reply_deadline = Deadline(deadline.remaining() + _REPLY_MARGIN_S)
         losses = 0
         while True:
-            connection = line.connection
+            connection = channel.connection
             if connection is None:
-                connection = self._reconnect(line, request, deadline, patience, losses)
+                connection = self._reconnect(channel, request, deadline, reply_deadline, losses)
                 if losses and request.writes and time.monotonic() - first > _MAX_REPEAT_S:
-                    raise self._silent(request, deadline)
+                    raise self._no_reply_error(request, deadline)
                 if losses and isinstance(request, Blocking):
                     message = encode_request(replace(request, timeout=deadline.remaining()))
             try:
                 connection.send(message, deadline.remaining() + _REPLY_MARGIN_S)
                 return connection.recv(deadline.remaining() + _REPLY_MARGIN_S)
             except WireTimeout as error:
-                raise self._silent(request, deadline) from error
+                raise self._no_reply_error(request, deadline) from error
             except (WireError, OSError):
-                self._disconnect(line)
+                self._disconnect(channel)
                 losses += 1
 
     def _reconnect(
-        self, line: _Connection, request: StoreRequest[T], deadline: Deadline, patience: Deadline, losses: int
+        self,
+        channel: _TcpWriteChannel,
+        request: StoreRequest[T],
+        deadline: Deadline,
+        reply_deadline: Deadline,
+        losses: int,
     ) -> Connection:
-        """Connect the channel as soon as the server can be reached, until ``patience`` expires."""
+        """Connect the channel as soon as the server can be reached, until ``reply_deadline`` expires."""
         # The first loss may be an accident: reconnect at once. After further losses, pause.
-        pause, failures = _MIN_RETRY_DELAY_S * 2 ** min(losses, 6), max(0, losses - 1)
+        backoff, failures = Backoff(self.closed, 0.01 * 2 ** min(losses, 6)), max(0, losses - 1)
         why = "its connections are lost again and again"
         while True:
             if failures:
-                if self.closed.wait(min(pause * random.uniform(0.5, 1.0), patience.remaining())):
-                    raise StoreError("closed")  # Store replaces the message
-                pause = min(2 * pause, _MAX_RETRY_DELAY_S)
-            if losses + failures and patience.expired:
-                raise self._silent(request, deadline, why, sent=losses > 0)
+                backoff.pause(reply_deadline.remaining())
+            if losses + failures and reply_deadline.expired:
+                raise self._no_reply_error(request, deadline, why, sent=losses > 0)
             try:
-                connection = self._connect(min(patience.remaining(), HANDSHAKE_TIMEOUT_S))
+                connection = self._connect(min(reply_deadline.remaining(), HANDSHAKE_TIMEOUT_S))
             except (AuthenticationError, VersionMismatch) as error:
-                raise self._lost(error) from error
+                raise self._lost_error(error) from error
             except WireError as error:
-                if self._is_gone(error):
-                    raise self._lost(error) from error
+                if self._is_data_lost(error):
+                    raise self._lost_error(error) from error
                 failures += 1
                 why = str(error)
                 continue
             with self._lock:
                 if not self.closed.is_set():
-                    line.connection = connection
+                    channel.connection = connection
                     return connection
             connection.close()
             raise StoreError("closed")  # Store replaces the message
 
-    def _take(self) -> _Connection:
+    def _acquire(self) -> _TcpWriteChannel:
         with self._lock:
             if self.closed.is_set():
                 raise StoreError("closed")  # Store replaces the message
-            line = self._idle.pop() if self._idle else self._bare.pop() if self._bare else _Connection()
-            self._busy.add(line)
-            return line
+            channel = (
+                self._idle.pop()
+                if self._idle
+                else self._disconnected.pop()
+                if self._disconnected
+                else _TcpWriteChannel()
+            )
+            self._busy.add(channel)
+            return channel
 
-    def _put_back(self, line: _Connection) -> None:
+    def _release(self, channel: _TcpWriteChannel) -> None:
         with self._lock:
-            self._busy.discard(line)
+            self._busy.discard(channel)
             if (
-                line.connection is not None
+                channel.connection is not None
                 and not self.closed.is_set()
                 and len(self._idle) < _MAX_IDLE_CONNECTIONS
             ):
-                self._idle.append(line)
+                self._idle.append(channel)
                 return
-            connection, line.connection = line.connection, None
-            self._bare.append(line)
+            connection, channel.connection = channel.connection, None
+            self._disconnected.append(channel)
         if connection is not None:
             connection.close()
 
-    def _disconnect(self, line: _Connection) -> None:
+    def _disconnect(self, channel: _TcpWriteChannel) -> None:
         with self._lock:
-            connection, line.connection = line.connection, None
+            connection, channel.connection = channel.connection, None
         if connection is not None:
             connection.close()
 
@@ -273,18 +276,18 @@ class _TcpClient(RequestExecutor):
             raise
         return connection
 
-    def _first_connection(self, deadline: Deadline, *, patient: bool) -> Connection:
-        """Connect to the server; ``patient``: also if it starts later."""
-        pause = _MIN_RETRY_DELAY_S
+    def _first_connection(self, deadline: Deadline, *, wait_for_server: bool) -> Connection:
+        """Connect to the server; ``wait_for_server``: also if it starts later."""
+        backoff = Backoff(self.closed)
         while True:
             try:
                 return self._connect(deadline.remaining())
             except (AuthenticationError, VersionMismatch):
                 raise
             except WireError as error:
-                if not patient and self._is_gone(error):
-                    raise self._lost(error) from error
-                if isinstance(error, WireTimeout) or deadline.remaining() <= pause:
+                if not wait_for_server and self._is_data_lost(error):
+                    raise self._lost_error(error) from error
+                if isinstance(error, WireTimeout) or deadline.remaining() <= backoff.seconds:
                     raise StoreTimeout(
                         f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
                         "is it running there, and is the address right?"
@@ -292,15 +295,14 @@ class _TcpClient(RequestExecutor):
                 if self._welcome is None and not isinstance(error.__cause__, OSError):
                     raise  # the server there is not a store
             # Many ranks start at the same time: spread their attempts.
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _MAX_RETRY_DELAY_S)
+            backoff.pause(deadline.remaining())
 
-    def _is_gone(self, error: WireError) -> bool:
+    def _is_data_lost(self, error: WireError) -> bool:
         """Return whether the data is lost: no server listens, and the data was in memory."""
         refused = isinstance(error.__cause__, ConnectionRefusedError)
         return refused and not (self._welcome is not None and self._welcome.durable)
 
-    def _silent(
+    def _no_reply_error(
         self, request: StoreRequest[T], deadline: Deadline, why: str = "", *, sent: bool = True
     ) -> StoreTimeout:
         """Return the error of a request without a reply; ``why``: why there is no connection."""
@@ -319,5 +321,5 @@ class _TcpClient(RequestExecutor):
             silence += f"; {done}"
         return StoreTimeout(silence)
 
-    def _lost(self, error: Exception) -> StoreError:
+    def _lost_error(self, error: Exception) -> StoreError:
         return StoreError(f"lost the store at {self.address}: {error}")

@@ -14,18 +14,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import ShoalError, StoreError, UsageError, WireError
-from ...net import HANDSHAKE_TIMEOUT_S
-from ..operations import KeyTable
-from ..requests import MultiSet
-from .journal import InDoubt, Journal, NotWritten, Snapshot
+from ...errors import ShoalError, StoreError, WireError
+from ...net import HANDSHAKE_TIMEOUT_S, parse_address
+from ..requests import KeyTable, MultiSet
+from .journal import DurabilityUnknown, Journal, NotWritten, Snapshot
 from .protocol import Numbered, Status, Welcome, decode_request, encode_reply, encode_request
-from .replies import LastWrite, Replies
+from .replies import LastWrite, StoredReplies
 from .server import TCPStoreServer, _StoreClient
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _REPAIR_INTERVAL_S = 1.0
 
 #: exceptions of a failed rewrite of the log
-_FAILURES = (OSError, ShoalError, InDoubt)
+_FAILURES = (OSError, ShoalError, DurabilityUnknown)
 
 
 class _UndoableTable(KeyTable):
@@ -62,12 +62,12 @@ class _UndoableTable(KeyTable):
         self.before.clear()
 
 
-class _Taken(NamedTuple):
+class _PendingRequest(NamedTuple):
     """A message of the current round, and its client."""
 
-    session: _StoreClient
+    client: _StoreClient
     message: bytearray
-    asked: Numbered
+    numbered: Numbered
 
 
 class DurableStoreServer(TCPStoreServer):
@@ -100,10 +100,10 @@ class DurableStoreServer(TCPStoreServer):
         records: Mapping[str, bytes] | None = None,
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
-        self._taken: list[_Taken] = []
-        self._kept: dict[bytes, LastWrite | None] = {}
+        self._pending: list[_PendingRequest] = []
+        self._former_writes: dict[bytes, LastWrite | None] = {}
         #: why no write is possible until the log is rewritten; "": writes are possible
-        self._broken = ""
+        self._write_refusal = ""
         self._repair_at = 0.0
         #: writes of which it is unknown whether they are on disk; their clients have no answer
         self._in_doubt: set[tuple[bytes, int]] = set()
@@ -113,8 +113,8 @@ class DurableStoreServer(TCPStoreServer):
             super().__init__(host, port, secret, records=records, handshake_timeout=handshake_timeout)
             undo.pop_all()
 
-    def _hold(self, records: Mapping[str, bytes]) -> Welcome:
-        self._table, self._replies = _UndoableTable(), Replies()
+    def _create_table(self, records: Mapping[str, bytes]) -> Welcome:
+        self._table, self._replies = _UndoableTable(), StoredReplies()
         loaded = self._journal.load()
         if loaded is None:
             self._name = secrets.token_bytes(16)
@@ -123,28 +123,28 @@ class DurableStoreServer(TCPStoreServer):
             snapshot, rounds = loaded
             self._name = snapshot.name
             self._table.values.update(snapshot.pairs)
-            for line in snapshot.lines:
-                self._replies.keep(*line)
+            for channel in snapshot.last_writes:
+                self._replies.store(*channel)
             for messages in rounds:
-                self._again(messages)
-            self._replies = Replies(self._replies.lines(), time.monotonic())
+                self._replay_round(messages)
+            self._replies = StoredReplies(self._replies.writes(), time.monotonic())
         try:
             if loaded is None:
                 self._journal.rewrite(self._snapshot())
             elif new := {key: value for key, value in records.items() if key not in self._table.values}:
                 self._table.values.update(new)
                 self._journal.append([encode_request(MultiSet([*new.items()]))])
-        except (OSError, NotWritten, InDoubt) as error:
+        except (OSError, NotWritten, DurabilityUnknown) as error:
             raise StoreError(f"cannot write to the store's log {self._journal.path}: {error}") from error
         return Welcome(self._name, durable=True)
 
-    def _again(self, messages: list[bytes]) -> None:
+    def _replay_round(self, messages: list[bytes]) -> None:
         try:
             for message in messages:
-                request, line, number = decode_request(message)
+                request, channel, number = decode_request(message)
                 reply = encode_reply(Status.DONE, request.apply(self._table))
-                if any(line):  # else the server wrote the record itself
-                    self._replies.keep(line, number, reply, request)
+                if any(channel):  # else the server wrote the record itself
+                    self._replies.store(channel, number, reply, request)
         except (StoreError, WireError) as error:
             raise StoreError(
                 f"the store's log {self._journal.path} contains a request that cannot be repeated: {error}"
@@ -152,23 +152,23 @@ class DurableStoreServer(TCPStoreServer):
         self._table.touched.clear()
         self._table.before.clear()
 
-    def received(self, session: _StoreClient, message: bytearray) -> None:
-        self._refuse_second(session)
-        if any(each.session is session for each in self._taken[-1:]):
-            raise WireError("the client sent a request before the last one was answered")
-        self._taken.append(_Taken(session, message, decode_request(message)))
+    def on_message(self, client: _StoreClient, message: bytearray) -> None:
+        self._refuse_second(
+            client.parked is not None or any(each.client is client for each in self._pending[-1:])
+        )
+        self._pending.append(_PendingRequest(client, message, decode_request(message)))
 
-    def turned(self) -> None:
-        taken, self._taken = [each for each in self._taken if not each.session.closed], []
-        if not taken:
+    def on_round_end(self) -> None:
+        pending, self._pending = [each for each in self._pending if not each.client.closed], []
+        if not pending:
             return
-        if self._broken and any(each.asked.line for each in taken):
+        if self._write_refusal and any(each.numbered.channel for each in pending):
             self._repair()
-        answers: list[tuple[_Taken, bytes | bytearray]] = []
+        answers: list[tuple[_PendingRequest, bytes | bytearray]] = []
         changes: list[bytes | bytearray] = []
-        for each in taken:
-            with self._dropping(each):
-                reply = self._refusal(each) or self._do(each, changes)
+        for each in pending:
+            with self._dropping_violators(each):
+                reply = self._refusal(each) or self._perform(each, changes)
                 if reply is not None:
                     answers.append((each, reply))
         touched, self._table.touched = self._table.touched, []
@@ -176,77 +176,77 @@ class DurableStoreServer(TCPStoreServer):
             try:
                 self._write(changes)
             except NotWritten as error:
-                self._take_back(taken, f"not done: the store's log could not be written: {error}")
+                self._undo_round(pending, f"not done: the store's log could not be written: {error}")
                 return
-            except InDoubt as error:
-                self._take_back(taken, f"not done: the disk of the store's log failed: {error}", changes)
+            except DurabilityUnknown as error:
+                self._undo_round(pending, f"not done: the disk of the store's log failed: {error}", changes)
                 return
         self._table.before.clear()
-        self._kept.clear()
+        self._former_writes.clear()
         for each, reply in answers:
-            self.send(each.session, reply)
+            self.send(each.client, reply)
         for key in dict.fromkeys(touched):
             self._wake(key)
         if self._journal.due:
-            self._make_snapshot()
+            self._write_snapshot()
 
-    def _do(self, each: _Taken, changes: list[bytes | bytearray]) -> bytes | bytearray | None:
+    def _perform(self, each: _PendingRequest, changes: list[bytes | bytearray]) -> bytes | bytearray | None:
         """Execute a request; return its reply, or None if it waits for keys."""
-        line = each.asked.line
-        if line and line not in self._kept:
-            self._kept[line] = self._replies.last(line)
+        channel = each.numbered.channel
+        if channel and channel not in self._former_writes:
+            self._former_writes[channel] = self._replies.last(channel)
         before = len(self._table.touched)
         try:
-            return self._execute(each.session, each.asked)
+            return self._execute(each.client, each.numbered)
         finally:  # even after an error, changes that others can see must be in the log
             if len(self._table.touched) > before:
                 changes.append(each.message)
 
-    def _refusal(self, each: _Taken) -> bytes | bytearray | None:
+    def _refusal(self, each: _PendingRequest) -> bytes | bytearray | None:
         """Return the reply to a write while no write is possible; None: execute the request."""
-        if not self._broken or not each.asked.line:
+        if not self._write_refusal or not each.numbered.channel:
             return None
-        if (each.asked.line, each.asked.number) in self._in_doubt:
+        if (each.numbered.channel, each.numbered.number) in self._in_doubt:
             raise WireError("it is not known yet whether this write is on disk")
-        return encode_reply(Status.FAILED, self._broken)
+        return encode_reply(Status.FAILED, self._write_refusal)
 
-    def _take_back(
-        self, taken: list[_Taken], why: str, in_doubt: list[bytes | bytearray] | None = None
+    def _undo_round(
+        self, pending: list[_PendingRequest], why: str, in_doubt: list[bytes | bytearray] | None = None
     ) -> None:
         """Undo the round: refuse its writes, or drop the clients of those in doubt, and repeat its reads."""
         self._table.undo()
-        for name, line in self._kept.items():
-            self._replies.restore(name, line)
-        self._kept.clear()
+        for name, channel in self._former_writes.items():
+            self._replies.restore(name, channel)
+        self._former_writes.clear()
         if in_doubt is not None:
-            self._broken, self._repair_at = why, time.monotonic() + _REPAIR_INTERVAL_S
+            self._write_refusal, self._repair_at = why, time.monotonic() + _REPAIR_INTERVAL_S
             self._in_doubt.update(decode_request(message)[1:] for message in in_doubt)
-        logger.warning("store: a round of %d requests was %s", len(taken), why)
+        logger.warning("store: a round of %d requests was %s", len(pending), why)
         refusal = encode_reply(Status.FAILED, why)
-        for each in taken:
-            session = each.session
-            if session.closed:
+        for each in pending:
+            client = each.client
+            if client.closed:
                 continue
-            if session.parked is not None:
-                self._unpark(session)
-            with self._dropping(each):
-                if not each.asked.line:
-                    reply = self._execute(session, each.asked)
-                elif in_doubt is not None and each.asked[1:] in self._in_doubt:
+            if client.parked is not None:
+                self._unpark(client)
+            with self._dropping_violators(each):
+                if not each.numbered.channel:
+                    reply = self._execute(client, each.numbered)
+                elif in_doubt is not None and each.numbered[1:] in self._in_doubt:
                     raise WireError("it is not known whether this write is on disk")
                 else:
                     reply = refusal
                 if reply is not None:
-                    self.send(session, reply)
+                    self.send(client, reply)
 
     def _write(self, changes: list[bytes | bytearray]) -> None:
         try:
             self._journal.append(changes)
-        except InDoubt:
+        except DurabilityUnknown:
             try:
                 self._journal.rewrite(self._snapshot())  # includes this round, on other blocks of the disk
             except _FAILURES as error:
-                raise InDoubt(str(error)) from error
+                raise DurabilityUnknown(str(error)) from error
 
     def _repair(self) -> None:
         """Rewrite the log, so that no write is in doubt any more."""
@@ -258,32 +258,64 @@ class DurableStoreServer(TCPStoreServer):
             logger.warning("store: the log cannot be rewritten: %s", error)
             self._repair_at = time.monotonic() + _REPAIR_INTERVAL_S
             return
-        self._broken = ""
+        self._write_refusal = ""
         self._in_doubt.clear()
 
-    def _make_snapshot(self) -> None:
+    def _write_snapshot(self) -> None:
         try:
             self._journal.rewrite(self._snapshot())
-        except InDoubt as error:
-            self._broken = f"not done: the disk of the store's log failed: {error}"
+        except DurabilityUnknown as error:
+            self._write_refusal = f"not done: the disk of the store's log failed: {error}"
         except _FAILURES as error:
             logger.warning("store: no snapshot was written, so the log keeps growing: %s", error)
             self._journal.postpone()
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._name, self._table.values, self._replies.lines())
+        return Snapshot(self._name, self._table.values, self._replies.writes())
 
     @contextlib.contextmanager
-    def _dropping(self, each: _Taken) -> Iterator[None]:
+    def _dropping_violators(self, each: _PendingRequest) -> Iterator[None]:
         """Drop only the client whose request violates the protocol."""
         try:
             yield
-        except (WireError, UsageError, OSError) as error:
-            self.drop(each.session, str(error))
-        except Exception:
-            logger.exception("store: dropping client %s", each.session.name)
-            self.drop(each.session, "an unexpected error")
+        except Exception as error:
+            self.drop_after(each.client, error)
 
     def _release(self) -> None:
         super()._release()
         self._journal.close()
+
+
+def serve(
+    address: str,
+    *,
+    secret: bytes,
+    records: Mapping[str, bytes] | None = None,
+    log: str | Path | None = None,
+    announce: Callable[[str], None] = lambda url: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Host a store until ``stop`` is set or a signal ends the process.
+
+    Args:
+        address: ``host:port``, or ``host`` for a port that the kernel chooses; IPv6 in brackets.
+        secret: every client must prove to know it; required except on loopback.
+        records: initial keys and values, such as the job's record.
+        log: directory for the data, see :class:`DurableStoreServer`; None: in memory only.
+        announce: called with the store's URL when clients can connect.
+        stop: ends the server when set, by a signal handler or another thread.
+
+    Raises:
+        UsageError: the address is malformed, or requires a secret.
+        ConfigurationError, StoreError: the directory cannot be used.
+        WireError: the address is in use, or does not belong to this host.
+    """
+    host, port = parse_address(address)
+    server: TCPStoreServer
+    if log is None:
+        server = TCPStoreServer(host, port, secret, records=records)
+    else:
+        server = DurableStoreServer(log, host, port, secret, records=records)
+    with server:
+        announce(server.url)
+        (stop or threading.Event()).wait()

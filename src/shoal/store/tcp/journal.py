@@ -20,7 +20,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -48,7 +48,7 @@ class NotWritten(Exception):
     """The round is not on disk, and a restart will not find it there."""
 
 
-class InDoubt(Exception):
+class DurabilityUnknown(Exception):
     """It is unknown whether the round is on disk, and no write is possible before a snapshot."""
 
 
@@ -60,8 +60,8 @@ class _Pairs(msgspec.Struct, frozen=True, array_like=True, tag=2):
     items: list[tuple[str, bytes]]
 
 
-class _Lines(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    lines: list[LastWrite]
+class _LastWrites(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    last_writes: list[LastWrite]
 
 
 class _End(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -73,7 +73,8 @@ class _Round(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgpack_decoder(_Identity | _Pairs | _Lines | _End | _Round)
+_Record = _Identity | _Pairs | _LastWrites | _End | _Round
+_decode = msgpack_decoder(_Record)
 
 
 class Snapshot(msgspec.Struct):
@@ -81,7 +82,7 @@ class Snapshot(msgspec.Struct):
 
     name: bytes
     pairs: dict[str, bytes]
-    lines: list[LastWrite]
+    last_writes: list[LastWrite]
 
 
 class Journal:
@@ -142,8 +143,8 @@ class Journal:
                 snapshot.name = record.name
             elif isinstance(record, _Pairs):
                 snapshot.pairs.update(record.items)
-            elif isinstance(record, _Lines):
-                snapshot.lines += record.lines
+            elif isinstance(record, _LastWrites):
+                snapshot.last_writes += record.last_writes
             else:
                 break
         else:
@@ -162,23 +163,22 @@ class Journal:
             InDoubt: it is unknown whether the round is on disk.
         """
         assert self._file is not None
-        record = memoryview(_framed(_encode(_Round(cast(list[bytes], messages)))))
-        descriptor = self._file.fileno()
+        record = _framed(_encode(_Round(cast(list[bytes], messages))))
         try:
-            _write(descriptor, record, self._end)
+            end = self._file.write_at(self._end, record)
         except OSError as error:
             try:
-                os.ftruncate(descriptor, self._end)
+                os.ftruncate(self._file.fileno(), self._end)
             except OSError as another:
-                raise InDoubt(another.strerror) from error
+                raise DurabilityUnknown(another.strerror) from error
             raise NotWritten(error.strerror) from error
         try:
-            os.fdatasync(descriptor)
+            os.fdatasync(self._file.fileno())
         except OSError as error:
             # File systems differ in their treatment of pages that could not be written: nothing in this file
             # can be relied on from here on.
-            raise InDoubt(error.strerror) from error
-        self._end += len(record)
+            raise DurabilityUnknown(error.strerror) from error
+        self._end = end
 
     def rewrite(self, snapshot: Snapshot) -> None:
         """Replace the file by one with a snapshot; it is on disk on return.
@@ -192,9 +192,9 @@ class Journal:
             os.unlink(temporary)
         file = open_trusted(temporary)
         try:
-            end = _write(file.fileno(), memoryview(_MAGIC), 0)
+            end = file.write_at(0, _MAGIC)
             for record in _records_of(snapshot):
-                end = _write(file.fileno(), memoryview(_framed(_encode(record))), end)
+                end = file.write_at(end, _framed(_encode(record)))
             os.fsync(file.fileno())
             os.rename(temporary, self.path / "log")
         except BaseException:
@@ -214,7 +214,7 @@ class Journal:
             finally:
                 folder.close()
         except OSError as error:
-            raise InDoubt(error.strerror) from error
+            raise DurabilityUnknown(error.strerror) from error
 
     def postpone(self) -> None:
         """Write no snapshot before the file has grown by another SNAPSHOT_BYTES."""
@@ -241,9 +241,7 @@ class Journal:
         with contextlib.suppress(OSError):  # a full disk: the process id is for messages only
             os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
 
-    def _rounds(
-        self, records: Iterator[_Identity | _Pairs | _Lines | _End | _Round]
-    ) -> Iterator[list[bytes]]:
+    def _rounds(self, records: Iterator[_Record]) -> Iterator[list[bytes]]:
         for record in records:
             if not isinstance(record, _Round):
                 raise self._damaged("a record of a snapshot is among the rounds")
@@ -257,25 +255,25 @@ class Journal:
         except OSError as error:
             raise StoreError(f"cannot open the store's log {self.path}: {error.strerror}") from error
 
-    def _records(self) -> Iterator[_Identity | _Pairs | _Lines | _End | _Round]:
+    def _records(self) -> Iterator[_Record]:
         """Yield the records from the present end on, up to an unfinished one."""
         assert self._file is not None
-        descriptor = self._file.fileno()
-        size = os.fstat(descriptor).st_size
+        file = self._file
+        size = os.fstat(file.fileno()).st_size
         while self._end < size:
             start = self._end
-            header = _read(descriptor, _HEADER_SIZE, start)
+            header = file.read_at(start, _HEADER_SIZE)
             if len(header) < _HEADER_SIZE:
                 return
             body = start + _HEADER_SIZE
             if _CHECK.unpack_from(header, _HEADER.size)[0] != zlib.crc32(header[: _HEADER.size]):
-                if _has_empty_sector(_read(descriptor, _SECTOR - start % _SECTOR, start), start):
+                if _has_empty_sector(file.read_at(start, _SECTOR - start % _SECTOR), start):
                     return
                 raise self._damaged()
             length, checksum = _HEADER.unpack_from(header)
             if body + length > size:
                 return
-            payload = _read(descriptor, length, body)
+            payload = file.read_at(body, length)
             if zlib.crc32(payload) != checksum:
                 if body + length == size and _has_empty_sector(payload, body):
                     return
@@ -313,7 +311,7 @@ def _own_directory(path: Path) -> None:
     raise ConfigurationError(f"refusing the store's log {path}: {why}")
 
 
-def _records_of(snapshot: Snapshot) -> Iterator[_Identity | _Pairs | _Lines | _End]:
+def _records_of(snapshot: Snapshot) -> Iterator[_Record]:
     yield _Identity(snapshot.name)
     items: list[tuple[str, bytes]] = []
     size = 0
@@ -324,37 +322,14 @@ def _records_of(snapshot: Snapshot) -> Iterator[_Identity | _Pairs | _Lines | _E
             yield _Pairs(items)
             items, size = [], 0
     yield _Pairs(items)
-    for part in _parts(snapshot.lines):
-        yield _Lines(part)
+    for at in range(0, len(snapshot.last_writes), 64):
+        yield _LastWrites(snapshot.last_writes[at : at + 64])
     yield _End()
-
-
-def _parts(lines: list[LastWrite]) -> Iterable[list[LastWrite]]:
-    return (lines[at : at + 64] for at in range(0, len(lines), 64))
 
 
 def _framed(payload: bytes) -> bytes:
     header = _HEADER.pack(len(payload), zlib.crc32(payload))
     return b"".join((header, _CHECK.pack(zlib.crc32(header)), payload))
-
-
-def _write(descriptor: int, data: memoryview, at: int) -> int:
-    """Write all of ``data`` at offset ``at``; return the offset of its end."""
-    while data:
-        written = os.pwrite(descriptor, data, at)
-        data = data[written:]
-        at += written
-    return at
-
-
-def _read(descriptor: int, count: int, at: int) -> bytes:
-    """Return ``count`` bytes at offset ``at``, or as many as there are."""
-    parts = []
-    while count and (part := os.pread(descriptor, count, at)):
-        parts.append(part)
-        count -= len(part)
-        at += len(part)
-    return b"".join(parts)
 
 
 def _has_empty_sector(data: bytes, at: int) -> bool:

@@ -20,8 +20,7 @@ import msgspec
 from ...common.decoding import MalformedMessage, Raw, msgpack_decoder
 from ...errors import StoreError, WireError
 from ..base import timed_out
-from ..operations import MAX_VALUE
-from ..requests import RESULTS, StoreRequest, decode, encode, encode_into
+from ..requests import MAX_VALUE, RESULTS, StoreRequest, decode, encode, encode_into
 
 T = TypeVar("T")
 
@@ -56,12 +55,12 @@ class Numbered(NamedTuple):
     """A received request, with the number of a write.
 
     Attributes:
-        line: name of the client's write channel, 16 random bytes; b"" for a request that changes nothing.
+        channel: name of the client's write channel, 16 random bytes; b"" for a request that changes nothing.
         number: of the request on that channel, greater than all earlier ones.
     """
 
     request: StoreRequest[Any]
-    line: bytes = b""
+    channel: bytes = b""
     number: int = 0
 
 
@@ -79,12 +78,14 @@ _keys = msgpack_decoder(list[str])
 _text = msgpack_decoder(str)
 
 
-def encode_request(request: StoreRequest[Any], line: bytes = bytes(16), number: int = 0) -> bytes | bytearray:
+def encode_request(
+    request: StoreRequest[Any], channel: bytes = bytes(16), number: int = 0
+) -> bytes | bytearray:
     """Return the message that carries ``request`` (a write: with its number). StoreError: it is too long."""
     message: bytes | bytearray
     if request.writes:
         message = bytearray(_NUMBER.size)
-        _NUMBER.pack_into(message, 0, _WRITE, line, number)
+        _NUMBER.pack_into(message, 0, _WRITE, channel, number)
         encode_into(request, message, _NUMBER.size)
     else:
         message = encode(request)
@@ -103,13 +104,13 @@ def decode_request(message: bytes | bytearray) -> Numbered:
             if request.writes:
                 raise WireError("a write came without its number")
             return Numbered(request)
-        _, line, number = _NUMBER.unpack_from(message)
+        _, channel, number = _NUMBER.unpack_from(message)
         request = decode(memoryview(message)[_NUMBER.size :])
     except (MalformedMessage, struct.error) as error:
         raise WireError(str(error)) from error
     if not request.writes:
         raise WireError("a request that changes nothing came with a number")
-    return Numbered(request, line, number)
+    return Numbered(request, channel, number)
 
 
 def decode_welcome(message: bytes) -> Welcome:

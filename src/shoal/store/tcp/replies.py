@@ -13,6 +13,7 @@ refused once a newer connection has been used.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,10 +36,8 @@ class LastWrite(NamedTuple):
     reply: bytes
 
 
-class _Heard:
+class _ChannelState:
     """The newest connection of a channel, by the order of their creation, and the channel's last write."""
-
-    __slots__ = ("connection", "number", "reply")
 
     def __init__(self) -> None:
         self.connection = 0
@@ -46,23 +45,23 @@ class _Heard:
         self.reply = b""
 
 
-class Replies:
+class StoredReplies:
     """The stored replies of all channels. It does no I/O.
 
     Args:
-        lines: writes from an earlier run.
-        now: the time at which the clients of ``lines`` count as disconnected.
+        writes: of an earlier run.
+        now: the time at which the clients of ``writes`` count as disconnected.
     """
 
-    def __init__(self, lines: Iterable[LastWrite] = (), now: float = 0.0) -> None:
-        self._lines: dict[bytes, _Heard] = {}
+    def __init__(self, writes: Iterable[LastWrite] = (), now: float = 0.0) -> None:
+        self._channels: defaultdict[bytes, _ChannelState] = defaultdict(_ChannelState)
         #: time of disconnection of each channel without a client, oldest first
-        self._gone: dict[bytes, float] = {}
-        for line in lines:
-            self.keep(line.name, line.number, line.reply)
-            self.gone(line.name, 0, now)
+        self._disconnected_at: dict[bytes, float] = {}
+        for write in writes:
+            self.store(write.name, write.number, write.reply)
+            self.disconnected(write.name, 0, now)
 
-    def repeated(
+    def stored_reply(
         self, name: bytes, connection: int, number: int, request: StoreRequest[object]
     ) -> bytes | bytearray | None:
         """Return the reply of a write that was executed already; None: execute it.
@@ -70,59 +69,53 @@ class Replies:
         Raises:
             WireError: the client has abandoned this connection for a newer one.
         """
-        heard = self._lines.get(name)
-        if heard is None:
-            heard = self._lines[name] = _Heard()
-        self._gone.pop(name, None)
-        if connection < heard.connection or number < heard.number:
+        state = self._channels[name]
+        self._disconnected_at.pop(name, None)
+        if connection < state.connection or number < state.number:
             raise WireError("a write arrived on a connection that its client has abandoned")
-        heard.connection = connection
-        if number != heard.number:
+        state.connection = connection
+        if number != state.number:
             return None
-        if heard.reply:
-            return heard.reply
+        if state.reply:
+            return state.reply
         # Only long replies of a CompareSet are not stored. The result is then the desired value.
         if not isinstance(request, CompareSet):
             raise WireError("a number was used again for another write")
         return encode_reply(Status.DONE, request.desired)
 
-    def keep(
+    def store(
         self, name: bytes, number: int, reply: bytes | bytearray, request: StoreRequest[object] | None = None
     ) -> None:
         """Store the reply of a write that changed something; ``request``: the write, if known."""
-        heard = self._lines.get(name)
-        if heard is None:
-            heard = self._lines[name] = _Heard()
-        heard.number = number
+        state = self._channels[name]
+        state.number = number
         is_known = isinstance(request, CompareSet) and len(reply) > _MAX_STORED_REPLY
-        heard.reply = b"" if is_known else bytes(reply)
+        state.reply = b"" if is_known else bytes(reply)
 
     def last(self, name: bytes) -> LastWrite | None:
         """Return the stored write of a channel; None: there is none."""
-        heard = self._lines.get(name)
-        return LastWrite(name, heard.number, heard.reply) if heard is not None and heard.number >= 0 else None
+        state = self._channels.get(name)
+        return LastWrite(name, state.number, state.reply) if state is not None and state.number >= 0 else None
 
-    def restore(self, name: bytes, line: LastWrite | None) -> None:
-        """Make :meth:`last` return ``line`` again, because later writes were undone."""
-        heard = self._lines.get(name)
-        if heard is not None:
-            heard.number, heard.reply = (-1, b"") if line is None else line[1:]
+    def restore(self, name: bytes, write: LastWrite | None) -> None:
+        """Make :meth:`last` return ``write`` again, because later writes were undone."""
+        state = self._channels.get(name)
+        if state is not None:
+            state.number, state.reply = (-1, b"") if write is None else write[1:]
 
-    def gone(self, name: bytes, connection: int, now: float) -> None:
+    def disconnected(self, name: bytes, connection: int, now: float) -> None:
         """Record the end of a connection; forget channels that had no client for ``CHANNEL_TTL_S``."""
-        heard = self._lines.get(name)
-        if heard is not None and heard.connection == connection:
-            self._gone.pop(name, None)
-            self._gone[name] = now
-        while self._gone and next(iter(self._gone.values())) <= now - CHANNEL_TTL_S:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest], self._lines[oldest]
+        state = self._channels.get(name)
+        if state is not None and state.connection == connection:
+            self._disconnected_at.pop(name, None)
+            self._disconnected_at[name] = now
+        while self._disconnected_at and next(iter(self._disconnected_at.values())) <= now - CHANNEL_TTL_S:
+            oldest = next(iter(self._disconnected_at))
+            del self._disconnected_at[oldest], self._channels[oldest]
 
-    def lines(self) -> list[LastWrite]:
+    def writes(self) -> list[LastWrite]:
         """Return all stored writes."""
-        return [
-            LastWrite(name, each.number, each.reply) for name, each in self._lines.items() if each.number >= 0
-        ]
+        return [write for name in self._channels if (write := self.last(name)) is not None]
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._channels)

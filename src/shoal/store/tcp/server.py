@@ -10,7 +10,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -21,17 +22,58 @@ from ...net import (
     Deadline,
     PendingHandshake,
     Server,
+    format_address,
     listen,
     raise_descriptor_limit,
 )
 from ..base import checked_key, checked_value
-from ..operations import KeysMissing, KeyTable
-from ..requests import Blocking
+from ..requests import Blocking, KeysMissing, KeyTable
 from .protocol import MAX_MESSAGE, PURPOSE, Numbered, Status, Welcome, decode_request, encode_reply
-from .replies import Replies
-from .waiting import WaitIndex
+from .replies import StoredReplies
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Hashable)
+
+
+class WaitIndex(Generic[T]):
+    """Items that wait until all of their keys exist, indexed by key.
+
+    The cost of a new key depends on the number of items that wait for it, not on that of all items.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[T, set[str]] = {}
+        # A dict used as an ordered set: items are woken in the order in which they began to wait.
+        self._items: dict[str, dict[T, None]] = {}
+
+    def add(self, item: T, keys: Iterable[str]) -> None:
+        """Let ``item`` wait for ``keys``, at least one."""
+        self._keys[item] = set(keys)
+        for key in self._keys[item]:
+            self._items.setdefault(key, {})[item] = None
+
+    def appeared(self, key: str) -> list[T]:
+        """Record that ``key`` exists; remove and return the items that wait for no other key."""
+        ready = []
+        for item in self._items.pop(key, ()):
+            keys = self._keys[item]
+            keys.discard(key)
+            if not keys:
+                del self._keys[item]
+                ready.append(item)
+        return ready
+
+    def remove(self, item: T) -> None:
+        """Remove ``item`` if it waits."""
+        for key in self._keys.pop(item, ()):
+            items = self._items[key]
+            del items[item]
+            if not items:
+                del self._items[key]
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class _StoreClient(ClientConnection):
@@ -40,12 +82,12 @@ class _StoreClient(ClientConnection):
     Attributes:
         order: its position in the order of creation, from 1.
         parked: the request that waits for keys, if any.
-        line: name of the write channel that uses the connection; b"" before the first write.
+        channel: name of the write channel that uses the connection; b"" before the first write.
     """
 
     order = 0
     parked: Blocking[object] | None = None
-    line = b""
+    channel = b""
 
 
 class TCPStoreServer(Server[_StoreClient]):
@@ -76,7 +118,7 @@ class TCPStoreServer(Server[_StoreClient]):
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         checked = {checked_key(key): checked_value(value) for key, value in (records or {}).items()}
-        self._welcome = msgspec.msgpack.encode(self._hold(checked))
+        self._welcome = msgspec.msgpack.encode(self._create_table(checked))
         self._waiting: WaitIndex[_StoreClient] = WaitIndex()
         self._orders = itertools.count(1)
         listener = listen(host, port, secret=secret)
@@ -87,7 +129,7 @@ class TCPStoreServer(Server[_StoreClient]):
             secret=secret,
             purpose=PURPOSE,
             limit=MAX_MESSAGE,
-            what="store",
+            kind="store",
             handshake_timeout=handshake_timeout,
         )
         # Early: once clients have used up all descriptors, the rest of the process has none either.
@@ -96,51 +138,51 @@ class TCPStoreServer(Server[_StoreClient]):
     @property
     def address(self) -> str:
         """``host:port``."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address(self.host, self.port)
 
     @property
     def url(self) -> str:
         """The URL of this store, for :func:`~shoal.store.open_store`."""
         return f"tcp://{self.address}"
 
-    def session(self, handshake: PendingHandshake, name: str, limit: int) -> _StoreClient:
-        session = _StoreClient(handshake, name, limit)
-        session.order = next(self._orders)
-        return session
+    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> _StoreClient:
+        client = _StoreClient(handshake, name, limit)
+        client.order = next(self._orders)
+        return client
 
-    def greeted(self, session: _StoreClient) -> None:
-        session.send(self._welcome)
+    def on_authenticated(self, client: _StoreClient) -> None:
+        client.send(self._welcome)
 
-    def _hold(self, records: Mapping[str, bytes]) -> Welcome:
+    def _create_table(self, records: Mapping[str, bytes]) -> Welcome:
         """Create the table; return the welcome message."""
-        self._table, self._replies = KeyTable(), Replies()
+        self._table, self._replies = KeyTable(), StoredReplies()
         self._table.values.update(records)
         return Welcome(secrets.token_bytes(16))
 
-    def received(self, session: _StoreClient, message: bytearray) -> None:
-        self._refuse_second(session)
-        reply = self._execute(session, decode_request(message))
+    def on_message(self, client: _StoreClient, message: bytearray) -> None:
+        self._refuse_second(client.parked is not None)
+        reply = self._execute(client, decode_request(message))
         touched, self._table.touched = self._table.touched, []
         for key in touched:
             self._wake(key)
         if reply is not None:
-            session.send(reply)
+            client.send(reply)
 
-    def _refuse_second(self, session: _StoreClient) -> None:
+    def _refuse_second(self, waits: bool) -> None:
         """Raise WireError if the client still waits for a reply."""
-        if session.parked is not None:
+        if waits:
             raise WireError("the client sent a request before the last one was answered")
 
-    def _execute(self, session: _StoreClient, asked: Numbered) -> bytes | bytearray | None:
+    def _execute(self, client: _StoreClient, numbered: Numbered) -> bytes | bytearray | None:
         """Execute a request; return its reply, or None if it is parked."""
-        request, line, number = asked
-        if line:
-            if session.line not in (b"", line):
+        request, channel, number = numbered
+        if channel:
+            if client.channel not in (b"", channel):
                 raise WireError("writes of two channels arrived on one connection")
-            session.line = line
-            kept = self._replies.repeated(line, session.order, number, request)
-            if kept is not None:
-                return kept
+            client.channel = channel
+            stored = self._replies.stored_reply(channel, client.order, number, request)
+            if stored is not None:
+                return stored
         before = len(self._table.touched)
         try:
             reply = encode_reply(Status.DONE, request.apply(self._table))
@@ -148,32 +190,32 @@ class TCPStoreServer(Server[_StoreClient]):
             assert isinstance(request, Blocking)
             deadline = Deadline(request.timeout)
             if not deadline.expired:
-                session.parked = request
-                self._waiting.add(session, error.keys)
-                self.alarms.set(session, deadline.at)
+                client.parked = request
+                self._waiting.add(client, error.keys)
+                self.timers.set(client, deadline.at)
                 return None
             reply = encode_reply(Status.MISSING, error.keys)
         except StoreError as error:
             reply = encode_reply(Status.FAILED, str(error))
         except Exception as error:
             # A reply keeps the client from sending the request again.
-            logger.exception("store: a request of client %s", session.name)
-            session.send(encode_reply(Status.FAILED, f"the store failed at the request: {error!r}"))
+            logger.exception("store: a request of client %s", client.name)
+            client.send(encode_reply(Status.FAILED, f"the store failed at the request: {error!r}"))
             raise WireError("an unexpected error") from error
         if len(self._table.touched) > before:
-            self._replies.keep(line, number, reply, request)
+            self._replies.store(channel, number, reply, request)
         return reply
 
-    def overdue(self, session: _StoreClient) -> None:
-        assert session.parked is not None
-        keys = session.parked.keys
-        self._unpark(session)
-        self.send_later(session, encode_reply(Status.MISSING, self._table.missing(keys)))
+    def on_timer(self, client: _StoreClient) -> None:
+        assert client.parked is not None
+        keys = client.parked.keys
+        self._unpark(client)
+        self.send_later(client, encode_reply(Status.MISSING, self._table.missing(keys)))
 
-    def dropped(self, session: _StoreClient) -> None:
-        self._waiting.remove(session)
-        if session.line:
-            self._replies.gone(session.line, session.order, time.monotonic())
+    def on_dropped(self, client: _StoreClient) -> None:
+        self._waiting.remove(client)
+        if client.channel:
+            self._replies.disconnected(client.channel, client.order, time.monotonic())
 
     def _wake(self, key: str) -> None:
         """Answer the requests for which ``key`` was the last missing key, after the request that set it."""
@@ -181,8 +223,8 @@ class TCPStoreServer(Server[_StoreClient]):
             return
         # Thousands may wait for the same keys: their reply is encoded once.
         replies: dict[tuple[object, ...], bytearray] = {}
-        for session in self._waiting.appeared(key):
-            request = session.parked
+        for client in self._waiting.appeared(key):
+            request = client.parked
             assert request is not None
             same = (type(request), *request.keys)
             reply = replies.get(same)
@@ -191,12 +233,12 @@ class TCPStoreServer(Server[_StoreClient]):
                     reply = replies[same] = encode_reply(Status.DONE, request.apply(self._table))
                 except KeysMissing as error:
                     # A key that appeared earlier has been deleted since.
-                    self._waiting.add(session, error.keys)
+                    self._waiting.add(client, error.keys)
                     continue
-            self._unpark(session)
-            self.send_later(session, reply)
+            self._unpark(client)
+            self.send_later(client, reply)
 
-    def _unpark(self, session: _StoreClient) -> None:
-        session.parked = None
-        self._waiting.remove(session)
-        self.alarms.cancel(session)
+    def _unpark(self, client: _StoreClient) -> None:
+        client.parked = None
+        self._waiting.remove(client)
+        self.timers.cancel(client)

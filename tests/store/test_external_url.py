@@ -7,32 +7,32 @@ import pytest
 from shoal.errors import ConfigurationError, UsageError
 from shoal.rendezvous import parse_url, rendezvous
 from shoal.store import open_store
-from shoal.store.external.url import Outside, parse_outside, redacted, split_url
+from shoal.store.external.url import ExternalUrl, parse_external_url, redacted, split_url
 
 
-def _parsed(url: str) -> Outside:
+def _parsed(url: str) -> ExternalUrl:
     parts = split_url("store", url)
     if parts.scheme.startswith("redis"):
-        return parse_outside(parts, 6379, tls=parts.scheme == "rediss", databases=True)
-    return parse_outside(parts, 2379, tls=parts.scheme == "etcds")
+        return parse_external_url(parts, 6379, tls=parts.scheme == "rediss", databases=True)
+    return parse_external_url(parts, 2379, tls=parts.scheme == "etcds")
 
 
 @pytest.mark.parametrize(
     ("url", "parsed"),
     [
-        ("etcd://h1", Outside(["h1:2379"])),
-        ("etcd://h1:1,10.0.0.2:2/", Outside(["h1:1", "10.0.0.2:2"])),
-        ("etcd://[::1]:5", Outside(["[::1]:5"])),
-        ("etcd://[::1],h2", Outside(["[::1]:2379", "h2:2379"])),
-        ("etcd://u%40:p%3Aw%2f@h1", Outside(["h1:2379"], "u@", "p:w/")),
-        ("etcds://h1?ca=/a&cert=b&key=c", Outside(["h1:2379"], ca="/a", cert="b", key="c")),
-        ("etcds://h1?ca=", Outside(["h1:2379"])),
-        ("redis://h1", Outside(["h1:6379"])),
-        ("redis://:p%40@h1:1/", Outside(["h1:1"], None, "p@")),
-        ("rediss://u@[::1]/15?ca=/a", Outside(["[::1]:6379"], "u", ca="/a", database=15)),
+        ("etcd://h1", ExternalUrl(["h1:2379"])),
+        ("etcd://h1:1,10.0.0.2:2/", ExternalUrl(["h1:1", "10.0.0.2:2"])),
+        ("etcd://[::1]:5", ExternalUrl(["[::1]:5"])),
+        ("etcd://[::1],h2", ExternalUrl(["[::1]:2379", "h2:2379"])),
+        ("etcd://u%40:p%3Aw%2f@h1", ExternalUrl(["h1:2379"], "u@", "p:w/")),
+        ("etcds://h1?ca=/a&cert=b&key=c", ExternalUrl(["h1:2379"], ca="/a", cert="b", key="c")),
+        ("etcds://h1?ca=", ExternalUrl(["h1:2379"])),
+        ("redis://h1", ExternalUrl(["h1:6379"])),
+        ("redis://:p%40@h1:1/", ExternalUrl(["h1:1"], None, "p@")),
+        ("rediss://u@[::1]/15?ca=/a", ExternalUrl(["[::1]:6379"], "u", ca="/a", database=15)),
     ],
 )
-def test_urls_name_servers_users_and_certificates(url: str, parsed: Outside) -> None:
+def test_urls_name_servers_users_and_certificates(url: str, parsed: ExternalUrl) -> None:
     assert _parsed(url) == parsed
     assert "p:w/" not in repr(_parsed(url))
 
@@ -63,9 +63,9 @@ def test_a_url_with_half_a_bracket_is_refused_as_a_usage_error(url: str) -> None
 def test_user_and_password_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_STORE_USER", "me")
     monkeypatch.setenv("SHOAL_STORE_PASSWORD", "secret")
-    assert _parsed("etcd://h1") == Outside(["h1:2379"], "me", "secret")
-    assert _parsed("etcd://you:open@h1") == Outside(["h1:2379"], "you", "open")
-    assert _parsed("etcd://you@h1") == Outside(["h1:2379"], "you", "secret")
+    assert _parsed("etcd://h1") == ExternalUrl(["h1:2379"], "me", "secret")
+    assert _parsed("etcd://you:open@h1") == ExternalUrl(["h1:2379"], "you", "open")
+    assert _parsed("etcd://you@h1") == ExternalUrl(["h1:2379"], "you", "secret")
 
 
 def test_no_error_shows_a_password() -> None:

@@ -6,8 +6,8 @@ import selectors
 from collections import deque
 
 from ..errors import WireError
-from .frames import JOIN, FrameReader, frame_header, only_frame
-from .pending import PendingHandshake
+from .authentication import PendingHandshake
+from .frames import MAX_JOINED_BYTES, FrameReader, frame_header, only_frame
 
 #: maximum bytes read from one client at a time, so that a large message does not delay other clients
 _MAX_READ_BYTES = 2**20
@@ -36,15 +36,15 @@ class ClientConnection:
         self._reader = FrameReader(limit)
         self._unsent: deque[memoryview] = deque()
         #: bytes that were read but not processed
-        self._ahead = bytearray()
+        self._buffered = bytearray()
 
     @property
     def pending(self) -> bool:
         """Whether there are buffered bytes, which do not make the descriptor readable."""
-        return bool(self._ahead) or self.stream.pending()
+        return bool(self._buffered) or self.stream.pending()
 
     @property
-    def clogged(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether there are unsent bytes."""
         return bool(self._unsent)
 
@@ -55,12 +55,12 @@ class ClientConnection:
             return self._handshake.events
         return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
 
-    def shake_hands(self) -> bool:
+    def continue_handshake(self) -> bool:
         """Continue the handshake; return whether it has now succeeded.  Raises like :meth:`receive`."""
         assert self._handshake is not None
         self.authenticated = self._handshake.step()
         if self.authenticated:
-            if proof := self._handshake.unsent():
+            if proof := self._handshake.take_unsent():
                 self._unsent.append(memoryview(proof))
             self._handshake = None
         return self.authenticated
@@ -74,7 +74,7 @@ class ClientConnection:
         Raises:
             WireError: the client closed the connection, violated the protocol or failed to authenticate.
         """
-        if not self._ahead and self._reader.between_frames:
+        if not self._buffered and self._reader.between_frames:
             try:
                 count = self.stream.recv_into(short)
             except BlockingIOError:
@@ -84,12 +84,12 @@ class ClientConnection:
             message = only_frame(short[:count])
             if message is not None and len(message) <= self._reader.limit:
                 return message
-            self._ahead += short[:count]
-        while self._ahead:
+            self._buffered += short[:count]
+        while self._buffered:
             view = self._reader.view()
-            count = min(len(view), len(self._ahead))
-            view[:count] = self._ahead[:count]
-            del self._ahead[:count]
+            count = min(len(view), len(self._buffered))
+            view[:count] = self._buffered[:count]
+            del self._buffered[:count]
             message = self._reader.advance(count)
             if message is not None:
                 return message
@@ -110,7 +110,7 @@ class ClientConnection:
     def send(self, message: bytes | bytearray) -> None:
         """Send a message now, or later as the client receives it.  OSError: the connection is lost."""
         header = frame_header(len(message))
-        if len(message) > JOIN:
+        if len(message) > MAX_JOINED_BYTES:
             self._write(header)
             self._write(message)
         elif self._unsent:
@@ -126,7 +126,7 @@ class ClientConnection:
 
     def flush(self) -> None:
         """Send as many unsent bytes as possible now.  OSError: the connection is lost."""
-        if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= JOIN:
+        if len(self._unsent) > 1 and sum(map(len, self._unsent)) <= MAX_JOINED_BYTES:
             whole = b"".join(self._unsent)
             self._unsent.clear()
             self._unsent.append(memoryview(whole))

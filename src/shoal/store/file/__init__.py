@@ -1,1 +1,0 @@
-"""A store in a file, for processes that share nothing but a disk."""
