@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from shoal.compat.env_handler import EnvHandler
-from shoal.compat.registration import register
+from shoal.compat.registration import EnvHandler, register
 
 
 def test_the_backend_is_known_once_shoal_is_imported_beside_torch():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shoal
-from shoal.distributed.init_method import meeting_place
+from shoal.distributed.lifecycle import rendezvous_address
 
 MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -35,7 +35,7 @@ MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 def test_torchs_ways_lead_to_a_place(
     init_method: str | None, rank: int, size: int, environ: dict[str, str], expected: tuple[str, int, int]
 ) -> None:
-    assert meeting_place(init_method, rank, size, environ) == expected
+    assert rendezvous_address(init_method, rank, size, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_what_cannot_be_a_place_is_refused(
     init_method: str | None, rank: int, environ: dict[str, str], words: str
 ) -> None:
     with pytest.raises(shoal.UsageError, match=words):
-        meeting_place(init_method, rank, 2, environ)
+        rendezvous_address(init_method, rank, 2, environ)

@@ -284,7 +284,7 @@ def test_one_session_follows_another() -> None:
     session_of(training, None, 2)
     assert training.optimizer.group.state == "closed"
     session_of(training, None, 4)
-    assert training.optimizer.what_all_have()["steps"] == 4
+    assert training.optimizer.common_options()["steps"] == 4
 
 
 def test_ranks_with_other_states_or_options_hear_of_it() -> None:

@@ -16,7 +16,7 @@ def restore() -> None:
     """
     if sys.version_info < (3, 13):
         return
-    from shoal.compat.reconfigure.reconfigurer import _end_attempts
+    from shoal.compat.reconfigure.process_group import _end_attempts
     from shoal.future.pool import _end as end_callbacks
     from shoal.rpc.agent import _close_at_exit as close_agents
     from shoal.world import _close_at_exit as close_worlds

@@ -5,7 +5,7 @@
     dist.init_process_group("shoal")            # or "cpu:shoal", "cpu:shoal,cuda:nccl"
 
 Import order: ``registration`` (imported with shoal, so it must be cheap) -> ``connect`` (from torch's store
-to a group) -> ``process_group`` -> ``collectives`` -> ``work``.  See ``docs/compatibility.md``.
+to a group) -> ``process_group`` -> ``work``.  See ``docs/compatibility.md``.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, PrefixStore
 
 from .. import config
 from ..backend.arguments import check_options, lanes
@@ -25,19 +25,16 @@ from ..group import ProcessGroup
 from ..group.group_argument import default_groups
 from ..initialize import world_group
 from ..net import Deadline
-from ..rendezvous import Membership, RendezvousPoint, Request, Venue, meet_at
-from ..rendezvous.caller_store import store_address
+from ..rendezvous import meet_at
 from ..store import adopt
 from ..torch_terms import BACKEND
-from .devices import other_backends, others
-from .launcher_store import group_timeout, launcher_store
+from .launcher_store import group_timeout, launcher_store, rendezvous_point
 from .process_group import TorchProcessGroup
-from .reconfigure.attempt import Settings
-from .reconfigure.process_group import ReconfigurableProcessGroup
-from .reconfigure.reconfigurer import Reconfigurer
+from .reconfigure.process_group import ReconfigurableProcessGroup, Reconfigurer
+from .reconfigure.reconfiguration import Settings
 
 #: timeout, in seconds, of closing the group after its creation failed
-_FAILED = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 
 def create(options: Any, backend_options: Mapping[str, Any] | Backend.Options | None) -> TorchProcessGroup:
@@ -86,7 +83,7 @@ def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options |
     try:
         return TorchProcessGroup(group, options.store, timeout, others(config_string, options))
     except BaseException:
-        group.close(_FAILED)
+        group.close(_CLOSE_TIMEOUT_S)
         raise
 
 
@@ -134,26 +131,61 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     met = launcher_store(options.store)
     membership = None if met is None else met.take()
     if membership is None:
-        membership = _meet(options, limit)
+        rank, size = options.group_rank, options.group_size
+        membership = meet_at(
+            rendezvous_point(adopt(options.store), rank, size, options.group_id, Deadline(limit))
+        )
     return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
 
 
-def _meet(options: Any, limit: float) -> Membership:
-    store = adopt(options.store)
-    # torch trusts every process that can read its store, so the ranks may exchange their secret through it.
-    # The store may close before the group: torch lets rank 0 serve it, and torch's C++ prints a stack trace
-    # when a store is closed.
-    venue = Venue(
-        store,
-        rank=options.group_rank,
-        size=options.group_size,
-        job=f"{BACKEND}/{options.group_id}",
-        epoch=0,
-        private=True,
-        brief=True,
-        address=store_address(store),
-    )
-    request = Request(
-        urlsplit("store://"), options.group_rank, options.group_size, config.secret(), Deadline(limit)
-    )
-    return meet_at(RendezvousPoint.at(venue, request))
+# -- groups of torch's own backends, for devices that shoal does not support ---------------------
+#
+# ``init_process_group("cpu:shoal,cuda:nccl")`` makes one group of two backends.  Torch treats a backend
+# written in Python as a whole process group and keeps only that one, so shoal's group creates the others.
+
+
+_BackendType = dist.ProcessGroup.BackendType
+
+
+def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
+    """Create the groups for the devices other than the CPU in ``backends``, such as "device:name,..."."""
+    found = other_backends(backends)
+    return {device: _group(torch.device(device), name, options) for device, name in found.items()}
+
+
+def other_backends(backends: str) -> dict[str, str]:
+    """Return device type -> backend for the devices other than the CPU in ``backends``."""
+    if ":" not in backends:
+        return {}
+    table = dict(pair.lower().split(":", 1) for pair in backends.split(","))
+    for device, name in table.items():
+        if (name == BACKEND) != (device == "cpu"):
+            raise UsageError(
+                f"backends {backends!r}: {BACKEND} takes CPU tensors, but {device!r} is assigned "
+                f'{name!r}; expected "cpu:{BACKEND},<device>:<its backend>"'
+            )
+    return {device: name for device, name in table.items() if device != "cpu"}
+
+
+def _group(device: torch.device, name: str, options: Any) -> dist.ProcessGroup:
+    store = PrefixStore(f"{device.type}/", options.store)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    backend: Any
+    if name == "nccl" and dist.is_nccl_available():
+        settings = dist.ProcessGroupNCCL.Options()
+        settings._timeout = timeout
+        settings.global_ranks_in_group = options.global_ranks_in_group
+        settings.group_name = options.group_id
+        backend, kind = dist.ProcessGroupNCCL(store, rank, size, settings), _BackendType.NCCL
+    elif name == "gloo" and dist.is_gloo_available():
+        backend, kind = dist.ProcessGroupGloo(store, rank, size, timeout=timeout), _BackendType.GLOO
+    else:
+        raise UsageError(
+            f"backend {name!r} for {device.type}: besides {BACKEND}, nccl and gloo are supported if "
+            "this build of torch contains them"
+        )
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    group._set_group_name(options.group_id)
+    return group

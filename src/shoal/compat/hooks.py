@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from .tensor_arguments import every_tensor
 
 #: a function of torch's ``PreHookArgs`` or ``PostHookArgs``
 Hook = Callable[[Any], None]
+HookKind = Literal["pre", "post"]
 
 #: ids of NaN checks; they start as in torch, above the small ids that users choose
 _nan_check_ids = itertools.count(0x4E414E43)
@@ -48,12 +49,7 @@ class HookedOperation:
         self._inputs, self._outputs, self._root = inputs, outputs, root
 
     def arguments(self, group: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return torch's ``PreHookArgs`` for a call of the method, without an ``op_id``.
-
-        Args:
-            group: the object on which the method is called.
-            args, kwargs: the arguments of the call.
-        """
+        """Return torch's ``PreHookArgs`` for a call of the method on ``group``, without an ``op_id``."""
         given = self._signature.bind(group, *args, **kwargs).arguments
         opts = given.get("opts")
         types = torch_features.hook_types()
@@ -73,28 +69,27 @@ class OperationHooks:
     """The hooks of one group."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Hook] = {}
-        self._after: dict[int, Hook] = {}
+        #: By kind the hooks, ordered by id.  The inner dictionaries are replaced and never changed, because
+        #: operations may be using them.
+        self._hooks: dict[HookKind, dict[int, Hook]] = {"pre": {}, "post": {}}
         self._ids = itertools.count()
 
     def __bool__(self) -> bool:
-        return bool(self._before or self._after)
+        return any(self._hooks.values())
 
-    def register_before(self, hook_id: int, hook: Hook) -> None:
-        """Call ``hook(PreHookArgs)`` before each operation; replaces a hook with the same id."""
-        self._before = _with(self._before, hook_id, hook, "pre")
+    def register(self, kind: HookKind, hook_id: int, hook: Hook) -> None:
+        """Call ``hook`` before or after each operation is issued; replaces a hook with the same id."""
+        torch_features.hook_types()  # raises if this torch has no hooks
+        if not hasattr(hook_id, "__index__") or not callable(hook):
+            raise UsageError(
+                f"register_{kind}_hook: expected an int and a function, got {hook_id!r} and {hook!r}"
+            )
+        hooks = {**self._hooks[kind], operator.index(hook_id): hook}
+        self._hooks[kind] = dict(sorted(hooks.items()))
 
-    def register_after(self, hook_id: int, hook: Hook) -> None:
-        """Call ``hook(PostHookArgs)`` after each operation was issued; replaces a hook with the same id."""
-        self._after = _with(self._after, hook_id, hook, "post")
-
-    def unregister_before(self, hook_id: int) -> None:
+    def unregister(self, kind: HookKind, hook_id: int) -> None:
         """Remove the hook with this id, if any."""
-        self._before = {number: hook for number, hook in self._before.items() if number != hook_id}
-
-    def unregister_after(self, hook_id: int) -> None:
-        """Remove the hook with this id, if any."""
-        self._after = {number: hook for number, hook in self._after.items() if number != hook_id}
+        self._hooks[kind] = {number: hook for number, hook in self._hooks[kind].items() if number != hook_id}
 
     def around(
         self,
@@ -112,13 +107,13 @@ class OperationHooks:
         number = next(self._ids)
         seen = operation.arguments(group, args, kwargs)
         seen.op_id = number
-        for hook in self._before.values():
+        for hook in self._hooks["pre"].values():
             hook(seen)
         work = issue(group, *args, **kwargs)
-        if self._after:
+        if after := self._hooks["post"]:
             done = torch_features.hook_types().after()
             done.name, done.async_op, done.work, done.op_id = seen.name, seen.async_op, work, number
-            for hook in self._after.values():
+            for hook in after.values():
                 hook(done)
         return work
 
@@ -127,9 +122,6 @@ class NanCheck:
     """A check of all tensors that a group sends for NaN; the result of ``NanCheckHook.attach``.
 
     The group owns the check; this object is needed only for :meth:`remove`.
-
-    Args:
-        group: the group to check.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -158,13 +150,3 @@ class NanCheck:
                     f"{seen.name.name} on rank {self._rank}: {error} The tensor has shape {list(x.shape)}; "
                     "nothing was sent. NanCheckHook.attach or TORCH_DIST_NAN_CHECK=1 asked for this check"
                 ) from error
-
-
-def _with(hooks: dict[int, Hook], hook_id: int, hook: Hook, kind: str) -> dict[int, Hook]:
-    """Return a copy of ``hooks`` and one more, ordered by id; operations may be using the old one."""
-    torch_features.hook_types()  # raises if this torch has no hooks
-    if not hasattr(hook_id, "__index__") or not callable(hook):
-        raise UsageError(
-            f"register_{kind}_hook: expected an int and a function, got {hook_id!r} and {hook!r}"
-        )
-    return dict(sorted({**hooks, operator.index(hook_id): hook}.items()))

@@ -11,31 +11,31 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch.distributed.constants import default_pg_timeout
 
 from .. import config
 from ..errors import RendezvousError
 from ..initialize import refuse_joiner
-from ..rendezvous import Membership, rendezvous
+from ..net import Deadline
+from ..rendezvous import Membership, RendezvousPoint, Request, Venue, rendezvous
+from ..rendezvous.caller_store import store_address
 from ..rendezvous.environment import read
-from ..store import PrefixStore
+from ..rendezvous.venue import START_AGAIN
+from ..store import PrefixStore, Store
 from ..torch_terms import BACKEND
 from .torch_store import TorchStore
 
 
 @dataclass(frozen=True, slots=True)
 class TorchLaunch:
-    """The rank, size and job of this process for torch's default group.
+    """The rank, size and job of this process for torch's default group."""
 
-    Attributes:
-        rank, size: the arguments of ``init_process_group``; None: from the launcher or the store.
-        job: name of the job for the rendezvous; None: the launcher's.
-    """
-
+    #: rank, size: the arguments of ``init_process_group``; None: from the launcher or the store
     rank: int | None
     size: int | None
-    job: str | None
+    job: str | None  # name of the job for the rendezvous; None: the launcher's
 
 
 class LauncherStore(TorchStore):
@@ -79,7 +79,7 @@ class LauncherStore(TorchStore):
             membership.abandon(error)
 
 
-def launch_of(
+def launch_from_environment(
     parameters: Mapping[str, str], environ: Mapping[str, str], torch_variables: Collection[str]
 ) -> TorchLaunch | None:
     """Return the process's place from its launcher; None: torch's handler decides.
@@ -89,13 +89,10 @@ def launch_of(
     given, the configuration is incomplete.  Each process would then silently train alone; torch's handler
     raises an error that names the missing variable instead.
 
-    Args:
-        parameters: the URL's parameters, where torch puts the arguments rank and world_size.
-        environ: the environment.
-        torch_variables: the variables that torch's handler reads.
+    ``parameters`` are those of the URL, where torch puts the arguments rank and world_size;
+    ``torch_variables`` are those that torch's handler reads.
 
-    Raises:
-        ConfigurationError: a variable of the launcher is malformed or missing.
+    Raises ConfigurationError if a variable of the launcher is malformed or missing.
     """
     rank, size = (int(parameters[name]) if name in parameters else None for name in ("rank", "world_size"))
     launch = read(environ)
@@ -109,15 +106,12 @@ def launch_of(
     return TorchLaunch(rank, size, job)
 
 
-def met(launch: TorchLaunch, timeout: timedelta | None) -> Iterator[tuple[LauncherStore, int, int]]:
+def rendezvous_once(
+    launch: TorchLaunch, timeout: timedelta | None
+) -> Iterator[tuple[LauncherStore, int, int]]:
     """Connect to the other ranks and yield one tuple (store, rank, number of ranks), as torch's handlers do.
 
-    Args:
-        launch: rank, size and job of this process.
-        timeout: the timeout of ``init_process_group``.
-
-    Raises:
-        ShoalError: the same errors as :func:`shoal.init`.
+    Raises the errors of :func:`shoal.init`.
     """
     config.check()
     if launch.rank is None:
@@ -135,6 +129,21 @@ def met(launch: TorchLaunch, timeout: timedelta | None) -> Iterator[tuple[Launch
                 "the rendezvous"
             )
         )
+
+
+def rendezvous_point(
+    store: Store, rank: int, size: int, name: str, deadline: Deadline, advice: str = START_AGAIN
+) -> RendezvousPoint:
+    """Return the point where the members of a group ``name`` meet over torch's store."""
+    # torch trusts every process that can read its store, so the ranks may exchange their secret through it.
+    # The store may close before the group: torch lets rank 0 serve it, and torch's C++ prints a stack trace
+    # when a store is closed.
+    venue = Venue(
+        store, rank=rank, size=size, job=f"{BACKEND}/{name}", epoch=0,
+        private=True, brief=True, advice=advice, address=store_address(store),
+    )  # fmt: skip
+    request = Request(urlsplit("store://"), rank, size, config.secret(), deadline)
+    return RendezvousPoint.at(venue, request)
 
 
 def launcher_store(store: Any) -> LauncherStore | None:

@@ -6,13 +6,18 @@ torch's dispatch modes of operations.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
+
+import torch
+from torch._C import _DisableTorchDispatch, _len_torch_dispatch_stack
+from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 
 from ..common.torch_features import group_method
 from .hooks import HookedOperation
-from .shown import modes_active
 from .tensor_arguments import first_tensor
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -35,7 +40,7 @@ def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") ->
                 if x is not None and x.device.type in self._others:
                     return group_method(self._others[x.device.type], name)(*args, **kwargs)
             if modes_active():
-                self._shown.show(name, args, kwargs)
+                self._dispatch_notifier.notify(name, args, kwargs)
             return method(self, *args, **kwargs)
 
         @functools.wraps(method)
@@ -66,3 +71,41 @@ def hooked(hook: str) -> Callable[[Method], Method]:
         return cast(Method, call)
 
     return decorate
+
+
+#: Returns whether a mode is active (the number of modes).
+modes_active = _len_torch_dispatch_stack
+
+
+class DispatchNotifier:
+    """A torch group that only passes operations through torch's dispatcher.
+
+    The methods of a C++ backend's group go through the dispatcher (``torch.ops.c10d.allreduce_``, ...), where
+    modes see each operation: ``CommDebugMode`` counts them.  The methods of a Python group are called
+    directly.  While a mode is active, each operation is therefore also called on this group, which does
+    nothing, with empty tensors.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        kind = TorchGroup.BackendType.CUSTOM
+        idle = FakeProcessGroup._create_internal(rank, size)
+        self._group = TorchGroup(HashStore(), rank, size)
+        self._group._register_backend(torch.device("cpu"), kind, idle)
+        self._group._set_default_backend(kind)
+
+    def notify(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Call the operator of the group method ``name`` with empty tensors in these arguments."""
+        with _DisableTorchDispatch():
+            args = [_without_data(argument) for argument in args]
+            kwargs = {key: _without_data(argument) for key, argument in kwargs.items()}
+        # shoal's methods accept more argument forms than torch's; those used by torch.distributed match.
+        with contextlib.suppress(TypeError):
+            group_method(self._group, name)(*args, **kwargs)
+
+
+def _without_data(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return torch.empty(0, dtype=argument.dtype, device="cpu")
+    if isinstance(argument, (list, tuple)):  # ints are split sizes
+        return [_without_data(part) for part in argument if not isinstance(part, int)]
+    return argument

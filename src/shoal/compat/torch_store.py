@@ -27,11 +27,11 @@ from ..store import Store
 _kept: set[TorchStore] = set()
 
 #: polling interval of an empty queue, in seconds
-_PAUSE = 0.01
+_POLL_INTERVAL_S = 0.01
 #: maximum timeout in seconds: a timedelta cannot be infinite
-_LONGEST = 1e9
+_MAX_TIMEOUT_S = 1e9
 #: the value read for a queue that does not exist; no queue has this value
-_NOTHING = b"none"
+_MISSING = b"none"
 
 
 class _Queue(msgspec.Struct, array_like=True):
@@ -41,11 +41,7 @@ class _Queue(msgspec.Struct, array_like=True):
     state: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(16))
 
 
-@refuses_copies(
-    "a Store",
-    "a connection, a file or memory",
-    "Call clone() for a second client",
-)
+@refuses_copies("a Store", "a connection, a file or memory", "Call clone() for a second client")
 class TorchStore(c10d.Store):
     """A ``torch.distributed.Store`` on top of a store of shoal.
 
@@ -69,7 +65,7 @@ class TorchStore(c10d.Store):
             raise UsageError(f"TorchStore: expected a shoal.store.Store, not {type(store).__name__}")
         super().__init__()
         self._store = store
-        self.set_timeout(timedelta(seconds=min(store.timeout, _LONGEST)))
+        self.set_timeout(timedelta(seconds=min(store.timeout, _MAX_TIMEOUT_S)))
         _kept.add(self)
 
     @property
@@ -171,7 +167,7 @@ class TorchStore(c10d.Store):
                         f"queue {key!r} had no value within {in_seconds(deadline.timeout)}"
                     )
                 else:
-                    time.sleep(min(_PAUSE, deadline.remaining()))
+                    time.sleep(min(_POLL_INTERVAL_S, deadline.remaining()))
 
     def queue_len(self, key: str) -> int:
         """Return the number of values in the queue ``key``."""
@@ -186,8 +182,8 @@ class TorchStore(c10d.Store):
         return self.timeout.total_seconds()
 
     def _queue(self, key: str) -> tuple[bytes, _Queue]:
-        raw = self._store.compare_set(_queue_key(key), _NOTHING, _NOTHING)
-        if raw == _NOTHING:
+        raw = self._store.compare_set(_queue_key(key), _MISSING, _MISSING)
+        if raw == _MISSING:
             return b"", _Queue()
         try:
             return raw, from_msgpack(raw, _Queue)

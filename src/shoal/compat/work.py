@@ -24,30 +24,25 @@ from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
 #: small works that Python has released but C++ may still use (see TorchWork.__del__), and their maximum size
-_dropped: deque[TorchWork] = deque(maxlen=64)
+_recently_dropped: deque[TorchWork] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
 
 @uncompiled
 class TorchWork(WorkMethods, dist.Work):
-    """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
-
-    Args:
-        future: the operation's future.
-        result: the value of ``result()`` and of the torch future: the list of output tensors.
-    """
+    """One operation of a :class:`~shoal.compat.TorchProcessGroup`; ``result`` is the list of its outputs."""
 
     def __init__(self, future: Future[Any], result: Any) -> None:
         super().__init__()
         self._future = future
         self._result = result
-        self._handed_out: KeyedFuture | None = None
+        self._torch_future: KeyedFuture | None = None
         self._waited = False
 
     #: whether wait() was called; True until __init__ has finished, so that __del__ ignores a partial object
     _waited = True
 
-    def __del__(self, dropped: deque[TorchWork] = _dropped) -> None:
+    def __del__(self, dropped: deque[TorchWork] = _recently_dropped) -> None:
         # A work that Python passes to C++ loses its Python part with the last Python reference, and then
         # never completes in C++.  torch's DDP does this in a Join context with the number of ranks that still
         # train: only the C++ backward pass waits for it.  So keep small works that Python did not wait for.
@@ -73,11 +68,7 @@ class TorchWork(WorkMethods, dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Wait, and return the sender of the received message, as a rank in the group.
-
-        Raises:
-            UsageError: the operation is not a receive.
-        """
+        """Wait, and return the sender's rank in the group; raise UsageError if this is not a receive."""
         return source_of(self._future.wait())
 
     _source_rank = source_rank
@@ -88,20 +79,19 @@ class TorchWork(WorkMethods, dist.Work):
         # exception set from Python is a value to it, and DDP's reducer crashes on a value that is not a
         # tensor.  The class that Python users need cannot be such a future.  C++ calls this method without a
         # Python frame in between, so the calling frame shows whether Python or C++ called it.
-        if self._handed_out is None:
-            self._handed_out = KeyedFuture(self._future, _giving(self._result))
+        if self._torch_future is None:
+            self._torch_future = KeyedFuture(self._future, _constant_on_success(self._result))
         # After a wait the torch future must already have its value: C++ does not wait for it again.
-        self._handed_out.done()
+        self._torch_future.done()
         if "get_future" in sys._getframe(1).f_code.co_names:
-            return self._handed_out
-        return self._handed_out.plain()
+            return self._torch_future
+        return self._torch_future.plain()
 
 
-def _giving(result: Any) -> Callable[[Future[Any]], Any]:
+def _constant_on_success(result: Any) -> Callable[[Future[Any]], Any]:
     """Return a function that returns ``result``, or raises the error of the future that it is called with.
 
-    It must not refer to the work, which refers to the torch future: such a cycle would keep the tensors in
-    memory until the next garbage collection.
+    It must not refer to the work: such a cycle would keep tensors until the next garbage collection.
     """
 
     def value(future: Future[Any]) -> Any:
@@ -118,16 +108,7 @@ def _bytes(result: Any) -> int:
     return sum(map(_bytes, result)) if isinstance(result, list) else 0
 
 
-def for_torch(error: BaseException) -> Exception:
-    """Convert an error for a torch future, which accepts only an ``Exception``."""
-    return error if isinstance(error, Exception) else RuntimeError(in_words(error))
-
-
-@refuses_copies(
-    "a future",
-    "an operation in progress",
-    "Wait for it and copy its value",
-)
+@refuses_copies("a future", "an operation in progress", "Wait for it and copy its value")
 class KeyedFuture(torch.futures.Future[Any]):
     """A torch future whose callbacks may issue operations, like those of a shoal future.
 
@@ -156,8 +137,10 @@ class KeyedFuture(torch.futures.Future[Any]):
         try:
             try:
                 value = self._value(future)
-            except BaseException as error:
-                self.set_exception(for_torch(error))
+            except Exception as error:
+                self.set_exception(error)
+            except BaseException as error:  # a torch future accepts only an Exception
+                self.set_exception(RuntimeError(in_words(error)))
             else:
                 self.set_result(value)
         finally:

@@ -12,13 +12,12 @@ the differences, and why others are missing.  ``dist.group.WORLD`` and the resul
 
 =====================  ==================================================================
 ``state``              the default group, the only global state in shoal
-``lifecycle``          creating and destroying it; ``init_method`` parses the rendezvous address
+``lifecycle``          creating and destroying it, and parsing ``init_method``
 ``groups``             ranks and sizes of groups, and new groups
-``collectives``        operations on tensors; ``deprecated`` holds torch's old names
+``collectives``        operations on tensors, also under torch's old names
 ``point_to_point``     messages, single and in batches
 ``objects``            operations on Python objects
 ``work``               the handle that an operation returns with ``async_op=True``
-``ranks``              conversion between global ranks and group ranks
 ``backend``, ``stores``  torch's names for shoal's backends and stores
 =====================  ==================================================================
 
@@ -43,11 +42,15 @@ from .backend import (
     is_ucc_available,
     is_xccl_available,
 )
+from .collectives import _all_gather_base as _all_gather_base
+from .collectives import _reduce_scatter_base as _reduce_scatter_base
 from .collectives import (
     all_gather,
+    all_gather_coalesced,
     all_gather_into_tensor,
     all_gather_single,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     barrier,
@@ -55,21 +58,11 @@ from .collectives import (
     gather,
     monitored_barrier,
     reduce,
+    reduce_op,
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
     scatter,
-)
-from .deprecated import (
-    _all_gather_base as _all_gather_base,
-)
-from .deprecated import (
-    _reduce_scatter_base as _reduce_scatter_base,
-)
-from .deprecated import (
-    all_gather_coalesced,
-    all_reduce_coalesced,
-    reduce_op,
 )
 from .groups import (
     get_global_rank,
@@ -182,18 +175,11 @@ __all__ = [
     "supports_complex",
 ]
 
+_TENSOR_KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+
 #: The names of the master-worker mode -> the module of ``shoal.controller`` that defines each.
-_OF_MASTERS = {
-    "BFloat16Tensor": "api.spellings",
-    "BoolTensor": "api.spellings",
-    "ByteTensor": "api.spellings",
-    "CharTensor": "api.spellings",
-    "DoubleTensor": "api.spellings",
-    "FloatTensor": "api.spellings",
-    "HalfTensor": "api.spellings",
-    "IntTensor": "api.spellings",
-    "LongTensor": "api.spellings",
-    "ShortTensor": "api.spellings",
+_MASTER_WORKER_NAMES = {
+    **dict.fromkeys((f"{kind}Tensor" for kind in _TENSOR_KINDS), "api.spellings"),
     "init_master_worker": "api.spellings",
     "node": "tensor.within",
 }
@@ -202,11 +188,11 @@ _OF_MASTERS = {
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name not in _OF_MASTERS:
+    if name not in _MASTER_WORKER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"shoal.controller.{_OF_MASTERS[name]}"), name)
+    value: object = getattr(import_module(f"shoal.controller.{_MASTER_WORKER_NAMES[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_MASTERS})
+    return sorted({*globals(), *_MASTER_WORKER_NAMES})

@@ -13,10 +13,10 @@ import torch
 from ..backend.registry import NATIVE, backend_names
 from ..errors import UnsupportedOperation, UsageError
 from ..torch_terms import BACKEND
-from .state import GroupLike, default_group, is_absent, state
+from .state import GroupLike, default_group, is_non_member, state
 
 #: Torch's backends without a counterpart in shoal -> the hardware or library that each needs.
-_ABSENT = {
+_UNSUPPORTED = {
     "nccl": "NVIDIA's GPUs",
     "mpi": "an MPI library",
     "ucc": "the UCC library",
@@ -50,17 +50,11 @@ _NATIVE_NAMES = (BackendName.SHOAL, BackendName.GLOO, BackendName.TCP)
 
 @dataclass(frozen=True)
 class BackendEngine:
-    """The engine that a backend name selects.
+    """The engine that a backend name selects."""
 
-    Attributes:
-        name: the name shown to the user.
-        backend: the argument of :func:`shoal.init`.
-        transport: the argument of :func:`shoal.init`; None: ``SHOAL_TRANSPORT``.
-    """
-
-    name: str
-    backend: str
-    transport: str | None = None
+    name: str  # the name shown to the user
+    backend: str  # the argument of :func:`shoal.init`
+    transport: str | None = None  # the argument of :func:`shoal.init`; None: ``SHOAL_TRANSPORT``
 
 
 def parse_backend(backend: str | None) -> BackendEngine:
@@ -90,9 +84,9 @@ def parse_backend(backend: str | None) -> BackendEngine:
         return BackendEngine(name, name)
     if name in _NATIVE_NAMES:
         return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
-    if name in _ABSENT:
+    if name in _UNSUPPORTED:
         raise UnsupportedOperation(
-            f"backend={backend!r} needs {_ABSENT[name]} and is not supported; shoal communicates CPU "
+            f"backend={backend!r} needs {_UNSUPPORTED[name]} and is not supported; shoal communicates CPU "
             'tensors: use "gloo" or None for the native engine'
         )
     known = ", ".join(sorted({*_NATIVE_NAMES, *backend_names()}))
@@ -105,11 +99,7 @@ def _device_and_name(part: str) -> tuple[str, str]:
 
 
 def refuse_device(operation: str, device: torch.device | int | None) -> None:
-    """Raise if ``device`` is not the CPU.
-
-    Raises:
-        UnsupportedOperation: the device is not the CPU.
-    """
+    """Raise UnsupportedOperation unless ``device`` is None or the CPU."""
     if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
         raise UnsupportedOperation(
             f"{operation}: device_id={device!r}: shoal communicates CPU tensors; omit device_id"
@@ -119,7 +109,7 @@ def refuse_device(operation: str, device: torch.device | int | None) -> None:
 def get_backend(group: GroupLike = None) -> str:
     """Return the backend name that :func:`init_process_group` was called with, ``"shoal"`` by default."""
     world = default_group("get_backend")
-    if is_absent(group):
+    if is_non_member(group):
         raise UsageError(f"get_backend on rank {world.rank}: this rank is not in the given group")
     return BackendName(state.backend)
 
@@ -130,11 +120,7 @@ def get_backend_config(group: GroupLike = None) -> str:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return ``"shoal"`` for the CPU.
-
-    Raises:
-        UnsupportedOperation: any other device.
-    """
+    """Return ``"shoal"`` for the CPU; raise UnsupportedOperation for any other device."""
     refuse_device("get_default_backend_for_device", torch.device(device))
     return BackendName.SHOAL
 

@@ -13,18 +13,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..common.wording import counted
-from ..spec import SUM
+from ..future import Future
+from ..spec import SUM, ReduceOp
+from ..torch_terms import coalesced
 from ..torch_terms.durations import Duration, seconds
 from ..torch_terms.in_turn import in_turn
 from ..torch_terms.reductions import ReduceOpLike, reduction
-from .ranks import rank_in_group
+from .groups import rank_in_group
 from .state import GroupLike, member_group
-from .work import Work, WorkTensor, finished
+from .work import Work, WorkTensor, work_or_wait
 
 
 def all_reduce(
@@ -35,10 +39,9 @@ def all_reduce(
     Returns:
         A work with ``async_op=True``, else ``tensor`` as a :class:`WorkTensor`.
     """
-    pg = member_group(group, "all_reduce")
-    if pg is None:
+    if (pg := member_group(group, "all_reduce")) is None:
         return None
-    work = finished(pg.all_reduce(tensor, reduction(op)), (tensor,), async_op)
+    work = work_or_wait(pg.all_reduce(tensor, reduction(op)), (tensor,), async_op)
     return tensor.as_subclass(WorkTensor) if work is None else work
 
 
@@ -50,11 +53,10 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Copy ``tensor`` of the root into ``tensor`` of all other ranks."""
-    pg = member_group(group, "broadcast")
-    if pg is None:
+    if (pg := member_group(group, "broadcast")) is None:
         return None
     root = rank_in_group(pg, "broadcast", "src", src, group_src)
-    return finished(pg.broadcast(tensor, root), (tensor,), async_op)
+    return work_or_wait(pg.broadcast(tensor, root), (tensor,), async_op)
 
 
 def reduce(
@@ -66,42 +68,33 @@ def reduce(
     group_dst: int | None = None,
 ) -> Work | None:
     """Reduce ``tensor`` of all ranks into ``tensor`` of the destination; on other ranks it is unchanged."""
-    pg = member_group(group, "reduce")
-    if pg is None:
+    if (pg := member_group(group, "reduce")) is None:
         return None
     root = rank_in_group(pg, "reduce", "dst", dst, group_dst)
-    return finished(pg.reduce(tensor, root, reduction(op)), (tensor,), async_op)
+    return work_or_wait(pg.reduce(tensor, root, reduction(op)), (tensor,), async_op)
 
 
 def all_gather(
-    tensor_list: Sequence[torch.Tensor],
-    tensor: torch.Tensor,
-    group: GroupLike = None,
-    async_op: bool = False,
+    tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Gather ``tensor`` of rank *r* into ``tensor_list[r]`` on all ranks; sizes may differ between ranks.
 
     Outputs may share memory, as in ``[buffer] * n``: then it holds the tensor of the last rank.
     """
-    pg = member_group(group, "all_gather")
-    if pg is None:
+    if (pg := member_group(group, "all_gather")) is None:
         return None
     if tensor_list is None:
         pg._call("all_gather").refuse(f"tensor_list must be given, a list of {counted(pg.size, 'tensor')}")
-    return finished(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
+    return work_or_wait(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
 
 
 def all_gather_single(
-    output_tensor: torch.Tensor,
-    input_tensor: torch.Tensor,
-    group: GroupLike = None,
-    async_op: bool = False,
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """Concatenate ``input_tensor`` of all ranks into ``output_tensor`` on all ranks."""
-    pg = member_group(group, "all_gather_single")
-    if pg is None:
+    if (pg := member_group(group, "all_gather_single")) is None:
         return None
-    return finished(pg.all_gather_single(output_tensor, input_tensor), (output_tensor,), async_op)
+    return work_or_wait(pg.all_gather_single(output_tensor, input_tensor), (output_tensor,), async_op)
 
 
 #: The older name of :func:`all_gather_single`.
@@ -120,8 +113,7 @@ def gather(
 
     ``gather_list`` is None on other ranks.  Outputs may share memory: then it holds the last rank's tensor.
     """
-    pg = member_group(group, "gather")
-    if pg is None:
+    if (pg := member_group(group, "gather")) is None:
         return None
     root = rank_in_group(pg, "gather", "dst", dst, group_dst, default=0)
     outputs = gather_list or None
@@ -130,8 +122,8 @@ def gather(
             f"gather_list must be given on the destination, a list of {counted(pg.size, 'tensor')}"
         )
     if outputs is None:
-        return finished(pg.gather(tensor, None, root), (), async_op)
-    return finished(in_turn(outputs, lambda out: pg.gather(tensor, out, root)), outputs, async_op)
+        return work_or_wait(pg.gather(tensor, None, root), (), async_op)
+    return work_or_wait(in_turn(outputs, lambda out: pg.gather(tensor, out, root)), outputs, async_op)
 
 
 def scatter(
@@ -143,11 +135,10 @@ def scatter(
     group_src: int | None = None,
 ) -> Work | None:
     """Copy ``scatter_list[r]`` of the source (default: rank 0; None elsewhere) to ``tensor`` of rank *r*."""
-    pg = member_group(group, "scatter")
-    if pg is None:
+    if (pg := member_group(group, "scatter")) is None:
         return None
     root = rank_in_group(pg, "scatter", "src", src, group_src, default=0)
-    return finished(pg.scatter(tensor, scatter_list or None, root), (tensor,), async_op)
+    return work_or_wait(pg.scatter(tensor, scatter_list or None, root), (tensor,), async_op)
 
 
 def reduce_scatter(
@@ -158,10 +149,9 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce ``input_list[r]`` of all ranks into ``output`` of rank *r*."""
-    pg = member_group(group, "reduce_scatter")
-    if pg is None:
+    if (pg := member_group(group, "reduce_scatter")) is None:
         return None
-    return finished(pg.reduce_scatter(output, input_list, reduction(op)), (output,), async_op)
+    return work_or_wait(pg.reduce_scatter(output, input_list, reduction(op)), (output,), async_op)
 
 
 def reduce_scatter_single(
@@ -172,10 +162,9 @@ def reduce_scatter_single(
     async_op: bool = False,
 ) -> Work | None:
     """Reduce ``input`` over all ranks and store the *r*-th of its equal parts in ``output`` of rank *r*."""
-    pg = member_group(group, "reduce_scatter_single")
-    if pg is None:
+    if (pg := member_group(group, "reduce_scatter_single")) is None:
         return None
-    return finished(pg.reduce_scatter_single(output, input, reduction(op)), (output,), async_op)
+    return work_or_wait(pg.reduce_scatter_single(output, input, reduction(op)), (output,), async_op)
 
 
 #: The older name of :func:`reduce_scatter_single`.
@@ -192,11 +181,10 @@ def all_to_all(
 
     Outputs may share memory: then it holds the tensor of the last rank.
     """
-    pg = member_group(group, "all_to_all")
-    if pg is None:
+    if (pg := member_group(group, "all_to_all")) is None:
         return None
     future = in_turn(output_tensor_list, lambda out: pg.all_to_all(out, input_tensor_list))
-    return finished(future, output_tensor_list, async_op)
+    return work_or_wait(future, output_tensor_list, async_op)
 
 
 def all_to_all_single(
@@ -211,11 +199,10 @@ def all_to_all_single(
 
     Split sizes are lengths along dimension 0; None or an empty list means equal parts.
     """
-    pg = member_group(group, "all_to_all_single")
-    if pg is None:
+    if (pg := member_group(group, "all_to_all_single")) is None:
         return None
     future = pg.all_to_all_single(output, input, output_split_sizes or None, input_split_sizes or None)
-    return finished(future, (output,), async_op)
+    return work_or_wait(future, (output,), async_op)
 
 
 def barrier(
@@ -225,10 +212,9 @@ def barrier(
     timeout: Duration | None = None,
 ) -> Work | None:
     """Block until all ranks of the group have called it; ``device_ids`` is ignored."""
-    pg = member_group(group, "barrier")
-    if pg is None:
+    if (pg := member_group(group, "barrier")) is None:
         return None
-    return finished(pg.barrier(timeout=seconds(timeout)), (), async_op)
+    return work_or_wait(pg.barrier(timeout=seconds(timeout)), (), async_op)
 
 
 def monitored_barrier(
@@ -242,3 +228,89 @@ def monitored_barrier(
     pg = member_group(group, "monitored_barrier")
     if pg is not None:
         pg.monitored_barrier(timeout=seconds(timeout)).wait()
+
+
+# -- torch's deprecated names, with its ``FutureWarning`` ----------------------------------------
+
+
+def _warn(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is deprecated; use {instead}", FutureWarning, stacklevel=3)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor] | torch.Tensor,
+    op: ReduceOpLike = SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Future[Any] | None:
+    """All-reduce several tensors, each in place.  A tensor that is listed twice is reduced once.
+
+    With ``async_op=True``, return a future of the list.
+    """
+    _warn("all_reduce_coalesced", "all_reduce for each tensor")
+    if (pg := member_group(group, "all_reduce_coalesced")) is None:
+        return None
+    if not isinstance(tensors, (torch.Tensor, Sequence)):
+        pg._call("all_reduce_coalesced").refuse(f"expected a list of tensors, got {type(tensors).__name__}")
+    several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    future = coalesced.all_reduce(pg, several, reduction(op))
+    return _finished(future, several, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Future[Any] | None:
+    """Gather ``input_tensor_list[i]`` of rank *r* into ``output_tensor_lists[r][i]`` on all ranks.
+
+    With ``async_op=True``, return a future of ``output_tensor_lists``.
+    """
+    _warn("all_gather_coalesced", "all_gather for each tensor")
+    if (pg := member_group(group, "all_gather_coalesced")) is None:
+        return None
+    future = coalesced.all_gather(pg, "all_gather_coalesced", output_tensor_lists, input_tensor_list)
+    return _finished(future, output_tensor_lists, async_op)
+
+
+def _finished(future: Future[Any], value: Any, async_op: bool) -> Future[Any] | None:
+    if async_op:
+        return future.then(lambda done: (done.value(), value)[1])
+    future.wait()
+    return None
+
+
+def _all_gather_base(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: GroupLike = None, async_op: bool = False
+) -> Work | None:
+    """Deprecated name of :func:`all_gather_single`."""
+    _warn("_all_gather_base", "all_gather_single")
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def _reduce_scatter_base(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOpLike = SUM,
+    group: GroupLike = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Deprecated name of :func:`reduce_scatter_single`."""
+    _warn("_reduce_scatter_base", "reduce_scatter_single")
+    return reduce_scatter_single(output, input, op, group, async_op)
+
+
+class _ReduceOpNames:
+    """The attributes of ``reduce_op``, which emit a warning."""
+
+    def __getattr__(self, name: str) -> ReduceOp:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value: ReduceOp = getattr(ReduceOp, name)
+        _warn("reduce_op", "ReduceOp")
+        return value
+
+
+#: Deprecated name of ``ReduceOp``: ``reduce_op.SUM`` is ``ReduceOp.SUM``, with a warning.
+reduce_op = _ReduceOpNames()

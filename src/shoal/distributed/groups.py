@@ -1,4 +1,4 @@
-"""Ranks and sizes of groups, and groups made from the default group."""
+"""Ranks and sizes of groups, new groups, and conversion between global ranks and ranks in a group."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from ..group import ProcessGroup
 from ..group.group_argument import NON_GROUP_MEMBER, adopted
 from ..torch_terms.durations import Duration, seconds
 from .backend import parse_backend, refuse_device
-from .ranks import group_rank_of
-from .state import GroupLike, default_group, is_absent, not_a_group, state
+from .state import GroupLike, default_group, is_non_member, not_a_group_error, state
 
 
 def get_rank(group: GroupLike = None) -> int:
     """Return the rank of this process in a group; -1 if it is not a member."""
-    return -1 if is_absent(group) else _a_group(group, "get_rank").rank
+    return -1 if is_non_member(group) else _member_group(group, "get_rank").rank
 
 
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of members of a group; -1 if this process is not a member."""
-    return -1 if is_absent(group) else _a_group(group, "get_world_size").size
+    return -1 if is_non_member(group) else _member_group(group, "get_world_size").size
 
 
 def get_num_processes(group: GroupLike = None) -> int:
@@ -36,7 +35,7 @@ def get_num_processes(group: GroupLike = None) -> int:
 
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
     """Return the global ranks of the members of a group, in order of group rank."""
-    return list(_a_group(group, "get_process_group_ranks").ranks)
+    return list(_member_group(group, "get_process_group_ranks").ranks)
 
 
 def get_group_rank(group: GroupLike, global_rank: int) -> int:
@@ -45,7 +44,7 @@ def get_group_rank(group: GroupLike, global_rank: int) -> int:
     Raises:
         UsageError: that rank is not a member.
     """
-    return group_rank_of(_a_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
+    return group_rank_of(_member_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
 
 
 def get_global_rank(group: GroupLike, group_rank: int) -> int:
@@ -54,7 +53,7 @@ def get_global_rank(group: GroupLike, group_rank: int) -> int:
     Raises:
         UsageError: the group has no such rank.
     """
-    pg = _a_group(group, "get_global_rank")
+    pg = _member_group(group, "get_global_rank")
     if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
         raise UsageError(
             f"get_global_rank on rank {pg.rank}: group_rank must be from 0 to {pg.size - 1}, "
@@ -128,7 +127,7 @@ def new_group(
         UnsupportedOperation: shoal does not support the backend or device.
     """
     world = default_group("new_group")
-    own = _own("new_group", world, backend, pg_options)
+    own = _subgroup_options("new_group", world, backend, pg_options)
     refuse_device("new_group", device_id)
     members = list(range(world.size)) if ranks is None else list(ranks)
     _check_members("new_group", world, members)
@@ -161,7 +160,7 @@ def new_subgroups(
     Raises:
         UsageError: ``group_size`` is missing or does not divide the size.
     """
-    pg = _a_group(group, "new_subgroups")
+    pg = _member_group(group, "new_subgroups")
     if not isinstance(group_size, int) or group_size < 1 or pg.size % group_size:
         raise UsageError(
             f"new_subgroups on rank {pg.rank}: group_size must divide the size of the group, {pg.size}, "
@@ -195,7 +194,7 @@ def new_subgroups_by_enumeration(
     together = [rank for ranks in lists for rank in ranks]
     _check_members("new_subgroups_by_enumeration", world, together)
     made = [new_group(ranks, timeout, backend, pg_options, group_desc=group_desc) for ranks in lists]
-    return next((pg for pg in made if not is_absent(pg)), None), made
+    return next((pg for pg in made if not is_non_member(pg)), None), made
 
 
 def split_group(
@@ -219,8 +218,8 @@ def split_group(
     Raises:
         UsageError: there is no list, or a rank is not in the group or is in two lists.
     """
-    parent = _a_group(parent_pg, "split_group")
-    own = _own("split_group", parent, backend, pg_options)
+    parent = _member_group(parent_pg, "split_group")
+    own = _subgroup_options("split_group", parent, backend, pg_options)
     lists = [list(ranks) for ranks in split_ranks or ()]
     if not lists or not all(lists):
         raise UsageError(
@@ -235,13 +234,13 @@ def split_group(
     return parent.subgroup(sorted(mine), group_desc or "split", timeout=seconds(timeout), **own)
 
 
-def _a_group(group: GroupLike, operation: str) -> ProcessGroup:
+def _member_group(group: GroupLike, operation: str) -> ProcessGroup:
     """Return a group that this rank is a member of."""
     if group is None:
         return default_group(operation)
     if (pg := adopted(group)) is not None:
         return pg
-    raise not_a_group(operation, group)
+    raise not_a_group_error(operation, group)
 
 
 def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> None:
@@ -254,7 +253,7 @@ def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> No
         raise UsageError(f"{operation} on rank {pg.rank}: a rank is listed twice in {list(ranks)}")
 
 
-def _own(
+def _subgroup_options(
     operation: str, pg: ProcessGroup, backend: str | None, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the arguments of ``subgroup`` that the new group does not inherit from its parent."""
@@ -271,3 +270,56 @@ def _own(
         if engine.backend == NATIVE and engine.transport != default.transport:
             own.setdefault("transport", engine.transport or config.TRANSPORT.get())
     return own
+
+
+def rank_in_group(
+    pg: ProcessGroup,
+    operation: str,
+    what: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+) -> int:
+    """Return the rank in ``pg`` that a caller gave as a global rank or as a rank in the group.
+
+    Args:
+        operation, what: names of the function and of its argument for a global rank, for errors.
+        default: the global rank if neither is given.
+
+    Raises:
+        UsageError: both are given, neither is given, or the group has no such rank.
+    """
+    if group_rank is not None:
+        if global_rank is not None:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: pass {what} (a global rank) or group_{what}, "
+                f"not both; got {what}={global_rank!r} and group_{what}={group_rank!r}"
+            )
+        if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: group_{what} must be a rank in the group, from 0 to "
+                f"{pg.size - 1}, got {group_rank!r}"
+            )
+        return group_rank
+    if global_rank is None:
+        if default is None:
+            raise UsageError(
+                f"{operation} on rank {pg.rank}: {what} (a global rank) or group_{what} must be given"
+            )
+        global_rank = default
+    return group_rank_of(pg, operation, what, global_rank)
+
+
+def group_rank_of(pg: ProcessGroup, operation: str, what: str, global_rank: int) -> int:
+    """Return the rank in ``pg`` of a global rank.
+
+    Raises:
+        UsageError: that rank is not in the group.
+    """
+    try:
+        return pg.ranks.index(global_rank)
+    except ValueError:
+        raise UsageError(
+            f"{operation} on rank {pg.rank}: {what}={global_rank!r} is not among the group's global ranks, "
+            f"{list(pg.ranks)}"
+        ) from None

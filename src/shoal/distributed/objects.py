@@ -16,14 +16,13 @@ from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.objects import received
 from ..spec import ANY_SOURCE
-from .ranks import rank_in_group
+from .groups import rank_in_group
 from .state import GroupLike, member_group
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
     """Gather ``obj`` of rank *r* into ``object_list[r]`` on all ranks."""
-    pg = member_group(group, "all_gather_object")
-    if pg is None:
+    if (pg := member_group(group, "all_gather_object")) is None:
         return
     _check_length(pg, "all_gather_object", "object_list", object_list)
     object_list[: pg.size] = pg.all_gather_object(obj).wait()
@@ -37,8 +36,7 @@ def gather_object(
     group_dst: int | None = None,
 ) -> None:
     """Gather ``obj`` of rank *r* into ``object_gather_list[r]`` of the destination (default 0; else None)."""
-    pg = member_group(group, "gather_object")
-    if pg is None:
+    if (pg := member_group(group, "gather_object")) is None:
         return
     root = rank_in_group(pg, "gather_object", "dst", dst, group_dst, default=0)
     if pg.rank == root:
@@ -58,8 +56,7 @@ def broadcast_object_list(
     group_src: int | None = None,
 ) -> None:
     """Copy the objects of the source (default: rank 0) to all ranks; all lists must be equally long."""
-    pg = member_group(group, "broadcast_object_list")
-    if pg is None:
+    if (pg := member_group(group, "broadcast_object_list")) is None:
         return
     root = rank_in_group(pg, "broadcast_object_list", "src", src, group_src, default=0)
     _check_list(pg, "broadcast_object_list", object_list)
@@ -76,8 +73,7 @@ def scatter_object_list(
     group_src: int | None = None,
 ) -> None:
     """Send element *r* of the source's list (default: rank 0) to rank *r*, as element 0 of its list."""
-    pg = member_group(group, "scatter_object_list")
-    if pg is None:
+    if (pg := member_group(group, "scatter_object_list")) is None:
         return
     root = rank_in_group(pg, "scatter_object_list", "src", src, group_src, default=0)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
@@ -98,8 +94,7 @@ def send_object_list(
     use_batch: bool = False,
 ) -> None:
     """Send several objects to one rank, which calls :func:`recv_object_list` with an equally long list."""
-    pg = member_group(group, "send_object_list")
-    if pg is None:
+    if (pg := member_group(group, "send_object_list")) is None:
         return
     peer = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
     _check_list(pg, "send_object_list", object_list)
@@ -119,8 +114,7 @@ def recv_object_list(
     Returns:
         The global rank of the sender; -1, with a warning, on a rank outside the group.
     """
-    pg = member_group(group, "recv_object_list")
-    if pg is None:
+    if (pg := member_group(group, "recv_object_list")) is None:
         return -1
     _check_list(pg, "recv_object_list", object_list)
     peer = ANY_SOURCE

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import UsageError
 from ..spec import ANY_SOURCE
-from .ranks import rank_in_group
-from .state import GroupLike, default_group, is_absent, member_group
+from .groups import rank_in_group
+from .state import GroupLike, default_group, is_non_member, member_group
 from .work import Work
 
 
@@ -33,8 +33,7 @@ def isend(
     Returns:
         A work; None, with a warning, on a rank outside the group.
     """
-    pg = member_group(group, "isend")
-    if pg is None:
+    if (pg := member_group(group, "isend")) is None:
         return None
     peer = rank_in_group(pg, "isend", "dst", dst, group_dst)
     return Work(pg.send(tensor, peer, tag), ())
@@ -52,8 +51,7 @@ def irecv(
     Returns:
         A work (``source_rank`` is the sender); None, with a warning, on a rank outside the group.
     """
-    pg = member_group(group, "irecv")
-    if pg is None:
+    if (pg := member_group(group, "irecv")) is None:
         return None
     if src is None and group_src is None:
         return Work(pg.recv_message(tensor, ANY_SOURCE, tag), (tensor,))
@@ -156,7 +154,7 @@ class P2POp:
         self.tensor = tensor
         self.tag = tag
         self.group: Any = world if group is None else group
-        if is_absent(group):
+        if is_non_member(group):
             self.peer, self.group_peer = -1, -1
             return
         pg = member_group(group, "P2POp")
@@ -188,8 +186,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     group = p2p_op_list[0].group
     if any(op.group is not group for op in p2p_op_list):
         raise UsageError("batch_isend_irecv: all messages of a batch must be for the same group")
-    pg = member_group(group, "batch_isend_irecv")
-    if pg is None:
+    if (pg := member_group(group, "batch_isend_irecv")) is None:
         return []
     with pg.batch() as batch:
         for op in p2p_op_list:

@@ -33,7 +33,7 @@ class _DefaultGroup:
         self.groups = 0
 
     @contextlib.contextmanager
-    def founding(self) -> Iterator[None]:
+    def creating(self) -> Iterator[None]:
         """Context in which only this thread may create the default group."""
         with self._lock:
             if self.world is not None:
@@ -52,7 +52,7 @@ class _DefaultGroup:
         finally:
             self._changing = False
 
-    def found(self, world: ProcessGroup, backend: str) -> None:
+    def set_world(self, world: ProcessGroup, backend: str) -> None:
         """Set the default group."""
         with self._lock:
             self.world, self.backend, self.groups = world, backend, 1
@@ -67,7 +67,7 @@ class _DefaultGroup:
         with self._lock:
             self.groups += 1
 
-    def forget(self) -> ProcessGroup:
+    def clear(self) -> ProcessGroup:
         """Unset the default group and return it."""
         with self._lock:
             world, self.world, self.backend, self.groups = self.world, None, "", 0
@@ -100,11 +100,7 @@ class GroupMember(metaclass=_World):
 
 
 def default_group(operation: str) -> ProcessGroup:
-    """Return the default group, for the function ``operation``.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the default group, or raise UsageError if there is none."""
     world = state.world
     if world is None:
         raise _no_group(operation)
@@ -114,29 +110,28 @@ def default_group(operation: str) -> ProcessGroup:
 def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
     """Return the group that a function works on; None, with a warning, if this rank is not a member.
 
-    Raises:
-        UsageError: there is no default group, or ``group`` is not a group.
+    Raises UsageError if there is no default group, or ``group`` is not a group.
     """
     if group is None:
         return default_group(operation)
     if (pg := adopted(group)) is not None:
         return pg
-    if is_absent(group):
+    if is_non_member(group):
         warnings.warn(
             f"{operation} on global rank {default_group(operation).rank}: this rank is not in the given "
             "group, so nothing is done",
             stacklevel=3,
         )
         return None
-    raise not_a_group(operation, group)
+    raise not_a_group_error(operation, group)
 
 
-def is_absent(group: object) -> bool:
+def is_non_member(group: object) -> bool:
     """Return whether ``group`` represents a group without this rank."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER
 
 
-def not_a_group(operation: str, group: object) -> UsageError:
+def not_a_group_error(operation: str, group: object) -> UsageError:
     """Return the error for an argument that is not a group of shoal."""
     return not_ours(group, f"{operation}{_here()}")
 

@@ -128,7 +128,7 @@ class WorkTensor(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def finished(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: bool) -> Work | None:
+def work_or_wait(future: Future[Any], outputs: Sequence[torch.Tensor], async_op: bool) -> Work | None:
     """Return a work with ``async_op``; otherwise wait and return None."""
     if async_op:
         return Work(future, outputs)

@@ -56,7 +56,7 @@ class Sharded:
         self.optimizer.regroup(group)
         self.optimizer.follow(leader)
         if joins:
-            self.optimizer.hold_nothing()
+            self.optimizer.discard_state()
 
     def end(self) -> None:
         """Detach the optimiser from the session, which has ended."""

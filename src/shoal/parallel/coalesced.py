@@ -1,12 +1,13 @@
 """Coalesced broadcasts: tensors of any dtype and shape sent from one rank in one message.
 
 Not every tensor can be overwritten with bytes (a sparse one cannot, for example).  Callers check this with
-:func:`obstacle`, and compare the result on all ranks, before a rank sends anything.
+:func:`broadcast_obstacle`, and compare the result on all ranks, before a rank sends anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -23,7 +24,8 @@ class CoalescedBroadcast:
     """A broadcast of several tensors through one buffer in registered memory.
 
     Args:
-        like: tensors on one device, without an :func:`obstacle`, with equal shapes and dtypes on all ranks.
+        like: tensors on one device, without a :func:`broadcast_obstacle`, with equal shapes and dtypes on
+            all ranks.
     """
 
     def __init__(self, group: ProcessGroup, like: Sequence[torch.Tensor]) -> None:
@@ -55,10 +57,10 @@ class CoalescedBroadcast:
                 torch._foreach_copy_(list(tensors), self._views)
 
     def _written(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return tensors if self._all_plain else [elements(tensor) for tensor in tensors]
+        return tensors if self._all_plain else [writable_elements(tensor) for tensor in tensors]
 
 
-def obstacle(tensor: torch.Tensor) -> str | None:
+def broadcast_obstacle(tensor: torch.Tensor) -> str | None:
     """Return why ``tensor`` cannot be overwritten with bytes of another rank; None: it can.
 
     The text is the same on all ranks that have the same kind of tensor.
@@ -78,14 +80,14 @@ def obstacle(tensor: torch.Tensor) -> str | None:
     try:
         with torch.no_grad():
             scratch = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            torch._foreach_copy_([scratch], [elements(tensor)])
-            torch._foreach_copy_([elements(tensor)], [scratch])
+            torch._foreach_copy_([scratch], [writable_elements(tensor)])
+            torch._foreach_copy_([writable_elements(tensor)], [scratch])
     except Exception as error:
         return f"it is a {type(tensor).__name__} that cannot be copied to: {str(error).splitlines()[0]}"
     return None
 
 
-def elements(tensor: torch.Tensor) -> torch.Tensor:
+def writable_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return a writable view of ``tensor`` that has each element in memory once, without lazy conjugation.
 
     Expanded tensors have elements several times and are not writable; neither are inference tensors.
@@ -113,6 +115,21 @@ def packed_size(tensor: torch.Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
+def dense_view(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``memory`` at ``offset`` bytes with the shape of ``like``.
+
+    Its strides are those of ``like`` (channels_last, for example), or those of a dense copy if it has holes.
+    """
+    strides = torch.empty_like(like, device="meta").stride()
+    return memory.as_strided(like.shape, strides, memory.storage_offset() + offset // memory.element_size())
+
+
+def views_in(memory: torch.Tensor, old: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of ``memory`` at the positions, and with the strides, that ``views`` have in ``old``."""
+    shift = memory.storage_offset() - old.storage_offset()
+    return [memory.as_strided(x.shape, x.stride(), x.storage_offset() + shift) for x in views]
+
+
 def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Split ``tensors`` by device, keeping their order."""
     devices: dict[torch.device, list[torch.Tensor]] = {}
@@ -123,19 +140,21 @@ def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
     """Overwrite ``tensors`` with those of rank ``root``, in few messages.  Collective."""
-    for some in _portions(tensors):
+    for some in split_messages(tensors, attrgetter("device")):
         CoalescedBroadcast(group, some).run(some, root)
 
 
-def _portions(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    for together in by_device(tensors):
-        portion: list[torch.Tensor] = []
-        size = 0
-        for tensor in together:
-            if portion and size + packed_size(tensor) > MESSAGE_BYTES:
-                yield portion
-                portion, size = [], 0
-            portion.append(tensor)
-            size += packed_size(tensor)
-        if portion:
-            yield portion
+def split_messages(
+    tensors: Iterable[torch.Tensor], kind: Callable[[torch.Tensor], object]
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors of each message, which have one ``kind``; in the same order on all ranks."""
+    messages: dict[object, list[torch.Tensor]] = {}
+    sizes: dict[object, int] = {}
+    for tensor in tensors:
+        key, size = kind(tensor), packed_size(tensor)
+        if key in messages and sizes[key] + size > MESSAGE_BYTES:
+            yield messages.pop(key)
+            sizes[key] = 0
+        messages.setdefault(key, []).append(tensor)
+        sizes[key] = sizes.get(key, 0) + size
+    yield from messages.values()

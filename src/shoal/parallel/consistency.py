@@ -9,15 +9,57 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import ModelMismatch
+from ..common.tensor_bytes import TensorBytes
+from ..errors import ModelMismatch, UsageError
 from ..group import ProcessGroup
 
 #: Maximum number of differences shown for one rank.
 _MAX_NAMES_SHOWN = 5
+
+#: Maximum depth of nested values in a :class:`Digest`.
+_MAX_DEPTH = 1000
+
+
+class Digest:
+    """A SHA-256 digest of values, equal on all ranks that add bitwise equal values."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, name: str, value: Any) -> None:
+        """Add a tensor, a dict, list or tuple of values, or the ``repr`` of any other object.
+
+        Raises UsageError for a value that is nested too deeply, or contains itself.
+        """
+        pending = [(0, name, value)]
+        while pending:
+            depth, at, value = pending.pop()
+            items: list[tuple[Any, Any]] = []
+            if isinstance(value, torch.Tensor):
+                self._hash.update(f"{at}:{value.dtype}{tuple(value.shape)}\n".encode())
+                with TensorBytes(value) as view:
+                    self._hash.update(view)
+            elif isinstance(value, dict):
+                items = sorted(value.items(), key=lambda item: str(item[0]))
+            elif isinstance(value, (list, tuple)):
+                items = list(enumerate(value))
+            else:
+                self._hash.update(f"{at}={value!r}\n".encode())
+            if items and depth == _MAX_DEPTH:
+                raise UsageError(
+                    f"{name}: values are nested more than {_MAX_DEPTH} levels deep, or one contains itself; "
+                    "ranks compare only values that are less deep"
+                )
+            pending += [(depth + 1, f"{at}.{key}", each) for key, each in reversed(items)]
+
+    def value(self) -> bytes:
+        """Return the digest, 32 bytes."""
+        return self._hash.digest()
 
 
 def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]]) -> None:
@@ -27,8 +69,7 @@ def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]])
         what: the continuation of "the ranks ..." in the error message.
         items: pairs of a unique name and a text to compare.
 
-    Raises:
-        ModelMismatch: ``items`` differ; the message lists the differences of each rank from rank 0.
+    Raises ModelMismatch if ``items`` differ; the message lists the differences of each rank from rank 0.
     """
     own = json.dumps(list(items)).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)

@@ -27,3 +27,11 @@ gradient_hook = _core.gradient_hook
 
 #: Whether the concatenated values of all dictionaries are identical (``is``) to the given objects.
 values_are = _core.values_are
+
+_any_pass = Pass([(0,)], [1])
+
+#: Number of elements of ``Pass.tail``.
+TAIL_ELEMENTS = len(_any_pass.tail())
+
+#: Number of elements of ``Pass.flags`` before those of the parameters.
+HEAD_FLAGS = len(_any_pass.flags([False])) - 1

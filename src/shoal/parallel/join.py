@@ -17,6 +17,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -53,7 +54,15 @@ def takes_named_options(join_hook: _Hook) -> _Hook:
     return join_hook
 
 
-class _NestedJoin(UsageError):
+class _Part(IntEnum):
+    """The part of a rank in a step."""
+
+    SHADOWS = 0  # it has no batch
+    ACTIVE = 1
+    REFUSES = 2  # it refuses a nested Join
+
+
+class NestedJoinError(UsageError):
     """A nested Join of ``group``; ``agreed`` if all ranks know that none waits for this rank."""
 
     def __init__(self, text: str, group: ProcessGroup, agreed: bool = False) -> None:
@@ -138,11 +147,7 @@ class JoinConfig:
         return JoinConfig, ()
 
 
-@refuses_copies(
-    "a Join",
-    "the joinables and their group",
-    "Make another one of the copied joinables",
-)
+@refuses_copies("a Join", "the joinables and their group", "Make another one of the copied joinables")
 class Join:
     """A context manager for training in which ranks have different numbers of batches.
 
@@ -194,13 +199,13 @@ class Join:
             return self
         for joinable in self._joinables:
             if joinable._join_config.enable:
-                raise _NestedJoin(
+                raise NestedJoinError(
                     f"{_name(joinable)} is inside another Join already; give all joinables to one Join, or "
                     "leave the other one first",
                     self._group,
                 )
         if self._group.join_block is not None:
-            raise _NestedJoin(
+            raise NestedJoinError(
                 f"a Join of {', '.join(map(_name, self._joinables))} was entered on rank {self._group.rank} "
                 f"inside the block of another Join of group {self._group.name!r}, and their steps would mix; "
                 "give all joinables to one Join, or leave the other one first",
@@ -223,7 +228,7 @@ class Join:
         for joinable in self._joinables:
             joinable._join_config = JoinConfig()
         if error is not None:
-            self._leave_behind(error)
+            self._abort_if_needed(error)
             return
         try:
             for joinable in self._joinables:
@@ -232,7 +237,7 @@ class Join:
             for hook in hooks:
                 hook.post_hook(was_last)
         except BaseException as raised:
-            self._leave_behind(raised)
+            self._abort_if_needed(raised)
             raise
 
     @staticmethod
@@ -254,7 +259,7 @@ class Join:
         if group.size == 1:
             return None
         named = config.throw_on_early_termination
-        answer = _count_active(group, joinable.join_device, 1, named=named)
+        answer = _count_active(group, joinable.join_device, _Part.ACTIVE, named=named)
         if not named:
             return answer
         active = answer.wait()
@@ -269,11 +274,11 @@ class Join:
             return True
         steps = 0
         while True:
-            active = _count_active(self._group, self._device, 0, named=self._throw).wait()
+            active = _count_active(self._group, self._device, _Part.SHADOWS, named=self._throw).wait()
             if not int(active.sum()):
                 return steps == 0
-            if self._refused(active)[0]:
-                raise _NestedJoin(
+            if self._count_refusals(active)[0]:
+                raise NestedJoinError(
                     f"other ranks of group {self._group.name!r} entered a Join inside the block of this one, "
                     f"which is refused (seen by rank {self._group.rank}).  Give all joinables to one Join",
                     self._group,
@@ -287,38 +292,39 @@ class Join:
                 hook.main_hook()
             steps += 1
 
-    def _leave_behind(self, error: BaseException) -> None:
+    def _abort_if_needed(self, error: BaseException) -> None:
         """Abort the group if other ranks would wait for this one, which leaves the block with ``error``."""
         orderly = isinstance(error, SystemExit) and not error.code
         broken = isinstance(error, GroupError) and not isinstance(error, OutOfSharedMemory)
         if orderly or broken or isinstance(error, _RAISED_EVERYWHERE):
             return
-        if isinstance(error, _NestedJoin) and error.group is self._group and (error.agreed or self._agrees()):
+        if (
+            isinstance(error, NestedJoinError)
+            and error.group is self._group
+            and (error.agreed or self._others_do_not_wait())
+        ):
             error.agreed = True
             return
         self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {shown(error)}")
 
-    def _agrees(self) -> bool:
+    def _others_do_not_wait(self) -> bool:
         """Whether no rank waits for this one, which leaves the block because of a nested Join.
 
         Ranks with the same program refuse it too; ranks that shadow are notified here; ranks in a step wait.
         """
         if self._group.size == 1:
             return True
-        refusing = self._group.size + 1
         try:
-            active = _count_active(
-                self._group, self._device, 2 if self._throw else refusing, named=self._throw
-            ).wait()
+            active = _count_active(self._group, self._device, _Part.REFUSES, named=self._throw).wait()
         except GroupError:
             return False
-        return not self._refused(active)[1]
+        return not self._count_refusals(active)[1]
 
-    def _refused(self, active: torch.Tensor) -> tuple[int, int]:
+    def _count_refusals(self, active: torch.Tensor) -> tuple[int, int]:
         """Return the numbers of ranks that refused a nested Join, and of ranks in a step."""
         if self._throw:
-            told = active.tolist()
-            return told.count(2), told.count(1)
+            counts = active.tolist()
+            return counts.count(_Part.REFUSES), counts.count(_Part.ACTIVE)
         return divmod(int(active), self._group.size + 1)
 
     def _warn(self) -> None:
@@ -331,13 +337,14 @@ class Join:
 
 
 def _count_active(
-    group: ProcessGroup, device: torch.device, mine: int, *, named: bool
+    group: ProcessGroup, device: torch.device, part: _Part, *, named: bool
 ) -> Future[torch.Tensor]:
-    """Return the sum of ``mine`` of all ranks (1: active, 0: shadows) or, if ``named``, each.  Collective."""
+    """Return the part of each rank if ``named``, else ``active + refusing * (size + 1)``.  Collective."""
     if not named:
-        return group.all_reduce(torch.full((), mine, device=device))
+        weight = group.size + 1 if part is _Part.REFUSES else int(part)
+        return group.all_reduce(torch.full((), weight, device=device))
     active = torch.zeros(group.size, dtype=torch.int64, device=device)
-    active[group.rank] = mine
+    active[group.rank] = part
     return group.all_reduce(active)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from .. import config
 from ..common.keywords import checked_count
-from ..distributed.init_method import meeting_place
+from ..distributed.lifecycle import rendezvous_address
 from ..errors import ShoalError, UsageError
 from ..future import Future
 from ..net import Deadline
@@ -210,10 +210,10 @@ def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
 
 def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> RendezvousPoint:
     size = -1 if world_size is None else world_size
-    url, own_rank, own_size = meeting_place(init_method, rank, size)
+    url, own_rank, own_size = rendezvous_address(init_method, rank, size)
     if own_size is None and own_rank is not None and not (url == "env://" and read(os.environ)):
         # With tcp:// rank 0 serves the store, and the URL requires a size.
-        url, own_rank, own_size = meeting_place(init_method, rank, own_rank + 1)
+        url, own_rank, own_size = rendezvous_address(init_method, rank, own_rank + 1)
     request = checked_request(
         url,
         store=None,

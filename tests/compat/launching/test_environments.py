@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import shoal
 from shoal.compat import torch_store
-from shoal.compat.launcher_store import launch_of, launcher_store, met
+from shoal.compat.launcher_store import launch_from_environment, launcher_store, rendezvous_once
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
@@ -156,9 +156,9 @@ def test_a_rank_that_fails_after_the_meeting_tells_the_other_which_may_try_again
 def one_makes_no_group(index: int, folder: str) -> None:
     with environment({**mpich(index, 2, 0), "TMPDIR": folder}):
         if index:
-            launch = launch_of({}, os.environ, ())
+            launch = launch_from_environment({}, os.environ, ())
             assert launch is not None
-            generator = met(launch, None)
+            generator = rendezvous_once(launch, None)
             store, rank, size = next(generator)
             assert (rank, size) == (1, 2)
             generator.close()  # as when init_process_group ends

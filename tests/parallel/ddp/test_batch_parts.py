@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.parallel.ddp.batch_parts import concatenate_outputs, move_to, split_batch
+from shoal.parallel.ddp.copies import concatenate_outputs, move_to, split_batch
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.errors import UsageError
 from shoal.parallel.ddp.copies import Copies, pick_devices
-from shoal.parallel.ddp.mirror import Mirror
+from shoal.parallel.ddp.module_tensors import Mirror
 from tests.parallel.models import Normed, batches, fixed, loss_of, mlp
 from tests.parallel.training import (
     assert_as_simulated,

@@ -119,7 +119,7 @@ def test_gradients_of_copies_may_arrive_in_any_order() -> None:
         results = []
         for seed in range(5):
             copies = [[torch.zeros(5, requires_grad=True) for _ in range(8)] for _ in range(3)]
-            reducer = Reducer(group, [f"p{i}" for i in range(8)], copies, ReducerOptions(cap=64))
+            reducer = Reducer(group, [f"p{i}" for i in range(8)], copies, ReducerOptions(max_bytes=64))
             for _ in range(2):
                 order = [(c, i) for c in range(3) for i in range(8)]
                 random.Random(10 * seed + group.rank).shuffle(order)
@@ -128,7 +128,7 @@ def test_gradients_of_copies_may_arrive_in_any_order() -> None:
                 total = torch.zeros(())
                 for c, i in order:  # autograd goes the way back
                     total = total + (copies[c][i] * values[group.rank, c, i]).sum()
-                reducer.expect(total)
+                reducer.reduce_backward(total)
                 total.backward()
                 results.append(torch.stack([own.grad for own in copies[0]]))
         return results

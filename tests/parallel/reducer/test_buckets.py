@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal._core import BUCKET_ALIGNMENT, assign_buckets
-from shoal.parallel.reducer.buckets import TAIL, build_buckets
+from shoal.parallel.core import TAIL_ELEMENTS
+from shoal.parallel.reducer.buckets import build_buckets
 from tests.parallel.training import on_ranks
 
 Assigned = list[tuple[list[int], list[int], int]]
@@ -39,11 +40,11 @@ def test_every_parameter_lies_in_exactly_one_bucket_of_its_kind(given_, caps_, r
 def test_buckets_keep_to_their_caps_and_follow_the_expected_order(given_, caps_, random) -> None:
     sizes, kinds = zip(*given_, strict=True)
     order = random.sample(range(len(sizes)), len(sizes))
-    first_cap, cap = caps_
+    first_cap, max_bytes = caps_
     seen: set[int] = set()
-    buckets: Assigned = assign_buckets(sizes, kinds, order, first_cap, cap)
+    buckets: Assigned = assign_buckets(sizes, kinds, order, first_cap, max_bytes)
     for members, _, nbytes in buckets:
-        limit = cap if kinds[members[0]] in seen else first_cap
+        limit = max_bytes if kinds[members[0]] in seen else first_cap
         seen.add(kinds[members[0]])
         assert nbytes <= limit or len(members) == 1
     completed = [order.index(members[-1]) for members, _, _ in buckets]
@@ -77,5 +78,5 @@ def test_views_have_the_shape_and_strides_of_their_parameters(group: shoal.Proce
         if parameter is not with_holes:
             assert view.stride() == parameter.stride()
         view.fill_(1)  # every element has a place of its own
-    assert made.tail.tolist() == [0] * TAIL
+    assert made.tail.tolist() == [0] * TAIL_ELEMENTS
     assert sum(int((bucket.flat != 0).sum()) for bucket in made.buckets) == sum(x.numel() for x in given)

@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.parallel.core import Pass
-from shoal.parallel.reducer.arrivals import watch_gradients
+from shoal.parallel.reducer.reducer import register_gradient_hooks
 from tests.parallel.training import on_ranks, wrapped
 
 
@@ -91,7 +91,7 @@ def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() 
     passes.expect(True, 1)
 
     class Hearing:
-        def keep_references(self) -> None:
+        def preserve_referenced(self) -> None:
             pass
 
         def on_gradient(self, index: int, mark: int) -> None:
@@ -104,16 +104,20 @@ def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() 
     threads: list[threading.Thread] = []
     early: list[bool] = []
 
-    def take(index: int) -> None:
+    def copy_to_bucket(index: int) -> None:
         threads.append(threading.Thread(target=hooked, args=(1,)))  # autograd's thread of the other device
         threads[0].start()
         early.append(heard.wait(0.2))
 
     gradients: Any = SimpleNamespace(
-        several=False, copied={0, 1}, views=views, addresses=[view.data_ptr() for view in views], take=take
+        has_copies=False,
+        copied={0, 1},
+        views=views,
+        addresses=[view.data_ptr() for view in views],
+        copy_to_bucket=copy_to_bucket,
     )
     hearing: Any = Hearing()
-    hooks = watch_gradients(hearing, passes, gradients, [parameters])
+    hooks = register_gradient_hooks(hearing, passes, gradients, [parameters])
     hooked(0)
     threads[0].join(30)
     assert early == [False]

@@ -178,7 +178,7 @@ def test_a_rank_that_joins_before_the_first_step_takes_the_state_that_was_loaded
     if group.rank < 2:
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     else:
-        optimizer.hold_nothing()
+        optimizer.discard_state()
     optimizer.regroup(group)
     train(own, optimizer, [1])
     train(alone, plain, [1])

@@ -26,24 +26,16 @@ _SHOWN = 60
 
 
 class GroupHandle(msgspec.Struct, frozen=True):
-    """One process group of one process.
+    """One process group of one process."""
 
-    Attributes:
-        ident: unique identifier of the process group.
-        first: the rank that the process passed to ``init_process_group``.
-        machine, process: as in :class:`~shoal.rendezvous.host.Here`.
-        world: identifies the reusable connections of the process; None: it has none.
-        place: the rank of the process in these connections.
-        lost: the ranks in these connections that the process has lost.
-    """
-
-    ident: _Ident
-    first: _Rank
+    ident: _Ident  # unique identifier of the process group
+    first: _Rank  # the rank that the process passed to ``init_process_group``
+    #: machine, process: as in :class:`~shoal.rendezvous.host.Here`
     machine: Text
     process: Process
-    world: _Ident | None = None
-    place: _Rank = 0
-    lost: tuple[_Rank, ...] = ()
+    world: _Ident | None = None  # identifies the reusable connections of the process; None: it has none
+    place: _Rank = 0  # the rank of the process in these connections
+    lost: tuple[_Rank, ...] = ()  # the ranks in these connections that the process has lost
 
     def encode(self) -> str:
         """Return the string that torch passes to users."""
@@ -66,8 +58,7 @@ def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupH
         mine: a handle of this process.
         world: identifies this process's connections.
 
-    Raises:
-        UsageError: ``given`` is not a valid list for a new group with this process.
+    Raises UsageError if ``given`` is not a valid list for a new group with this process.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Collection):
         raise UsageError(f"handles: expected a list or a set of str, got {type(given).__name__}")

@@ -13,8 +13,8 @@ from torch import nn
 from ...common.atomic_file import AtomicFile
 from ...errors import GroupError, ShoalError, UsageError
 from ...parallel import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-from ...parallel.coalesced import elements, obstacle
-from ...parallel.digest import Digest
+from ...parallel.coalesced import broadcast_obstacle, writable_elements
+from ...parallel.consistency import Digest
 from ..samples import Samples
 from .values import decode, encode
 
@@ -110,7 +110,7 @@ class State:
             if isinstance(part, nn.Module):
                 digest.add(name, dict(part.named_parameters()))
             elif isinstance(part, ZeroRedundancyOptimizer):
-                digest.add(name, part.what_all_have())  # the owners compare the sharded state
+                digest.add(name, part.common_options())  # the owners compare the sharded state
             elif isinstance(part, torch.optim.Optimizer):
                 digest.add(name, part.state_dict())
         return digest.value()
@@ -214,7 +214,7 @@ class State:
             "parts": {
                 name: encode(part, name)
                 if _is_plain(part)
-                else encode(part.what_all_have(), f"{name}.state_dict()")
+                else encode(part.common_options(), f"{name}.state_dict()")
                 if shared and isinstance(part, ZeroRedundancyOptimizer)
                 else encode(part.state_dict(), f"{name}.state_dict()")
                 for name, part in self._parts.items()
@@ -259,7 +259,7 @@ class State:
         if _is_plain(part):
             self._parts[name] = saved
         elif isinstance(part, ZeroRedundancyOptimizer) and "state" not in saved:
-            part.take_over(saved)
+            part.load_common_options(saved)
         else:
             part.load_state_dict(saved)
 
@@ -295,7 +295,7 @@ class HeldBuffers:
     def put_back(self) -> None:
         """Restore the buffers."""
         for (owner, name, buffer), kept in zip(self._held, self._copies, strict=True):
-            if obstacle(buffer) is None:
+            if broadcast_obstacle(buffer) is None:
                 _written(buffer).copy_(kept)
                 setattr(owner, name, buffer)
             else:
@@ -304,12 +304,12 @@ class HeldBuffers:
 
 def _written(buffer: torch.Tensor) -> torch.Tensor:
     """Return a writable view of ``buffer``, or ``buffer`` if it can only be replaced (a sparse one)."""
-    return elements(buffer) if obstacle(buffer) is None else buffer
+    return writable_elements(buffer) if broadcast_obstacle(buffer) is None else buffer
 
 
 def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
     alike = copy.shape == other.shape and copy.dtype == other.dtype and copy.device == other.device
-    return alike and obstacle(copy) is None
+    return alike and broadcast_obstacle(copy) is None
 
 
 def _copied(name: str, value: Any) -> Any:

@@ -4,6 +4,9 @@ Every forward pass splits its tensors along one dimension, runs each part throug
 thread, and concatenates the outputs.  The reducer sums the gradients of the copies, so the process acts like
 one rank with the whole batch.  The first copy is the model itself: its parameters are trained and its buffers
 are kept; the other copies are refreshed from it.
+
+As in ``torch.nn.parallel.scatter_gather``, tensors in tuples, lists and dicts are split and concatenated
+along one dimension, scalars become a vector, and other objects are passed to all copies.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
+from ...common.containers import Tree, map_leaves
 from ...common.wording import text_of
 from ...errors import UsageError
-from .batch_parts import concatenate_outputs, split_batch
-from .members import refuse_scripted
-from .mirror import Mirror
+from .module_tensors import Mirror, refuse_scripted
 
 Device = torch.device | str | int
 
@@ -70,21 +73,14 @@ def pick_devices(
 
 
 class Copies:
-    """The copies of a module, the first of which is the module itself.
+    """The copies of a module (``modules``), the first of which is the module itself.
 
     Args:
         devices: one for each copy; the module is on the first.
-        output_device: the device of the concatenated outputs.
         dim: the dimension along which tensors are split and concatenated.
-        param_dtype: the dtype of floating-point parameters of all copies but the first.
-        buffer_dtype: the dtype of their floating-point buffers.
+        param_dtype, buffer_dtype: the dtypes of floating-point tensors in all copies but the first.
 
-    Attributes:
-        modules: the copies.
-        ran: number of copies used in the last forward pass.
-
-    Raises:
-        UsageError: the module cannot be copied.
+    Raises UsageError if the module cannot be copied.
     """
 
     def __init__(
@@ -105,7 +101,8 @@ class Copies:
             module,
             *(_copied(module, device, param_dtype, buffer_dtype) for device in devices[1:]),
         )
-        self.ran = 0
+        #: Number of copies used in the last forward pass.
+        self.used_copies = 0
         self._mirror = Mirror(
             list(module.parameters()), [list(other.parameters()) for other in self.modules[1:]]
         )
@@ -113,18 +110,13 @@ class Copies:
         self._parts = list(zip(*(one.modules() for one in self.modules), strict=True))
 
     def __call__(self, run_first: Callable[..., Any], args: Any, kwargs: Any, step: int) -> Any:
-        """Run a batch through the copies.
+        """Run a batch through the copies, the first with ``run_first`` in the calling thread.
 
-        Args:
-            run_first: runs the first copy, in the calling thread.
-            step: number of reduced passes so far.
-
-        Raises:
-            UsageError: inputs cannot be split or outputs cannot be concatenated.
-            Exception: an exception of a copy, with a note that names the copy.
+        ``step`` is the number of reduced passes so far.  Raises UsageError if inputs cannot be split or
+        outputs cannot be concatenated, and exceptions of copies, with a note that names the copy.
         """
         parts = split_batch((args, kwargs), self._devices, self._dim)
-        self.ran = len(parts)
+        self.used_copies = len(parts)
         self._refresh(step)
         outputs = self._run(run_first, parts)
         return concatenate_outputs(outputs, self._output_device, self._dim)
@@ -139,7 +131,7 @@ class Copies:
                     if other.training != first.training:
                         other.training = first.training
                     for name, buffer in first._buffers.items():
-                        _follow(other._buffers, name, buffer, device)
+                        _copy_buffer(other._buffers, name, buffer, device)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -149,7 +141,7 @@ class Copies:
             return [self._attempt(functions[0], parts[0], 0)]
         with ThreadPoolExecutor(len(parts) - 1, thread_name_prefix="shoal-copy") as pool:
             later = [
-                pool.submit(_Settings(self._devices[i]).run, self._attempt, functions[i], parts[i], i)
+                pool.submit(_ThreadSettings(self._devices[i]).run, self._attempt, functions[i], parts[i], i)
                 for i in range(1, len(parts))
             ]
             first = self._attempt(functions[0], parts[0], 0)
@@ -165,7 +157,7 @@ class Copies:
             raise
 
 
-class _Settings:
+class _ThreadSettings:
     """Thread-local settings of torch, transferred from the calling thread to that of a copy."""
 
     def __init__(self, device: torch.device) -> None:
@@ -192,10 +184,7 @@ class _Settings:
 
 
 def _copied(
-    module: nn.Module,
-    device: torch.device,
-    param_dtype: torch.dtype | None,
-    buffer_dtype: torch.dtype | None,
+    module: nn.Module, device: torch.device, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
 ) -> nn.Module:
     try:
         other = copy.deepcopy(module)
@@ -214,7 +203,7 @@ def _copied(
     return other
 
 
-def _follow(
+def _copy_buffer(
     places: dict[str, torch.Tensor | None], name: str, buffer: torch.Tensor | None, device: torch.device
 ) -> None:
     """Copy one buffer of the first copy to another copy, in every forward pass, since copies change theirs.
@@ -235,3 +224,96 @@ def _annotate(error: Exception, note: str) -> None:
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+# -- splitting batches and concatenating outputs -------------------------------------------------
+
+
+def is_packed(part: Any) -> bool:
+    """Whether ``part`` is a PackedSequence, which is a tuple but must be kept whole."""
+    return issubclass(type(part), PackedSequence)
+
+
+def move_to(structure: Any, device: torch.device) -> Any:
+    """Return ``structure`` with all its tensors on ``device``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device=device)  # type: ignore[call-arg]
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(moved, structure, is_packed)
+
+
+def split_batch(structure: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+    """Split the tensors in tuples, lists and dicts into one part for each device, or fewer for small batches.
+
+    Raises UsageError if a tensor cannot be split along ``dim``, or not into as many parts as the others.
+    """
+    tree = Tree(structure, is_packed)
+    leaves = tree.leaves
+    cut = [_chunks(leaf, len(devices), dim) for leaf in leaves]
+    numbers = {len(chunks) for chunks in cut if chunks}
+    if len(numbers) > 1:
+        shapes = [list(leaf.shape) for leaf, chunks in zip(leaves, cut, strict=True) if chunks]
+        raise UsageError(
+            f"input tensors of shapes {shapes} cannot be split along dim={dim} into equally many parts for "
+            f"{len(devices)} copies of the model; pass tensors that are not part of the batch in another way "
+            "(as a buffer, for example)"
+        )
+    (number,) = numbers or {1}
+    return [
+        move_to(
+            tree.build([chunks[i] if chunks else leaf for leaf, chunks in zip(leaves, cut, strict=True)]),
+            devices[i],
+        )
+        for i in range(number)
+    ]
+
+
+def _chunks(leaf: Any, most: int, dim: int) -> list[torch.Tensor]:
+    """Split one input; return an empty list if all copies get it unchanged."""
+    if isinstance(leaf, PackedSequence):
+        raise UsageError(
+            "a PackedSequence cannot be split among copies of a model; let the model pack its sequences"
+        )
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return []
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise UsageError(f"an input tensor of shape {list(leaf.shape)} has no dim={dim} to split")
+    length = leaf.shape[dim]
+    size = max(1, -(-length // most))
+    # not chunk(), because its results must not be written to
+    return [leaf.narrow(dim, start, min(size, length - start)) for start in range(0, length or 1, size)]
+
+
+def concatenate_outputs(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+    """Concatenate the tensors in the outputs of the copies along ``dim``, on ``device``.
+
+    Raises UsageError if outputs differ in more than tensors, or contain objects other than tensors.
+    """
+    trees = [Tree(output) for output in outputs]
+    if any(tree.form != trees[0].form for tree in trees):
+        raise UsageError(
+            "the copies of the model returned structures that differ: "
+            + ", ".join(f"copy {i}: {tree}" for i, tree in enumerate(trees))
+        )
+    together = zip(*(tree.leaves for tree in trees), strict=True)
+    return trees[0].build([_concatenated(leaves, device, dim) for leaves in together])
+
+
+def _concatenated(leaves: Sequence[Any], device: torch.device, dim: int) -> Any:
+    first = leaves[0]
+    if isinstance(first, torch.Tensor):
+        moved = [leaf.to(device) for leaf in leaves]
+        return torch.stack(moved) if first.ndim == 0 else torch.cat(moved, dim)
+    if first is None or isinstance(first, (bool, int, float, complex, str, bytes)):
+        if all(leaf == first for leaf in leaves):
+            return first
+        raise UsageError(
+            f"the copies of the model returned {', '.join(map(repr, leaves))}: only tensors can be joined"
+        )
+    raise UsageError(
+        f"the model returned an object of type {type(first).__name__}; outputs of several copies must be "
+        "tensors, or tuples, lists and dicts of tensors"
+    )

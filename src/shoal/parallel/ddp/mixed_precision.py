@@ -24,10 +24,9 @@ from ...common.containers import map_leaves
 from ...common.copy_refusal import refuses_copies
 from ...common.uncompiled import uncompiled
 from ...errors import UsageError
-from ..reducer.usage import outputs_with_graph
-from .batch_parts import is_packed
-from .members import ModuleTensors, refuse_scripted
-from .mirror import Mirror
+from ..reducer.reducer import outputs_with_graph
+from .copies import is_packed
+from .module_tensors import Mirror, ModuleTensors, refuse_scripted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,7 @@ class LowPrecision:
     Attributes:
         in_backward: whether a backward pass through an output of the module is running.
 
-    Raises:
-        UsageError: ``named_parameters()`` lacks a trained parameter, or ``torch.jit`` made a part.
+    Raises UsageError if ``named_parameters()`` lacks a trained parameter, or ``torch.jit`` made a part.
     """
 
     def __init__(self, module: nn.Module, precision: MixedPrecision, members: ModuleTensors) -> None:
@@ -131,13 +129,13 @@ class LowPrecision:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass with the counterparts in place."""
-        self._enter()
+        self._swap_in()
         try:
             return self._module(*args, **kwargs)
         finally:
-            self._leave()
+            self._swap_out()
 
-    def watch(self, output: Any) -> None:
+    def hook_outputs(self, output: Any) -> None:
         """Put the counterparts in place during backward passes through ``output``."""
         hook = partial(_backward_begins, weakref.ref(self))
         for tensor in outputs_with_graph(output):
@@ -145,28 +143,21 @@ class LowPrecision:
 
     # -- exchanging ------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
+    def _swap_in(self) -> None:
         self._depth += 1
         if self._depth > 1:
             return
         for places, name, _, low in self._places:
             places[name] = low
-        if (dtype := self._precision.buffer_dtype) is not None:
-            self._enter_buffers(dtype)
-
-    def _enter_buffers(self, dtype: torch.dtype) -> None:
+        if (dtype := self._precision.buffer_dtype) is None:
+            return
         cast: dict[int, torch.Tensor] = {}
-        chosen = {id(buffer) for _, buffer in self._members.named_buffers()}
-        for owner in self._module.modules():
-            for name, full in owner._buffers.items():
-                if full is None or id(full) not in chosen:
-                    continue
-                if full.is_floating_point() and full.dtype != dtype:
-                    low = cast.setdefault(id(full), full.to(dtype))
-                    owner._buffers[name] = low
-                    self._buffers.append((owner._buffers, name, full, low))
+        for owner, name, full in list(self._members.buffer_places()):
+            if full.is_floating_point() and full.dtype != dtype:
+                owner._buffers[name] = cast.setdefault(id(full), full.to(dtype))
+                self._buffers.append((owner._buffers, name, full, cast[id(full)]))
 
-    def _leave(self) -> None:
+    def _swap_out(self) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
@@ -188,15 +179,11 @@ class LowPrecision:
 def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
     if (alive := owner()) is not None and not alive.in_backward:
         alive.in_backward = True
-        alive._enter()
+        alive._swap_in()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(alive))
 
 
-@refuses_copies(
-    "a callback of backward",
-    "gradients",
-    "Copy the model outside of backward",
-)
+@refuses_copies("a callback of backward", "gradients", "Copy the model outside of backward")
 @uncompiled
 class _EndOfBackward:
     """Puts the parameters back in place at the end of a backward pass.
@@ -211,6 +198,6 @@ class _EndOfBackward:
         precision, self._precision = self._precision, None
         if precision is not None:
             precision.in_backward = False
-            precision._leave()
+            precision._swap_out()
 
     __del__ = __call__

@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ModelMismatch, UsageError
 from ...group import ProcessGroup
-from ..coalesced import obstacle
+from ..coalesced import broadcast_obstacle
 from ..consistency import check_same, describe_parameter, describe_tensor
 from ..core import values_are
 from ..join import Joinable
-from .members import ModuleTensors, is_scripted
+from .module_tensors import ModuleTensors, is_scripted
 
 _dtype = attrgetter("dtype")
 
@@ -66,7 +66,7 @@ def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
     named += [(f"parameter {name!r}", tensor) for name, tensor in members.named_parameters()]
     named += [(f"buffer {name!r}", tensor) for name, tensor in members.named_buffers()]
     for name, tensor in named:
-        reason = obstacle(tensor)
+        reason = broadcast_obstacle(tensor)
         if reason is None:
             if tensor.device not in devices:
                 devices[tensor.device] = _device_obstacle(group, tensor.device)
@@ -92,7 +92,7 @@ def _device_obstacle(group: ProcessGroup, device: torch.device) -> str | None:
     return None
 
 
-class ModelWatch:
+class ModelChangeDetector:
     """Detects changes of a model after it was wrapped.
 
     Each rank would train a replaced, added or unfrozen parameter separately, without an error.
@@ -123,7 +123,7 @@ class ModelWatch:
             or any(parameter.requires_grad for parameter in self._frozen)
             or (self._scripted and self._ids_in_scripts() != self._in_scripts)
         ):
-            self._explain()
+            self._raise_if_parameter_changed()
             self._entries, self._in_scripts = self._now(), self._ids_in_scripts()
 
     def _now(self) -> list[object]:
@@ -136,27 +136,27 @@ class ModelWatch:
         named = self._module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in named if name not in self._ignored}
 
-    def _explain(self) -> None:
+    def _raise_if_parameter_changed(self) -> None:
         """Raise an error that names the changed parameter; return if no parameter changed."""
         registered = self._named()
         for name, parameter in self._registered.items():
             if name not in registered:
-                self._complain(name, "was removed from the module")
+                self._raise_changed(name, "was removed from the module")
             if registered[name] is not parameter:
-                self._complain(name, "was replaced")
+                self._raise_changed(name, "was replaced")
         for name in registered:
             if name not in self._registered:
-                self._complain(name, "was added")
+                self._raise_changed(name, "was added")
         for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
             if parameter.dtype != dtype:
                 what = f"was {dtype} when it was wrapped and is {parameter.dtype} now"
-                self._complain(self._names[id(parameter)], what)
+                self._raise_changed(self._names[id(parameter)], what)
         for parameter in self._frozen:
             if parameter.requires_grad:
                 what = "was frozen when it was wrapped and requires a gradient now"
-                self._complain(self._names[id(parameter)], what)
+                self._raise_changed(self._names[id(parameter)], what)
 
-    def _complain(self, name: str, what: str) -> NoReturn:
+    def _raise_changed(self, name: str, what: str) -> NoReturn:
         raise UsageError(
             f"the model on rank {self._rank} changed after it was wrapped in DistributedDataParallel: "
             f"parameter {name!r} {what}; wrap the module again after such a change"

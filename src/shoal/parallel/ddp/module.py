@@ -16,21 +16,17 @@ from ...errors import UsageError
 from ...group import ProcessGroup
 from ...group.group_argument import given_group
 from ..coalesced import broadcast_coalesced
-from ..hooks.bucket import CommHook
-from ..hooks.calling import check_hook
+from ..hooks.allreduce import allreduce_hook
+from ..hooks.contract import CommHook, check_hook
 from ..hooks.optimizer_overlap import hook_then_optimizers_in_backward, take_over_optimizers_in_backward
-from ..hooks.plain import allreduce_hook
 from ..join import Join, Joinable, JoinHook, takes_named_options
-from ..reducer import Reducer, ReducerOptions
+from ..reducer import Participants, Reducer, ReducerOptions
 from ..reducer.buckets import reduced_dtype
-from ..reducer.participants import Participants
-from .batch_parts import move_to
-from .buffers import BufferSync
-from .copies import Copies, Device, pick_devices
-from .members import ModuleTensors, delayed_parameters, sparse_dims
+from .copies import Copies, Device, move_to, pick_devices
 from .mixed_precision import LowPrecision, MixedPrecision
-from .model_check import ModelWatch, check_can_be_sent, check_same_model, check_trainable
-from .uneven import Intent, Intents, Shadow, exchange_intents
+from .model_check import ModelChangeDetector, check_can_be_sent, check_same_model, check_trainable
+from .module_tensors import BufferSync, ModuleTensors, delayed_parameters, sparse_dims
+from .uneven import DDPJoinHook, Intent, Intents, exchange_intents
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -122,29 +118,29 @@ class DistributedDataParallel(nn.Module, Joinable):
         ranks = given_group(group, "DistributedDataParallel")
         self.module = module
         self.group = ranks
-        self._members = ModuleTensors(module)
+        self._managed_tensors = ModuleTensors(module)
         devices: tuple[torch.device, ...] = ()
         output_on: torch.device | None = None
         problem: UsageError | None = None
         try:  # errors are sent to the other ranks, which would otherwise wait for this one
-            self._members = ModuleTensors(module, params_and_buffers_to_ignore)
+            self._managed_tensors = ModuleTensors(module, params_and_buffers_to_ignore)
             if not bucket_cap_mb > 0:
                 raise UsageError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
             if skip_all_reduce_unused_params and (static_graph or not find_unused_parameters):
                 raise UsageError(
                     "skip_all_reduce_unused_params needs find_unused_parameters=True, and no static_graph"
                 )
-            check_trainable(module, self._members)
-            devices, output_on = pick_devices(self._members.tensors(), device_ids, output_device)
-            named = self._members.trained()
-            delayed, after = delayed_parameters(
+            check_trainable(module, self._managed_tensors)
+            devices, output_on = pick_devices(self._managed_tensors.tensors(), device_ids, output_device)
+            named = self._managed_tensors.trained()
+            delayed, delayed_until = delayed_parameters(
                 named, delay_all_reduce_named_params or (), param_to_hook_all_reduce
             )
             if init_sync or broadcast_buffers:
-                check_can_be_sent(ranks, self._members)
+                check_can_be_sent(ranks, self._managed_tensors)
         except UsageError as error:
             problem = error
-        self._chosen = {
+        self._settings = {
             "dim": dim,
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
@@ -154,14 +150,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             "delay_all_reduce_named_params": [n for n, _ in delay_all_reduce_named_params or ()],
             "mixed_precision": mixed_precision,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            "params_and_buffers_to_ignore": sorted(self._members.ignored),
+            "params_and_buffers_to_ignore": sorted(self._managed_tensors.ignored),
         }
         if init_sync:
             self._synchronise(problem)
         elif problem is not None:
             raise problem
         precision = mixed_precision or MixedPrecision()
-        self._precision = LowPrecision(module, precision, self._members) if precision.casts else None
+        self._precision = LowPrecision(module, precision, self._managed_tensors) if precision.casts else None
         self._inputs_to = devices[0] if len(devices) == 1 else None
         self._copies: Copies | None = None
         if output_on is not None and len(devices) > 1:
@@ -175,7 +171,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         reduce_dtype = precision.reduce_dtype or precision.param_dtype
         options = ReducerOptions(
-            cap=max(1, int(bucket_cap_mb * 2**20)),
+            max_bytes=max(1, int(bucket_cap_mb * 2**20)),
             find_unused=find_unused_parameters,
             static_graph=static_graph,
             as_views=gradient_as_bucket_view
@@ -183,20 +179,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             skip_unused=skip_all_reduce_unused_params,
             sparse=sparse_dims(module, named),
             delayed=delayed,
-            after=after,
-            masters=self._precision is not None,
+            delayed_until=delayed_until,
+            has_master_copy=self._precision is not None,
             reduce_dtype=reduce_dtype,
         )
         names = [name for name, _ in named]
         self._reducer: Reducer | None = Reducer(ranks, names, self._all_copies(names), options)
         if carrying := take_over_optimizers_in_backward(parameter for _, parameter in named):
             self._reducer.set_hook(None, hook_then_optimizers_in_backward(allreduce_hook))
-            self._reducer.after_pass.append(partial(_forget_gradients, carrying))
+            self._reducer.after_pass.append(partial(_clear_gradients, carrying))
         self._passes_before = 0
-        self._buffers_in_step = BufferSync(ranks, module, self._members) if broadcast_buffers else None
-        self._watch = ModelWatch(module, self._members, ranks.rank)
+        self._buffers_in_step = BufferSync(ranks, self._managed_tensors) if broadcast_buffers else None
+        self._change_detector = ModelChangeDetector(module, self._managed_tensors, ranks.rank)
         self._participants = Participants()
-        self._synchronised = True
+        self._sync_enabled = True
         self._divide_by_initial_world_size = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +213,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if reducer.in_backward() or (self._precision is not None and self._precision.in_backward):
             return True
         reducer.end_interrupted()
-        self._watch.check()
+        self._change_detector.check()
         self._end_of_batch()
         if self._join_config.enable:
             Join.notify_join_context(self)
@@ -230,13 +226,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @uncompiled
     def _after(self, output: Any) -> None:
-        if self._synchronised:
-            ran = self._copies.ran if self._copies is not None else None
-            self._active_reducer().expect(
-                output, counts=self.training, participants=self._participants, copies=ran
+        if self._sync_enabled:
+            used_copies = self._copies.used_copies if self._copies is not None else None
+            self._active_reducer().reduce_backward(
+                output, counts=self.training, participants=self._participants, copies=used_copies
             )
         else:
-            self._active_reducer().ignore(output)
+            self._active_reducer().skip_backward(output)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """Run forward on the right devices, in the right precision."""
@@ -244,10 +240,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             args, kwargs = move_to((args, kwargs), self._inputs_to)
         if self._precision is None and self._copies is None:
             return self.module(*args, **kwargs)
-        return self._run_otherwise(args, kwargs)
+        return self._run_wrapped(args, kwargs)
 
     @uncompiled
-    def _run_otherwise(self, args: Any, kwargs: Any) -> Any:
+    def _run_wrapped(self, args: Any, kwargs: Any) -> Any:
         """Run forward in several copies, in lower precision, or both."""
         precision, copies = self._precision, self._copies
         step = self._passes_before + (self._reducer.passes if self._reducer is not None else 0)
@@ -258,7 +254,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             first = precision.run
         output = first(*args, **kwargs) if copies is None else copies(first, args, kwargs, step)
         if precision is not None and torch.is_grad_enabled():
-            precision.watch(output)
+            precision.hook_outputs(output)
         return output
 
     @contextmanager
@@ -268,12 +264,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         It applies to backward passes whose forward pass ran in the context.  The first backward pass whose
         forward pass ran outside reduces the sum.
         """
-        before = self._synchronised
-        self._synchronised = False
+        before = self._sync_enabled
+        self._sync_enabled = False
         try:
             yield
         finally:
-            self._synchronised = before
+            self._sync_enabled = before
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Average the buckets with ``hook`` instead of an all-reduce.  Must be the same on every rank.
@@ -299,14 +295,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         problem = None
         try:
-            check_can_be_sent(self.group, self._members)
+            check_can_be_sent(self.group, self._managed_tensors)
         except UsageError as error:
             problem = error
         self._synchronise(problem)
 
     def _synchronise(self, problem: UsageError | None) -> None:
-        check_same_model(self.group, self._members, self._chosen, problem)
-        broadcast_coalesced(self.group, self._members.tensors())
+        check_same_model(self.group, self._managed_tensors, self._settings, problem)
+        broadcast_coalesced(self.group, self._managed_tensors.tensors())
 
     # -- another group ---------------------------------------------------------------------------
 
@@ -339,10 +335,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.check_regroup()
         old = self._active_reducer()
         self._passes_before += old.passes + 1
-        self._reducer = old.over(group)
+        self._reducer = old.rebuilt_for(group)
         self.group = group
         if self._buffers_in_step is not None:
-            self._buffers_in_step = BufferSync(group, self.module, self._members)
+            self._buffers_in_step = BufferSync(group, self._managed_tensors)
         self._participants = Participants()
 
     # -- uneven inputs ---------------------------------------------------------------------------
@@ -377,7 +373,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             kwargs: arguments for other joinables, ignored.
         """
         self._divide_by_initial_world_size = bool(divide_by_initial_world_size)
-        return Shadow(self.group, self._members, self._shadow)
+        return DDPJoinHook(self.group, self._managed_tensors, self._shadow)
 
     @property
     def join_device(self) -> torch.device:
@@ -390,7 +386,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.group
 
     def _intent(self) -> Intent:
-        if not self._synchronised:
+        if not self._sync_enabled:
             return Intent.LOCAL
         if self.training and self._buffers_in_step is not None:
             return Intent.REDUCE_AFTER_BUFFERS
@@ -453,15 +449,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         inactive = (
             "_reducer",
             "_buffers_in_step",
-            "_watch",
+            "_change_detector",
             "_copies",
             "_precision",
             "_inputs_to",
-            "_members",
+            "_managed_tensors",
         )
         return state | dict.fromkeys(inactive) | {"_participants": Participants()}
 
 
-def _forget_gradients(parameters: Sequence[torch.Tensor]) -> None:
+def _clear_gradients(parameters: Sequence[torch.Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None

@@ -17,7 +17,7 @@ from ...future import Future
 from ...group import ProcessGroup
 from ..coalesced import broadcast_coalesced
 from ..join import JoinHook
-from .members import ModuleTensors
+from .module_tensors import ModuleTensors
 
 
 class Intent(IntEnum):
@@ -30,23 +30,14 @@ class Intent(IntEnum):
 
 
 class Intents:
-    """The intents of all ranks in a step.
+    """The intents of all ranks in a step: the common ``intent`` of the ``active`` ranks, which have a batch.
 
-    Args:
-        intents: one for each rank; at least one rank has a batch.
-
-    Attributes:
-        intent: the intent of all ranks that have a batch.
-        first: the lowest such rank.
-        active: number of ranks that have a batch.
-
-    Raises:
-        UsageError: ranks with a batch have different intents.
+    Raises UsageError if ranks with a batch have different intents.
     """
 
     def __init__(self, intents: Sequence[int]) -> None:
         active = [rank for rank, intent in enumerate(intents) if intent != Intent.SHADOW]
-        self.first = active[0]
+        self.first = active[0]  # at least one rank has a batch
         self.active = len(active)
         self.intent = Intent(intents[self.first])
         differing = [rank for rank in active if intents[rank] != self.intent]
@@ -71,13 +62,8 @@ def _from_all(group: ProcessGroup, number: int) -> Future[torch.Tensor]:
     return group.all_gather_single(numbers, torch.tensor([number], dtype=torch.uint8, device="cpu"))
 
 
-class Shadow(JoinHook):
-    """Shadows the steps of the other ranks.
-
-    Args:
-        members: parameters and buffers of the model.
-        shadow_step: called to take part in one step of the others with zero gradients.
-    """
+class DDPJoinHook(JoinHook):
+    """Shadows the steps of the other ranks; ``shadow_step`` takes part in one of them."""
 
     def __init__(
         self, group: ProcessGroup, members: ModuleTensors, shadow_step: Callable[[Intents], None]

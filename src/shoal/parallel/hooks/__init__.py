@@ -5,19 +5,24 @@ instead of the all-reduce.  Interface and names are those of torch's Distributed
 ``docs/comm-hooks.md`` compares the hooks.
 """
 
-from .batched_power_sgd import batched_powerSGD_hook
-from .bucket import CommHook, GradBucket
-from .compress import bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook, fp16_compress_wrapper
+from .allreduce import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from .contract import CommHook, GradBucket
 from .local_sgd import PostLocalSGDState, post_localSGD_hook
 from .optimizer_overlap import (
     hook_then_optimizer,
     hook_then_optimizers_in_backward,
     take_over_optimizers_in_backward,
 )
-from .plain import allreduce_hook, noop_hook
-from .power_sgd import powerSGD_hook
-from .power_sgd_state import PowerSGDState
-from .quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from .power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [

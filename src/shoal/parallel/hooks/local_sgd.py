@@ -11,9 +11,8 @@ import torch
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from .bucket import GradBucket
-from .contract import checked_group
-from .plain import allreduce_hook, noop_hook
+from .allreduce import allreduce_hook, noop_hook
+from .contract import GradBucket, checked_group
 
 
 class PostLocalSGDState:

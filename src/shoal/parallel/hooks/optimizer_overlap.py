@@ -16,8 +16,7 @@ import torch
 
 from ...errors import UsageError
 from ...future import Future
-from .bucket import CommHook, GradBucket
-from .contract import after, checked_hook, name_of
+from .contract import CommHook, GradBucket, checked_hook, name_of, store_average, then_apply
 
 
 def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> CommHook:
@@ -48,7 +47,7 @@ def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> Com
 
     def update(bucket: GradBucket) -> None:
         with stepping:
-            step_some(optimizer, bucket.parameters())
+            step_subset(optimizer, bucket.parameters())
 
     return _then_update(inner, update, "hook_then_optimizer")
 
@@ -74,8 +73,7 @@ def hook_then_optimizers_in_backward(hook: CommHook) -> CommHook:
 def take_over_optimizers_in_backward(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Remove torch's hooks that run the parameters' own optimisers before gradients are averaged.
 
-    Returns:
-        The parameters with such optimisers, for :func:`hook_then_optimizers_in_backward`.
+    Returns the parameters with such optimisers, for :func:`hook_then_optimizers_in_backward`.
     """
     carrying = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     # If there are such optimisers, torch has imported this module.
@@ -94,7 +92,7 @@ def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str
                 update(bucket)
             return bucket.buffer()
 
-        return after(hook, state, bucket, finish)
+        return then_apply(hook, state, bucket, finish)
 
     reduced_and_updated.__qualname__ = f"{name}({name_of(hook)})"
     return reduced_and_updated
@@ -103,10 +101,7 @@ def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str
 @contextmanager
 def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[None]:
     """A context in which the averages in ``value`` are the gradients of the parameters of ``bucket``."""
-    buffer = bucket.buffer()
-    if value.data_ptr() != buffer.data_ptr() or value.dtype != buffer.dtype:
-        with torch.no_grad():
-            bucket.set_buffer(value)
+    store_average(bucket, value)
     parameters = bucket.parameters()
     before = [parameter.grad for parameter in parameters]
     # With mixed precision these are not the bucket's tensors.  They must outlive the assignments below: on
@@ -125,7 +120,7 @@ def averages_as_gradients(bucket: GradBucket, value: torch.Tensor) -> Iterator[N
             parameter.grad = old
 
 
-def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+def step_subset(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Run a step of ``optimizer`` for ``parameters`` only.
 
     Steps a copy of the optimiser with the same state and settings but only these parameters.  It is made for
@@ -139,8 +134,8 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tenso
             groups.append({**group, "params": some})
     if not groups:
         return
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__, param_groups=groups)
-    twin.__dict__.pop("step", None)  # set by schedulers; it steps the whole optimiser
-    twin.step()
+    subset_optimizer = object.__new__(type(optimizer))
+    subset_optimizer.__dict__.update(optimizer.__dict__, param_groups=groups)
+    subset_optimizer.__dict__.pop("step", None)  # set by schedulers; it steps the whole optimiser
+    subset_optimizer.step()
     optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this

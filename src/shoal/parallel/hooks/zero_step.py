@@ -16,9 +16,8 @@ from ...errors import UsageError
 from ...future import Future
 from ..zero import ZeroRedundancyOptimizer
 from ..zero.exchange import Exchange
-from .bucket import CommHook, GradBucket
-from .contract import after, averaged, checked_hook, name_of, waited
-from .optimizer_overlap import averages_as_gradients, step_some
+from .contract import CommHook, GradBucket, averaged_tensor, checked_hook, name_of, then_apply, wait_for
+from .optimizer_overlap import averages_as_gradients, step_subset
 
 if TYPE_CHECKING:
     from ..ddp import DistributedDataParallel
@@ -61,7 +60,7 @@ def hook_with_zero_step(
         if bucket.is_last():
             exchanges = []
             for one, reduced in waiting:
-                value = averaged(waited(reduced), inner)
+                value = averaged_tensor(wait_for(reduced), inner)
                 exchange = steps.update(one, value)
                 exchange.start()
                 exchanges.append(exchange)
@@ -91,7 +90,7 @@ def hook_with_zero_step_interleaved(
             exchange.finish()
             return bucket.buffer()
 
-        return after(inner, state, bucket, finish)
+        return then_apply(inner, state, bucket, finish)
 
     reduced_and_updated.__qualname__ = f"hook_with_zero_step_interleaved({name_of(hook)})"
     return reduced_and_updated
@@ -125,7 +124,7 @@ class _BucketSteps:
         own = [parameter for parameter in parameters if zero.owner(parameter) == zero.group.rank]
         with averages_as_gradients(bucket, value), self._stepping:
             zero.prepare_step()
-            step_some(zero.optim, own)
+            step_subset(zero.optim, own)
             zero._opt_called = True  # type: ignore[attr-defined]  # schedulers check this
             return self._exchange(bucket.index(), parameters)
 

@@ -1,6 +1,6 @@
 """The gradient reducer, which averages the gradients of a model over a group during backward."""
 
 from .gradients import ReducerOptions
-from .reducer import Reducer
+from .reducer import Participants, Reducer
 
-__all__ = ["Reducer", "ReducerOptions"]
+__all__ = ["Participants", "Reducer", "ReducerOptions"]

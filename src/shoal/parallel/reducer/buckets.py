@@ -14,47 +14,34 @@ from torch.utils.dlpack import from_dlpack
 
 from ...errors import OutOfSharedMemory
 from ...group import ProcessGroup
-from ..core import assign_buckets
+from ..coalesced import dense_view, views_in
+from ..core import TAIL_ELEMENTS, assign_buckets
 
 #: Maximum size of the first bucket, which is small so that communication starts early.
 FIRST_BUCKET_BYTES = 2**20
 
-#: Number of elements at the end of the last bucket for the outcome of the pass; see ``outcome.py``.
-TAIL = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced together.
+    """Gradients that are reduced together."""
 
-    Attributes:
-        members: indices of the parameters, in the order in which their gradients are expected.
-        flat: the whole memory, one-dimensional; the gaps between gradients are zero.
-        body: ``flat`` without the tail.
-        views: for each member the view of ``flat`` for its gradient, with its shape and strides.
-        sparse: the only member has sparse gradients, which are stored elsewhere; all tensors here are empty.
-    """
-
-    members: tuple[int, ...]
-    flat: torch.Tensor
-    body: torch.Tensor
+    members: tuple[int, ...]  # indices of the parameters, in the order in which their gradients are expected
+    flat: torch.Tensor  # the whole memory, one-dimensional; the gaps between gradients are zero
+    body: torch.Tensor  # ``flat`` without the tail
+    #: for each member the view of ``flat`` for its gradient, with its shape and strides
     views: tuple[torch.Tensor, ...]
+    #: the only member has sparse gradients, which are stored elsewhere; all tensors here are empty
     sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSet:
-    """The buckets of one model, in the order in which they are reduced.
+    """The buckets of one model, in the order in which they are reduced."""
 
-    Attributes:
-        buckets: the buckets; every parameter is in one.
-        tail: the last ``TAIL`` elements of the last bucket that is not sparse; empty if all are.
-        views: the memory of each parameter's gradient, by its index.
-    """
-
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # the buckets; every parameter is in one
+    #: the last elements of the last bucket that is not sparse, for the outcome; empty if all are sparse
     tail: torch.Tensor
-    views: tuple[torch.Tensor, ...]
+    views: tuple[torch.Tensor, ...]  # the memory of each parameter's gradient, by its index
 
     def members(self) -> list[tuple[int, ...]]:
         """Return the members of each bucket."""
@@ -73,30 +60,29 @@ def build_buckets(
     group: ProcessGroup,
     parameters: Sequence[torch.Tensor],
     order: Sequence[int],
-    cap: int,
+    max_bytes: int,
     *,
     sparse: Collection[int] = (),
-    apart: Collection[int] = (),
+    separate: Collection[int] = (),
     reduce_dtype: torch.dtype | None = None,
 ) -> BucketSet:
     """Assign ``parameters`` to buckets and allocate these, filled with zeros.
 
     Args:
         order: the indices of ``parameters`` in the order in which their gradients are expected.
-        cap: maximum size of a bucket in bytes; a larger parameter has its own bucket.
+        max_bytes: maximum size of a bucket in bytes; a larger parameter has its own bucket.
         sparse: indices of the parameters with sparse gradients.
-        apart: indices of parameters that share no bucket with the others.
-        reduce_dtype: the dtype in which real gradients are reduced; None: that of their parameters.
+        separate: indices of parameters that share no bucket with the others.
+        reduce_dtype: the dtype of real gradients in their bucket; None: that of their parameters.
 
-    Raises:
-        OutOfSharedMemory: the buckets do not fit into shared memory.
+    Raises OutOfSharedMemory if the buckets do not fit into shared memory.
     """
     kinds: dict[object, int] = {}
     dtypes = [reduced_dtype(parameter, reduce_dtype) for parameter in parameters]
 
     def kind(index: int) -> int:
         parameter = parameters[index]
-        which = index if index in sparse else (dtypes[index], parameter.device, index in apart)
+        which = index if index in sparse else (dtypes[index], parameter.device, index in separate)
         return kinds.setdefault(which, len(kinds))
 
     assigned = assign_buckets(
@@ -106,8 +92,8 @@ def build_buckets(
         ],
         [kind(index) for index in range(len(parameters))],
         list(order),
-        min(FIRST_BUCKET_BYTES, cap),
-        cap,
+        min(FIRST_BUCKET_BYTES, max_bytes),
+        max_bytes,
     )
     dense = [number for number, (members, _, _) in enumerate(assigned) if members[0] not in sparse]
     buckets: list[Bucket] = []
@@ -122,11 +108,11 @@ def build_buckets(
             last = number == dense[-1]
             count = nbytes // dtype.itemsize
             device = parameters[members[0]].device
-            flat = group.empty(count + (TAIL if last else 0), dtype=dtype, device=device)
+            flat = group.empty(count + (TAIL_ELEMENTS if last else 0), dtype=dtype, device=device)
             flat.zero_()
-            own = tuple(
-                _view(flat, parameters[index], offset) for index, offset in zip(members, offsets, strict=True)
-            )
+            # With the parameter's strides autograd accumulates into the view directly.
+            places = zip(members, offsets, strict=True)
+            own = tuple(dense_view(flat, offset, parameters[index]) for index, offset in places)
             bucket = Bucket(tuple(members), flat, flat[:count], own)
             if last:
                 tail = flat[count:]
@@ -163,20 +149,10 @@ def renew_bucket(group: ProcessGroup, bucket: Bucket) -> Bucket:
 
 def _bucket_in(flat: torch.Tensor, bucket: Bucket) -> Bucket:
     """Return a bucket in ``flat`` with the layout of ``bucket``."""
-    shift = flat.storage_offset() - bucket.flat.storage_offset()
-    views = tuple(
-        flat.as_strided(view.shape, view.stride(), view.storage_offset() + shift) for view in bucket.views
-    )
+    views = tuple(views_in(flat, bucket.flat, bucket.views))
     return Bucket(bucket.members, flat, flat[: len(bucket.body)], views)
 
 
 def reduced_dtype(parameter: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which the gradient of ``parameter`` is reduced; complex ones are not cast."""
     return reduce_dtype if reduce_dtype and parameter.is_floating_point() else parameter.dtype
-
-
-def _view(flat: torch.Tensor, parameter: torch.Tensor, offset: int) -> torch.Tensor:
-    # With the parameter's strides (channels_last, for example) autograd accumulates into the view directly.
-    # A layout with holes is not possible in a bucket; then use the strides of a dense copy.
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return flat.as_strided(parameter.shape, strides, flat.storage_offset() + offset // flat.element_size())

@@ -2,10 +2,10 @@
 
 A gradient is copied into its bucket when it arrives, while it is still in the cache and its memory can be
 reused for the next one.  The hook itself (``cpp/python/ddp.cc``) does this if copying bytes suffices,
-otherwise :meth:`Gradients.take`.
+otherwise :meth:`Gradients.copy_to_bucket`.
 
 The next pass overwrites a gradient that is a view of its bucket, unless the program still references it (as
-PCGrad, GradNorm and loggers do).  Before a pass writes to the buckets, :meth:`Gradients.keep_references`
+PCGrad, GradNorm and loggers do).  Before a pass writes to the buckets, :meth:`Gradients.preserve_referenced`
 counts the references to each view and, to find other aliases (a slice, a numpy array), to the memory of each
 bucket.  If there are any, the program keeps that memory, the bucket gets new memory, and averages of these
 parameters are copied out of it from then on.  CPU only: on other devices pending work holds references too.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
@@ -30,47 +29,29 @@ _NO_ADDRESS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerOptions:
-    """The options of a reducer; parameters are given by their indices.
+    """The options of a reducer; parameters are given by their indices."""
 
-    Attributes:
-        cap: maximum size of a bucket in bytes.
-        find_unused: parameters may have no gradient, different ones in each pass.
-        static_graph: every pass uses the same parameters equally often, as found in the first one.
-        as_views: after a pass, gradients are views of the buckets, except those that the program kept
-            references to; otherwise averages are copied back.
-        skip_unused: with ``find_unused``: do not send buckets without a parameter used on any rank.
-        sparse: the number of sparse dimensions of each parameter with sparse gradients.
-        delayed: parameters whose buckets are sent only after the gradient of ``after`` has arrived.
-        masters: the first copy has the parameters to update; autograd writes gradients only to the others.
-        reduce_dtype: the dtype to reduce in, if not that of the parameters; then needs ``as_views=False``.
-    """
-
-    cap: int
-    find_unused: bool = False
-    static_graph: bool = False
+    max_bytes: int  # maximum size of a bucket in bytes
+    find_unused: bool = False  # parameters may have no gradient, different ones in each pass
+    static_graph: bool = False  # every pass uses the same parameters equally often, as found in the first one
+    #: after a pass, gradients are views of the buckets, except those that the program kept references to;
+    #: otherwise averages are copied back
     as_views: bool = True
+    #: with ``find_unused``: do not send buckets without a parameter used on any rank
     skip_unused: bool = False
+    #: the number of sparse dimensions of each parameter with sparse gradients
     sparse: Mapping[int, int] = field(default_factory=dict)
+    #: parameters whose buckets are sent only after the gradient of ``delayed_until`` has arrived
     delayed: tuple[int, ...] = ()
-    after: int | None = None
-    masters: bool = False
+    delayed_until: int | None = None
+    #: the first copy has the parameters to update; autograd writes gradients only to the others
+    has_master_copy: bool = False
+    #: the dtype to reduce in, if not that of the parameters; then needs ``as_views=False``
     reduce_dtype: torch.dtype | None = None
 
 
 class Gradients:
-    """The gradients of all copies of a model in this process, and their buckets.
-
-    Args:
-        names: names of the parameters, for error messages.
-        copies: the parameters of each copy.
-
-    Attributes:
-        set: the buckets.
-        several: whether there is more than one copy.
-        copied: the parameters whose averages are copied out of the buckets (others get views of them).
-        views: the value of ``parameter.grad`` while the gradient is in its bucket; never replaced.
-        addresses: the addresses of ``views``, ``_NO_ADDRESS`` for parameters in ``copied``; never replaced.
-    """
+    """The gradients of all copies of a model in this process, and their buckets (``set``)."""
 
     def __init__(
         self,
@@ -84,63 +65,57 @@ class Gradients:
         self._copies = copies
         self._parameters = copies[0]
         self._options = options
-        self.several = len(copies) > 1
+        self.has_copies = len(copies) > 1
+        #: The parameters whose averages are copied out of the buckets (others get views of them).
         self.copied = set() if options.as_views else set(range(len(names)))
         # On other devices unfinished work references the memory too.
         self._counts_references = all(parameter.device.type == "cpu" for parameter in self._parameters)
         self.set = BucketSet((), torch.empty(0, device="cpu"), ())
+        #: The value of ``parameter.grad`` while the gradient is in its bucket.  The list is never replaced.
         self.views: list[torch.Tensor] = []
+        #: The addresses of ``views``, _NO_ADDRESS for ``copied`` parameters.  The list is never replaced.
         self.addresses: list[int] = []
         #: The memory of each bucket, and its number of references without the program's; None: not counted.
         self._references: list[tuple[torch.UntypedStorage, int] | None] = []
 
     # -- buckets ---------------------------------------------------------------------------------
 
-    def arrange(self, order: Iterable[int]) -> None:
-        """Build the buckets, or rebuild them and move their contents.
+    def arrange_buckets(self, order: Iterable[int]) -> None:
+        """Build the buckets for gradients in this ``order``, or rebuild them and move their contents.
 
-        ``order`` is the order in which gradients are expected.  Raises OutOfSharedMemory if buckets do not
-        fit.
+        Raises OutOfSharedMemory if they do not fit.
         """
-        old = self.set
-        new = self._build(order)
-        if new.members() != old.members():
-            self.set = new
-            before = list(self.views)
-            self.views[:] = map(_gradient_at, new.views)
-            self.addresses[:] = [
-                _NO_ADDRESS if index in self.copied else place.data_ptr()
-                for index, place in enumerate(new.views)
-            ]
-            if before:
-                self._move(old.views, before)
-
-    def _build(self, order: Iterable[int]) -> BucketSet:
-        options = self._options
-        arranged: list[int] = []
+        options, old, views_before = self._options, self.set, list(self.views)
+        expected_order: list[int] = []
         for index in order:
             if index not in options.delayed:
-                arranged.append(index)
-            if index == options.after:
-                arranged += options.delayed
-        return build_buckets(
+                expected_order.append(index)
+            if index == options.delayed_until:
+                expected_order += options.delayed
+        new = build_buckets(
             self._group,
             self._parameters,
-            arranged,
-            options.cap,
+            expected_order,
+            options.max_bytes,
             sparse=options.sparse,
-            apart=options.delayed,
+            separate=options.delayed,
             reduce_dtype=options.reduce_dtype,
         )
+        if new.members() == old.members():
+            return
+        self.set = new
+        self.views[:] = map(_gradient_at, new.views)
+        self.addresses[:] = [
+            _NO_ADDRESS if index in self.copied else place.data_ptr() for index, place in enumerate(new.views)
+        ]
+        if views_before:
+            with torch.no_grad():
+                torch._foreach_copy_(list(new.views), list(old.views))
+            for parameter, before, after in zip(self._parameters, views_before, self.views, strict=True):
+                if parameter.grad is before:
+                    parameter.grad = after
 
-    def _move(self, places: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.set.views), list(places))
-        for parameter, before, after in zip(self._parameters, views, self.views, strict=True):
-            if parameter.grad is before:
-                parameter.grad = after
-
-    def _own(self, index: int) -> torch.Tensor:
+    def _view_of(self, index: int) -> torch.Tensor:
         """Return the view of one parameter, renewed if it was changed to refer to other memory."""
         view = self.views[index]
         if view.data_ptr() != self.addresses[index]:
@@ -159,9 +134,8 @@ class Gradients:
             own = _references_to(memory)  # before the tuple references it
             self._references[number] = memory, own
 
-    def keep_references(self) -> Collection[int]:
-        """Preserve gradients of earlier passes that the program references; return the buckets with new
-        memory.
+    def preserve_referenced(self) -> Collection[int]:
+        """Preserve gradients of earlier passes that the program references; return buckets with new memory.
 
         Called before a pass writes to the buckets.  The current gradient of a parameter is not preserved: as
         without data parallelism, the pass accumulates into it.
@@ -180,13 +154,13 @@ class Gradients:
         if max(map(sys.getrefcount, self.views)) > 2:
             for number, bucket in enumerate(self.set.buckets):
                 for index in bucket.members:
-                    if sys.getrefcount(self.views[index]) > 2 and self._is_left(index):
+                    if sys.getrefcount(self.views[index]) > 2 and self._is_replaced(index):
                         renewed.setdefault(number, set()).add(index)
         for number, members in renewed.items():
             self._renew(number, members)
         return renewed
 
-    def _is_left(self, index: int) -> bool:
+    def _is_replaced(self, index: int) -> bool:
         """Whether the view of a parameter is no longer its gradient."""
         return index not in self.copied and self._parameters[index].grad is not self.views[index]
 
@@ -206,12 +180,16 @@ class Gradients:
 
     # -- into the buckets ------------------------------------------------------------------------
 
-    def take(self, index: int) -> None:
+    def copy_to_bucket(self, index: int) -> None:
         """Copy a gradient that autograd allocated elsewhere into its bucket."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:
-            self._complain_of_theft(index)
+            raise UsageError(
+                f"the gradient of {self._names[index]!r} on rank {self._group.rank} was removed before it "
+                "was reduced: a hook of the parameter must not apply gradients during backward; use a "
+                "communication hook for that (shoal.parallel.hooks.hook_then_optimizer)"
+            )
         if index in self._options.sparse:
             return
         if gradient.layout is not torch.strided:
@@ -219,14 +197,7 @@ class Gradients:
         # backward(create_graph=True) runs hooks with gradients enabled
         self.set.views[index].copy_(gradient.detach() if gradient.requires_grad else gradient)
         if index not in self.copied:
-            parameter.grad = self._own(index)
-
-    def _complain_of_theft(self, index: int) -> NoReturn:
-        raise UsageError(
-            f"the gradient of {self._names[index]!r} on rank {self._group.rank} was removed before it was "
-            "reduced: a hook of the parameter must not apply gradients during backward; use a communication "
-            "hook for that (shoal.parallel.hooks.hook_then_optimizer)"
-        )
+            parameter.grad = self._view_of(index)
 
     def fill_gaps(self, bucket: Bucket, counts: Sequence[int]) -> None:
         """Fill ``bucket`` with older gradients, or zeros, where none arrived in this pass."""
@@ -236,9 +207,9 @@ class Gradients:
                 if gradient is None:
                     view.zero_()
                 elif gradient.data_ptr() != self.addresses[index]:
-                    self.take(index)
+                    self.copy_to_bucket(index)
 
-    def add_up(self, bucket: Bucket) -> None:
+    def sum_into_bucket(self, bucket: Bucket) -> None:
         """Write the sums of the copies' gradients into ``bucket``, added in the order of the copies.
 
         The gradients of all copies but the first become None, so that their memory can be reused.
@@ -287,10 +258,10 @@ class Gradients:
         """
         if self.copied:
             self._copy_out(used)
-        if (gaps or self.several) and len(self.copied) < len(self._parameters):
+        if (gaps or self.has_copies) and len(self.copied) < len(self._parameters):
             for index, parameter in enumerate(self._parameters):
                 if used[index] and index not in self._options.sparse and index not in self.copied:
-                    parameter.grad = self._own(index)
+                    parameter.grad = self._view_of(index)
 
     def _copy_out(self, used: Sequence[bool]) -> None:
         into: list[torch.Tensor] = []
@@ -309,18 +280,13 @@ class Gradients:
             with torch.no_grad():  # backward(create_graph=True)
                 torch._foreach_copy_(into, out)
 
-    def deliver_sparse(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter to the average of its sparse gradients."""
-        parameter = self._parameters[index]
-        parameter.grad = gradient.to(parameter.dtype)
-
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Set gradients that are in the buckets to None."""
         for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
 
-    def release(self) -> None:
+    def copy_out_all(self) -> None:
         """Copy gradients out of the buckets, whose memory is released with the group."""
         for parameter, view in zip(self._parameters, self.views, strict=True):
             if parameter.grad is view:
@@ -332,7 +298,7 @@ class Gradients:
         """Whether ``parameter`` belongs to a copy other than the first."""
         return parameter is not self._parameters[index]
 
-    def fold(self) -> None:
+    def sum_copies(self) -> None:
         """Add the gradients of the other copies to those of the first."""
         with torch.no_grad():
             for copy in self._copies[1:]:
@@ -348,7 +314,7 @@ class Gradients:
                         parameter.grad.add_(own)
                     other.grad = None
 
-    def drop_copies(self) -> None:
+    def clear_copies(self) -> None:
         """Set the gradients of the other copies to None."""
         for copy in self._copies[1:]:
             for parameter in copy:
@@ -358,8 +324,7 @@ class Gradients:
 def _gradient_at(place: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the memory of ``place``, to be used as ``parameter.grad``.
 
-    A separate object, because module.to() changes a gradient's memory; no view, as views refuse
-    ``detach_()``.
+    A separate object, as module.to() changes a gradient's memory; no view, as views refuse ``detach_()``.
     """
     return place.data
 

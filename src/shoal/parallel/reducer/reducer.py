@@ -9,8 +9,8 @@ issue the same operations in whichever order gradients arrive.
 move gradients, send buckets and wait for them.
 
 A backward pass is reduced if it passes through the output of a forward pass marked with
-:meth:`Reducer.expect`: hooks on the output open the pass.  If the output contains tensors inside objects of
-unknown classes, the first gradient opens the pass.
+:meth:`Reducer.reduce_backward`: hooks on the output open the pass.  If the output contains tensors inside
+objects of unknown classes, the first gradient opens the pass.
 
 The buckets are first built in the reverse order of registration, and once more, on all ranks, in the order in
 which gradients arrived on one rank in the first pass (as in NVIDIA's Apex; see also pytorch#17757).
@@ -21,28 +21,72 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from ...common.containers import tensors
 from ...common.uncompiled import uncompiled
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
-from ..core import OUTCOME, Mark, Pass, PassEnd
-from ..hooks.bucket import CommHook, GradBucket
-from ..hooks.calling import HookedReduction
-from .arrivals import OutputHook, output_hook, quiet_hook, watch_gradients
+from ..core import OUTCOME, Mark, Pass, PassEnd, gradient_hook
+from ..hooks.contract import CommHook, GradBucket, HookedReduction
 from .buckets import Bucket, alias_bucket
 from .gradients import Gradients, ReducerOptions
-from .outcome import OutcomeExchange
-from .participants import Participants
-from .report import explain, unexpected
+from .outcome import OutcomeExchange, raise_pass_error, unexpected_gradient_message
 from .sparse_gradients import SparseReduction
-from .usage import Graph, outputs_with_graph, reachable
+
+_live_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_live_reducers_lock = threading.Lock()
+
+
+class Graph:
+    """The autograd graph of one forward pass; ``reached`` are the indices of parameters reachable in it."""
+
+    __slots__ = ("__weakref__", "reached")
+
+    def __init__(self, reached: Collection[int]) -> None:
+        self.reached = reached
+
+
+class Participants:
+    """The ranks that run a forward pass and contribute gradients to its backward pass.
+
+    Args:
+        find: returns ``(first, scale)``, waiting for the other ranks.  Called once, at the first use of
+            either.  None: all ranks take part.
+    """
+
+    __slots__ = ("_find", "_found")
+
+    def __init__(self, find: Callable[[], tuple[int, float]] | None = None) -> None:
+        self._find = find
+        self._found = (0, 1.0)
+
+    @property
+    def first(self) -> int:
+        """The lowest rank that takes part; the same on all ranks."""
+        return self.resolve()[0]
+
+    @property
+    def scale(self) -> float:
+        """The factor for averages over all ranks; not 1 if the mean must be over the participants only."""
+        return self.resolve()[1]
+
+    def resolve(self) -> tuple[int, float]:
+        """Return ``(first, scale)``; the first call waits for the other ranks.
+
+        Raises UsageError, on every rank that calls it, if the ranks treat a batch differently.
+        """
+        if self._find is not None:
+            self._found = self._find()
+            self._find = None
+        return self._found
 
 
 @uncompiled
@@ -73,7 +117,7 @@ class Reducer:
         self._copies = tuple(tuple(copy) for copy in copies)
         self._parameters = self._copies[0]
         self._options = options
-        self._tolerant = options.find_unused and not options.static_graph
+        self._find_unused = options.find_unused and not options.static_graph
         self._hook: tuple[CommHook, Any] | None = None
         #: The arguments for communication hooks, by members; the same objects until buckets are rebuilt.
         self._hook_buckets: dict[tuple[int, ...], GradBucket] = {}
@@ -81,20 +125,20 @@ class Reducer:
         self._index_of = {
             id(parameter): index for copy in self._copies for index, parameter in enumerate(copy)
         }
-        trained = self._copies[1:] if options.masters else self._copies
+        trained = self._copies[1:] if options.has_master_copy else self._copies
         #: Number of copies that have gradients if all take part.
-        self._width = len(trained)
+        self._copy_count = len(trained)
         #: Autograd's id of the backward pass without reduction after which to sum the copies' gradients.
         self._local_pass: int | None = None
         self._gradients = Gradients(group, self._names, self._copies, options)
-        self._gradients.arrange(range(count - 1, -1, -1))
+        self._gradients.arrange_buckets(range(count - 1, -1, -1))
         self._pass = Pass(
             self._gradients.set.members(),
-            [self._width] * count,
-            find_unused=self._tolerant,
+            [self._copy_count] * count,
+            find_unused=self._find_unused,
             learn=options.static_graph,
-            fill_all=self._gradients.several or options.skip_unused,
-            copies=self._width,
+            fill_all=self._gradients.has_copies or options.skip_unused,
+            copies=self._copy_count,
         )
         self._outcome = OutcomeExchange(group, self._pass, count)
         self._use_tail()
@@ -102,40 +146,39 @@ class Reducer:
         #: A weak reference to the callback at the end of backward, which autograd deletes on an exception.
         self._end_of_pass: Callable[[], Callable[[], None] | None] = lambda: None
         #: A graph in which every parameter may be reachable.
-        self._whole = Graph(range(count))
+        self._full_graph = Graph(range(count))
         #: The graphs of live outputs of forward passes that had no backward pass yet.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        self._forget_pass()
+        self._reset_pass()
         self.after_pass: list[Callable[[], None]] = []
         self.waited = 0.0
-        self._replace_ended()
-        self._hooks = watch_gradients(self, self._pass, self._gradients, trained)
-        with _living_lock:
-            _living.add(self)
+        self._detach_closed_reducers()
+        self._hooks = register_gradient_hooks(self, self._pass, self._gradients, trained)
+        with _live_reducers_lock:
+            _live_reducers.add(self)
 
-    def _replace_ended(self) -> None:
+    def _detach_closed_reducers(self) -> None:
         """Remove the hooks of reducers whose groups are no longer open from these parameters.
 
-        A program that continues in another group may still reference the previous wrapper of the model, as
-        may the traceback of the error that broke the previous group.
+        The program, or the traceback of an error, may still reference a previous wrapper of the model.
         """
-        with _living_lock:  # copying a set while another thread adds to it raises RuntimeError
-            living = list(_living)
+        with _live_reducers_lock:  # copying a set while another thread adds to it raises RuntimeError
+            living = list(_live_reducers)
         for other in living:
             if other._group.state != "open" and not self._index_of.keys().isdisjoint(other._index_of):
                 other._hooks.remove()
 
-    def _forget_pass(self) -> None:
+    def _reset_pass(self) -> None:
         """Reset the state of the pass that references tensors and futures."""
         #: The graphs that backward has entered.
         self._entered: list[Graph] = []
         #: Whether each parameter had a gradient before any bucket was sent; hooks may change that later.
         self._present = [False] * len(self._parameters)
         #: Futures of the parameters reachable on any rank, one for each forward pass.
-        self._reaches: list[Future[torch.Tensor]] = []
+        self._reachable: list[Future[torch.Tensor]] = []
         self._participants = Participants()
         #: Whether this pass has already checked for references to gradients of earlier passes.
-        self._references_kept = False
+        self._references_checked = False
         #: The started reductions, by bucket.
         self._sent: dict[int, Future[Any] | HookedReduction | SparseReduction] = {}
 
@@ -171,7 +214,7 @@ class Reducer:
     # -- another group ---------------------------------------------------------------------------
 
     def check_regroup(self) -> None:
-        """Raise UsageError if :meth:`over` is not possible because the communication hook has a state."""
+        """Raise UsageError if the communication hook has a state, which rules out :meth:`rebuilt_for`."""
         if self._hook is not None and self._hook[1] is not None:
             raise UsageError(
                 f"this model cannot move to another group: the state of its communication hook, a "
@@ -179,7 +222,7 @@ class Reducer:
                 "surviving ranks; use a hook with the state None"
             )
 
-    def over(self, group: ProcessGroup) -> Reducer:
+    def rebuilt_for(self, group: ProcessGroup) -> Reducer:
         """Replace this reducer by an equal one over ``group``, and return that.  Gradients are kept.
 
         If it raises OutOfSharedMemory, because the buckets do not fit, this reducer stays in use.
@@ -189,8 +232,8 @@ class Reducer:
             successor.set_hook(self._hook[1], self._hook[0])
         successor.after_pass = self.after_pass
         self._hooks.remove()
-        self._gradients.release()
-        self._forget_pass()
+        self._gradients.copy_out_all()
+        self._reset_pass()
         return successor
 
     # -- called around a forward pass ------------------------------------------------------------
@@ -207,15 +250,15 @@ class Reducer:
         """
         if self._local_pass is not None:
             self._local_pass = None
-            self._gradients.drop_copies()
+            self._gradients.clear_copies()
         if self._pass.opened:
-            self._abandon()
+            self._finish_interrupted()
 
-    def _abandon(self) -> None:
+    def _finish_interrupted(self) -> None:
         self._finish(interrupted=True)
-        self._gradients.drop()
+        self._gradients.clear()
 
-    def expect(
+    def reduce_backward(
         self,
         output: Any,
         *,
@@ -230,30 +273,31 @@ class Reducer:
             participants: the ranks that run it, in a Join; None: all.
             copies: number of copies of the model that took part; None: all.
         """
-        self._pass.expect(counts, copies or self._width)
+        self._pass.expect(counts, copies or self._copy_count)
         self._participants = participants or Participants()
-        graph = self._follow(output, output_hook)
+        graph = self._register_output_hooks(output, reduced=True)
         if self._options.skip_unused:
-            self._tell_reach(graph.reached)
+            self._exchange_reachable(graph.reached)
 
-    def ignore(self, output: Any) -> None:
+    def skip_backward(self, output: Any) -> None:
         """Do not reduce a backward pass through ``output`` alone."""
         self._pass.ignore()
-        if self._tolerant:
-            self._follow(output, quiet_hook)  # it may be part of a backward pass that is reduced
+        if self._find_unused:
+            # It may be part of a backward pass that is reduced.
+            self._register_output_hooks(output, reduced=False)
 
-    def _follow(self, output: Any, hook: Callable[[Reducer, Graph], OutputHook]) -> Graph:
-        """Register ``hook`` on the tensors of ``output``; it keeps their :class:`Graph` alive."""
+    def _register_output_hooks(self, output: Any, *, reduced: bool) -> Graph:
+        """Keep the :class:`Graph` of ``output`` alive as long as its tensors, and enter it in backward."""
         outputs = list(outputs_with_graph(output))
-        graph = self._whole
-        if self._tolerant and outputs:
+        graph = self._full_graph
+        if self._find_unused and outputs:
             graph = Graph(reachable(outputs, self._index_of))
             self._graphs.add(graph)
-        called = hook(self, graph)
-        self._hooks.come_last()
+        hook = partial(_enter, weakref.ref(self), graph) if reduced else partial(_do_nothing, graph)
+        self._hooks.move_last()
         for tensor in outputs:
-            tensor.register_hook(called)  # type: ignore[no-untyped-call]
-        self._hooks.registered(len(outputs))
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        self._hooks.note_registered(len(outputs))
         return graph
 
     def shadow(self, participants: Participants) -> None:
@@ -263,19 +307,19 @@ class Reducer:
         """
         self._participants = participants
         if self._options.skip_unused:
-            self._tell_reach(())
-        self._gradients.drop_copies()
+            self._exchange_reachable(())
+        self._gradients.clear_copies()
         for parameter in self._parameters:
             parameter.grad = None
         self._pass.open()
         self._begin(())
         self._finish(shadow=True)
 
-    def _tell_reach(self, reached: Collection[int]) -> None:
+    def _exchange_reachable(self, reached: Collection[int]) -> None:
         reach = [
             index in reached or bool(self._gradients.present(index)) for index in range(len(self._parameters))
         ]
-        self._reaches.append(
+        self._reachable.append(
             self._group.all_reduce(torch.tensor(reach, dtype=torch.uint8, device="cpu"), op=MAX)
         )
 
@@ -284,27 +328,27 @@ class Reducer:
     def enter(self, graph: Graph) -> None:
         """Open a pass before its first gradient, or continue it in another graph."""
         if self._pass.opened and self._end_of_pass() is None:
-            self._abandon()  # the previous pass was interrupted, and no forward pass has finished it since
+            self._finish_interrupted()  # no forward pass has finished the interrupted pass since
         self._entered.append(graph)
         if not self._pass.opened:
-            self.keep_references()
-            self._hooks.come_last()
+            self.preserve_referenced()
+            self._hooks.move_last()
             self._pass.open()
             self._queue_finish()
 
-    def keep_references(self) -> None:
+    def preserve_referenced(self) -> None:
         """Preserve gradients of earlier passes that the program references; once in each pass."""
-        if self._references_kept:
+        if self._references_checked:
             return
-        self._references_kept = True
-        if renewed := self._gradients.keep_references():
+        self._references_checked = True
+        if renewed := self._gradients.preserve_referenced():
             self._hook_buckets = {}
             self._use_tail()
             self._gradients.count_references(renewed)
 
     def _unreached(self) -> list[int]:
         """Return the parameters not reachable in any graph that backward entered or may still enter."""
-        if not (self._tolerant and self._entered):
+        if not (self._find_unused and self._entered):
             return []
         reached = set().union(*(graph.reached for graph in (*self._graphs, *self._entered)))
         return [index for index in range(len(self._parameters)) if index not in reached]
@@ -321,28 +365,32 @@ class Reducer:
         """The gradient of parameter ``index`` has arrived, and there is something to do."""
         if mark is Mark.UNEXPECTED:
             where = f"the gradient of {self._names[index]!r} on rank {self._group.rank}"
-            raise UsageError(unexpected(where, static=self._options.static_graph, tolerant=self._tolerant))
+            raise UsageError(
+                unexpected_gradient_message(
+                    where, static=self._options.static_graph, tolerant=self._find_unused
+                )
+            )
         self._queue_finish()  # if no output hook has done it
         if self._pass.arrived == 1:
             self._begin(self._unreached())
         self._pass.launch(self)
 
     def _begin(self, unreached: Sequence[int]) -> None:
-        self.keep_references()
+        self.preserve_referenced()
         if self._pass.separate:
             self._present = [bool(self._gradients.present(index)) for index in range(len(self._parameters))]
         self._pass.begin(self, unreached)
 
-    def fold_later(self) -> None:
+    def sum_copies_later(self) -> None:
         """At the end of a pass without reduction, sum the gradients into those of the first copy."""
         current = torch._C._current_graph_task_id()
         if self._local_pass != current:
             self._local_pass = current
-            torch.autograd.Variable._execution_engine.queue_callback(self._fold)
+            torch.autograd.Variable._execution_engine.queue_callback(self._sum_copies)
 
-    def _fold(self) -> None:
+    def _sum_copies(self) -> None:
         self._local_pass = None
-        self._gradients.fold()
+        self._gradients.sum_copies()
 
     # -- called by the pass ------------------------------------------------------------------------
 
@@ -352,11 +400,11 @@ class Reducer:
             self._outcome.write_tail()
             return True
         bucket = self.buckets[number]
-        if self._reaches and not self._is_needed(bucket):
+        if self._reachable and not self._is_needed(bucket):
             return False
         if not bucket.sparse:
-            if self._gradients.several:
-                self._gradients.add_up(bucket)
+            if self._gradients.has_copies:
+                self._gradients.sum_into_bucket(bucket)
             elif self._pass.gaps:
                 self._gradients.fill_gaps(bucket, self._pass.counts())
         return True
@@ -379,7 +427,7 @@ class Reducer:
         elif self._hook is None:
             self._sent[number] = self._group.all_reduce(bucket.flat, op=AVG)
         else:
-            self._sent[number] = HookedReduction(*self._hook, self._seen_by_hooks()[bucket.members])
+            self._sent[number] = HookedReduction(*self._hook, self._grad_buckets()[bucket.members])
 
     def wait(self, number: int) -> None:
         """Wait for the reduction of a bucket, or for the outcome.
@@ -402,15 +450,16 @@ class Reducer:
         for number, sent in self._sent.items():
             (index, *_) = self.buckets[number].members
             if isinstance(sent, SparseReduction) and used[index]:
-                self._gradients.deliver_sparse(index, sent.wait().mul_(self._participants.scale))
+                gradient = sent.wait().mul_(self._participants.scale)
+                self._parameters[index].grad = gradient.to(self._parameters[index].dtype)
         self._gradients.deliver(used, gaps=self._pass.gaps)
 
     def _is_needed(self, bucket: Bucket) -> bool:
         """Whether any rank may have a gradient in ``bucket``."""
         members = list(bucket.members)
-        return any(bool(reach.wait()[members].any()) for reach in self._reaches)
+        return any(bool(reach.wait()[members].any()) for reach in self._reachable)
 
-    def _seen_by_hooks(self) -> dict[tuple[int, ...], GradBucket]:
+    def _grad_buckets(self) -> dict[tuple[int, ...], GradBucket]:
         if not self._hook_buckets:
             dense = [bucket for bucket in self.buckets if not bucket.sparse]
             self._hook_buckets = {
@@ -439,10 +488,10 @@ class Reducer:
             self.waited += time.monotonic() - began
             if end is PassEnd.NOTHING:  # only gradients of inputs were computed; the pass may still come
                 self._entered = []
-                self._references_kept = False
+                self._references_checked = False
                 return
             if end is not PassEnd.WELL:
-                self._explain(interrupted)
+                self._raise_failure(interrupted)
                 return
             self._adopt_order()
             for fn in self.after_pass:
@@ -450,16 +499,16 @@ class Reducer:
         finally:
             if end is not PassEnd.NOTHING:
                 self._graphs.difference_update(self._entered)
-                self._gradients.drop_copies()
-                self._forget_pass()
+                self._gradients.clear_copies()
+                self._reset_pass()
                 self._pass.close()
 
-    def _explain(self, interrupted: bool) -> None:
+    def _raise_failure(self, interrupted: bool) -> None:
         named = [
             repr(name) + ("" if parameter.requires_grad else " (frozen after wrapping)")
             for name, parameter in zip(self._names, self._parameters, strict=True)
         ]
-        explain(self._group, named, self._pass.missing(), interrupted, self._pass.extra)
+        raise_pass_error(self._group, named, self._pass.missing(), interrupted, self._pass.extra)
 
     def _adopt_order(self) -> None:
         """After the first successful pass, rebuild the buckets in one rank's order of arrival.
@@ -470,17 +519,175 @@ class Reducer:
         if order is None:
             return
         count = len(order)
-        shown = torch.tensor([*order, *self._pass.expected, self._width], dtype=torch.int64, device="cpu")
+        shown = torch.tensor(
+            [*order, *self._pass.expected, self._copy_count], dtype=torch.int64, device="cpu"
+        )
         own = self._pass.arrived > 0
         self._group.broadcast(shown, root=self._participants.first).wait()
         *numbers, width = shown.tolist()
-        expected = self._pass.expected if own else [-(-n * self._width // width) for n in numbers[count:]]
-        self._gradients.arrange(numbers[:count])
+        expected = (
+            self._pass.expected if own else [-(-n * self._copy_count // width) for n in numbers[count:]]
+        )
+        self._gradients.arrange_buckets(numbers[:count])
         self._hook_buckets = {}
         self._pass.rebuild(self._gradients.set.members(), expected)
         self._use_tail()
         self._gradients.count_references()
 
 
-_living: weakref.WeakSet[Reducer] = weakref.WeakSet()
-_living_lock = threading.Lock()
+# -- hooks of autograd ---------------------------------------------------------------------------
+#
+# They hold only weak references to the reducer, because the garbage collector does not see references from
+# tensors and from autograd's graph.
+
+
+@uncompiled
+def _enter(owner: weakref.ref[Reducer], graph: Graph, _: torch.Tensor) -> None:
+    if (alive := owner()) is not None:
+        alive.enter(graph)
+
+
+@uncompiled
+def _do_nothing(graph: Graph, _: torch.Tensor) -> None:
+    pass
+
+
+class ParameterHooks:
+    """The hooks on the parameters, which must run last: sent gradients must not change."""
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+        self._last_id = RemovableHandle.next_id
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        _remove(self._handles)
+
+    def note_registered(self, count: int) -> None:
+        """Note that the reducer registered ``count`` hooks on other tensors."""
+        self._last_id += count
+
+    def move_last(self) -> None:
+        """Move behind hooks that were registered on the parameters since the last call."""
+        if self._last_id == RemovableHandle.next_id:  # no hook was registered anywhere
+            return
+        self._last_id = RemovableHandle.next_id
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd ignores move_to_end()
+
+
+def register_gradient_hooks(
+    reducer: Reducer, passes: Pass, gradients: Gradients, copies: Sequence[Sequence[torch.Tensor]]
+) -> ParameterHooks:
+    """Register hooks that notify ``reducer`` of every gradient of ``copies``, to which autograd writes."""
+    lock = threading.Lock()
+    put_in_place = _on_only_gradient(reducer, gradients)
+    on_several_devices = len({parameter.device for parameter in copies[0]}) > 1
+
+    def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        if gradients.has_copies:
+            return _copy_hook(reducer, passes, index, lock, gradients.is_further(index, parameter))
+        only = gradient_hook(
+            passes, index, gradients.views, gradients.addresses, index not in gradients.copied, put_in_place
+        )
+        return _serialised(lock, only) if on_several_devices else only
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(hook(index, parameter))  # type: ignore[no-untyped-call]
+        for copy in copies
+        for index, parameter in enumerate(copy)
+    ]
+    weakref.finalize(reducer, _remove, handles)
+    return ParameterHooks(handles)
+
+
+def _serialised(lock: threading.Lock, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Serialise ``hook`` over autograd's threads, one for each device: marked gradients must be in place."""
+
+    @uncompiled
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        with lock:
+            hook(parameter)
+
+    return gradient_is_ready
+
+
+def _on_only_gradient(reducer: Reducer, gradients: Gradients) -> Callable[[int, Mark, bool], None]:
+    """The function that the hooks of the only copy call when there is something to do."""
+    owner = weakref.ref(reducer)
+
+    @uncompiled
+    def arrived(index: int, mark: Mark, taken: bool) -> None:
+        if (alive := owner()) is not None:
+            if not taken:
+                alive.preserve_referenced()
+                gradients.copy_to_bucket(index)
+            if mark is not Mark.ARRIVED:
+                alive.on_gradient(index, mark)
+
+    return arrived
+
+
+def _copy_hook(
+    reducer: Reducer, passes: Pass, index: int, lock: threading.Lock, further: bool
+) -> Callable[[torch.Tensor], None]:
+    """Return a hook for one of several copies (``further``: not the first), which may run in any thread."""
+    mark = passes.mark
+    owner = weakref.ref(reducer)
+
+    @uncompiled
+    def gradient_is_ready(_: torch.Tensor) -> None:
+        with lock:
+            result = mark(index)
+            if result is Mark.ARRIVED or (alive := owner()) is None:
+                return
+            if result is not Mark.IGNORED:
+                alive.on_gradient(index, result)
+            elif further:
+                alive.sum_copies_later()
+
+    return gradient_is_ready
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+# -- the graph of a forward pass -----------------------------------------------------------------
+
+
+def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``output``, a nested structure, that have a ``grad_fn``."""
+    if isinstance(output, torch.Tensor):  # the common case, faster than the search of structures
+        if output.grad_fn is not None:
+            yield output
+        return
+    yield from (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
+
+
+def reachable(outputs: Iterable[torch.Tensor], index_of: Mapping[int, int]) -> set[int]:
+    """Return the indices of the parameters reachable in the graph of ``outputs``.
+
+    ``index_of`` maps ``id(parameter)`` to the parameter's index.  Parameters used in reentrant checkpoints
+    are not found, since their graph is made during backward.
+    """
+    found: set[int] = set()
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is None or following in seen:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is None:
+                pending.append(following)
+            elif (index := index_of.get(id(variable))) is not None:
+                found.add(index)
+    return found

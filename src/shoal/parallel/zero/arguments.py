@@ -9,22 +9,29 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import UsageError
-from ..coalesced import elements, obstacle
+from ..coalesced import broadcast_obstacle, writable_elements
 from ..consistency import describe_parameter, describe_tensor
 
 #: The argument ``what`` of :func:`check_same`.
-DIFFER = "passed different arguments to ZeroRedundancyOptimizer"
+MISMATCH = "passed different arguments to ZeroRedundancyOptimizer"
 
 
-def describe_all(
-    groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str], first: int = 0
+def describe(
+    groups: Iterable[Mapping[str, Any]],
+    settings: Mapping[str, str],
+    first: int = 0,
+    *,
+    shapes_only: bool = False,
 ) -> list[tuple[str, str]]:
-    """Describe what must be equal on all ranks: ``settings``, and groups that are numbered from ``first``."""
+    """Describe what must be equal on all ranks: ``settings``, and groups that are numbered from ``first``.
+
+    With ``shapes_only``, leave out options and ``requires_grad``, which may change between steps.
+    """
     items = [(f"option {name}", value) for name, value in settings.items()]
     for index, group in enumerate(groups, first):
         for name, parameter in zip(names_of(group, index), group["params"], strict=True):
-            items.append((name, describe_parameter(parameter)))
-        for name, value in sorted(group.items()):
+            items.append((name, (describe_tensor if shapes_only else describe_parameter)(parameter)))
+        for name, value in sorted(group.items()) if not shapes_only else ():
             if isinstance(value, (bool, int, float, str, tuple, type(None))):
                 items.append((f"option {name} of group {index}", repr(value)))
     return items
@@ -38,8 +45,8 @@ def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> No
     lines = []
     for index, group in enumerate(groups, first):
         for name, parameter in zip(names_of(group, index), group["params"], strict=True):
-            reason = obstacle(parameter)
-            if reason is None and elements(parameter).shape != parameter.shape:
+            reason = broadcast_obstacle(parameter)
+            if reason is None and writable_elements(parameter).shape != parameter.shape:
                 reason = "it is expanded, so no optimiser can write to it"
             if reason is not None:
                 lines.append(f"  {name}: {reason}")
@@ -47,17 +54,6 @@ def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> No
         raise UsageError(
             "ZeroRedundancyOptimizer cannot send these parameters to other ranks:\n" + "\n".join(lines)
         )
-
-
-def describe_shapes(
-    groups: Iterable[Mapping[str, Any]], settings: Mapping[str, str]
-) -> list[tuple[str, str]]:
-    """Like :func:`describe_all`, without options and ``requires_grad``, which may change between steps."""
-    items = [(f"option {name}", value) for name, value in settings.items()]
-    for index, group in enumerate(groups):
-        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
-            items.append((name, describe_tensor(parameter)))
-    return items
 
 
 def names_of(group: Mapping[str, Any], index: int) -> list[str]:

@@ -22,7 +22,7 @@ from ...spec import DTYPE_CODES
 PER_PARAMETER = ("params", "param_names")
 
 #: The tag of messages with state, which separates them from the program's messages.
-_TAG = 0x2E5A45B0
+STATE_TAG = 0x2E5A45B0
 
 
 def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any, Any] | None:
@@ -31,26 +31,26 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
     Args:
         own: this rank's part, by parameter number; for other keys the last rank's values are used.
     """
-    structure, tensors = dumped(own)
+    structure, tensors = dump_state(own)
     tensors = [tensor.cpu() for tensor in tensors]
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     parts = group.gather_object(None if group.rank == to else (structure, shapes), root=to).wait()
     if parts is None:
-        sent = [group.send(tensor, to, tag=_TAG) for tensor in tensors]
+        sent = [group.send(tensor, to, tag=STATE_TAG) for tensor in tensors]
         for message in sent:
             message.wait()
         return None
     state: dict[Any, Any] = {}
     for rank, part in enumerate(parts):
         if rank == to:
-            state.update(loaded(structure, tensors))
+            state.update(load_state(structure, tensors))
             continue
         structure_there, shapes_there = part
         received = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes_there]
-        arrivals = [group.recv(tensor, src=rank, tag=_TAG) for tensor in received]
+        arrivals = [group.recv(tensor, src=rank, tag=STATE_TAG) for tensor in received]
         for arrival in arrivals:
             arrival.wait()
-        state.update(loaded(structure_there, received))
+        state.update(load_state(structure_there, received))
     return state
 
 
@@ -58,10 +58,7 @@ def packed(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dic
     """Return a state dictionary in the form of the inner optimiser, by ascending parameter numbers."""
     numbers = sorted(key for key in state if isinstance(key, int))
     others = [key for key in state if not isinstance(key, int)]
-    return {
-        "state": {key: state[key] for key in (*numbers, *others)},
-        "param_groups": _pack_groups(groups),
-    }
+    return {"state": {key: state[key] for key in (*numbers, *others)}, "param_groups": _pack_groups(groups)}
 
 
 def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -81,9 +78,7 @@ def part_of_group(group: Mapping[str, Any], chosen: Callable[[torch.Tensor], boo
 
 
 def part_of_state(
-    saved: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    chosen: Callable[[torch.Tensor], bool],
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], chosen: Callable[[torch.Tensor], bool]
 ) -> dict[str, Any]:
     """Return the part of a state to load into an optimiser of only the ``chosen`` parameters.
 
@@ -91,8 +86,7 @@ def part_of_state(
         saved: a state dictionary of an optimiser of all parameters.
         groups: the parameter groups of all parameters.
 
-    Raises:
-        UsageError: ``groups`` differ from the saved groups.
+    Raises UsageError if ``groups`` differ from the saved groups.
     """
     lengths = [len(group["params"]) for group in groups]
     lengths_saved = [len(group["params"]) for group in saved["param_groups"]]
@@ -144,7 +138,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
+def dump_state(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Return any state as bytes, and the tensors in it, which are sent separately."""
     file = io.BytesIO()
     pickler = _TensorlessPickler(file)
@@ -152,6 +146,6 @@ def dumped(state: Any) -> tuple[bytes, list[torch.Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def loaded(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Invert :func:`dumped`."""
+def load_state(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Invert :func:`dump_state`."""
     return _Unpickler(io.BytesIO(structure), tensors).load()

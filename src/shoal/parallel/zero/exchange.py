@@ -9,13 +9,15 @@ Only small parameters are copied, into one message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from ..coalesced import by_device, packed_size
+from ..coalesced import dense_view, packed_size
 
 #: Parameters of fewer bytes are sent in one message: copying this many bytes costs as much as a message.
 SMALL_BYTES = 2**15
@@ -40,24 +42,20 @@ class Exchange:
     ) -> None:
         self._group = group
         self._as_views = as_views
-        small = [x for x in parameters if as_views or packed_size(x) < SMALL_BYTES]
-        owner_of = {id(parameter): owner for owner, parameter in zip(owners, parameters, strict=True)}
-        portions = [
-            sorted(((owner_of[id(x)], x) for x in some), key=lambda pair: pair[0])
-            for some in by_device(small)
-        ]
-        together = [pair for portion in portions for pair in portion]
-        self._packed = [parameter for _, parameter in together]
-        packed = set(self._packed)
-        self._single = [pair for pair in zip(owners, parameters, strict=True) if pair[1] not in packed]
-        self._mine = [owner == group.rank for owner, _ in together]
-        self._received = [
-            parameter for owner, parameter in zip(owners, parameters, strict=True) if owner != group.rank
-        ]
+        self._single: list[tuple[int, torch.Tensor]] = []
+        portions: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for pair in zip(owners, parameters, strict=True):
+            parameter = pair[1]
+            is_packed = as_views or packed_size(parameter) < SMALL_BYTES
+            (portions.setdefault(parameter.device, []) if is_packed else self._single).append(pair)
+        self._received = [x for owner, x in zip(owners, parameters, strict=True) if owner != group.rank]
+        self._packed: list[tuple[int, torch.Tensor]] = []
         self._views: list[torch.Tensor] = []
         self._messages: list[tuple[int, torch.Tensor]] = []
-        for portion in portions:
+        for portion in portions.values():
+            portion.sort(key=itemgetter(0))
             views, messages = _pack(group, portion)
+            self._packed += portion
             self._views += views
             self._messages += messages
         self._sent: list[Future[torch.Tensor]] = []
@@ -89,15 +87,15 @@ class Exchange:
 
     def _copy(self, *, mine: bool) -> None:
         """Copy this rank's parameters into the messages (``mine``), or the other parameters out of them."""
-        chosen = [index for index, own in enumerate(self._mine) if own is mine]
-        if not chosen:
-            return
-        views, parameters = [self._views[i] for i in chosen], [self._packed[i] for i in chosen]
-        torch._foreach_copy_(*((views, parameters) if mine else (parameters, views)))
+        pairs = zip(self._views, self._packed, strict=True)
+        chosen = [(view, x) for view, (owner, x) in pairs if (owner == self._group.rank) is mine]
+        if chosen:
+            views, parameters = map(list, zip(*chosen, strict=True))
+            torch._foreach_copy_(*((views, parameters) if mine else (parameters, views)))
 
     def _adopt(self) -> None:
         """Make all parameters views of the messages, also after their ``data`` was replaced."""
-        for view, parameter in zip(self._views, self._packed, strict=True):
+        for view, (_, parameter) in zip(self._views, self._packed, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             if parameter.dtype != view.dtype or parameter.shape != view.shape:
@@ -110,7 +108,7 @@ class Exchange:
             parameter.data = view
 
 
-class Portion:
+class ParameterExchange:
     """Parameters that were added together, and their exchange."""
 
     def __init__(
@@ -161,29 +159,18 @@ def _pack(
 
     Returns a view of the memory for each parameter, and the bytes of each owner.
     """
-    ends = [0] * (group.size + 1)
-    offsets = []
-    end = 0
-    for owner, parameter in together:
-        offsets.append(end)
-        end += packed_size(parameter)
-        ends[owner + 1] = end
-    memory = group.empty(end, dtype=torch.uint8, device=together[0][1].device)
+    count = sum(packed_size(parameter) for _, parameter in together)
+    memory = group.empty(count, dtype=torch.uint8, device=together[0][1].device)
     memory.zero_()  # the gaps are sent too
-    views = [
-        _view(memory, offset, parameter) for offset, (_, parameter) in zip(offsets, together, strict=True)
-    ]
-    messages = []
-    for owner in range(group.size):
-        ends[owner + 1] = max(ends[owner + 1], ends[owner])
-        if ends[owner + 1] > ends[owner]:
-            messages.append((owner, memory[ends[owner] : ends[owner + 1]]))
+    views: list[torch.Tensor] = []
+    messages: list[tuple[int, torch.Tensor]] = []
+    start = 0
+    for owner, pairs in groupby(together, key=itemgetter(0)):
+        end = start
+        for _, parameter in pairs:
+            views.append(dense_view(memory.view(parameter.dtype), end, parameter))
+            end += packed_size(parameter)
+        if end > start:
+            messages.append((owner, memory[start:end]))
+        start = end
     return views, messages
-
-
-def _view(memory: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    nbytes = parameter.numel() * parameter.element_size()
-    flat = memory[offset : offset + nbytes].view(parameter.dtype)
-    # The parameter's strides (channels_last, for example), or those of a dense copy if it has holes.
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return flat.as_strided(parameter.shape, strides)

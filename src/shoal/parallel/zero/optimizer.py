@@ -22,10 +22,9 @@ from ...group.group_argument import given_group, has_default_group
 from ...group.regroup import Leader
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook, takes_named_options
-from .arguments import DIFFER, check_can_be_sent, check_copies, checked_parameters, describe_all
+from .arguments import MISMATCH, check_can_be_sent, check_copies, checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
-from .shares import Shares, all_parameters
-from .survey import Gathers, gather_again
+from .ownership import GatherProgress, Ownership, all_parameters, unfinished_gather
 
 #: Arguments of the constructor that are not passed to the inner optimiser.
 _ARGUMENTS = (
@@ -105,9 +104,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.copies = copies
         #: Whether a hook updates parameters in backward.
         self.hooked = False
-        self._shares = Shares(ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp)
+        self._ownership = Ownership(
+            ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp
+        )
         self._leader: Leader | None = None
-        self._gathers = Gathers()
+        self._gather_progress = GatherProgress()
         #: Number of later gather calls to skip, because :meth:`settle` has already done their work.
         self._gathered = 0
         self._consolidated: dict[str, Any] | None = None
@@ -121,7 +122,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             "copies": repr(copies),
         }
         self._check_same(0, self._settings)
-        self._shares.add(all_parameters(self.param_groups))
+        self._ownership.add(all_parameters(self.param_groups))
         self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
         self.defaults = self.optim.defaults
         self.state = self.optim.state
@@ -141,15 +142,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Join.notify_join_context(self)
         if self.overlap_with_ddp:
             return self._step_in_backward(closure)
-        self._shares.check_group()
+        self._ownership.check_group()
         self.prepare_step()
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
         _copy_options(self.optim.param_groups, self.param_groups)
-        self._shares.updated()
-        while not self._shares.is_whole:
-            with self._going_on():
-                if self._shares.is_settled:
-                    self._shares.exchange()
+        self._ownership.updated()
+        while not self._ownership.has_all_parameters:
+            with self._continue_after_loss():
+                if self._ownership.is_settled:
+                    self._ownership.exchange()
                 else:
                     self._settle_with_others()
         return loss
@@ -169,7 +170,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self._consolidated = None
         added = self.param_groups[index:]
-        self._shares.add(all_parameters(added))
+        self._ownership.add(all_parameters(added))
         self.optim.add_param_group(self._own_part(added[0]))
         _copy_options(self.optim.param_groups, self.param_groups)
 
@@ -186,15 +187,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._gathered:
             self._gathered -= 1
             return
-        self._gathers = Gathers(self._gathers.begun + 1, to, under_way=True)
+        self._gather_progress = GatherProgress(self._gather_progress.begun + 1, to, is_running=True)
         try:
-            while self._gathers.under_way:
-                with self._going_on():
+            while self._gather_progress.is_running:
+                with self._continue_after_loss():
                     self._settle_with_others()
-                    if self._gathers.under_way:
+                    if self._gather_progress.is_running:
                         self._gather(to)
         finally:
-            self._gathers = self._gathers._replace(under_way=False)
+            self._gather_progress = self._gather_progress._replace(is_running=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, in the form of the inner optimiser without distribution.
@@ -205,8 +206,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         result = self._consolidated
-        if result is None and all(map(self._shares.is_own, all_parameters(self.param_groups))):
-            result = packed(self._own_state(self._shares.is_own), self.param_groups)
+        if result is None and all(map(self._ownership.is_own, all_parameters(self.param_groups))):
+            result = packed(self._own_state(self._ownership.is_own), self.param_groups)
         if result is None:
             raise UsageError(
                 f"rank {self.group.rank} has only its own part of the optimiser's state; call "
@@ -234,8 +235,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if changed is not None:
                 loaded = changed
         self._consolidated = None
-        self._shares.prepare_load(self.param_groups, self.optim)
-        self.optim.load_state_dict(part_of_state(loaded, self.param_groups, self._shares.is_own))
+        self._ownership.own_all_if_unsettled(self.param_groups, self.optim)
+        self.optim.load_state_dict(part_of_state(loaded, self.param_groups, self._ownership.is_own))
         self.state = self.optim.state
         _copy_options(self.optim.param_groups, self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -246,17 +247,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def group(self) -> ProcessGroup:
         """The current group."""
-        return self._shares.group
+        return self._ownership.group
 
     @property
     def present_group(self) -> ProcessGroup | None:
         """The current group; None: no session has set it yet."""
-        return self._shares.group if self._shares.has_group else None
+        return self._ownership.group if self._ownership.has_group else None
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_parameters(self) -> bool:
         """Whether this rank has all parameters of the newest update."""
-        return self._shares.is_whole
+        return self._ownership.has_all_parameters
 
     def check_regroup(self) -> None:
         """Raise UsageError if :meth:`regroup` is not possible because there is only one copy of the state."""
@@ -276,7 +277,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             UsageError: as for :meth:`check_regroup`.
         """
         self.check_regroup()
-        self._shares.move_to(group)
+        self._ownership.move_to(group)
 
     def settle(self) -> None:
         """Exchange missing parameters and state, if the group is new.  Collective.
@@ -292,16 +293,18 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             StateDiverged: the owners of a parameter have different states.
             ModelMismatch: the ranks have different parameters.
         """
-        if self._shares.is_settled:
+        if self._ownership.is_settled:
             return
-        holdings = self._shares.settle(self.param_groups, self.optim, self._settings, self._gathers)
-        again = gather_again(holdings)
+        rank_states = self._ownership.settle(
+            self.param_groups, self.optim, self._settings, self._gather_progress
+        )
+        again = unfinished_gather(rank_states)
         if again is not None and again.to < self.group.size:
             self._gather(again.to)
-        last = max(each.gathers for each in holdings)._replace(under_way=False)
-        if holdings[self.group.rank].steps == self._shares.steps:  # otherwise this rank has just joined
-            self._gathered += last.begun - self._gathers.begun
-        self._gathers = last
+        last = max(each.gather_progress for each in rank_states)._replace(is_running=False)
+        if rank_states[self.group.rank].steps == self._ownership.steps:  # otherwise this rank has just joined
+            self._gathered += last.begun - self._gather_progress.begun
+        self._gather_progress = last
 
     def follow(self, leader: Leader | None) -> None:
         """Let :meth:`step` and :meth:`consolidate_state_dict` continue when a rank is lost during them.
@@ -310,21 +313,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._leader = leader
 
-    def hold_nothing(self) -> None:
+    def discard_state(self) -> None:
         """Ignore the state of this rank in the next :meth:`settle`, which receives that of other ranks."""
-        self._shares.steps = -1
+        self._ownership.steps = -1
 
-    def take_over(self, common: Mapping[str, Any]) -> None:
-        """Copy the options from :meth:`what_all_have` of another rank; :meth:`settle` does the rest.
+    def load_common_options(self, common: Mapping[str, Any]) -> None:
+        """Copy the options from :meth:`common_options` of another rank; :meth:`settle` does the rest.
 
         Raises ValueError if the parameter groups differ.
         """
         _copy_options(common["param_groups"], self.param_groups)
 
-    def what_all_have(self) -> dict[str, Any]:
+    def common_options(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks: the number of steps, and the options."""
         groups = [{**group, "params": len(group["params"])} for group in self.param_groups]
-        return {"steps": self._shares.steps, "param_groups": groups}
+        return {"steps": self._ownership.steps, "param_groups": groups}
 
     # -- for hooks that update parameters in backward -----------------------------------------------
 
@@ -335,7 +338,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """Return the rank that updates and sends ``parameter``, or None if it was never added."""
-        return self._shares.owner(parameter)
+        return self._ownership.owner(parameter)
 
     def _step_in_backward(self, closure: Callable[[], Any] | None) -> Any:
         if not self.hooked:
@@ -372,14 +375,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Gather the state of all ranks on rank ``to``.  Collective."""
         self._consolidated = None
         # Only one of its owners sends the state of a parameter.
-        state = gather_state(self.group, self._own_state(self._shares.is_sent_from_here), to)
+        state = gather_state(self.group, self._own_state(self._ownership.is_sent_from_here), to)
         if state is not None:
             _copy_options(self.param_groups, self.optim.param_groups)
             self._consolidated = packed(state, self.param_groups)
-        self._gathers = self._gathers._replace(under_way=False)
+        self._gather_progress = self._gather_progress._replace(is_running=False)
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _continue_after_loss(self) -> Iterator[None]:
         """Suppress the error of a lost rank if the leader continues without that rank."""
         try:
             yield
@@ -389,20 +392,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _settle_with_others(self) -> None:
         """Settle, through the leader if there is one, which settles its other components too."""
-        if not self._shares.is_settled and self._leader is not None:
+        if not self._ownership.is_settled and self._leader is not None:
             self._leader.settle()
         else:
             self.settle()
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return part_of_group(group, self._shares.is_own)
+        return part_of_group(group, self._ownership.is_own)
 
     def _own_state(self, chosen: Callable[[torch.Tensor], bool]) -> dict[Any, Any]:
         """Return the state of this rank's ``chosen`` parameters, by parameter number."""
         own = [
             (number, parameter)
             for number, parameter in enumerate(all_parameters(self.param_groups))
-            if self._shares.is_own(parameter)
+            if self._ownership.is_own(parameter)
         ]
         state = self.optim.state_dict()["state"]
         return {
@@ -416,9 +419,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Without a group, :meth:`settle` does it later.
         """
-        if not self._shares.has_group:
+        if not self._ownership.has_group:
             return
-        check_same(self.group, DIFFER, describe_all(self.param_groups[first:], settings, first))
+        check_same(self.group, MISMATCH, describe(self.param_groups[first:], settings, first))
         check_can_be_sent(self.param_groups[first:], first)
 
 

@@ -57,26 +57,28 @@ class Partition:
         owners: list[list[int]] = [[] for _ in parameters]
         limits = self._limits(kinds, sizes)
 
-        def fill(index: int, candidates: Iterable[int]) -> None:
+        def assign(index: int, candidates: Iterable[int]) -> None:
             loads, mine = self._loads[kinds[index]], owners[index]
             if len(mine) == self._copies:
                 return
             left = [rank for rank in candidates if rank not in mine]
             while left and len(mine) < self._copies:
-                rank = self._chosen(left, mine, loads, sizes[index], limits[kinds[index]])
+                rank = self._next_owner(left, mine, loads, sizes[index], limits[kinds[index]])
                 mine.append(rank)
                 left.remove(rank)
                 loads[rank] += sizes[index]
 
         if held is not None:
             for index in sorted(order, key=lambda index: len(held[index]) > self._copies):
-                fill(index, sorted(held[index]))
+                assign(index, sorted(held[index]))
         for index in order:
-            fill(index, everyone)
+            assign(index, everyone)
         if held is not None:
             idle = set(everyone).difference(*held)
             for index in order:
-                self._relieve(owners[index], held[index], idle, self._loads[kinds[index]], sizes[index])
+                self._move_copy_to_idle(
+                    owners[index], held[index], idle, self._loads[kinds[index]], sizes[index]
+                )
         for index in order:
             sends = self._sends[kinds[index]]
             able = [rank for rank in owners[index] if rank in has[index]]
@@ -102,7 +104,7 @@ class Partition:
             limits[trained] = _HOST_LOAD_LIMIT * (sum(loads) + self._copies * added) / self._size
         return limits
 
-    def _chosen(
+    def _next_owner(
         self, candidates: Sequence[int], others: Sequence[int], loads: Sequence[int], size: int, limit: float
     ) -> int:
         """Return the next owner of a parameter that already has the owners ``others``."""
@@ -115,7 +117,7 @@ class Partition:
         return min(elsewhere or candidates, key=lambda rank: (loads[rank], rank))
 
     @staticmethod
-    def _relieve(
+    def _move_copy_to_idle(
         owners: list[int], held: Collection[int], idle: Collection[int], loads: list[int], size: int
     ) -> None:
         """Move a copy from the most loaded owner to an ``idle`` rank (without state) if another owner keeps

@@ -1,14 +1,17 @@
-"""The parameters and buffers of a module that the wrapper manages: all except ignored ones."""
+"""The managed parameters and buffers of a module, copies kept equal to them, and broadcasts of buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ...errors import UsageError
+from ...group import ProcessGroup
+from ..coalesced import CoalescedBroadcast, by_device
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -40,8 +43,7 @@ class ModuleTensors:
     Attributes:
         ignored: the names from both.
 
-    Raises:
-        UsageError: the module has no parameter or buffer with a name in the argument ``ignored``.
+    Raises UsageError if the module has no parameter or buffer with a name in the argument ``ignored``.
     """
 
     def __init__(self, module: nn.Module, ignored: Iterable[str] = ()) -> None:
@@ -65,6 +67,14 @@ class ModuleTensors:
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return each current buffer of the module once, with its name."""
         return list(_once(self._module.named_buffers(remove_duplicate=False), self.ignored))
+
+    def buffer_places(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        """Yield each occurrence of a buffer: its submodule, its name there, and the buffer."""
+        chosen = {id(buffer) for _, buffer in self.named_buffers()}
+        for owner in self._module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) in chosen:
+                    yield owner, name, buffer
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that require a gradient, with their names."""
@@ -119,3 +129,76 @@ def delayed_parameters(
     if index_of[id(after)] in delayed:
         raise UsageError("param_to_hook_all_reduce must not be among delay_all_reduce_named_params")
     return delayed, index_of[id(after)]
+
+
+class Mirror:
+    """Keeps ``followers``, lists of copies of ``sources`` with other devices or dtypes, up to date."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], followers: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._sources = list(sources)
+        self._followers = [list(follower) for follower in followers]
+        self._seen: list[object] = []
+        self._step = -1
+
+    def refresh(self, step: int) -> None:
+        """Update the followers if the sources have changed, or if ``step`` has.
+
+        Changes that autograd knows are written so that a backward pass which needs the old values fails.
+        Others (collectives write directly to memory) come with a new ``step``, the number of reduced passes.
+        A step may change nothing, so this write is hidden from autograd and backward stays possible.
+        """
+        seen: list[object] = [
+            (tensor._version, tensor.data_ptr(), tensor.requires_grad) for tensor in self._sources
+        ]
+        if seen == self._seen and step == self._step:
+            return
+        with torch.no_grad():
+            for follower in self._followers:
+                into = follower if seen != self._seen else [tensor.data for tensor in follower]
+                if into:
+                    torch._foreach_copy_(into, self._sources)
+                for tensor, source in zip(follower, self._sources, strict=True):
+                    if tensor.requires_grad != source.requires_grad:
+                        tensor.requires_grad_(source.requires_grad)
+        self._seen, self._step = seen, step
+
+
+class BufferSync:
+    """Broadcasts the buffers in ``members``, in one message for each device."""
+
+    def __init__(self, group: ProcessGroup, members: ModuleTensors) -> None:
+        self._group = group
+        # Getters instead of tensors, because a module may replace its buffers at any time.
+        self._places: list[Callable[[], torch.Tensor | None]] = []
+        seen: set[int] = set()
+        for owner, name, buffer in members.buffer_places():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                scripted = partial(getattr, owner, name, None)
+                self._places.append(scripted if is_scripted(owner) else partial(owner._buffers.get, name))
+        self._sent: list[torch.Tensor] = []
+        self._broadcasts: list[tuple[CoalescedBroadcast, list[torch.Tensor]]] = []
+        self._step = -1
+
+    @property
+    def any(self) -> bool:
+        """Whether the module has buffers."""
+        return bool(self._places)
+
+    def refresh(self, step: int, root: int = 0) -> None:
+        """Broadcast the buffers of rank ``root``, once in each ``step``.
+
+        Not more often: autograd may have saved them in the step's first forward pass and refuses later
+        writes.
+        """
+        if step == self._step or not self._places:
+            return
+        tensors = [buffer for place in self._places if (buffer := place()) is not None]
+        if len(tensors) != len(self._sent) or any(
+            a is not b for a, b in zip(tensors, self._sent, strict=True)
+        ):
+            self._broadcasts = [(CoalescedBroadcast(self._group, some), some) for some in by_device(tensors)]
+            self._sent = tensors
+        for broadcast, some in self._broadcasts:
+            broadcast.run(some, root)
+        self._step = step

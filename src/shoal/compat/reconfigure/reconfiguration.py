@@ -19,33 +19,30 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import TCPStore
 
-from ... import config
 from ...backend.registry import BackendFactory
 from ...errors import GroupError, RendezvousError, RendezvousTimeout, ShoalError, StoreError, UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...initialize import world_group
 from ...net import Deadline
-from ...rendezvous import RendezvousPoint, Request, Venue, meet_at
-from ...rendezvous.caller_store import store_address
+from ...rendezvous import meet_at
 from ...store import PrefixStore, Store, adopt
-from ...torch_terms import BACKEND
+from ..launcher_store import rendezvous_point
 from .handles import GroupHandle, common_world, digest
 
 #: timeout, in seconds, of closing a group that was not completely created
-_SHORT = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 #: minimum remaining time, in seconds
-_SHORTEST = 0.001
+_MIN_REMAINING_S = 0.001
 #: maximum wait for a process whose connections were lost to end, and polling interval, in seconds
-_DYING, _PAUSE = 1.0, 0.01
+_EXIT_WAIT_S, _POLL_INTERVAL_S = 1.0, 0.01
 #: maximum number of members that a timeout message lists
-_LISTED = 16
+_MAX_MEMBERS_LISTED = 16
 _ADVICE = "call torch.distributed._reconfigure again with a new uuid and the handles of the surviving members"
 #: Keys of a reconfiguration in the store: the list of the first caller, and the reason for a failure.
 _LIST, _REFUSED = "list", "refused"
@@ -55,16 +52,11 @@ _USED = b"used"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of all groups of one torch process group.
+    """The settings of all groups of one torch process group."""
 
-    Attributes:
-        store: torch's store, through which the members of a new group connect.
-        name: name of the groups, for errors.
-        factory, concurrency, options: the backend and its settings.
-    """
-
-    store: TorchStore
-    name: str
+    store: TorchStore  # torch's store, through which the members of a new group connect
+    name: str  # name of the groups, for errors
+    #: factory, concurrency, options: the backend and its settings
     factory: BackendFactory
     concurrency: int
     options: Mapping[str, Any]
@@ -72,60 +64,48 @@ class Settings:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Connections:
-    """Connections that groups can use.
+    """Connections that groups can use."""
 
-    Attributes:
-        base: the group of all members that owns the connections.
-        ident: identifies the connections; equal on all members.
-        members: ordered by rank in the base.
-    """
-
-    base: ProcessGroup
-    ident: str
-    members: tuple[GroupHandle, ...]
+    base: ProcessGroup  # the group of all members that owns the connections
+    ident: str  # identifies the connections; equal on all members
+    members: tuple[GroupHandle, ...]  # ordered by rank in the base
 
     def lost(self) -> frozenset[int]:
         """Return the ranks of the base that are lost."""
         return self.base._links.lost()
 
-    def hazard(self) -> GroupHandle | None:
+    def unsafe_member(self) -> GroupHandle | None:
         """Return a lost member that may still be running and shares memory with this process, or None.
 
         It could still write to that memory, so new groups must not use it.  ``ProcessGroup.rebuild`` kills
         such a process; here it may be in use by other groups.
         """
         own = self.base.rank
-        patience = Deadline(_DYING)
+        patience = Deadline(_EXIT_WAIT_S)
         while lost := sorted(self.lost()):
             hosts = self.base._links.backend.hosts(range(self.base.size))
             near = [self.members[rank] for rank in lost if hosts[rank] == hosts[own]]
             alive = [member for member in near if not member.has_ended(self.members[own].machine)]
             if not alive or patience.expired:
                 return alive[0] if alive else None
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_INTERVAL_S)
         return None
 
 
 @dataclass(eq=False, slots=True)
 class Reconfiguration:
-    """One call of reconfigure.
-
-    Attributes:
-        uuid, members: the arguments of the call.
-        rank: this process's rank among the members.
-        connections: the process's connections at the call; None: it had none, or waiting has ended.
-        deadline: limit for connecting all members.
-        timeout: default timeout of operations in the new group, in seconds.
-        future: completes when the new group is in use, or with the error.
-    """
+    """One call of reconfigure."""
 
     settings: Settings
+    #: uuid, members: the arguments of the call
     uuid: int
     members: tuple[GroupHandle, ...]
-    rank: int
+    rank: int  # this process's rank among the members
+    #: the process's connections at the call; None: it had none, or waiting has ended
     connections: Connections | None
-    deadline: Deadline
-    timeout: float
+    deadline: Deadline  # limit for connecting all members
+    timeout: float  # default timeout of operations in the new group, in seconds
+    #: completes when the new group is in use, or with the error
     future: Future[None] = field(default_factory=Future)
     #: the new group, during the barrier of its members
     _group: ProcessGroup | None = None
@@ -134,33 +114,28 @@ class Reconfiguration:
     def connect(self) -> tuple[ProcessGroup, Connections]:
         """Wait for the other members; return the new group and its connections.
 
-        Raises:
-            ShoalError: a member failed, did not connect in time, or cancelled its call.
+        Raises ShoalError if a member failed, did not connect in time, or cancelled its call.
         """
         try:
             if common_world(self.members) is not None and self.connections is not None:
                 return self._connect_over(self.connections), self.connections
-            return self._connect_anew()
+            return self._connect_through_store()
         finally:
             # New connections refer to this object through their callbacks.  It must not refer to older
             # connections, which in turn refer to still older ones.
             self.connections = None
 
     def cancel(self, why: str) -> None:
-        """Cancel the reconfiguration on all members.
-
-        Args:
-            why: the action of this process, such as ``"aborted the process group"``.
-        """
+        """Cancel the reconfiguration on all members; ``why``: the action of this process ("aborted ...")."""
         self._cancelled = f"{self._me} {why}"
         if (group := self._group) is not None:
             group.abort(self._cancelled)
 
-    def explained(self, error: ShoalError) -> ShoalError:
+    def with_members_named(self, error: ShoalError) -> ShoalError:
         """Return a copy of ``error`` with the handles of the ranks that it names."""
         text = f"reconfigure with uuid {self.uuid} on rank {self.rank} of {len(self.members)}: {error}"
         ranks: tuple[int, ...] = getattr(error, "ranks", ())
-        if isinstance(error, RendezvousTimeout) and len(self.members) <= _LISTED:
+        if isinstance(error, RendezvousTimeout) and len(self.members) <= _MAX_MEMBERS_LISTED:
             ranks = tuple(range(len(self.members)))
         if ranks:
             text += "; " + ", ".join(f"rank {rank} is {self.members[rank]}" for rank in ranks)
@@ -176,7 +151,7 @@ class Reconfiguration:
 
     @property
     def _remaining(self) -> float:
-        return max(self.deadline.remaining(), _SHORTEST)
+        return max(self.deadline.remaining(), _MIN_REMAINING_S)
 
     def _check(self) -> None:
         if self._cancelled:
@@ -188,9 +163,9 @@ class Reconfiguration:
         places = [each.place for each in self.members]
         group = connections.base._subgroup(places, f"reconfigure {self.uuid}", self.timeout)
         try:
-            if (hazard := connections.hazard()) is not None:
+            if (member := connections.unsafe_member()) is not None:
                 group.abort(
-                    f"{self._me} lost {hazard}, which may still be running and write to shared memory; "
+                    f"{self._me} lost {member}, which may still be running and write to shared memory; "
                     "exchange new handles"
                 )
             self._group = group
@@ -198,7 +173,7 @@ class Reconfiguration:
                 group.abort(self._cancelled)
             group.barrier(timeout=self._remaining).wait()
         except BaseException:
-            group.close(_SHORT)
+            group.close(_CLOSE_TIMEOUT_S)
             raise
         finally:
             self._group = None
@@ -207,18 +182,14 @@ class Reconfiguration:
 
     # -- new connections -----------------------------------------------------------------------
 
-    def _connect_anew(self) -> tuple[ProcessGroup, Connections]:
+    def _connect_through_store(self) -> tuple[ProcessGroup, Connections]:
         settings, found, rank = self.settings, self.members, self.rank
-        store = _connection_of_its_own(settings.store)
+        store = _separate_client(settings.store)
         keys = PrefixStore(f"reconfigure/{self.uuid}", store)
         self._claim(keys)
-        venue = Venue(
-            store, rank=rank, size=len(found), job=f"{BACKEND}/reconfigure/{self.uuid}", epoch=0,
-            private=True, brief=True, advice=_ADVICE, address=store_address(store),
-        )  # fmt: skip
-        request = Request(urlsplit("store://"), rank, len(found), config.secret(), self.deadline)
-        place = replace(RendezvousPoint.at(venue, request), meeting=f"reconfigure/{self.uuid}")
-        membership = meet_at(place, self._look(keys))
+        name = f"reconfigure/{self.uuid}"
+        point = rendezvous_point(store, rank, len(found), name, self.deadline, _ADVICE)
+        membership = meet_at(replace(point, meeting=name), self._rendezvous_check(keys))
 
         def still_possible(*ranks: Any) -> None:
             self._check()
@@ -235,7 +206,7 @@ class Reconfiguration:
                 with contextlib.suppress(StoreError):  # the list is no longer needed
                     keys.set(_LIST, _USED)
         except BaseException:
-            base.close(_SHORT)
+            base.close(_CLOSE_TIMEOUT_S)
             raise
         return group, Connections(base, digest(self.uuid, *(each.ident for each in found)), found)
 
@@ -255,7 +226,7 @@ class Reconfiguration:
         keys.set(_REFUSED, reason)
         raise UsageError(f"{reason}; all members must pass the same")
 
-    def _look(self, keys: Store) -> Callable[[], None]:
+    def _rendezvous_check(self, keys: Store) -> Callable[[], None]:
         """Return a check for the rendezvous, which raises if a member cannot connect any more."""
         own = self.members[self.rank]
         # Losses in the handle were known when the list was made; that process is in the list nevertheless.
@@ -288,7 +259,7 @@ class Reconfiguration:
         return look
 
 
-def _connection_of_its_own(store: TorchStore) -> Store:
+def _separate_client(store: TorchStore) -> Store:
     """Return a separate client of a torch store, for a thread that must not wait for other threads' calls.
 
     The client of a TCPStore serves one call at a time, and the program may block in a call until other

@@ -54,7 +54,7 @@ def test_all_trained_parameters_become_their_mean_on_all_ranks(size: int) -> Non
 def test_large_models_go_in_several_messages_and_the_groups_of_an_optimiser_are_taken_too(
     group: shoal.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.parallel.averaging.parameters.MESSAGE_BYTES", 300)
+    monkeypatch.setattr("shoal.parallel.coalesced.MESSAGE_BYTES", 300)
     parameters = [parameter(group.rank) for _ in range(7)]
     optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.5}], lr=1.0)
     sent = count_sent(group)
