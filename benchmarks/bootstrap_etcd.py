@@ -10,12 +10,12 @@ import tempfile
 import threading
 import time
 
-from bootstrap_ranks import PER_HOST
+from bootstrap_ranks import PER_HOST, rendezvous_point
 
-from shoal.net import Deadline, has_listener
-from shoal.rendezvous.host import Here, here
-from shoal.rendezvous.meeting import Meeting
-from shoal.store import PrefixStore, open_store
+from shoal.common.process_identity import ProcessIdentity
+from shoal.net import has_listener
+from shoal.rendezvous.protocol import Rendezvous
+from shoal.store import open_store
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,7 +46,7 @@ def meet(port: int, ranks: int, patience: float) -> float:
     end = time.monotonic() + patience
     while not has_listener("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
         time.sleep(0.05)
-    me, ends, failures = here(), [0.0] * ranks, []
+    me, ends, failures = ProcessIdentity.current(), [0.0] * ranks, []
     url = f"etcd://127.0.0.1:{port}"
     open_store(url, secret=b"of the benchmark", timeout=patience).close()  # wait until it answers
 
@@ -54,10 +54,7 @@ def meet(port: int, ranks: int, patience: float) -> float:
         name = f"host {number // PER_HOST}"
         try:
             with open_store(url, secret=b"of the benchmark", timeout=patience) as store:
-                Meeting(
-                    PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
-                    here=Here(f"{name}/kernel", me.process), deadline=Deadline(patience),
-                ).join()  # fmt: skip
+                Rendezvous(rendezvous_point(store, number, ranks, name, me, patience)).join()
                 ends[number] = time.monotonic()
         except Exception as error:
             failures.append(f"rank {number}: {error!r}")

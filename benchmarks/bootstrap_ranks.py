@@ -17,14 +17,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import greenlet
 
+from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import WireTimeout
 from shoal.net import Connection, Deadline
-from shoal.rendezvous.host import Here, here
-from shoal.rendezvous.meeting import Meeting
-from shoal.store import PrefixStore, Store, TCPStore
+from shoal.rendezvous import RendezvousPoint, Request, Venue
+from shoal.rendezvous.protocol import Rendezvous
+from shoal.store import Store, TCPStore
 from shoal.store.tcp import client as tcp
 
 #: number of ranks per simulated host
@@ -146,6 +148,15 @@ class _Patience:
         return self._set
 
 
+def rendezvous_point(
+    store: Store, rank: int, size: int, host: str, me: ProcessIdentity, timeout: float
+) -> RendezvousPoint:
+    """Return the open point of a rank on a simulated ``host``, which really runs in this process."""
+    request = Request(urlsplit("env://"), rank, size, b"", Deadline(timeout), {})
+    identity = ProcessIdentity(f"{host}/kernel", me.process)
+    return RendezvousPoint(Venue(store, rank, size), request, "job", 0, host, identity)
+
+
 def meet(
     open_store: Callable[[], Store],
     ranks: int,
@@ -154,7 +165,7 @@ def meet(
     cooperative: Callable[[Hub], AbstractContextManager[None]] = cooperative,
 ) -> Outcome:
     """Let ``ranks`` ranks meet; a share of ``cut`` loses its connection (shoal's server only)."""
-    hub, me, chosen = Hub(), here(), random.Random(ranks)
+    hub, me, chosen = Hub(), ProcessIdentity.current(), random.Random(ranks)
     outcome = Outcome(0.0)
     stores: list[Store] = []
     begin = time.monotonic()
@@ -167,15 +178,12 @@ def meet(
             if cut_after is not None:
                 hub.spawn(lambda: break_off(store), cut_after)
             name = f"host {number // PER_HOST}"
-            meeting = Meeting(
-                PrefixStore("job/0", store), rank=number, size=ranks, job="job", epoch=0, host=name,
-                here=Here(f"{name}/kernel", me.process), deadline=Deadline(patience),
-            )  # fmt: skip
+            meeting = Rendezvous(rendezvous_point(store, number, ranks, name, me, patience))
             meeting.join()
-            together = list(
+            local_ranks = list(
                 range(number - number % PER_HOST, min(ranks, number - number % PER_HOST + PER_HOST))
             )
-            assert (meeting.rank, meeting.size, meeting.together) == (number, ranks, together)
+            assert (meeting.rank, meeting.size, meeting.local_ranks) == (number, ranks, local_ranks)
             outcome.seconds = max(outcome.seconds, time.monotonic() - begin)
         except Exception as error:
             outcome.failures.append(f"rank {number}: {error!r}")

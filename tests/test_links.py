@@ -25,7 +25,7 @@ def _connect(rank: int, store: Store, factory: Any, lost: Collection[int] = ()) 
         "timeout": 5.0,
         "options": {},
         "lost": lambda: frozenset(lost),
-        "look": lambda: None,
+        "check": lambda: None,
     }
     return connect_some(world, RANKS, factory, store=store, **how)
 
@@ -35,7 +35,7 @@ def _cut(membership: Membership, *, timeout: float) -> Any:
 
 
 def _looks(membership: Membership, *, timeout: float) -> Any:
-    membership.look()
+    membership.check()
     return membership
 
 
@@ -62,7 +62,7 @@ def test_a_member_that_cannot_connect_raises_its_own_error_though_nobody_can_be_
 
 def test_a_lost_rank_ends_the_waiting_for_it_alone() -> None:
     def awaits_the_third(membership: Membership, *, timeout: float) -> Any:
-        membership.look([2])
+        membership.check([2])
         return membership
 
     with MemoryStore(5) as store, pytest.raises(RendezvousError, match="rank 4 died while the members"):

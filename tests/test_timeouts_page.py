@@ -14,7 +14,7 @@ import torch.distributed as dist
 import shoal
 from shoal import config, world
 from shoal.controller import Master
-from shoal.elastic.membership import lobby_keys
+from shoal.elastic.membership import candidates
 from shoal.launch import agent_protocol as frames
 from shoal.launch.job import evictions, launch, supervisor
 from shoal.launch.remote import agent_pool
@@ -56,9 +56,9 @@ DEFAULTS: list[tuple[str, float]] = [
     ("torch's `init_process_group", dist.default_pg_timeout.total_seconds()),
     ("the handshake of a connection", HANDSHAKE_TIMEOUT_S),
     ("a call of a store", config.TIMEOUT.default),
-    ("`Session(state, min=n)`", config.TIMEOUT.default),
+    ("`Session(state, min_size=n)`", config.TIMEOUT.default),
     ("processes that join a session", config.VOTE_TIMEOUT.default / 2),
-    ("a session without a heartbeat", lobby_keys.SILENCE),
+    ("a session without a heartbeat", candidates.HEARTBEAT_TIMEOUT_S),
     ("a rank on the same host is stopped", of_stopped_peers()),
     ("no message from another host", config.HEARTBEAT_TIMEOUT.default),
     ("a node of a master is stopped", config.HEARTBEAT_TIMEOUT.default),

@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> None:
     net, optimizer, state = make(options.checkpoint)
     x = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1)).double()
     y = torch.sin(x.sum(1, keepdim=True))
-    with elastic.Session(state, group=group, min=options.min) as session:
+    with elastic.Session(state, group=group, min_size=options.min) as session:
         model = session.parallel(net)
         size = 0
         for step in session.steps(until=options.steps):

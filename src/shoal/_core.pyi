@@ -704,7 +704,8 @@ class Post:
     def completions(self, timeout: float | None) -> list[int] | None:
         """The tickets that have become due, in order; [] if none did in ``timeout`` seconds.
 
-        None once the endpoint is closed and all tickets were given.  Blocks without the GIL; one thread calls it.
+        None once the endpoint is closed and all tickets were given.  Blocks without the GIL; one thread calls
+        it.
         """
 
     def stats(self) -> dict[str, int]:

@@ -182,7 +182,7 @@ JOIN: Variable[bool | str] = Variable(
 )  # fmt: skip
 SESSION_SIZE: Variable[int | None] = Variable(
     "SHOAL_SESSION_SIZE", _COUNT, _at_least(1), None,
-    "Maximum number of ranks of a session of `shoal.elastic` without `max=`; further processes wait as "
+    "Maximum number of ranks of a session of `shoal.elastic` without `max_size=`; further processes wait as "
     "spares. `shoal run --spares` sets it, and `shoal scale` changes it. Not set: no maximum.",
 )  # fmt: skip
 SECRET: Variable[str | None] = Variable(

@@ -36,7 +36,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from . import config
-from .common.wording import in_words
+from .common.formatting import describe_error
 from .errors import ConfigurationError
 from .net import close_in_forked_child
 
@@ -149,7 +149,7 @@ def taken_in() -> None:
 
 def failed(error: BaseException) -> None:
     """Report that this rank fails with ``error``; must be called before others are notified."""
-    _report("failed", text=in_words(error))
+    _report("failed", text=describe_error(error))
 
 
 def left() -> None:

@@ -13,8 +13,8 @@ from . import config
 from .backend.arguments import check_options, lanes
 from .backend.base import GroupSpec, ident_of
 from .backend.registry import BackendFactory, backend_factory
-from .common.keywords import checked_seconds
-from .common.wording import encodable
+from .common.arguments import checked_seconds
+from .common.formatting import encodable
 from .errors import ConfigurationError, UsageError
 from .group import ProcessGroup
 from .group.diagnostics.dumps import directory as dump_directory

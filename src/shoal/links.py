@@ -12,7 +12,7 @@ from typing import Any
 
 from .backend.base import Backend, GroupSpec
 from .backend.registry import BackendFactory
-from .common.wording import in_words, ranks_named
+from .common.formatting import describe_error, ranks_named
 from .errors import RendezvousError, StoreError, StoreTimeout, WireError
 from .rendezvous.membership import Membership
 from .store import Store
@@ -58,7 +58,7 @@ def connect_some(
     options: Mapping[str, Any],
     store: Store,
     lost: Callable[[], frozenset[int]],
-    look: Callable[[], None],
+    check: Callable[[], None],
 ) -> Links:
     """Connect some ranks of a world to one another; all of them must call it.
 
@@ -83,7 +83,7 @@ def connect_some(
             raise RendezvousError(reason)
         if gone := lost().intersection(awaited):
             raise RendezvousError(f"{ranks_named(gone)} died while the members of a group were connecting")
-        look()
+        check()
 
     ours = replace(
         membership,
@@ -94,14 +94,14 @@ def connect_some(
         ranks=ranks,
         release=lambda seconds: None,
         abandon=lambda error: None,
-        look=still_possible,
+        check=still_possible,
         connected=lambda: None,
     )
     try:
         backend = factory(ours, timeout=timeout, **options)
     except BaseException as error:
         try:
-            said = f"rank {membership.rank} could not connect: {in_words(error)}"
+            said = f"rank {membership.rank} could not connect: {describe_error(error)}"
             store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
         except (StoreError, WireError):
             pass  # the others run into their timeout

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .common.formatting import counted
 from .common.torch_features import premul_factor
-from .common.wording import counted
 from .errors import UsageError
 
 #: A :class:`ReduceOp`, its name in any case, or a value of ``torch.distributed.ReduceOp``.

@@ -23,9 +23,9 @@ from typing import Any, Protocol, TypeVar
 from . import failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
+from .common.arguments import checked_seconds
 from .common.copy_refusal import refuses_copies
-from .common.keywords import checked_seconds
-from .common.wording import in_words
+from .common.formatting import describe_error
 from .errors import CollectiveMismatch
 from .links import Links
 from .rendezvous.membership import Membership
@@ -240,7 +240,9 @@ class World:
         with contextlib.ExitStack() as all_of_them:  # calls in reverse order
             all_of_them.callback(self.close, _EXIT_TIMEOUT_S)
             if error is not None:
-                all_of_them.callback(self.abort, f"rank {self.membership.rank} ended with {in_words(error)}")
+                all_of_them.callback(
+                    self.abort, f"rank {self.membership.rank} ended with {describe_error(error)}"
+                )
             for links in used:
                 all_of_them.callback(links.backend.program_ends)
 

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.common.decoding import MalformedMessage, converted, from_json, from_msgpack, msgpack_decoder
+from shoal.common.decoding import MalformedMessage, convert, from_json, from_msgpack, msgpack_decoder
 
 #: with msgspec's own functions (0.22) it ends by SIGSEGV
 PROGRAM = """
 import sys, threading, types
 import msgspec
-from shoal.common.decoding import converted, from_json, from_msgpack
+from shoal.common.decoding import convert, from_json, from_msgpack
 
 DEFINITIONS = '''
 from __future__ import annotations
@@ -58,7 +58,7 @@ print("decoded")
     [
         ("msgspec.msgpack.encode", "from_msgpack"),
         ("msgspec.json.encode", "from_json"),
-        ("msgspec.to_builtins", "converted"),
+        ("msgspec.to_builtins", "convert"),
     ],
 )
 def test_threads_that_are_the_first_to_decode_a_type_see_it_whole(encode: str, decode: str) -> None:
@@ -89,7 +89,7 @@ DEEP = 100_000
         (from_json, b'{"one": 1, "other": "\xff"}'),
         (from_json, b'{"one": 1, "other": ' + b"[" * DEEP),
         (from_json, b'{"one": 1, "unknown": ' + b"[" * DEEP + b"]" * DEEP + b"}"),
-        (converted, {"one": "x"}),
+        (convert, {"one": "x"}),
     ],
 )
 def test_a_malformed_message_raises_one_kind_of_error(decode: Any, raw: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.common.lines import MAX_LINE_BYTES, TAIL_LINES, Lines
+from shoal.common.lines import MAX_LINE_BYTES, TAIL_LINES, LineSplitter
 
 
 def cut(*chunks: bytes) -> list[tuple[bytes, bytes]]:
-    lines = Lines()
+    lines = LineSplitter()
     return [piece for chunk in chunks for piece in lines.feed(chunk)] + list(lines.close())
 
 
@@ -37,13 +37,13 @@ def test_chunks_make_no_difference(chunks: list[bytes]) -> None:
 
 
 def test_an_endless_line_is_broken() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     pieces = [piece for _ in range(20) for piece in lines.feed(b"." * (MAX_LINE_BYTES // 8))]
     assert pieces == [(b"." * (MAX_LINE_BYTES // 8 * 9), b"\n")] * 2
 
 
 def test_the_tail_holds_the_last_lines_and_only_the_last_state_of_a_progress_bar() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     list(lines.feed(b"".join(b"%d\n" % i for i in range(100))))
     list(lines.feed(b"\r10%\r20%\r30%\nend"))
     list(lines.close())

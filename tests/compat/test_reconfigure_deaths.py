@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shoal import PeerLost, ProcessGroup, UsageError
+from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import RendezvousError, ShoalError
-from shoal.rendezvous.host import process_is_gone
 from shoal.testing import Network, no_leaks, processes
 from shoal.testing.network import why_unavailable
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 def await_end_of(handle):
     """Wait until the process that a handle belongs to has ended."""
-    until(lambda: process_is_gone(parts(handle)["process"]))
+    until(lambda: ProcessIdentity(parts(handle)["machine"], parts(handle)["process"]).is_dead())
 
 
 def survivors_of(context, connected, when):

@@ -21,7 +21,7 @@ from shoal.controller.node.serving import serve_masters
 from shoal.controller.protocol.joining import Arrivals
 from shoal.errors import AuthenticationError, RendezvousTimeout, UsageError
 from shoal.launch.cli import invoke
-from shoal.rendezvous.environment import read
+from shoal.rendezvous.launcher_variables import read
 from shoal.store import TCPStoreServer
 from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, SECRET, Program, programs

@@ -198,13 +198,13 @@ def test_who_joins_counts_the_blocks_that_the_others_have_run() -> None:
 def test_a_block_of_a_process_that_has_not_joined_runs_alone() -> None:
     state = State(best=0.0)
     with Session(state) as session:
-        session._members._newcomer = object()  # type: ignore[assignment]
+        session._members._joining = object()  # type: ignore[assignment]
         runs = 0
         for attempt in session.attempts():
             with attempt:
                 runs += 1
                 assert session.group.size == 1
-        session._members._newcomer = None
+        session._members._joining = None
     assert runs == 1
 
 

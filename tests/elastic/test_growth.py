@@ -13,9 +13,9 @@ import pytest
 
 from shoal import ProcessGroup
 from shoal.elastic import Session, session
-from shoal.elastic.membership import growth
-from shoal.elastic.membership.growth import Newcomer
-from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership import admission
+from shoal.elastic.membership.admission import JoiningProcess
+from shoal.elastic.membership.candidates import CandidateRegistry
 from shoal.elastic.membership.members import SessionMembers
 from shoal.testing import no_leaks, processes
 
@@ -28,10 +28,10 @@ POINTS: list[tuple[Any, str]] = [
     (ProcessGroup, "broadcast"),
     (ProcessGroup, "all_gather_single"),
     (ProcessGroup, "_agree_to_grow"),
-    (Lobby, "invite"),
-    (growth._Meeting, "connect"),
-    (growth, "_store_of"),
-    (SessionMembers, "go_over"),
+    (CandidateRegistry, "invite"),
+    (admission, "_connect"),
+    (admission, "_connect_store"),
+    (SessionMembers, "move_to"),
     (session, "send_state"),
     (session, "receive_state"),
 ]
@@ -52,7 +52,7 @@ class Faults:
         self._grows = False
         for owner, name in POINTS:
             setattr(owner, name, self._around(getattr(owner, name)))
-        for growing in ((Session, "_grow"), (Newcomer, "join")):
+        for growing in ((Session, "_grow"), (JoiningProcess, "join")):
             setattr(*growing, self._during(getattr(*growing)))
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:

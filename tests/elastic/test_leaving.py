@@ -14,7 +14,7 @@ import torch
 
 from shoal import ProcessGroup
 from shoal.elastic import Samples, Session, State, Step, signals
-from shoal.elastic.signals import Notice
+from shoal.elastic.signals import LeaveRequest
 from shoal.testing import faults, no_leaks, processes, run_threads
 from tests.support.quick_launcher import QuickLauncher
 
@@ -137,33 +137,33 @@ def handler() -> Any:
 
 
 def test_a_second_signal_does_what_it_did_before(handler: Any) -> None:
-    notice = Notice(lambda: True)
-    notice.listen()
+    leave_request = LeaveRequest(lambda: True)
+    leave_request.listen()
     signal.raise_signal(signal.SIGTERM)
-    assert notice.given
+    assert leave_request.requested
     with pytest.raises(Handled, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is handler
-    waiting = Notice(lambda: False)
+    waiting = LeaveRequest(lambda: False)
     waiting.listen()
     with pytest.raises(Handled):
         signal.raise_signal(signal.SIGTERM)
-    assert not waiting.given
+    assert not waiting.requested
 
 
 def test_the_signal_that_comes_after_the_end_that_it_was_to_bring_is_no_second_one(
     handler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notice = Notice(lambda: True)
-    notice.listen()
-    notice.close(others_were_told=True)
+    leave_request = LeaveRequest(lambda: True)
+    leave_request.listen()
+    leave_request.close(leave_was_requested=True)
     signal.raise_signal(signal.SIGTERM)  # this rank's own
     with pytest.raises(Handled):
         signal.raise_signal(signal.SIGTERM)
-    monkeypatch.setattr(signals, "_SPREADING", -1.0)
-    notice = Notice(lambda: True)
-    notice.listen()
-    notice.close(others_were_told=True)
+    monkeypatch.setattr(signals, "_SIGNAL_SPREAD_S", -1.0)
+    leave_request = LeaveRequest(lambda: True)
+    leave_request.listen()
+    leave_request.close(leave_was_requested=True)
     with pytest.raises(Handled):  # of something else, later
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -173,10 +173,10 @@ def test_it_ends_no_process_that_is_ending_already() -> None:
     """Python gives up its handlers, and C's exit takes long enough for a signal."""
     program = """if True:
         import ctypes, signal, sys
-        from shoal.elastic.signals import Notice
-        notice = Notice(lambda: True)
-        notice.listen()
-        notice.close(others_were_told=True)
+        from shoal.elastic.signals import LeaveRequest
+        request = LeaveRequest(lambda: True)
+        request.listen()
+        request.close(leave_was_requested=True)
         libc = ctypes.CDLL(None)
         libc.on_exit(libc["raise"], None)  # raises the signal whose number is the exit code
         sys.exit(int(signal.SIGTERM))
@@ -207,20 +207,20 @@ def test_usr1_counts_within_a_job_of_slurm(handler: Any, monkeypatch: pytest.Mon
 
 def test_signals_that_are_not_the_session_s_are_left_alone(handler: Any) -> None:
     def elsewhere() -> None:
-        notice.listen()
+        leave_request.listen()
         assert signal.getsignal(signal.SIGTERM) is handler
 
-    notice = Notice(lambda: True)
+    leave_request = LeaveRequest(lambda: True)
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    notice.listen()
+    leave_request.listen()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     signal.signal(signal.SIGTERM, handler)
-    notice.listen()
+    leave_request.listen()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by the program
-    notice.close(others_were_told=False)
+    leave_request.close(leave_was_requested=False)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -230,7 +230,7 @@ from shoal import elastic
 
 leaver = pathlib.Path(__file__).with_name("leaver")
 state = elastic.State(samples=elastic.Samples(12, batch=6))
-with elastic.Session(state, min=2) as session:
+with elastic.Session(state, min_size=2) as session:
     me = session.group.rank
     for step in session.steps(until=8):
         with step:

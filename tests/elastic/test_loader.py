@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shoal import ProcessGroup, UsageError
 from shoal.elastic import Loader, Samples, Session, State, Step
-from shoal.elastic.data.reading import BatchReader, Wanted
+from shoal.elastic.loader import BatchReader, BatchRequest
 from shoal.testing import no_leaks, processes
 
 from .training import assert_as_undisturbed, train
@@ -42,7 +42,7 @@ class Owner:
     def position(self) -> int:
         return self.state.steps
 
-    def begins(self, step: Step) -> None: ...
+    def begin_step(self, step: Step) -> None: ...
 
     def exchange(self, step: Step) -> None: ...
 
@@ -170,10 +170,10 @@ def test_a_worker_skips_what_is_not_wanted_any_more_in_its_midst_too() -> None:
         return index
 
     reader = BatchReader(Gated(reads), list, None)
-    assert reader[Wanted(3, 0, [7, 8])] == (3, [7, 8], None)
-    assert reader[Wanted(4, 0, [10, 11, 12])] == (4, None, None)
-    assert reader[Wanted(4, 0, [13])] == (4, None, None)
-    assert reader[Wanted(5, 0, [14])] == (5, [14], None)
+    assert reader[BatchRequest(3, 0, [7, 8])] == (3, [7, 8], None)
+    assert reader[BatchRequest(4, 0, [10, 11, 12])] == (4, None, None)
+    assert reader[BatchRequest(4, 0, [13])] == (4, None, None)
+    assert reader[BatchRequest(5, 0, [14])] == (5, [14], None)
     assert seen == [7, 8, 10, 11, 14]
 
 

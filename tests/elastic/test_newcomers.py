@@ -13,8 +13,8 @@ from torch import nn
 
 from shoal import PeerLost, ProcessGroup, StateDiverged
 from shoal.elastic import Samples, Session, State, Step, session
-from shoal.elastic.membership import growth
-from shoal.elastic.membership.lobby import Lobby
+from shoal.elastic.membership import admission
+from shoal.elastic.membership.candidates import CandidateRegistry
 from shoal.elastic.membership.members import SessionMembers
 from shoal.testing import Outcome, no_leaks, processes
 
@@ -71,10 +71,10 @@ def test_newcomers_receive_the_state_and_train_on(options: dict[str, Any]) -> No
 
 #: what a process does next, or has just done, when it dies
 POINTS: dict[str, tuple[Any, str, bool]] = {
-    "inviting": (Lobby, "invite", False),
-    "invited": (Lobby, "invite", True),
-    "meeting": (growth._Meeting, "connect", False),
-    "connected": (growth._Meeting, "connect", True),
+    "inviting": (CandidateRegistry, "invite", False),
+    "invited": (CandidateRegistry, "invite", True),
+    "meeting": (admission, "_connect", False),
+    "connected": (admission, "_connect", True),
     "taken": (SessionMembers, "_take", True),
     "sending": (session, "send_state", False),
     "sent": (session, "send_state", True),
@@ -97,7 +97,7 @@ def die_at(point: str) -> None:
 
 
 def dying(group: ProcessGroup | None, newcomers: int, point: str, victim: int) -> Log:
-    """Train; a rank of the first group, or this newcomer (-1), dies at a point of the growth."""
+    """Train; a rank of the first group, or this newcomer (-1), dies at a point of the admission."""
     if victim == (-1 if group is None else group.rank):
         die_at(point)
     return training(group, newcomers)
@@ -143,9 +143,9 @@ def test_a_newcomer_dies_while_it_joins(point: str) -> None:
 
 def giving_up(group: ProcessGroup | None) -> Log:
     """Train; the newcomer gives up once when it is connected, and the others may have gone over."""
-    connect, tries = growth._Meeting.connect, []
+    connect, tries = admission._connect, []
 
-    def failing(meeting: growth._Meeting, *args: Any) -> Any:
+    def failing(meeting: Any, *args: Any) -> Any:
         found = connect(meeting, *args)
         tries.append(found)
         if len(tries) == 1:
@@ -154,7 +154,7 @@ def giving_up(group: ProcessGroup | None) -> Log:
         return found
 
     if group is None:
-        growth._Meeting.connect = failing  # type: ignore[method-assign]
+        admission._connect = failing  # type: ignore[method-assign]
     return training(group, 1, until=LONGER)
 
 

@@ -98,7 +98,7 @@ def test_a_session_of_its_own_meets_the_others_and_closes_the_group() -> None:
 
 def test_no_rank_leaves_while_another_one_may_need_its_note() -> None:
     def rank(group: ProcessGroup) -> None:
-        with Session(State(best=0.0), group=group, min=2) as session:
+        with Session(State(best=0.0), group=group, min_size=2) as session:
             for step in session.steps(1):
                 with step:
                     step.commit()
@@ -200,14 +200,17 @@ def test_what_a_session_cannot_use_is_refused() -> None:
     training = Training()
     for arguments, said in (
         (({},), "takes a shoal.elastic.State, got dict"),
-        ((training.state, 0), "min=0: expected a positive integer"),
+        ((training.state, 0), "min_size=0: expected a positive integer"),
         ((training.state, 1, "world"), "group must be a shoal.ProcessGroup, got str"),
     ):
         with pytest.raises(UsageError, match=said):
-            Session(arguments[0], **dict(zip(("min", "group"), arguments[1:], strict=False)))  # type: ignore[arg-type]
+            Session(arguments[0], **dict(zip(("min_size", "group"), arguments[1:], strict=False)))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has its group within its block"):
         Session(training.state).group  # noqa: B018
-    with pytest.raises(UsageError, match="min=2, and the group's size is 1"), Session(training.state, min=2):
+    with (
+        pytest.raises(UsageError, match="min_size=2, and the group's size is 1"),
+        Session(training.state, min_size=2),
+    ):
         pass
     other = nn.Linear(2, 2)
     with Session(training.state) as session:

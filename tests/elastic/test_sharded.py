@@ -27,7 +27,7 @@ LONGER = 30
 WIDTH = 72  # the largest parameter is sent by itself
 
 
-class Sharded(Training):
+class ShardedOptimizer(Training):
     """The same with two owners of each parameter, and the optimiser inside alone beside it."""
 
     optimizer: ZeroRedundancyOptimizer
@@ -108,7 +108,7 @@ def dying(group: ProcessGroup, deaths: list[Death], as_views: bool) -> Sight:
             if training.checkpoint():
                 saved.append(step.number)
 
-    training = Sharded(as_views=as_views)
+    training = ShardedOptimizer(as_views=as_views)
     log = train(group, visit, training=training)
     return Sight(log, training.owned(), saved)
 
@@ -163,7 +163,7 @@ def dying_at_any_moment(group: ProcessGroup, seed: int) -> Log:
         if here == "after update" and step.number % 3 == 0:
             training.checkpoint()
 
-    training = Sharded(as_views=bool(seed % 2))
+    training = ShardedOptimizer(as_views=bool(seed % 2))
     return train(group, visit, until=LONGER, training=training)
 
 
@@ -180,7 +180,7 @@ def test_many_deaths_at_any_moment(seed: int) -> None:
     test_two_deaths_at_any_moment(seed)
 
 
-class Alone(Sharded):
+class Alone(ShardedOptimizer):
     """The same without the optimiser beside it, whose state a newcomer does not get."""
 
     def update(self) -> None:
@@ -214,7 +214,7 @@ def test_a_newcomer_takes_its_share_of_the_state() -> None:
 
 def losing_all_owners(group: ProcessGroup, point: str) -> str:
     """Train; both owners of a parameter are killed at once."""
-    training, me = Sharded(), group.rank
+    training, me = ShardedOptimizer(), group.rank
 
     def visit(here: str, step: Step) -> None:
         if (step.number, here) == (4, point):
@@ -238,7 +238,7 @@ def test_the_death_of_all_owners_is_told_with_the_names_of_what_is_lost(point: s
         assert f"lost with all its owners, after {steps} steps.  Load a checkpoint, in a new session" in said
 
 
-def session_of(training: Sharded, group: ProcessGroup | None, until: int) -> None:
+def session_of(training: ShardedOptimizer, group: ProcessGroup | None, until: int) -> None:
     """Train with plain steps, without any fault."""
     with Session(training.state, group=group) as session:
         model = session.parallel(training.net)
@@ -251,14 +251,14 @@ def session_of(training: Sharded, group: ProcessGroup | None, until: int) -> Non
 
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> None:
     def first(group: ProcessGroup) -> None:
-        training = Sharded()
+        training = ShardedOptimizer()
         session_of(training, group, 5)
         training.optimizer.consolidate_state_dict(to=1)
         if group.rank == 1:
             training.state.save(tmp_path / "state.pt")
 
     def second(group: ProcessGroup) -> tuple[list[torch.Tensor], list[int]]:
-        training = Sharded()
+        training = ShardedOptimizer()
         torch._foreach_zero_([parameter.data for parameter in training.net.parameters()])
         training.state.load(tmp_path / "state.pt")
         assert len(training.optimizer.state) == 6  # until the ranks share it out
@@ -270,17 +270,17 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path: Path) -> No
     (one, *others), owned = zip(*run_threads(second, 3), strict=True)
     assert all(map(torch.equal, one + one, others[0] + others[1]))
     assert sorted(number for numbers in owned for number in numbers) == sorted([*range(6)] * 2)
-    alone = wide()
+    solo_group = wide()
     batches = []
     for _ in range(9):
-        batches.append(alone.samples.share(0, 1).indices)
-        alone.samples.advance(12)
-    for mine, expected in zip(one, alone.alone(batches), strict=True):
+        batches.append(solo_group.samples.share(0, 1).indices)
+        solo_group.samples.advance(12)
+    for mine, expected in zip(one, solo_group.solo_group(batches), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_one_session_follows_another() -> None:
-    training = Sharded()
+    training = ShardedOptimizer()
     session_of(training, None, 2)
     assert training.optimizer.group.state == "closed"
     session_of(training, None, 4)
@@ -289,7 +289,7 @@ def test_one_session_follows_another() -> None:
 
 def test_ranks_with_other_states_or_options_hear_of_it() -> None:
     def rank(group: ProcessGroup, what: str) -> str:
-        training = Sharded()
+        training = ShardedOptimizer()
         session_of(training, group, 1)
         if group.rank == 1 and what == "options":
             training.optimizer.param_groups[0]["lr"] = 1.0
@@ -312,7 +312,7 @@ def test_what_a_session_cannot_do_with_it_is_refused() -> None:
 
     with pytest.raises(UsageError, match="has several ZeroRedundancyOptimizers, and a session takes one"):
         Session(State(one=optimizer(), other=optimizer()))
-    training = Sharded()
+    training = ShardedOptimizer()
 
     def rank(group: ProcessGroup) -> None:
         state = State(optimizer=optimizer(group=group))

@@ -11,17 +11,17 @@ from torch import nn
 
 from shoal import ProcessGroup
 from shoal.elastic import Samples, Session, State
-from shoal.elastic.membership import growth
+from shoal.elastic.membership import admission
 from shoal.errors import StoreError
 from shoal.testing import chaos, no_leaks, processes
 
 PATIENCE = 60.0
 
 
-def growing(group: ProcessGroup | None, most: int, sizes: list[int]) -> tuple[list[int], int]:
+def growing(group: ProcessGroup | None, max_count: int, sizes: list[int]) -> tuple[list[int], int]:
     """Train until the group has had these sizes, one after the other; the sizes, and how many steps count."""
     state = State(model=nn.Linear(2, 1), optimizer=None, samples=Samples(12, batch=12), sizes=[], after=0)
-    with Session(state, group=group, max=most) as session:
+    with Session(state, group=group, max_size=max_count) as session:
         if group is not None:
             chaos.ready(group)
         for step in session.steps():
@@ -62,10 +62,10 @@ def test_a_newcomer_that_comes_while_there_is_no_store_joins_when_it_is_back() -
 
 def growing_through(told: Path) -> tuple[list[int], int]:
     """Join; after the first invitation, wait until the store is gone before anything is done about it."""
-    connect = growth._Meeting.connect
+    connect = admission._connect
 
-    def late(meeting: growth._Meeting, place: Any, *args: Any) -> Any:
-        growth._Meeting.connect = connect  # type: ignore[method-assign]
+    def late(meeting: Any, place: Any, *args: Any) -> Any:
+        admission._connect = connect  # type: ignore[method-assign]
         told.touch()
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
@@ -75,7 +75,7 @@ def growing_through(told: Path) -> tuple[list[int], int]:
                 break
         return connect(meeting, place, *args)
 
-    growth._Meeting.connect = late  # type: ignore[assignment, method-assign]
+    admission._connect = late  # type: ignore[assignment, method-assign]
     return growing(None, 3, [2, 3])
 
 

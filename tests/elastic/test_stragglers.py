@@ -9,7 +9,7 @@ import pytest
 
 from shoal import ProcessGroup
 from shoal.elastic import Session, Step, stragglers
-from shoal.elastic.record import CommitRecord
+from shoal.elastic.commit import CommitRecord
 from shoal.elastic.stragglers import Stragglers
 from shoal.testing import run_threads
 
@@ -54,7 +54,7 @@ def test_each_is_named_once_in_a_group_and_by_rank_0_alone() -> None:
     with pytest.warns(UserWarning, match=r"rank 1 of 3 computes 3\.0 times as long as the others") as said:
         found = compare(slow * 2)
     assert len(said) == 1
-    found.begin_anew()
+    found.reset()
     assert found.found == ()
     for step in slow[:-1]:
         found.add(rows(*step), 0)
@@ -66,7 +66,7 @@ def test_each_is_named_once_in_a_group_and_by_rank_0_alone() -> None:
 
 
 def test_the_others_time_does_not_count_in_which_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stragglers, "_STEPS", 6)
+    monkeypatch.setattr(stragglers, "_WINDOW_STEPS", 6)
     found = {}
 
     def sleeping(group: ProcessGroup) -> None:

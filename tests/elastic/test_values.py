@@ -107,11 +107,11 @@ def assert_same(one: Any, other: Any) -> None:
 def test_scalars_and_arrays_of_numpy_come_back_as_they_were(tmp_path: Path) -> None:
     frozen = np.arange(3)
     frozen.flags.writeable = False
-    given = {**values_of_numpy(), "frozen": frozen}
-    State(value=given).save(tmp_path / "state.pt")
+    requested = {**values_of_numpy(), "frozen": frozen}
+    State(value=requested).save(tmp_path / "state.pt")
     other = State(value=None)
     other.load(tmp_path / "state.pt")
-    assert_same(other.value, given)
+    assert_same(other.value, requested)
 
 
 def test_an_optimiser_whose_options_are_of_numpy_comes_back(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_plain_containers_and_tensors_of_any_layout_come_back(tmp_path: Path) ->
     shared: list[Any] = []
     for _ in range(40):
         shared = [shared, shared]  # 2**40 paths lead to the innermost list
-    given = {
+    requested = {
         "set": {1, (2, "a")},
         "counter": collections.Counter("aab"),
         "ordered": collections.OrderedDict(a=1),
@@ -137,10 +137,10 @@ def test_plain_containers_and_tensors_of_any_layout_come_back(tmp_path: Path) ->
         "sparse": torch.eye(2).to_sparse(),
         "parameter": nn.Parameter(torch.ones(2)),
     }
-    State(value=given, shared=shared).save(tmp_path / "state.pt")
+    State(value=requested, shared=shared).save(tmp_path / "state.pt")
     other = State(value=None, shared=None)
     other.load(tmp_path / "state.pt")
-    assert_same(other.value, given)
+    assert_same(other.value, requested)
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -266,8 +266,8 @@ def test_the_errors_of_states_that_do_not_fit_name_file_and_part(tmp_path: Path)
         State(net=nn.Linear(3, 3)).load(path)
 
 
-def _shared_out(group: ProcessGroup, given: Any, mine: Any) -> Any:
-    state = State(value=given if group.rank < 2 else mine)
+def _shared_out(group: ProcessGroup, requested: Any, mine: Any) -> Any:
+    state = State(value=requested if group.rank < 2 else mine)
     if group.rank < 2:
         send_state(state, group, (0, 1), (2,))
     else:
@@ -277,7 +277,7 @@ def _shared_out(group: ProcessGroup, given: Any, mine: Any) -> Any:
 
 def test_a_newcomer_receives_what_a_file_would_hold() -> None:
     inner = torch.arange(4.0)
-    given = {
+    requested = {
         **values_of_numpy(),
         "twice": [inner, inner, inner[1:]],
         "sparse": torch.eye(2).to_sparse(),
@@ -286,8 +286,8 @@ def test_a_newcomer_receives_what_a_file_would_hold() -> None:
     }
     same = torch.zeros(4)
     mine = {"twice": [same, same, torch.zeros(3)], "conjugated": torch.zeros(1, dtype=torch.complex64)}
-    _, _, received = run_threads(_shared_out, 3, given, mine)
-    assert_same(received, given)
+    _, _, received = run_threads(_shared_out, 3, requested, mine)
+    assert_same(received, requested)
 
 
 def _as_another(group: ProcessGroup) -> None:

@@ -78,7 +78,7 @@ class Training:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def alone(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    def solo_group(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters after plain training on these batches."""
         for batch in batches:
             self.loss(self.net, batch).backward()
@@ -107,7 +107,7 @@ def train(
     loader = None
     if workers is not None:
         loader = Loader(TensorDataset(torch.arange(LENGTH)), num_workers=workers)
-    with Session(training.state, group=group, min=min, max=max, active=active) as session:
+    with Session(training.state, group=group, min_size=min, max_size=max, active=active) as session:
         log.session = session
         log.events = session.events
         model = session.parallel(training.net, bucket_cap_mb=0.0005)
@@ -168,5 +168,5 @@ def assert_as_undisturbed(
         training.samples.advance(BATCH)
     dealt = torch.cat(batches)[: LENGTH * (until * BATCH // LENGTH)].view(-1, LENGTH)
     assert bool((dealt.sort(1).values == torch.arange(LENGTH)).all())
-    for mine, theirs in zip(first.parameters, training.alone(batches), strict=True):
+    for mine, theirs in zip(first.parameters, training.solo_group(batches), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

@@ -277,7 +277,7 @@ def test_collectives_work_in_inference_mode_and_in_its_callbacks(
 # -- stores ----------------------------------------------------------------------------------------
 
 
-def meet_at(server: TCPStoreServer, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+def rendezvous_at(server: TCPStoreServer, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
     """Two ranks, as threads, of a job whose store ``server`` hosts."""
     results: list[Any] = [None, None]
 
@@ -323,7 +323,7 @@ def test_groups_go_on_when_the_store_is_gone() -> None:
     with no_leaks(), server_of_two() as server:
         taking = threading.Thread(target=take_away, args=(server,))
         taking.start()
-        assert meet_at(server, fn) == [2.0, 2.0]
+        assert rendezvous_at(server, fn) == [2.0, 2.0]
         taking.join()
 
 
@@ -333,7 +333,7 @@ def test_a_get_that_waits_in_vain_names_the_key() -> None:
             group.store.get("nobody sets this", timeout=0.05)
 
     with server_of_two() as server:
-        assert meet_at(server, fn) == [None, None]
+        assert rendezvous_at(server, fn) == [None, None]
 
 
 def test_a_job_that_follows_on_the_same_store_finds_no_key_of_the_one_before() -> None:
@@ -345,7 +345,7 @@ def test_a_job_that_follows_on_the_same_store_finds_no_key_of_the_one_before() -
 
     with server_of_two() as server:
         for _ in range(3):
-            assert meet_at(server, fn) == [False, False]
+            assert rendezvous_at(server, fn) == [False, False]
 
 
 def test_nothing_listens_beyond_loopback_unasked_nor_at_all_once_all_are_connected() -> None:
@@ -361,7 +361,7 @@ def test_nothing_listens_beyond_loopback_unasked_nor_at_all_once_all_are_connect
     with pytest.raises(UsageError, match="secret"):
         TCPStoreServer("0.0.0.0")
     with server_of_two() as server:
-        for new in meet_at(server, fn):
+        for new in rendezvous_at(server, fn):
             assert {address.ip for address in new} == {"127.0.0.1"}
             assert {address.port for address in new} == {server.port}
 
@@ -370,7 +370,10 @@ def test_a_flood_of_connections_keeps_nobody_from_meeting() -> None:
     with server_of_two() as server:
         flood = [socket.create_connection((server.host, server.port)) for _ in range(300)]
         try:
-            assert meet_at(server, lambda group: group.all_reduce(torch.ones(1)).wait().item()) == [2.0, 2.0]
+            assert rendezvous_at(server, lambda group: group.all_reduce(torch.ones(1)).wait().item()) == [
+                2.0,
+                2.0,
+            ]
         finally:
             for stranger in flood:
                 stranger.close()
@@ -380,7 +383,10 @@ def test_a_stranger_without_the_secret_is_refused_and_the_job_goes_on() -> None:
     with server_of_two() as server:
         with pytest.raises(AuthenticationError):
             TCPStore(server.host, server.port, b"a guess", timeout=PATIENCE)
-        assert meet_at(server, lambda group: group.all_reduce(torch.ones(1)).wait().item()) == [2.0, 2.0]
+        assert rendezvous_at(server, lambda group: group.all_reduce(torch.ones(1)).wait().item()) == [
+            2.0,
+            2.0,
+        ]
 
 
 # -- groups ----------------------------------------------------------------------------------------

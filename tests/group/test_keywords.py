@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal import ProcessGroup, UsageError
-from shoal.common.keywords import explained
+from shoal.common.arguments import explain_unknown_keywords
 from shoal.testing import run_threads
 
 X = torch.ones(2)
@@ -114,7 +114,7 @@ def test_pg_options_are_named_as_such() -> None:
 
 
 def test_what_a_decorated_function_takes_is_still_seen() -> None:
-    @explained(lambda name, *_: f"function {name}")
+    @explain_unknown_keywords(lambda name, *_: f"function {name}")
     def scale(x: float, *, by: float = 2) -> float:
         """Docstring."""
         return x * by

@@ -48,7 +48,7 @@ from shoal import elastic
 torch.manual_seed(0)
 net = torch.nn.Linear(4, 1)
 x = torch.ones(64, 4)
-with elastic.Session(elastic.State(model=net, samples=elastic.Samples(64, batch=12)), min=1) as session:
+with elastic.Session(elastic.State(model=net, samples=elastic.Samples(64, batch=12)), min_size=1) as session:
     model = session.parallel(net)
     for step in session.steps():
         with step:

@@ -23,7 +23,7 @@ if rank == 1 and epoch < 2:
     sys.exit(3 + epoch)
 if epoch == 2:
     import shoal.rendezvous
-    with shoal.rendezvous.open_place() as place:
+    with shoal.rendezvous.open_point() as place:
         place.store.set(f"came/{rank}", b"")
         place.store.wait(["came/0", "came/1"], 60)
 else:

@@ -26,7 +26,7 @@ net = torch.nn.Linear(4, 1)
 opt = torch.optim.SGD(net.parameters(), lr=0.01)
 x = torch.randn(64, 4)
 samples = elastic.Samples(len(x), batch=8)
-with elastic.Session(elastic.State(model=net, optimizer=opt, samples=samples), max=MAX) as session:
+with elastic.Session(elastic.State(model=net, optimizer=opt, samples=samples), max_size=MAX) as session:
     model = session.parallel(net)
     for step in session.steps():
         with step:
@@ -79,7 +79,7 @@ def test_a_session_with_a_maximum_of_its_own_takes_spares_in(launcher: QuickLaun
 LEAVING = """
             if step.number == 4 and slot == "0":
                 place = session.group.world.membership.place
-                note_wanted(place.venue.store, 1, job=place.job)
+                set_wanted_size(place.venue.store, 1, job=place.job)
             if step.number == 5 and slot == "1":
                 session.leave()
             step.commit()
@@ -92,7 +92,7 @@ def test_no_spare_takes_the_place_of_a_rank_that_leaves_as_fewer_are_wanted(
     script = tmp_path / "train.py"
     text = TRAINING.replace("MAX", "None").replace("SIZE:", "1 and step.number > 20:").replace("SIZE", "2")
     text = text.replace("            step.commit()\n", LEAVING).replace("step.number == 6 and", "False and")
-    script.write_text("from shoal.rendezvous import note_wanted\n" + text)
+    script.write_text("from shoal.rendezvous import set_wanted_size\n" + text)
     code, out, err = launcher.run(2, str(script), min_ranks=1, spares=1)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] 0 of 1", "[1] 1 of 2"]

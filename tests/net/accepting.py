@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from shoal.common.wording import in_seconds
+from shoal.common.formatting import format_seconds
 from shoal.errors import WireError, WireTimeout
 from shoal.net import DEFAULT_LIMIT, HANDSHAKE_TIMEOUT_S, Connection, Deadline
 from shoal.net.authentication import authenticate
@@ -34,7 +34,7 @@ def accept(
         listener.settimeout(max(deadline.remaining(), 1e-6))
         sock, _ = listener.accept()
     except TimeoutError as error:
-        raise WireTimeout(f"nobody connected within {in_seconds(timeout)}") from error
+        raise WireTimeout(f"nobody connected within {format_seconds(timeout)}") from error
     except OSError as error:
         raise WireError(f"cannot accept a connection: {error.strerror or error}") from error
     try:

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from shoal import MemoryStore
-from shoal.net import Deadline
-from shoal.rendezvous import meeting
-from shoal.rendezvous.host import here
-from shoal.rendezvous.meeting import Meeting
+from shoal.common.process_identity import ProcessIdentity
+from shoal.rendezvous import RendezvousPoint, Venue, protocol
+from shoal.rendezvous.protocol import Rendezvous
 
-from .together import all_well, meet_in, together
+from .together import all_well, meet_in, request, together
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_number_of_store_operations_does_not_depend_on_the_size(
     executed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_FIRST_CHECK_INTERVAL_S", 60.0)  # nobody is late
+    monkeypatch.setattr(protocol, "_FIRST_CHECK_INTERVAL_S", 60.0)  # nobody is late
 
     def operations(size: int) -> float:
         executed.clear()
@@ -45,10 +44,9 @@ def test_the_number_of_store_operations_does_not_depend_on_the_size(
 
 def test_a_look_at_those_who_wait_too_is_one_message(executed: list[Any]) -> None:
     with MemoryStore() as store:
-        waiting = Meeting(
-            store, rank=0, size=2, job="job", epoch=0, host="host", here=here(), deadline=Deadline(20.0)
-        )
-        assert waiting._enter()
+        venue, identity = Venue(store, rank=0, size=2), ProcessIdentity.current()
+        waiting = Rendezvous(RendezvousPoint(venue, request(), "job", 0, "host", identity))
+        assert waiting._try_enter()
         executed.clear()
-        waiting.look()
+        waiting.check()
         assert len(executed) == 1

@@ -44,7 +44,7 @@ from shoal.testing import no_leaks
 from tests.support.dictionary_store import Dictionary, dictionary_store
 from tests.support.ports import free_port
 
-from .together import all_well, meet_at, release_all, request, together, unknown_host
+from .together import all_well, release_all, rendezvous_at, request, together, unknown_host
 
 
 @pytest.fixture
@@ -60,14 +60,16 @@ def _free_port() -> int:
 
 
 def _meet_all(url: str, size: int, **how: Any) -> list[Membership]:
-    return all_well(together(*(lambda rank=rank: meet_at(url, rank, size, **how) for rank in range(size))))
+    return all_well(
+        together(*(lambda rank=rank: rendezvous_at(url, rank, size, **how) for rank in range(size)))
+    )
 
 
 # -- tcp -------------------------------------------------------------------------------------------
 
 
 def test_a_process_needs_the_address_and_the_secret_alone(server: TCPStoreServer) -> None:
-    members = all_well(together(*[lambda: meet_at(server.url, secret=b"s")] * 2))
+    members = all_well(together(*[lambda: rendezvous_at(server.url, secret=b"s")] * 2))
     assert sorted(member.rank for member in members) == [0, 1]
     assert {member.secret for member in members} == {b"s"}
     release_all(members)
@@ -75,7 +77,7 @@ def test_a_process_needs_the_address_and_the_secret_alone(server: TCPStoreServer
 
 def test_another_secret_is_refused(server: TCPStoreServer) -> None:
     with pytest.raises(AuthenticationError):
-        meet_at(server.url, secret=b"another")
+        rendezvous_at(server.url, secret=b"another")
 
 
 def test_rank_0_serves_the_store_where_nobody_does(free_port: int) -> None:
@@ -87,7 +89,7 @@ def test_rank_0_serves_the_store_where_nobody_does(free_port: int) -> None:
 def test_the_first_process_serves_the_store_where_ranks_are_those_of_arrival(free_port: int) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     with no_leaks():
-        members = all_well(together(*[lambda: meet_at(url, None, 3)] * 3))
+        members = all_well(together(*[lambda: rendezvous_at(url, None, 3)] * 3))
         assert sorted(member.rank for member in members) == [0, 1, 2]
         release_all(members)
 
@@ -120,7 +122,9 @@ def test_when_rank_0_gives_up_the_others_hear_why(free_port: int) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
     with no_leaks():
         results = together(
-            lambda: meet_at(url, 0, 3, timeout=1.0), lambda: meet_at(url, 1, 3, timeout=60.0), timeout=20.0
+            lambda: rendezvous_at(url, 0, 3, timeout=1.0),
+            lambda: rendezvous_at(url, 1, 3, timeout=60.0),
+            timeout=20.0,
         )
     for result in results:
         assert isinstance(result, RendezvousTimeout)
@@ -130,7 +134,9 @@ def test_when_rank_0_gives_up_the_others_hear_why(free_port: int) -> None:
 
 def test_when_rank_0_comes_with_another_size_both_sides_hear_it(free_port: int) -> None:
     url = f"tcp://127.0.0.1:{free_port}"
-    results = together(lambda: meet_at(url, 0, 2, timeout=2.0), lambda: meet_at(url, 1, 3, timeout=2.0))
+    results = together(
+        lambda: rendezvous_at(url, 0, 2, timeout=2.0), lambda: rendezvous_at(url, 1, 3, timeout=2.0)
+    )
     for result in results:
         assert isinstance(result, RendezvousError)
         assert "every rank must be given the same size" in str(result)
@@ -148,7 +154,7 @@ def test_rank_0_serves_as_soon_as_a_passing_connection_leaves_the_port(free_port
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as passing, no_leaks():
         passing.bind(("127.0.0.1", free_port))
         passing.connect(listener.getsockname())
-        (refused,) = together(lambda: meet_at(url, 0, 2, timeout=0.3))
+        (refused,) = together(lambda: rendezvous_at(url, 0, 2, timeout=0.3))
         assert isinstance(refused, RendezvousTimeout)
         assert "rank 0 cannot serve the store" in str(refused)
         assert "choose a port outside of" in str(refused)
@@ -160,7 +166,7 @@ def test_rank_0_serves_as_soon_as_a_passing_connection_leaves_the_port(free_port
             time.sleep(0.2)
             passing.close()
 
-        members = together(lambda: meet_at(url, 0, 2), lambda: meet_at(url, 1, 2), leave)[:2]
+        members = together(lambda: rendezvous_at(url, 0, 2), lambda: rendezvous_at(url, 1, 2), leave)[:2]
         assert together(*(lambda member=member: member.release(10.0) for member in members)) == [None] * 2
 
 
@@ -169,7 +175,7 @@ def test_one_job_after_another_at_a_port_that_rank_0_serves(free_port: int) -> N
     def rounds(rank: int) -> list[str]:
         seen = []
         for number in range(10):
-            member = meet_at(f"tcp://127.0.0.1:{free_port}", rank, 2)
+            member = rendezvous_at(f"tcp://127.0.0.1:{free_port}", rank, 2)
             seen.append(member.store.compare_set("round", b"", str(number)).decode())
             member.release(10.0)
         return seen
@@ -183,7 +189,7 @@ def test_a_store_that_never_starts_is_named(free_port: int) -> None:
     with pytest.raises(
         RendezvousTimeout, match=f"the process that starts the store, is late or has ended.*{free_port}"
     ) as caught:
-        meet_at(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.2)
+        rendezvous_at(f"tcp://127.0.0.1:{free_port}", 1, 2, timeout=0.2)
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback") == 1, "the causes below say nothing that the message does not"
 
@@ -193,13 +199,13 @@ def test_without_a_secret_only_loopback_will_do() -> None:
         ConfigurationError,
         match=r"beyond this host and the job has no secret: .*SHOAL_SECRET=\$\(openssl",
     ):
-        meet_at("tcp://192.0.2.7:29400", 1, 2)
+        rendezvous_at("tcp://192.0.2.7:29400", 1, 2)
 
 
 def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes, "resolve", unknown_host)
     with pytest.raises(RendezvousError, match=r"host 'no\.such\.host\.invalid' of the store is unknown"):
-        meet_at("tcp://no.such.host.invalid:29400", 1, 2)
+        rendezvous_at("tcp://no.such.host.invalid:29400", 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_no_host_and_port_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="tcp://"):
-        meet_at(url, 0, 1)
+        rendezvous_at(url, 0, 1)
 
 
 # -- file ------------------------------------------------------------------------------------------
@@ -236,7 +242,7 @@ def test_what_is_no_absolute_path_is_refused(url: str) -> None:
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no directory"):
-        meet_at(f"file://{tmp_path}/no/file", 0, 1)
+        rendezvous_at(f"file://{tmp_path}/no/file", 0, 1)
 
 
 # -- schemes of one's own --------------------------------------------------------------------------
@@ -291,7 +297,7 @@ def test_a_registered_store_is_a_place_to_meet(dictionary: list[bytes]) -> None:
 def test_in_a_registered_store_ranks_may_come_as_they_arrive(dictionary: list[bytes]) -> None:
     with open_store("dictionary://here") as store:
         store.multi_set(*zip(*job_record(2).items(), strict=True))
-    members = all_well(together(*[lambda: meet_at("dictionary://here")] * 2))
+    members = all_well(together(*[lambda: rendezvous_at("dictionary://here")] * 2))
     assert sorted(member.rank for member in members) == [0, 1]
     assert members[0].secret == members[1].secret == user_secret()
     release_all(members)
@@ -300,7 +306,7 @@ def test_in_a_registered_store_ranks_may_come_as_they_arrive(dictionary: list[by
 def test_launchers_can_name_a_registered_store(dictionary: list[bytes]) -> None:
     def meet(rank: int) -> Membership:
         variables = {"SHOAL_STORE": "dictionary://here", "SHOAL_RANK": str(rank), "SHOAL_SIZE": "2"}
-        return meet_at("env://", environ=variables)
+        return rendezvous_at("env://", environ=variables)
 
     members = all_well(together(lambda: meet(0), lambda: meet(1)))
     assert [(member.rank, member.size) for member in members] == [(0, 2), (1, 2)]
@@ -318,7 +324,7 @@ def test_a_group_stands_on_a_registered_store(dictionary: list[bytes], store_bac
 def test_a_handler_goes_before_a_store_of_the_same_scheme(dictionary: list[bytes]) -> None:
     register_rendezvous("dictionary", lambda request: Venue(MemoryStore(), 0, 1))
     try:
-        assert meet_at("dictionary://here").size == 1
+        assert rendezvous_at("dictionary://here").size == 1
     finally:
         unregister_rendezvous("dictionary")
     assert dictionary == []
@@ -378,16 +384,16 @@ def test_the_interface_must_be_ours() -> None:
     with pytest.raises(
         ConfigurationError, match=r"SHOAL_INTERFACE='192\.0\.2\.7' is not an address of this host"
     ):
-        meet_at("env://", environ={"SHOAL_INTERFACE": "192.0.2.7"})
-    assert meet_at("env://", environ={"SHOAL_INTERFACE": "localhost"}).interface == "127.0.0.1"
+        rendezvous_at("env://", environ={"SHOAL_INTERFACE": "192.0.2.7"})
+    assert rendezvous_at("env://", environ={"SHOAL_INTERFACE": "localhost"}).interface == "127.0.0.1"
 
 
 def test_the_host_id_can_be_overridden() -> None:
-    assert meet_at("env://", environ={"SHOAL_HOST_ID": "a"}).host == "a"
+    assert rendezvous_at("env://", environ={"SHOAL_HOST_ID": "a"}).host == "a"
 
 
 def test_a_server_that_is_no_store_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.rendezvous.meet._SERVER_HANDOVER_S", 0.1)
+    monkeypatch.setattr("shoal.rendezvous.membership._SERVER_HANDOVER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -403,7 +409,7 @@ def test_a_server_that_is_no_store_is_named_soon(monkeypatch: pytest.MonkeyPatch
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(WireError, match="not speak"):
-            meet_at(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, 2)
+            rendezvous_at(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, 2)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
 

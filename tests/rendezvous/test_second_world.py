@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.rendezvous import hosting, rendezvous
+from shoal.rendezvous import rendezvous, schemes
 from shoal.testing import no_leaks
 from tests.support.starts import SECRET, End, Start, place, served
 
-from .together import meet_at
+from .together import rendezvous_at
 
 
 @pytest.mark.parametrize("way", ["tcp", "file", "launched", "torchrun", "torch_tcp", "torch_file"])
@@ -61,7 +61,7 @@ def test_a_world_with_another_secret_is_refused_by_the_server_of_the_first(tmp_p
 
 def test_a_child_that_is_forked_while_a_server_is_looked_for_can_meet(tmp_path: Path) -> None:
     url = f"tcp://{place('tcp', tmp_path)}"
-    with hosting._lock:
+    with schemes._lock:
         child = os.fork()
         if child == 0:
             code = 1
@@ -99,6 +99,6 @@ def test_any_other_text_names_a_job_of_its_own(job: str, tmp_path: Path) -> None
 def test_local_ranks_of_the_launcher_do_not_hold_for_other_ranks(tmp_path: Path) -> None:
     environ = {"SHOAL_RANK": "1", "SHOAL_SIZE": "2", "SHOAL_LOCAL_RANK": "1", "SHOAL_LOCAL_SIZE": "2"}
     environ["SHOAL_STORE"] = f"file://{tmp_path}/meet"
-    member = meet_at("env://", 0, 1, environ=environ)
+    member = rendezvous_at("env://", 0, 1, environ=environ)
     assert (member.rank, member.size, member.local_rank, member.local_size) == (0, 1, 0, 1)
     member.release(1.0)

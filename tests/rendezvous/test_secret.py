@@ -20,15 +20,15 @@ from shoal import (
     TCPStore,
     TCPStoreServer,
 )
-from shoal.rendezvous import Venue, default_secret, job_record, record, user_secret
-from shoal.rendezvous.meet import meet_at as meet_at_place
-from shoal.rendezvous.place import RendezvousPoint
+from shoal.rendezvous import Venue, default_secret, job_record, records, user_secret
+from shoal.rendezvous.membership import rendezvous_at as meet_at_place
+from shoal.rendezvous.point import RendezvousPoint
 from shoal.store.file import LogFile
 from shoal.testing import no_leaks
 from tests.support.other_user import as_nobody, needs_root
 from tests.support.ports import free_port
 
-from .together import all_well, meet_at, release_all, request, together
+from .together import all_well, release_all, rendezvous_at, request, together
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _port(url: str) -> int:
 
 
 def _all_meet(url: str, size: int) -> list[Membership]:
-    return all_well(together(*(lambda rank=rank: meet_at(url, rank, size) for rank in range(size))))
+    return all_well(together(*(lambda rank=rank: rendezvous_at(url, rank, size) for rank in range(size))))
 
 
 # -- the user's own --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_where_no_secret_can_be_kept_the_message_says_how_to_set_one(
     monkeypatch.setattr("tempfile.tempdir", str(place))
 
     def full(self: LogFile, payload: bytes) -> None:
-        raise record.StoreError("cannot write: no space left on device")
+        raise records.StoreError("cannot write: no space left on device")
 
     monkeypatch.setattr(LogFile, "append", full)
     with pytest.raises(ConfigurationError, match=rf"no space left on device; .*{advice}"):
@@ -137,11 +137,11 @@ def test_over_loopback_a_job_without_a_secret_uses_its_users(url: str) -> None:
 @needs_root
 def test_another_user_cannot_be_a_rank(url: str) -> None:
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet_at, url, 0, 2)
-        error = as_nobody(lambda: meet_at(url, 1, 2))
+        first = pool.submit(rendezvous_at, url, 0, 2)
+        error = as_nobody(lambda: rendezvous_at(url, 1, 2))
         assert isinstance(error, AuthenticationError)
         assert "the store was started by another user" in str(error)
-        second = meet_at(url, 1, 2)
+        second = rendezvous_at(url, 1, 2)
         release_all([first.result(30), second])
 
 
@@ -161,7 +161,7 @@ def test_a_store_that_another_user_serves_at_the_place_is_refused(url: str) -> N
         with pytest.raises(
             AuthenticationError, match=r"the store was started by another user.*SHOAL_SECRET=\$\(openssl"
         ):
-            meet_at(url, 0, 2)
+            rendezvous_at(url, 0, 2)
         os.write(done_out, b"x")
         assert serving.result(30) is None
     for fd in (done_in, done_out, ready_in, ready_out):
@@ -173,7 +173,7 @@ def test_a_store_with_no_secret_at_all_is_no_place_for_several_ranks() -> None:
         TCPStoreServer(records=job_record(2)) as server,
         pytest.raises(AuthenticationError, match="was given no secret, so it used the one"),
     ):
-        meet_at(server.url)
+        rendezvous_at(server.url)
 
 
 # -- places that say nothing of a secret ----------------------------------------------------------
@@ -193,7 +193,7 @@ def test_ranks_of_one_machine_use_their_users_whatever_the_place() -> None:
 
 def test_ranks_of_several_machines_are_refused_without_one() -> None:
     def come(store: MemoryStore) -> None:
-        elsewhere = record.MemberDescription("h", "another/machine", "pid:[1]/1/1.5", True, "t")
+        elsewhere = records.MemberDescription("another/machine", "pid:[1]/1/1.5", "h", True, "t")
         store.set("job/0/0/rank/0", msgspec.json.encode(elsewhere))
         store.add("job/0/0/came", 1)
 
@@ -209,6 +209,6 @@ def test_ranks_of_several_machines_are_refused_without_one() -> None:
 
 
 def test_a_group_of_one_needs_none() -> None:
-    member = meet_at("env://", environ={})
+    member = rendezvous_at("env://", environ={})
     assert (member.size, member.secret) == (1, b"")
     member.release(1.0)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shoal import Membership, RendezvousTimeout
 from shoal.rendezvous import Venue
-from shoal.rendezvous.meet import meet_at
-from shoal.rendezvous.place import RendezvousPoint
+from shoal.rendezvous.membership import rendezvous_at
+from shoal.rendezvous.point import RendezvousPoint
 from shoal.store import adopt
 from tests.support.torch_stores import TIMEOUT, PythonStore, connect, serve
 
@@ -44,7 +44,7 @@ def stores(
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: float = 20.0) -> Membership:
     venue = Venue(adopt(store), rank, size, job="torch", epoch=0, private=True)
-    return meet_at(RendezvousPoint.at(venue, request("torch://", timeout=timeout)))
+    return rendezvous_at(RendezvousPoint.at(venue, request("torch://", timeout=timeout)))
 
 
 def _meet_all(stores: list[dist.Store]) -> list[Membership]:

@@ -48,7 +48,7 @@ net = torch.nn.Linear(4, 1)
 x = torch.ones(64, 4)
 state = elastic.State(model=net, samples=elastic.Samples(64, batch=12))
 lasts = len(sys.argv) > 1
-with elastic.Session(state, min=2 if lasts else 1) as session:
+with elastic.Session(state, min_size=2 if lasts else 1) as session:
     model = session.parallel(net)
     me = session.group.rank
     for step in session.steps(until=None if lasts else 30):

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 from shoal import Membership, Store
 from shoal.net import Deadline
 from shoal.rendezvous import Request, Venue
-from shoal.rendezvous.meet import meet
-from shoal.rendezvous.meet import meet_at as meet_at_place
-from shoal.rendezvous.place import RendezvousPoint
+from shoal.rendezvous.membership import open_and_rendezvous
+from shoal.rendezvous.membership import rendezvous_at as meet_at_place
+from shoal.rendezvous.point import RendezvousPoint
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def request(
     return Request(urlsplit(url), rank, size, secret, Deadline(timeout), environ or {}, host)
 
 
-def meet_at(
+def rendezvous_at(
     url: str,
     rank: int | None = None,
     size: int | None = None,
@@ -64,7 +64,7 @@ def meet_at(
     environ: Mapping[str, str] | None = None,
 ) -> Membership:
     """One rank's meeting at a URL."""
-    return meet(request(url, rank, size, secret=secret, timeout=timeout, environ=environ))
+    return open_and_rendezvous(request(url, rank, size, secret=secret, timeout=timeout, environ=environ))
 
 
 def meet_in(

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import UnknownWorker, UsageError
-from shoal.rendezvous.host import here
 from shoal.rpc.connection.directory import Directory, Worker, checked_name, incarnation
 from shoal.store import MemoryStore
 
@@ -26,22 +26,24 @@ def store() -> Iterator[MemoryStore]:
 
 @pytest.fixture
 def names(store: MemoryStore) -> Directory:
-    return Directory(store, "workers", here().machine)
+    return Directory(store, "workers")
 
 
 @pytest.fixture(scope="module")
 def ended() -> str:
     """The identity of a process that has ended."""
-    program = "from shoal.rendezvous.host import here; print(here().process)"
+    program = (
+        "from shoal.common.process_identity import ProcessIdentity; print(ProcessIdentity.current().process)"
+    )
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
 
 
 def worker(name: str, *, rank: int = -1, process: str | None = None, machine: str | None = None) -> Worker:
-    there = here()
+    there = ProcessIdentity.current()
     return Worker(
-        name=name, incarnation=incarnation(), rank=rank, pid=7, process=process or there.process,
+        name=name, incarnation=incarnation(), rank=rank, process=process or there.process,
         machine=machine or there.machine, host="h", unix="u", address="127.0.0.1", port=1,
     )  # fmt: skip
 
@@ -49,7 +51,7 @@ def worker(name: str, *, rank: int = -1, process: str | None = None, machine: st
 def test_a_name_belongs_to_the_first_that_claims_it(names: Directory) -> None:
     first, second = worker("ps"), worker("ps")
     names.claim(first)
-    with pytest.raises(UsageError, match=r"name='ps' is not unique: process 7 on this machine has joined"):
+    with pytest.raises(UsageError, match=r"name='ps' is not unique: process \d+ on this machine has joined"):
         names.claim(second)
     assert names.find("ps", 0.0, "me") == first
     names.withdraw(second)
@@ -86,7 +88,7 @@ def test_a_holder_that_is_dead_is_replaced(names: Directory, ended: str) -> None
     dead, new = worker("ps", process=ended), worker("ps")
     names.claim(dead)
     assert names.workers() == []
-    with pytest.raises(UnknownWorker, match=r"'ps' \(process 7\) has ended and was not replaced"):
+    with pytest.raises(UnknownWorker, match=r"'ps' \(process \d+\) has ended and was not replaced"):
         names.find("ps", 0.05, "me")
     names.claim(new)
     assert names.find("ps", 0.0, "me") == new
@@ -94,7 +96,7 @@ def test_a_holder_that_is_dead_is_replaced(names: Directory, ended: str) -> None
 
 def test_nobody_judges_a_process_of_another_machine(names: Directory, ended: str) -> None:
     names.claim(worker("ps", process=ended, machine="far/away"))
-    with pytest.raises(UsageError, match="process 7 on far has joined"):
+    with pytest.raises(UsageError, match=r"process \d+ on far has joined"):
         names.claim(worker("ps"))
 
 
@@ -102,13 +104,13 @@ def test_a_holder_that_leaves_while_it_is_judged_is_replaced(
     names: Directory, ended: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names.claim(worker("ps", process=ended))
-    judge = Worker.is_gone
+    judge = Worker.is_dead
 
-    def leaves(self: Worker, machine: str) -> bool:
+    def leaves(self: Worker) -> bool:
         store.delete("rpc/workers/name/ps")
-        return judge(self, machine)
+        return judge(self)
 
-    monkeypatch.setattr(Worker, "is_gone", leaves)
+    monkeypatch.setattr(Worker, "is_dead", leaves)
     new = worker("ps")
     names.claim(new)
     assert names.look("ps") == new
@@ -139,7 +141,7 @@ def test_who_looks_waits_for_a_name(names: Directory) -> None:
 
 def test_namespaces_do_not_meet(names: Directory, store: MemoryStore) -> None:
     names.claim(worker("ps"))
-    assert Directory(store, "others", here().machine).workers() == []
+    assert Directory(store, "others").workers() == []
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 257, None, 3])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from shoal.common.process_identity import ProcessIdentity
 from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
 from shoal.net import Deadline
-from shoal.rendezvous.host import here
-from shoal.rendezvous.place import checked_request, opened
-from shoal.rpc.connection.meeting import WorkerMeeting, keys_of
+from shoal.rendezvous.point import checked_request, open_request
+from shoal.rpc.connection.meeting import WorkerEntry, WorkerMeeting, keys_of
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -24,8 +24,12 @@ def meet(url: str, rank: int, size: int, name: str, do: Callable[[WorkerMeeting]
     request = checked_request(
         url, store=None, rank=rank, size=size, timeout=PATIENCE, secret="s", host=None, job=None
     )
-    with opened(request) as place:
-        do(WorkerMeeting(keys_of(place.store, "meeting", 0), here(), name, rank, size, "shutdown"))
+    with open_request(request) as place:
+        do(
+            WorkerMeeting(
+                keys_of(place.store, "meeting", 0), ProcessIdentity.current(), name, rank, size, "shutdown"
+            )
+        )
 
 
 def outcomes(*ranks: tuple[str, Callable[[WorkerMeeting], None]]) -> list[BaseException | None]:
@@ -107,7 +111,7 @@ def test_a_worker_that_ended_as_soon_as_it_had_joined_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     died = threading.Event()
-    monkeypatch.setattr(WorkerMeeting, "_gone", lambda self, entry: entry.name == "w1" and died.is_set())
+    monkeypatch.setattr(WorkerEntry, "is_dead", lambda entry: entry.name == "w1" and died.is_set())
 
     def slow(meeting: WorkerMeeting) -> None:
         meeting.gather(Deadline(PATIENCE))

@@ -89,7 +89,7 @@ from torch import nn
 from shoal.elastic import Samples, Session, State
 torch.manual_seed(0)
 state = State(model=nn.Linear(2, 1), optimizer=None, samples=Samples(12, batch=12), sizes=[], after=0)
-with Session(state, max=2) as session:
+with Session(state, max_size=2) as session:
     for step in session.steps():
         if state.after == 5:
             break

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import shoal
 from shoal.backend.native import mesh
 from shoal.rendezvous import job_record
-from shoal.rendezvous.meeting import Meeting
+from shoal.rendezvous.protocol import Rendezvous
 from shoal.testing.processes import fork_server
 from shoal.testing.worker import attach
 
@@ -36,8 +36,8 @@ WAYS = ("tcp", "file", "launched", "torchrun", "torch_tcp", "torch_file", "backe
 
 #: where a rank can be killed: the method whose call is its end
 PHASES: dict[str, tuple[type, str]] = {
-    "before it claims its rank": (Meeting, "_claim"),
-    "when it has its rank": (Meeting, "_await_all"),
+    "before it claims its rank": (Rendezvous, "_claim"),
+    "when it has its rank": (Rendezvous, "_await_completion"),
     "before it says where it listens": (mesh._Builder, "_share"),
     "before it connects": (mesh._Builder, "_reach"),
     "while it connects": (mesh._Builder, "_introduce"),

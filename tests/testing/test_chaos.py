@@ -143,7 +143,7 @@ def test_two_groups_of_one_epoch_are_told() -> None:
 def staying(group: ProcessGroup | None) -> str:
     """Train until a newcomer has come and one rank has left; newcomers that come later wait."""
     state = State(model=nn.Linear(2, 1), optimizer=None, samples=Samples(8, batch=8), moves=0, size=2)
-    with Session(state, group=group, max=3) as session:
+    with Session(state, group=group, max_size=3) as session:
         if group is not None:
             chaos.ready(group)
         for step in session.steps():

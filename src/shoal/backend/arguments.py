@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import config
-from ..common.keywords import checked_count, misspelt, taken
+from ..common.arguments import accepted_keywords, checked_count, unknown_keyword_error
 from .base import Backend
 from .registry import BackendFactory
 
@@ -25,10 +25,10 @@ def check_options(
         where: the called function, for the message.
         others: the other arguments of that function.
     """
-    own = taken(factory)
+    own = accepted_keywords(factory)
     if own is not None:
         known = [name for name in own if name not in ("membership", "timeout")]
         if unknown := [name for name in options if name not in known]:
-            raise misspelt(where, unknown, [*others, *known])
+            raise unknown_keyword_error(where, unknown, [*others, *known])
     if isinstance(factory, type) and issubclass(factory, Backend):
         factory.check_options(options)

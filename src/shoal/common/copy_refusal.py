@@ -17,29 +17,16 @@ _Class = TypeVar("_Class", bound=type)
 def refuses_copies(name: str, owns: str, instead: str) -> Callable[[_Class], _Class]:
     """Decorate a class so that objects of it and of its subclasses cannot be copied or pickled.
 
-    Args:
-        name: of the object, with an article.
-        owns: the resources.
-        instead: advice for the user, as a sentence without its full stop.
+    The error says that ``name`` (with an article) ``owns`` resources, and advises ``instead``.
     """
     words = f"{name} cannot be copied or pickled: it owns {owns}, which a copy would share. {instead}"
 
-    def copied(self: Any) -> NoReturn:
-        raise UsageError(words)
-
-    def deep_copied(self: Any, memo: dict[int, Any]) -> NoReturn:
-        raise UsageError(words)
-
-    def reduced(self: Any, protocol: Any) -> NoReturn:
+    def refuse(self: Any, *_: Any) -> NoReturn:
         raise UsageError(words)
 
     def decorate(kind: _Class) -> _Class:
-        for method, function in (
-            ("__copy__", copied),
-            ("__deepcopy__", deep_copied),
-            ("__reduce_ex__", reduced),
-        ):
-            setattr(kind, method, function)
+        for method in ("__copy__", "__deepcopy__", "__reduce_ex__"):
+            setattr(kind, method, refuse)
         return kind
 
     return decorate

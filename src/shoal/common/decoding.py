@@ -55,7 +55,7 @@ def from_json(raw: Raw, kind: type[T], *, strict: bool = True) -> T:
     return value
 
 
-def converted(value: object, kind: type[T]) -> T:
+def convert(value: object, kind: type[T]) -> T:
     """Convert ``value`` to ``kind``; raise MalformedMessage if that is not possible."""
     _decoder(msgspec.msgpack.Decoder, kind)
     result: T = _checked(partial(msgspec.convert, type=kind), value)

@@ -16,18 +16,18 @@ TAIL_LINES = 20
 _TAIL_WIDTH = 2000
 
 
-class Lines:
+class LineSplitter:
     """Splits a stream at ``\\n``, ``\\r\\n`` and ``\\r``.
 
     ``\\r`` ends an update of a line that is redrawn, such as a progress bar.
 
     Attributes:
-        drawing: whether the last end was a ``\\r``, so that the following text redraws the line.
+        redrawing: whether the last end was a ``\\r``, so that the following text redraws the line.
         tail: the last lines, for a summary.
     """
 
     def __init__(self) -> None:
-        self.drawing = False
+        self.redrawing = False
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._chunks: list[bytes] = []
         self._length = 0
@@ -62,8 +62,8 @@ class Lines:
         text = b"".join(self._chunks) + text
         self._chunks.clear()
         self._length = 0
-        if self.drawing and self.tail:
+        if self.redrawing and self.tail:
             self.tail.pop()
-        self.drawing = end == b"\r"
+        self.redrawing = end == b"\r"
         self.tail.append(text[:_TAIL_WIDTH])
         return text, end

@@ -18,20 +18,12 @@ if TYPE_CHECKING:
 
 
 def premul_factor(op: Any) -> Any:
-    """Return the factor of a PREMUL_SUM of torch; ``op.factor`` exists from torch 2.13 on.
-
-    Args:
-        op: the result of ``torch.distributed._make_nccl_premul_sum``.
-    """
+    """Return the factor of torch's ``_make_nccl_premul_sum``; ``op.factor`` exists from torch 2.13 on."""
     return op.__getstate__()[1]  # (kind, factor) in every release
 
 
 def enables_reconfigure(options: Any) -> bool:
-    """Whether a group is created with ``enable_reconfigure=True``, which exists from torch 2.14 on.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
-    """
+    """Whether a group is created with ``enable_reconfigure=True``, which exists from torch 2.14 on."""
     return bool(getattr(options, "enable_reconfigure", False))
 
 
@@ -49,15 +41,7 @@ def is_device_mismatch(error: RuntimeError) -> bool:
 
 
 def corrected_metadata(operator: Any, results: Any) -> Any:
-    """Correct results of torch's kernels for metadata that is wrong before torch 2.13.
-
-    Args:
-        operator: the operator, an overload.
-        results: of the operator on fake tensors.
-
-    Returns:
-        ``results`` itself if it is correct.
-    """
+    """Return ``results`` of an operator on fake tensors, corrected where torch before 2.13 is wrong."""
     import torch
 
     aten = torch.ops.aten
@@ -84,15 +68,10 @@ def writes_to_out(operator: Any) -> bool:
 
 
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return a sparse COO tensor without checking its entries and without a warning.
+    """Return a sparse COO tensor; ``indices`` (dimensions, entries) within ``shape`` are not checked.
 
     Until torch 2.12 ``torch.sparse_coo_tensor`` warns that the checks are disabled, even with
     ``check_invariants=False``.
-
-    Args:
-        indices: ``(sparse dimensions, entries)``, all within ``shape``.
-        values: ``(entries, ...)``.
-        shape: of the tensor.
     """
     import torch
 
@@ -137,12 +116,9 @@ def group_method(group: Any, name: str) -> Any:
 class HookTypes(NamedTuple):
     """Types of the arguments of hooks around operations."""
 
-    #: returns the member of ``HookOpName`` for a name of torch 2.15
-    operation: Callable[[str], Any]
-    #: ``PreHookArgs``
-    before: Callable[[], Any]
-    #: ``PostHookArgs``
-    after: Callable[[], Any]
+    operation: Callable[[str], Any]  #: returns the member of ``HookOpName`` for a name of torch 2.15
+    before: Callable[[], Any]  #: ``PreHookArgs``
+    after: Callable[[], Any]  #: ``PostHookArgs``
 
 
 @functools.cache

@@ -27,12 +27,8 @@ _KINDS = {
 }
 
 
-@refuses_copies(
-    "a Descriptor",
-    "an open file",
-    "Open the file again",
-)
-class OpenedFile:
+@refuses_copies("a Descriptor", "an open file", "Open the file again")
+class TrustedFile:
     """An open file.  It is closed when this object is deleted, so Ctrl-C does not leak a descriptor."""
 
     #: for an object whose construction was interrupted
@@ -73,7 +69,7 @@ class OpenedFile:
     __del__ = close
 
 
-def open_trusted(path: Path) -> OpenedFile:
+def open_trusted(path: Path) -> TrustedFile:
     """Open ``path`` for reading and writing; if it does not exist, create it with mode 600 despite any umask.
 
     This neither blocks nor writes.  Parent directories are not checked: a user who can write to one of them
@@ -94,7 +90,7 @@ def open_trusted(path: Path) -> OpenedFile:
             except FileExistsError:
                 pass
             try:
-                found = OpenedFile(path, os.O_PATH | os.O_NOFOLLOW)
+                found = TrustedFile(path, os.O_PATH | os.O_NOFOLLOW)
             except FileNotFoundError:
                 continue
             try:
@@ -106,7 +102,7 @@ def open_trusted(path: Path) -> OpenedFile:
     raise StoreError(f"cannot open file store {path}: it is created and removed repeatedly")
 
 
-def reopen_trusted(descriptor: int, path: Path) -> OpenedFile:
+def reopen_trusted(descriptor: int, path: Path) -> TrustedFile:
     """Open the file of ``descriptor`` again, with independent locks, even if it was renamed or removed.
 
     Args:
@@ -118,7 +114,7 @@ def reopen_trusted(descriptor: int, path: Path) -> OpenedFile:
     """
     refuse_untrusted(descriptor, path)
     try:
-        return OpenedFile(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        return TrustedFile(f"/proc/self/fd/{descriptor}", os.O_RDWR)
     except OSError as error:
         raise StoreError(f"cannot open file store {path}: {error.strerror}") from error
 
@@ -153,9 +149,9 @@ def refuse_untrusted(descriptor: int, path: Path) -> None:
         )
 
 
-def _make(path: Path) -> OpenedFile:
+def _make(path: Path) -> TrustedFile:
     """Create the file, which must not exist; ``O_EXCL`` does not follow symbolic links either."""
-    made = OpenedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
+    made = TrustedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _MODE)
     try:
         if stat.S_IMODE(os.fstat(made.fileno()).st_mode) != _MODE:  # the umask removed more bits
             os.fchmod(made.fileno(), _MODE)

@@ -25,7 +25,7 @@ from ..group import ProcessGroup
 from ..group.group_argument import default_groups
 from ..initialize import world_group
 from ..net import Deadline
-from ..rendezvous import meet_at
+from ..rendezvous import rendezvous_at
 from ..store import adopt
 from ..torch_terms import BACKEND
 from .launcher_store import group_timeout, launcher_store, rendezvous_point
@@ -132,7 +132,7 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     membership = None if met is None else met.take()
     if membership is None:
         rank, size = options.group_rank, options.group_size
-        membership = meet_at(
+        membership = rendezvous_at(
             rendezvous_point(adopt(options.store), rank, size, options.group_id, Deadline(limit))
         )
     return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)

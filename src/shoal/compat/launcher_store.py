@@ -20,9 +20,8 @@ from ..errors import RendezvousError
 from ..initialize import refuse_joiner
 from ..net import Deadline
 from ..rendezvous import Membership, RendezvousPoint, Request, Venue, rendezvous
-from ..rendezvous.caller_store import store_address
-from ..rendezvous.environment import read
-from ..rendezvous.venue import START_AGAIN
+from ..rendezvous.launcher_variables import read
+from ..rendezvous.venue import START_AGAIN, store_address
 from ..store import PrefixStore, Store
 from ..torch_terms import BACKEND
 from .torch_store import TorchStore
@@ -140,7 +139,7 @@ def rendezvous_point(
     # when a store is closed.
     venue = Venue(
         store, rank=rank, size=size, job=f"{BACKEND}/{name}", epoch=0,
-        private=True, brief=True, advice=advice, address=store_address(store),
+        private=True, leaves_store_early=True, advice=advice, address=store_address(store),
     )  # fmt: skip
     request = Request(urlsplit("store://"), rank, size, config.secret(), deadline)
     return RendezvousPoint.at(venue, request)

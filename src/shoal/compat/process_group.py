@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..common.copy_refusal import refuses_copies
-from ..common.uncompiled import uncompiled
+from ..common.never_compile import never_compile
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..group import ProcessGroup
@@ -50,7 +50,7 @@ _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 @refuses_copies(
     "a process group", "connections to the other ranks", "Keep it outside of the object that you copy"
 )
-@uncompiled
+@never_compile
 class TorchProcessGroup(dist.ProcessGroup):
     """The group that ``torch.distributed.init_process_group("shoal")`` and ``new_group`` create.
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ..common.formatting import counted
 from ..common.torch_features import sparse_tensor
-from ..common.wording import counted
 from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..group import ProcessGroup

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..common.copy_refusal import refuses_copies
 from ..common.decoding import MalformedMessage, from_msgpack
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import ShoalError, UsageError
 from ..net import Deadline
 from ..store import Store
@@ -164,7 +164,7 @@ class TorchStore(c10d.Store):
                     raise dist.QueueEmptyError(f"queue {key!r} is empty")
                 elif deadline.expired:
                     raise dist.DistStoreError(
-                        f"queue {key!r} had no value within {in_seconds(deadline.timeout)}"
+                        f"queue {key!r} had no value within {format_seconds(deadline.timeout)}"
                     )
                 else:
                     time.sleep(min(_POLL_INTERVAL_S, deadline.remaining()))
@@ -195,7 +195,7 @@ class TorchStore(c10d.Store):
         if self._store.compare_set(_queue_key(key), old, new) == new:
             return True
         if deadline.expired:
-            within = in_seconds(deadline.timeout)
+            within = format_seconds(deadline.timeout)
             raise dist.DistStoreError(f"queue {key!r} was continuously changed by other clients for {within}")
         return False
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..common.copy_refusal import refuses_copies
-from ..common.uncompiled import uncompiled
-from ..common.wording import in_words
+from ..common.formatting import describe_error
+from ..common.never_compile import never_compile
 from ..future import Future, enter_scope, leave_scope
 from ..torch_terms.durations import Duration
 from ..torch_terms.work import WorkMethods, source_of
@@ -28,7 +28,7 @@ _recently_dropped: deque[TorchWork] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
 
-@uncompiled
+@never_compile
 class TorchWork(WorkMethods, dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`; ``result`` is the list of its outputs."""
 
@@ -140,7 +140,7 @@ class KeyedFuture(torch.futures.Future[Any]):
             except Exception as error:
                 self.set_exception(error)
             except BaseException as error:  # a torch future accepts only an Exception
-                self.set_exception(RuntimeError(in_words(error)))
+                self.set_exception(RuntimeError(describe_error(error)))
             else:
                 self.set_result(value)
         finally:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..common.wording import counted
+from ..common.formatting import counted
 from ..future import Future
 from ..spec import SUM, ReduceOp
 from ..torch_terms import coalesced

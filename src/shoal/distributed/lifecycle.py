@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UsageError
 from ..initialize import init
-from ..rendezvous.environment import read, tcp_url
+from ..rendezvous.launcher_variables import read, tcp_url
 from ..store.external.url import split_url
 from ..torch_terms.durations import CLOSING, Duration, seconds
 from .backend import parse_backend, refuse_device

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..common.wording import counted
+from ..common.formatting import counted
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..group.objects import received

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from .. import store as stores
 from ..errors import UsageError
 from ..rendezvous import default_secret
-from ..rendezvous.host import resolve
+from ..rendezvous.addresses import resolve
 from ..torch_terms.durations import Duration, default_pg_timeout, seconds
 
 Store: TypeAlias = stores.Store

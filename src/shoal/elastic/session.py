@@ -23,18 +23,25 @@ from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageErro
 from ..group import ProcessGroup
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
-from .attempt import Attempt
-from .membership.members import SessionMembers
-from .progress import NOTHING, RankProgress, steps_that_count
-from .record import BLOCK, CommitRecord, CommitTable, Wish, agree, divergence
-from .resize import Resize
-from .sharded import Sharded
+from .commit import (
+    BLOCK,
+    NO_STATE,
+    CommitExchange,
+    CommitRecord,
+    RankProgress,
+    Requests,
+    agree,
+    divergence,
+    num_completed_steps,
+)
+from .membership.members import Resize, SessionMembers
+from .sharded import ShardedOptimizer
 from .state.state import State
 from .state.transfer import receive_state, send_state
-from .step import Step
+from .step import Attempt, Step
 from .stragglers import Stragglers
 
-_LEAVING = 5.0  # seconds to close the group of a program that failed
+_CLOSE_TIMEOUT_S = 5.0  # seconds to close the group of a program that failed
 
 
 @refuses_copies(
@@ -45,7 +52,7 @@ _LEAVING = 5.0  # seconds to close the group of a program that failed
 class Session:
     """Ranks that train together, and continue without the ranks that fail.
 
-        with Session(state, min=2) as session:
+        with Session(state, min_size=2) as session:
             model = session.parallel(net)
             for step in session.steps(until=10_000):
                 with step:
@@ -64,8 +71,8 @@ class Session:
 
     Args:
         state: the state to train; the same on every rank.
-        min: minimum number of ranks; with fewer, the surviving ranks raise TooFewRanks.
-        max: maximum number of ranks that processes may join up to.  None: ``SHOAL_SESSION_SIZE``, which
+        min_size: minimum number of ranks; with fewer, the surviving ranks raise TooFewRanks.
+        max_size: maximum number of ranks that processes may join up to.  None: ``SHOAL_SESSION_SIZE``, which
             ``shoal run --spares`` sets, or no limit.
         active: number of ranks that share the samples.  The ranks above it are hot spares: they compute the
             same as another rank with a weight of 0, and replace ranks that fail.  None: all ranks share.
@@ -83,17 +90,19 @@ class Session:
         self,
         state: State,
         *,
-        min: int = 1,
-        max: int | None = None,
+        min_size: int = 1,
+        max_size: int | None = None,
         active: int | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(state, State):
             raise UsageError(f"Session takes a shoal.elastic.State, got {type(state).__name__}")
-        if not isinstance(min, int) or min < 1:
-            raise UsageError(f"Session: min={min!r}: expected a positive integer")
-        if max is not None and (not isinstance(max, int) or max < min):
-            raise UsageError(f"Session: max={max!r}: expected a number from min={min}, or None")
+        if not isinstance(min_size, int) or min_size < 1:
+            raise UsageError(f"Session: min_size={min_size!r}: expected a positive integer")
+        if max_size is not None and (not isinstance(max_size, int) or max_size < min_size):
+            raise UsageError(
+                f"Session: max_size={max_size!r}: expected a number from min_size={min_size}, or None"
+            )
         if active is not None and (not isinstance(active, int) or active < 1):
             raise UsageError(f"Session: active={active!r}: expected a positive integer, or None")
         if active is not None and state.samples is None:
@@ -102,29 +111,29 @@ class Session:
             raise UsageError(f"Session: group must be a shoal.ProcessGroup, got {type(group).__name__}")
         self.state = state
         self.active = active
-        self._members = SessionMembers(min, max, self._check_size, self._follow)
+        self._members = SessionMembers(min_size, max_size, self._check_size, self._move_to)
         self.events = self._members.events
-        self._given, self._own = group, group is None
-        self._following: list[Regroupable] = []
+        self._initial_group, self._owns_group = group, group is None
+        self._regroupables: list[Regroupable] = []
         #: the models whose parameters rank 0 broadcasts, and how many of them this rank has synchronised
         self._to_synchronise: list[DistributedDataParallel] = []
         self._synchronised = 0
         self._stragglers = Stragglers()
         self._callbacks: list[Callable[[Resize], None]] = []
-        self._told = 0
+        self._num_reported_events = 0
         self._step: Step | None = None
         self._attempt: Attempt | None = None
         #: number of completed blocks of ``attempts()``
         self._blocks = 0
         self._hooks: list[RemovableHandle] = []
         #: Whether a commit in this group has compared the whole state; later ones compare only the samples.
-        self._compared = False
+        self._full_compare_done = False
         #: of the current group, from its first commit on
-        self._table: CommitTable | None = None
+        self._table: CommitExchange | None = None
         #: Whether the current group still has to share the state.
-        self._is_new = False
-        self._holds_state = True
-        self._sharded = Sharded(state.all_optimizers())
+        self._needs_sharing = False
+        self._has_state = True
+        self._sharded_optimizer = ShardedOptimizer(state.all_optimizers())
 
     @property
     def group(self) -> ProcessGroup:
@@ -140,7 +149,7 @@ class Session:
     def left(self) -> bool:
         """Whether ``steps`` ended because this rank left, or because too many ranks left.
 
-        The session ends on all ranks if fewer than ``min`` would remain.
+        The session ends on all ranks if fewer than ``min_size`` would remain.
         """
         return self._members.left
 
@@ -176,10 +185,10 @@ class Session:
         synchronise = options.pop("init_sync", True)
         model = DistributedDataParallel(module, group=self.group, init_sync=False, **options)
         model.check_regroup()
-        self._following.append(model)
+        self._regroupables.append(model)
         if synchronise:
             self._to_synchronise.append(model)
-        self._is_new = True
+        self._needs_sharing = True
         return model
 
     def on_resize(self, fn: Callable[[Resize], None]) -> None:
@@ -193,9 +202,9 @@ class Session:
     def leave(self) -> None:
         """Leave the session after the next commit: ``steps`` ends, and the other ranks continue.
 
-        If fewer than ``min`` ranks would remain, ``steps`` ends on all ranks, and the group is still usable.
+        If fewer than ``min_size`` ranks would remain, ``steps`` ends on all ranks; the group stays usable.
         """
-        self._members.notice.given = True
+        self._members.leave_request.requested = True
 
     def steps(self, until: int | None = None) -> Iterator[Step]:
         """Yield the steps from ``state.steps`` on; a step in which a rank was lost may be repeated.
@@ -207,17 +216,17 @@ class Session:
             self.settle()
             if self.left or (until is not None and self.state.steps >= until):
                 return
-            if self._members.gather():
+            if self._members.wait_for_min():
                 if not self.left:
                     self._grow()
                 continue
             if self._members.leavers:
                 self._detach_gradients(keep=True)
-                self._members.part(self.position, self.state.steps, self._sharded.most_that_leave)
+                self._members.part(self.position, self.state.steps, self._sharded_optimizer.max_leavers)
                 continue
-            if self._members.asked_to_admit:
+            if self._members.admission_requested:
                 self._grow()
-            self._tell_of_events()
+            self._report_events()
             step = Step(self)
             yield step
             if not step.entered:
@@ -244,7 +253,7 @@ class Session:
         Raises:
             UsageError: called in the block of a step or of an attempt.
         """
-        while not self._members.is_out:
+        while not self._members.has_left:
             if not self._members.is_joining:
                 self.settle()
             attempt = Attempt(self)
@@ -253,17 +262,17 @@ class Session:
                 raise UsageError("an attempt was not used: the body of the loop must be `with attempt:`")
             if attempt.counts:
                 break
-        if not self._members.is_joining and not self._members.is_out:
+        if not self._members.is_joining and not self._members.has_left:
             self.settle()
-            self._tell_of_events()
+            self._report_events()
 
     # -- calls of Step and Attempt -------------------------------------------------------------
 
-    def begins(self, step: Step) -> None:
+    def begin_step(self, step: Step) -> None:
         self._step = step
-        self._stragglers.begin(self._following)
-        if not self._compared:
-            for each in self._following:
+        self._stragglers.begin(self._regroupables)
+        if not self._full_compare_done:
+            for each in self._regroupables:
                 each.check_regroup()
 
     def exchange(self, step: Step) -> None:
@@ -271,53 +280,53 @@ class Session:
         samples = None if state.samples is None else state.samples.state_dict()
         same = repr((group.size, step.number, self.active, samples))
         seen = hashlib.blake2b(same.encode(), digest_size=16)
-        if not self._compared:
+        if not self._full_compare_done:
             seen.update(state.digest())
-        busy = self._stragglers.computed(self._following)
-        mine = CommitRecord.of(group.epoch, step.number, seen.digest(), self._members.wish(), busy)
+        busy = self._stragglers.elapsed_s(self._regroupables)
+        mine = CommitRecord.of(group.epoch, step.number, seen.digest(), self._members.own_requests(), busy)
         rows = self._exchange(mine, f"commit of step {step.number}")
-        self._compared = True
-        self._members.hear(rows)
+        self._full_compare_done = True
+        self._members.store_requests(rows)
         self._stragglers.add(rows, group.rank)
 
-    def attempt_begins(self, attempt: Attempt) -> None:
+    def begin_attempt(self, attempt: Attempt) -> None:
         if self._step is not None and self._step.in_block:
             raise UsageError("session.attempts() is for what happens between two steps, not in one")
         if self._attempt is not None and self._attempt.running:
             raise UsageError("session.attempts() was called in the block of an attempt")
         self._attempt = attempt
 
-    def exchange_after_block(self) -> None:
+    def exchange_attempt_end(self) -> None:
         digest = hashlib.blake2b(repr(self.position).encode(), digest_size=16).digest()
-        mine = CommitRecord.of(self.group.epoch, BLOCK, digest, Wish.NONE, 0.0)
+        mine = CommitRecord.of(self.group.epoch, BLOCK, digest, Requests.NONE, 0.0)
         self._exchange(mine, f"end of a block of attempts() after {self.state.steps} steps")
 
-    def attempt_counts(self) -> None:
+    def count_attempt(self) -> None:
         self._blocks += 1
 
     def _exchange(self, mine: CommitRecord, what: str) -> list[CommitRecord]:
         if self._table is None:
-            self._table = CommitTable(self.group)
+            self._table = CommitExchange(self.group)
         rows = self._table.exchange(mine)
         if not agree(rows):
-            raise divergence(rows, self.group, what, everything=not self._compared)
+            raise divergence(rows, self.group, what, everything=not self._full_compare_done)
         return rows
 
     def recover(self, error: BaseException, progress: RankProgress) -> int | None:
         """Rebuild the group without the lost ranks; return the new position, or None if no rank is lost."""
-        if not self._members.is_of_a_loss(error):
+        if not self._members.may_be_loss(error):
             return None
         began = time.monotonic()
-        if not self._holds_state:
-            progress = NOTHING
+        if not self._has_state:
+            progress = NO_STATE
         prepared = progress.prepared >= 0
         self._detach_gradients(keep=prepared or (self._step is not None and self._step.committed))
         before = self.group
-        rebuilt = self._members.rebuild(progress, min(self._members.least, before.size))
+        rebuilt = self._members.rebuild(progress, min(self._members.min_size, before.size))
         if not rebuilt.lost and not rebuilt.left:
             raise error  # caused by the program: a repetition would fail too
-        counts = steps_that_count(map(RankProgress.decode, rebuilt.notes.values()))
-        if self._holds_state and counts > progress.committed + prepared:
+        counts = num_completed_steps(map(RankProgress.decode, rebuilt.notes.values()))
+        if self._has_state and counts > progress.committed + prepared:
             raise StateDiverged(
                 f"rank {before.rank} of group {before.name!r} has not reached the end of the step or block "
                 f"after {self.state.steps} steps, and another rank has completed it"
@@ -325,17 +334,17 @@ class Session:
         again = self._step is not None and self._step.entered and counts == self._step.position
         in_step = self._step is not None and self._step.running
         number = counts - self._blocks if in_step else self.state.steps
-        self._members.tell(number, before, began, rebuilt, again=again)
+        self._members.add_event(number, before, began, rebuilt, again=again)
         return counts
 
     # -- the block -----------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         members = self._members
-        members.begin(self._given)
-        self._holds_state = not members.is_joining
+        members.begin(self._initial_group)
+        self._has_state = not members.is_joining
         try:
-            if members.may_begin and self._sharded.optimizer is not None:
+            if members.may_begin and self._sharded_optimizer.optimizer is not None:
                 raise UsageError(
                     "SHOAL_JOIN=auto: the State has a ZeroRedundancyOptimizer, and the process that starts "
                     "the session would hold all of its state; start the first ranks with SHOAL_RANK and "
@@ -344,14 +353,14 @@ class Session:
             if not members.is_joining:
                 members.check_size(self.group.size)
             self.group._channel.vote_limit()
-            self._sharded.begin(self.group, self, joins=members.is_joining)
+            self._sharded_optimizer.begin(self.group, self, joins=members.is_joining)
         except BaseException:
-            if self._own:
+            if self._owns_group:
                 self.group.close()
             raise
-        if self._sharded.optimizer is not None:
-            self._following.append(self._sharded.optimizer)
-            self._is_new = True
+        if self._sharded_optimizer.optimizer is not None:
+            self._regroupables.append(self._sharded_optimizer.optimizer)
+            self._needs_sharing = True
         self._hooks = [
             optimizer.register_step_pre_hook(self._refuse_early_step)
             for optimizer in self.state.all_optimizers()
@@ -364,17 +373,17 @@ class Session:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._sharded.end()
+        self._sharded_optimizer.end()
         try:
-            if error is None and not self._members.is_joining and not self._members.is_out:
+            if error is None and not self._members.is_joining and not self._members.has_left:
                 self._end_together()
         finally:
-            is_over = error is None and not self._members.is_out
+            is_over = error is None and not self._members.has_left
             self._members.close(over=is_over)
             if not is_over:
                 with contextlib.suppress(ShoalError):
-                    self.group.close(_LEAVING)
-            elif self._own:
+                    self.group.close(_CLOSE_TIMEOUT_S)
+            elif self._owns_group:
                 self.group.close()
 
     def _end_together(self) -> None:
@@ -385,7 +394,7 @@ class Session:
                 self.group.barrier().wait()
                 return
             except GroupError as error:
-                if not self._members.is_of_a_loss(error):
+                if not self._members.may_be_loss(error):
                     raise
             try:
                 self._members.rebuild(RankProgress(self.position), 1)
@@ -400,27 +409,27 @@ class Session:
     def settle(self) -> None:
         """Share the state in a new group: joined ranks receive it, and sharded state is redistributed."""
         if self._members.join():
-            self._holds_state = True
-        while self._is_new:
+            self._has_state = True
+        while self._needs_sharing:
             try:
                 self._share_state()
-                self._sharded.settle()
-                self._is_new = False
+                self._sharded_optimizer.settle()
+                self._needs_sharing = False
             except GroupError as error:
                 if not self.goes_on(error):
                     raise
-        self._members.settled()
+        self._members.release_old_groups()
 
-    def _tell_of_events(self) -> None:
-        for event in self.events[self._told :]:
-            self._told += 1
+    def _report_events(self) -> None:
+        for event in self.events[self._num_reported_events :]:
+            self._num_reported_events += 1
             for fn in self._callbacks:
                 fn(event)
 
     def _share_state(self) -> None:
         group = self.group
         table = torch.empty(group.size, 3, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([[int(self._holds_state), self._synchronised, self._blocks]], device="cpu")
+        mine = torch.tensor([[int(self._has_state), self._synchronised, self._blocks]], device="cpu")
         group.all_gather_single(table, mine).wait()
         holders = [rank for rank, (holds, _, _) in enumerate(table.tolist()) if holds]
         others = [rank for rank, (holds, _, _) in enumerate(table.tolist()) if not holds]
@@ -429,11 +438,11 @@ class Session:
                 f"rank {group.rank} of {group.size} joined a session, and all ranks that held its state were "
                 "lost before they had sent it; start again from a checkpoint"
             )
-        if self._holds_state and others:
+        if self._has_state and others:
             send_state(self.state, group, holders, others)
         elif others:
             receive_state(self.state, group, holders)
-            self._holds_state, self._blocks = True, int(table[holders[0], 2])
+            self._has_state, self._blocks = True, int(table[holders[0], 2])
         else:
             # After a loss, models that any rank has not synchronised are synchronised again on all ranks.
             for model in self._to_synchronise[int(table[:, 1].min()) :]:
@@ -443,20 +452,20 @@ class Session:
     def _grow(self) -> None:
         """Admit the processes that wait to join, if they are still there."""
         began, before = time.monotonic(), self.group
-        grown = self._members.meet()
+        grown = self._members.admit()
         if grown is None:
             return
         self._detach_gradients(keep=True)
-        self._members.go_over(grown)
-        place = len(self.events)
+        self._members.move_to(grown)
+        index = len(self.events)
         self.settle()  # ranks may be lost in it
-        self._members.tell(self.state.steps, before, began, None, group=grown, place=place)
+        self._members.add_event(self.state.steps, before, began, None, group=grown, index=index)
 
-    def _follow(self, group: ProcessGroup) -> None:
+    def _move_to(self, group: ProcessGroup) -> None:
         """Move the models and the commit records to a new group."""
-        self._is_new, self._compared, self._table = True, False, None
-        self._stragglers.begin_anew()
-        for each in self._following:
+        self._needs_sharing, self._full_compare_done, self._table = True, False, None
+        self._stragglers.reset()
+        for each in self._regroupables:
             each.regroup(group)
 
     def _check_size(self, size: int) -> None:
@@ -484,4 +493,4 @@ class Session:
                 "others could not know whether to repeat the step.  Call step.commit() first; optimisers "
                 "that step in backward cannot be used"
             )
-        self._sharded.steps(optimizer, self._step)
+        self._sharded_optimizer.steps(optimizer, self._step)

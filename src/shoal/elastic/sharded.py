@@ -19,7 +19,7 @@ from ..parallel import ZeroRedundancyOptimizer
 from .step import Step
 
 
-class Sharded:
+class ShardedOptimizer:
     """The sharded optimiser of a session.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sharded:
                 "in parameter groups with different options"
             )
         self.optimizer = found[0] if found else None
-        self._stepped: Step | None = None
+        self._last_step: Step | None = None
 
     def begin(self, group: ProcessGroup, leader: Leader, *, joins: bool) -> None:
         """Set the optimiser's group to that of the session ``leader``; raises UsageError if it has another.
@@ -64,7 +64,7 @@ class Sharded:
             self.optimizer.follow(None)
 
     @property
-    def most_that_leave(self) -> int | None:
+    def max_leavers(self) -> int | None:
         """Maximum number of ranks that can leave at once without loss of state; None: no limit."""
         return None if self.optimizer is None else self.optimizer.copies - 1
 
@@ -82,9 +82,9 @@ class Sharded:
         """Raise UsageError if a second step of the sharded optimiser begins after one commit."""
         if optimizer is not self.optimizer or step is None:
             return
-        if self._stepped is step:
+        if self._last_step is step:
             raise UsageError(
                 f"the ZeroRedundancyOptimizer stepped twice after the commit of step {step.number}: after a "
                 "loss ranks could not know which of the two they are in; call step() once after each commit"
             )
-        self._stepped = step
+        self._last_step = step

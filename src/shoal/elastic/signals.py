@@ -12,21 +12,21 @@ from types import FrameType
 from typing import Any
 
 #: seconds within which a signal that is sent to all processes of a job reaches all of them
-_SPREADING = 5.0
+_SIGNAL_SPREAD_S = 5.0
 
 
-class Notice:
+class LeaveRequest:
     """A request to leave the session, made by a signal or by the program.
 
     Attributes:
-        given: whether this process was asked to leave.
+        requested: whether this process was asked to leave.
     """
 
     def __init__(self, can_wait: Callable[[], bool]) -> None:
-        self.given = False
+        self.requested = False
         self._can_wait = can_wait  # whether a step will end; if not, a signal has its former effect
         self._signalled = False
-        self._former: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
         #: until this time a signal is taken for the one that other ranks have already received
         self._known_until: float | None = None
 
@@ -40,34 +40,34 @@ class Notice:
         for number in _numbers():
             former = signal.getsignal(number)
             if former not in (None, signal.SIG_IGN):
-                self._former[number] = former
-                signal.signal(number, self._heard)
+                self._previous_handlers[number] = former
+                signal.signal(number, self._on_signal)
 
-    def close(self, *, others_were_told: bool) -> None:
+    def close(self, *, leave_was_requested: bool) -> None:
         """Restore the former handlers.
 
-        ``others_were_told``: this process ends because other ranks were asked to leave.  If all ranks were
+        ``leave_was_requested``: this process ends because other ranks were asked to leave.  If all ranks were
         signalled, its own signal may still arrive, and is not a second one.
         """
-        if others_were_told:
-            self._known_until = time.monotonic() + _SPREADING
+        if leave_was_requested:
+            self._known_until = time.monotonic() + _SIGNAL_SPREAD_S
             atexit.register(self._ignore)
         else:
             self._restore()
 
     def _restore(self) -> None:
-        while self._former:
-            number, former = self._former.popitem()
-            if signal.getsignal(number) == self._heard:  # the program has not changed it meanwhile
+        while self._previous_handlers:
+            number, former = self._previous_handlers.popitem()
+            if signal.getsignal(number) == self._on_signal:  # the program has not changed it meanwhile
                 signal.signal(number, former)
 
     def _ignore(self) -> None:
         """Ignore the signals at exit: the interpreter restores default handlers before the process ends."""
-        for number in self._former:
-            if signal.getsignal(number) == self._heard:
+        for number in self._previous_handlers:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._known_until is not None:
             self._restore()
             if time.monotonic() > self._known_until:
@@ -76,7 +76,7 @@ class Notice:
         if self._signalled or not self._can_wait():
             self._restore()
             signal.raise_signal(number)
-        self._signalled = self.given = True
+        self._signalled = self.requested = True
 
 
 def _numbers() -> tuple[int, ...]:

@@ -1,54 +1,33 @@
-"""One training step: its samples, and its commit."""
+"""The blocks of a session, repeated if a rank is lost: training steps, and attempts between them."""
 
 from __future__ import annotations
 
+import enum
 import random
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UsageError
-from ..group import ProcessGroup
-from .progress import RankProgress
+from .commit import RankProgress
 from .samples import Samples, SampleShare, seed_of
-from .state.state import State
+
+if TYPE_CHECKING:
+    from .session import Session
 
 
-class StepOwner(Protocol):
-    """The interface of a session that a step uses."""
+class BlockPhase(enum.Enum):
+    """The state of a block."""
 
-    state: State
-    active: int | None
-
-    @property
-    def position(self) -> int:
-        """Number of completed steps and blocks of ``attempts()``."""
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The current ranks."""
-
-    def begins(self, step: Step) -> None:
-        """Note that the block of ``step`` begins."""
-
-    def exchange(self, step: Step) -> None:
-        """Wait until every rank has called ``commit``; raises GroupError, or StateDiverged if they differ."""
-
-    def recover(self, error: BaseException, progress: RankProgress) -> int | None:
-        """Continue without the lost ranks; raises GroupError if that fails.
-
-        Returns:
-            The new ``position``; None: ``error`` was not caused by a lost rank, and nothing was changed.
-        """
+    NEW = enum.auto()
+    RUNNING = enum.auto()
+    LOST = enum.auto()  #: a rank was lost in the commit, and the step will be repeated
+    ENDED = enum.auto()
 
 
-@refuses_copies(
-    "a Step",
-    "its place in a session",
-    "Copy step.number and step.indices",
-)
+@refuses_copies("a Step", "its place in a session", "Copy step.number and step.indices")
 class Step:
     """One step, from ``session.steps()``; its block is repeated if a rank is lost before the commit.
 
@@ -61,13 +40,13 @@ class Step:
         committed: whether the step is completed.
     """
 
-    def __init__(self, session: StepOwner) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
         self.number = session.state.steps
         self.position = session.position
         self.committed = False
         self._share: SampleShare | None = None
-        self._phase = "new"
+        self._phase = BlockPhase.NEW
 
     @property
     def samples(self) -> Samples:
@@ -101,17 +80,17 @@ class Step:
     @property
     def entered(self) -> bool:
         """Whether the block has begun."""
-        return self._phase != "new"
+        return self._phase is not BlockPhase.NEW
 
     @property
     def running(self) -> bool:
         """Whether the block has begun, and the step is not committed yet."""
-        return self._phase == "running" and not self.committed
+        return self._phase is BlockPhase.RUNNING and not self.committed
 
     @property
     def in_block(self) -> bool:
         """Whether the block has begun and not ended."""
-        return self._phase in ("running", "lost")
+        return self._phase in (BlockPhase.RUNNING, BlockPhase.LOST)
 
     def commit(self) -> None:
         """Wait until every rank has all averaged gradients; then the step is completed.
@@ -137,7 +116,7 @@ class Step:
             if counts is None:
                 raise
             if counts <= self.position:
-                self._phase = "lost"
+                self._phase = BlockPhase.LOST
                 state.put_back()
                 raise
         state.step_counts(0 if self._share is None else self._share.batch)
@@ -146,8 +125,8 @@ class Step:
     def __enter__(self) -> Step:
         if self.entered:
             raise UsageError(f"step {self.number} has been used: session.steps() gives one for each block")
-        self._phase = "running"
-        self._session.begins(self)
+        self._phase = BlockPhase.RUNNING
+        self._session.begin_step(self)
         # Since the step was made, blocks may have been completed, and ranks may have been lost.
         self.position = self._session.position
         self._share = None
@@ -160,7 +139,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        phase, self._phase = self._phase, "over"
+        phase, self._phase = self._phase, BlockPhase.ENDED
         if error is None:
             if not self.committed:
                 raise UsageError(
@@ -168,7 +147,7 @@ class Step:
                     "call it after backward and before the optimiser's step"
                 )
             return False
-        if phase == "lost":
+        if phase is BlockPhase.LOST:
             return isinstance(error, GroupError)
         if self.committed:
             return False
@@ -194,3 +173,66 @@ def seed_generators(seed: int) -> None:
         if devices.is_initialized():
             devices.manual_seed_all(seed)
     random.seed(seed)
+
+
+@refuses_copies("an Attempt", "its place in a session", "Copy what the block computes")
+class Attempt:
+    """One run of a block, from ``session.attempts()``; it is repeated if a rank is lost.
+
+    Args:
+        session: its session.
+
+    Attributes:
+        counts: whether all ranks have completed the block.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.counts = False
+        self._phase = BlockPhase.NEW
+
+    @property
+    def entered(self) -> bool:
+        """Whether the block has begun."""
+        return self._phase is not BlockPhase.NEW
+
+    @property
+    def running(self) -> bool:
+        """Whether the block is running."""
+        return self._phase is BlockPhase.RUNNING
+
+    def __enter__(self) -> Attempt:
+        if self.entered:
+            raise UsageError("an attempt is used once: session.attempts() gives one for each run")
+        session, state = self._session, self._session.state
+        session.begin_attempt(self)
+        state.hold()
+        seed = 0 if state.samples is None else state.samples.seed
+        seed_generators(seed_of(seed, "attempt", session.position, session.group.rank))
+        self._phase = BlockPhase.RUNNING
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        session, position = self._session, self._session.position
+        self._phase = BlockPhase.ENDED
+        progress = RankProgress(position)
+        if error is None:
+            progress = RankProgress(position, position, session.group.epoch)
+            try:
+                session.exchange_attempt_end()
+            except GroupError as failure:
+                error = failure
+        if error is not None:
+            counted = session.recover(error, progress)
+            if counted is None:
+                if kind is None:
+                    raise error
+                return False
+            if counted <= position:
+                session.state.put_back(gradients=False)
+                return True
+        self.counts = True
+        session.count_attempt()
+        return True

@@ -9,11 +9,11 @@ from statistics import median
 
 from ..group.regroup import Regroupable
 from ..parallel import DistributedDataParallel
-from .record import CommitRecord
+from .commit import CommitRecord
 
-_STEPS = 20  # steps per comparison
-_FACTOR = 1.5
-_LEAST = 0.02  # seconds; smaller differences per step are not reported
+_WINDOW_STEPS = 20  # steps per comparison
+_SLOWDOWN_FACTOR = 1.5
+_MIN_EXCESS_S = 0.02  # seconds; smaller differences per step are not reported
 
 
 class Stragglers:
@@ -29,15 +29,15 @@ class Stragglers:
         self._named: set[int] = set()
         self._began = 0.0
 
-    def begin(self, following: Iterable[Regroupable]) -> None:
-        """Note that a step of this rank begins, which uses ``following``."""
-        self._began = _clock(following)
+    def begin(self, regroupables: Iterable[Regroupable]) -> None:
+        """Note that a step of this rank begins, which uses ``regroupables``."""
+        self._began = _clock(regroupables)
 
-    def computed(self, following: Iterable[Regroupable]) -> float:
+    def elapsed_s(self, regroupables: Iterable[Regroupable]) -> float:
         """Return the seconds since the step began, less the time in which backward waited for other ranks."""
-        return _clock(following) - self._began
+        return _clock(regroupables) - self._began
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Discard all measurements: in a new group ranks may have other numbers."""
         self.found = ()
         self._rows.clear()
@@ -48,7 +48,7 @@ class Stragglers:
         if len(rows) == 1:
             return
         self._rows.append([row.busy for row in rows])
-        if len(self._rows) < _STEPS:
+        if len(self._rows) < _WINDOW_STEPS:
             return
         # The median ignores single slow steps.
         usual = [median(each) / 1e6 for each in zip(*self._rows, strict=True)]
@@ -61,17 +61,17 @@ class Stragglers:
             factor = usual[each] / max(slow[each], 1e-6)
             warnings.warn(
                 f"rank {each} of {len(usual)} computes {factor:.1f} times as long as the others "
-                f"({usual[each]:.3g} s a step, median of {_STEPS} steps), which wait for it",
+                f"({usual[each]:.3g} s a step, median of {_WINDOW_STEPS} steps), which wait for it",
                 stacklevel=2,
             )
 
 
-def _clock(following: Iterable[Regroupable]) -> float:
-    models = (each for each in following if isinstance(each, DistributedDataParallel))
+def _clock(regroupables: Iterable[Regroupable]) -> float:
+    models = (each for each in regroupables if isinstance(each, DistributedDataParallel))
     return time.monotonic() - sum(model.waited() for model in models)
 
 
 def _others(usual: Sequence[float], rank: int) -> float | None:
     """Return the seconds that the other ranks take for a step, or None if ``rank`` is not slower."""
     others = median(each for index, each in enumerate(usual) if index != rank)
-    return others if usual[rank] > max(_FACTOR * others, others + _LEAST) else None
+    return others if usual[rank] > max(_SLOWDOWN_FACTOR * others, others + _MIN_EXCESS_S) else None

@@ -29,7 +29,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from .. import _core
 from ..common.copy_refusal import refuses_copies
-from ..common.wording import in_words
+from ..common.formatting import describe_error
 from ..errors import InvalidFutureState, UsageError
 from ..streams import DeviceEvents, events_behind
 from .latch import Latch
@@ -209,7 +209,7 @@ class FutureState(_core.FutureFields, Generic[T]):
                 self._error = failure
                 self._device = None
                 if self.record is not None:
-                    self.record.failure = in_words(failure)
+                    self.record.failure = describe_error(failure)
 
     def _take_up(self, source: FutureSource, claim: list[Any]) -> None:
         """Resume :meth:`_settle` where Ctrl-C interrupted it."""
@@ -249,7 +249,7 @@ class FutureState(_core.FutureFields, Generic[T]):
         record = self.record
         if record is not None:
             if error is not None:
-                record.failure = in_words(error)
+                record.failure = describe_error(error)
             record.ended = monotonic_ns()
         self._done = True
         self._source = self._finish = self._keep = None
@@ -273,7 +273,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             record = self.record
             if record is not None and not record.ended:
                 if self._error is not None:
-                    record.failure = in_words(self._error)
+                    record.failure = describe_error(self._error)
                 record.ended = monotonic_ns()
 
     # -- subscribers ---------------------------------------------------------------------------

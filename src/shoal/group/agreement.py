@@ -19,8 +19,8 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from .. import config
 from ..backend.agreements import Agreeing, AgreementOutcome, News, Op, WitnessRequest
 from ..backend.base import GroupSpec
-from ..common.keywords import explained
-from ..common.wording import in_seconds, in_words, ranks_named
+from ..common.arguments import explain_unknown_keywords
+from ..common.formatting import describe_error, format_seconds, ranks_named
 from ..errors import (
     CollectiveMismatch,
     Evicted,
@@ -92,7 +92,7 @@ class Agreements(Submitter):
         self, value: bytes, op: Literal["gather"], *, timeout: float | None = None
     ) -> Future[Agreement[tuple[bytes, ...]]]: ...
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def agree(self, value: Any, op: str = "and", *, timeout: float | None = None) -> Future[Agreement[Any]]:
         """Agree with all surviving ranks on one value, and on the set of survivors.
 
@@ -278,14 +278,14 @@ class _Following:
         lost, dead = self.agreeing.losses()
         size = len(self.spec.ranks)
         reached = size - len(lost)
-        within = f"{where}: no decision within {in_seconds(self.timeout)}"
+        within = f"{where}: no decision within {format_seconds(self.timeout)}"
         if len(lost) == len(dead) or 2 * reached > size:
             return OperationTimeout(f"{within}: a rank that can be reached has not voted or has not answered")
         apart = [rank for rank in lost if rank not in dead]
         return QuorumLost(
             f"{within}: {ranks_named(apart)} cannot be reached and may be running, and this side has "
             f"{'exactly' if 2 * reached == size else 'less than'} half of the {size} ranks"
-            + (f"; the store could not be asked: {in_words(failure)}" if failure else ""),
+            + (f"; the store could not be asked: {describe_error(failure)}" if failure else ""),
             lost,
         )
 

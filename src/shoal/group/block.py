@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.wording import shown
+from ..common.formatting import error_repr
 from ..errors import CollectiveMismatch, GroupError, PeerLost
 from .diagnostics.watched import Watched
 
@@ -49,7 +49,7 @@ def _unseen_failure(group: Watched) -> GroupError | None:
 
 
 def _abort_after(error: BaseException, group: Watched, *, whole_world: bool) -> None:
-    reason = f"an exception left the group's block on rank {group.rank}: {shown(error)}"
+    reason = f"an exception left the group's block on rank {group.rank}: {error_repr(error)}"
     if whole_world:
         try:
             group._world.abort(reason)

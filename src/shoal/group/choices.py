@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend.arguments import check_options, lanes
 from ..backend.registry import BackendFactory, backend_factory
-from ..common.keywords import misspelt
+from ..common.arguments import unknown_keyword_error
 from ..links import Links
 
 
@@ -43,7 +43,7 @@ class Choices:
             lanes(self.concurrency)
         if self.own_links:
             if parent.factory is None and self.backend is None:
-                raise misspelt(where, list(self.options), others)
+                raise unknown_keyword_error(where, list(self.options), others)
             factory, options = self.engine(parent)
             check_options(factory, options, where, others)
         return self

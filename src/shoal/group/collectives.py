@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..common.keywords import explained
-from ..common.wording import counted
+from ..common.arguments import explain_unknown_keywords
+from ..common.formatting import counted
 from ..future import Future
 from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp, ReduceOpLike
 from .premultiplied import multiply, products
@@ -73,7 +73,7 @@ class Collectives(Submitter):
         call.reduction(reduction, x.dtype)
         return self._in_place(OpKind.ALL_REDUCE, x, timeout, reduction)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def reduce(
         self,
         x: torch.Tensor,
@@ -142,7 +142,7 @@ class Collectives(Submitter):
         submitted = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
         return submitted if source is x else mapped(submitted, lambda _: x)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def all_gather(
         self,
         x: torch.Tensor,
@@ -200,7 +200,7 @@ class Collectives(Submitter):
         sizes = [x.numel()] * self._size
         return self._scatter_gather(OpKind.ALL_GATHER, [x], [out], out, timeout, sizes=sizes)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def reduce_scatter(
         self,
         out: torch.Tensor,
@@ -269,7 +269,7 @@ class Collectives(Submitter):
         sizes = [out.numel()] * self._size
         return self._scatter_gather(OpKind.REDUCE_SCATTER, [x], [out], out, timeout, reduction, sizes=sizes)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def gather(
         self,
         x: torch.Tensor,
@@ -312,7 +312,7 @@ class Collectives(Submitter):
                 call.count(part, f"out[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.GATHER, [x], out, list(out), timeout, root=root, sizes=counts)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def scatter(
         self,
         out: torch.Tensor,
@@ -354,7 +354,7 @@ class Collectives(Submitter):
                 call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.SCATTER, inputs, [out], out, timeout, root=root, sizes=counts)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def all_to_all(
         self,
         out: Sequence[torch.Tensor],

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..common.keywords import explained
-from ..common.wording import in_seconds, ranks_named
+from ..common.arguments import explain_unknown_keywords
+from ..common.formatting import format_seconds, ranks_named
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
 from ..spec import OpKind
@@ -36,7 +36,7 @@ _LAST_WORDS = 2.0
 class MonitoredBarrier(Submitter):
     """The operation ``monitored_barrier`` of a group."""
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
         """A barrier that reports, on every rank, the ranks that did not arrive in time.
 
@@ -88,7 +88,7 @@ class MonitoredBarrier(Submitter):
     def _timed_out(self, missing: list[int], seconds: float) -> OperationTimeout:
         return OperationTimeout(
             f"monitored_barrier of group {self._spec.name!r}: {ranks_named(missing)} did not come "
-            f"within {in_seconds(seconds)}",
+            f"within {format_seconds(seconds)}",
             missing,
         )
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..common.keywords import explained
+from ..common.arguments import explain_unknown_keywords
+from ..common.formatting import text_of
 from ..common.tensor_bytes import TensorBytes
-from ..common.wording import text_of
 from ..errors import UsageError
 from ..future import Future
 from ..spec import ANY_SOURCE
@@ -31,7 +31,7 @@ from .submission import called
 class Objects(Collectives, PointToPoint):
     """The operations of a group on Python objects."""
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
         """Gather picklable objects of all ranks on all ranks; the future's value is their list."""
         left = self._countdown(timeout)
@@ -44,7 +44,7 @@ class Objects(Collectives, PointToPoint):
 
         return sizes.then(exchange)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def gather_object(
         self, obj: Any, root: int = 0, *, dst: int | None = None, timeout: float | None = None
     ) -> Future[list[Any] | None]:
@@ -61,7 +61,7 @@ class Objects(Collectives, PointToPoint):
 
         return sizes.then(exchange)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def broadcast_object(
         self, obj: Any = None, root: int = 0, *, src: int | None = None, timeout: float | None = None
     ) -> Future[Any]:
@@ -79,7 +79,7 @@ class Objects(Collectives, PointToPoint):
 
         return self.broadcast(size, root, timeout=timeout).then(exchange)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def scatter_object(
         self,
         objs: Sequence[Any] | None = None,
@@ -113,13 +113,13 @@ class Objects(Collectives, PointToPoint):
 
         return self.broadcast(sizes, root, timeout=timeout).then(exchange)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
         """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
         # One message, as its header contains the length.
         return self.send(self._pickled(obj), dst, tag, timeout=timeout)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def recv_object(
         self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
     ) -> Future[Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.keywords import explained
+from ..common.arguments import explain_unknown_keywords
 from ..future import Future
 from ..spec import ANY_SOURCE, Operation, OpKind
 from .staging import Staging, readable
@@ -29,7 +29,7 @@ class Message(NamedTuple):
 class PointToPoint(Submitter):
     """The point-to-point operations of a group."""
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
         """Send ``x`` to rank ``dst``.
 
@@ -43,7 +43,7 @@ class PointToPoint(Submitter):
         """
         return self._submit_messages([self._send_operation(self._call("send"), x, dst, tag, timeout)])[0]
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def recv(
         self,
         x: torch.Tensor | None = None,
@@ -65,7 +65,7 @@ class PointToPoint(Submitter):
         """
         return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def recv_message(
         self,
         x: torch.Tensor | None = None,

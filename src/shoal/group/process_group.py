@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from ..backend.base import Backend, GroupSpec, ident_of
+from ..common.arguments import explain_unknown_keywords, keyword_names
 from ..common.copy_refusal import refuses_copies
-from ..common.keywords import explained, named
-from ..common.uncompiled import uncompiled
-from ..common.wording import encodable
+from ..common.formatting import encodable
+from ..common.never_compile import never_compile
 from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
 from ..links import Links, connect_some
 from ..recorder import FlightRecorder
@@ -193,7 +193,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
 
     # -- memory --------------------------------------------------------------------------------
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def empty(
         self,
         *shape: int | Sequence[int],
@@ -370,7 +370,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         if scope not in ("all", "pair"):
             call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
         choices = Choices(None if scope == "all" else scope, concurrency, backend, options)
-        choices.checked(called(call.name, self), named(getattr(ProcessGroup, call.name)), self._links)
+        choices.checked(called(call.name, self), keyword_names(getattr(ProcessGroup, call.name)), self._links)
         factory = choices.engine(self._links)[0] if choices.own_links else None
         scopes = getattr(factory, "scopes", self._backend.scopes)
         if scope not in scopes:
@@ -414,10 +414,10 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         if factory is self._links.factory and options == self._links.options:
             return self._links
         watching = nullcontext(lambda: None) if given is None else self._lists.connecting(self, given)
-        with watching as look:
+        with watching as check:
             return connect_some(
                 self._world.membership, ranks, factory,
-                timeout=timeout, options=options, store=store, lost=self._links.lost, look=look,
+                timeout=timeout, options=options, store=store, lost=self._links.lost, check=check,
             )  # fmt: skip
 
     @property
@@ -494,7 +494,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             may_abort = self._state == "open"
             end_block(self, error, may_abort, is_first=self._is_first, goes_on=successor is not None)
 
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
             self._world.dropped(self)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from .. import config, failure_report
 from ..backend.agreements import Op
 from ..backend.base import GroupSpec, ident_of
-from ..common.keywords import explained
-from ..common.wording import ranks_named
+from ..common.arguments import explain_unknown_keywords
+from ..common.formatting import ranks_named
 from ..errors import OperationTimeout, ProtocolError, TooFewRanks
 from ..net import Deadline
 from ..store import PrefixStore, Store
@@ -143,7 +143,7 @@ class Rebuilding(Agreements):
     #: the new group of a rebuild that failed before it was complete
     _pending: Any = None
 
-    @explained(called)
+    @explain_unknown_keywords(called)
     def rebuild(
         self: R,
         *,

@@ -16,7 +16,7 @@ import torch
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
-from ..common.keywords import checked_seconds, misspelt, named
+from ..common.arguments import checked_seconds, keyword_names, unknown_keyword_error
 from ..errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, UnsupportedOperation
 from ..future import Completion, Future, callback_scope
 from ..recorder import FlightRecorder
@@ -219,8 +219,8 @@ class Submitter:
     # -- refusals ------------------------------------------------------------------------------
 
     def _refuse_keywords(self, name: str, unknown: Iterable[str]) -> NoReturn:
-        """Raise for unknown keywords, in latency-critical operations, which avoid ``keywords.explained``."""
-        raise misspelt(called(name, self), unknown, named(getattr(type(self), name)))
+        """Raise for unknown keywords, in latency-critical operations, which avoid the decorator's cost."""
+        raise unknown_keyword_error(called(name, self), unknown, keyword_names(getattr(type(self), name)))
 
     def _checked_timeout(self, timeout: float) -> float:
         return checked_seconds("timeout", timeout, f" on rank {self._rank}")

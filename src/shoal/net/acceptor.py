@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import ExitStack
 
 from ..common.deadline import Deadline
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import WireError, WireTimeout
 from .authentication import PendingHandshake, encryption_for
 from .connection import Connection
@@ -88,10 +88,10 @@ class Acceptor:
                 else:
                     self._step(key.data)
             for pending in [each for each, at in self._pending.items() if at <= time.monotonic()]:
-                self._refuse(pending, f"it stayed silent for {in_seconds(self._handshake_timeout)}")
+                self._refuse(pending, f"it stayed silent for {format_seconds(self._handshake_timeout)}")
             if deadline.expired and not self._ready:
                 why = f"; the last that tried was refused: {self.refused}" if self.refused else ""
-                raise WireTimeout(f"nobody connected within {in_seconds(timeout)}{why}")
+                raise WireTimeout(f"nobody connected within {format_seconds(timeout)}{why}")
         return self._ready.popleft()
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from ..common.deadline import Deadline
 from ..common.decoding import MalformedMessage, from_msgpack
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import UsageError, WireError, WireTimeout
 from .addresses import peer_name
 from .frames import MAX_JOINED_BYTES, FrameReader, frame_header
@@ -197,7 +197,7 @@ class Connection:
         if poll is self._readable and self._stream.pending():
             return
         if not poll.poll(deadline.milliseconds()):
-            raise WireTimeout(f"waited {in_seconds(deadline.timeout)} for {what} {self.peer}")
+            raise WireTimeout(f"waited {format_seconds(deadline.timeout)} for {what} {self.peer}")
 
     def _check_open(self) -> None:
         if self.closed:

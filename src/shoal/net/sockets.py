@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 from ..common.deadline import Deadline
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import AuthenticationError, UsageError, WireError, WireTimeout
 from .addresses import refuse_other_users, resolve
 from .authentication import authenticate
@@ -166,7 +166,7 @@ def _connect_socket(family: int, address: Any, name: str, deadline: Deadline) ->
     except BaseException as error:
         sock.close()
         if isinstance(error, TimeoutError):
-            raise WireTimeout(f"no connection to {name} within {in_seconds(deadline.timeout)}") from error
+            raise WireTimeout(f"no connection to {name} within {format_seconds(deadline.timeout)}") from error
         if isinstance(error, OSError) and not isinstance(error, AuthenticationError):
             raise WireError(f"cannot connect to {name}: {error.strerror or error}") from error
         raise

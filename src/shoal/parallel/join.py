@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..common.arguments import accepted_keywords, keyword_names, unknown_keyword_error
 from ..common.copy_refusal import refuses_copies
-from ..common.keywords import misspelt, named, taken
-from ..common.wording import ranks_named, shown
+from ..common.formatting import error_repr, ranks_named
 from ..errors import (
     GroupError,
     ModelMismatch,
@@ -305,7 +305,9 @@ class Join:
         ):
             error.agreed = True
             return
-        self._group.abort(f"an exception left the block of a Join on rank {self._group.rank}: {shown(error)}")
+        self._group.abort(
+            f"an exception left the block of a Join on rank {self._group.rank}: {error_repr(error)}"
+        )
 
     def _others_do_not_wait(self) -> bool:
         """Whether no rank waits for this one, which leaves the block because of a nested Join.
@@ -380,11 +382,11 @@ def _common_group(joinables: Sequence[Joinable]) -> ProcessGroup:
 def _refuse_unknown(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> None:
     """Raise for a keyword argument that no joinable takes."""
     hooks = [joinable.join_hook for joinable in joinables]
-    if any(taken(hook) is None and not hasattr(hook, "_takes_named_options") for hook in hooks):
+    if any(accepted_keywords(hook) is None and not hasattr(hook, "_takes_named_options") for hook in hooks):
         return
-    known = dict.fromkeys(name for hook in hooks for name in named(hook))
+    known = dict.fromkeys(name for hook in hooks for name in keyword_names(hook))
     if unknown := [name for name in kwargs if name not in known]:
-        raise misspelt("Join", unknown, [*named(Join), *known])
+        raise unknown_keyword_error("Join", unknown, [*keyword_names(Join), *known])
 
 
 def _group_of(joinable: Joinable) -> ProcessGroup:
@@ -408,7 +410,7 @@ def _config(joinable: Joinable) -> JoinConfig:
 
 
 def _hook(joinable: Joinable, kwargs: dict[str, Any]) -> JoinHook:
-    names = taken(joinable.join_hook)
+    names = accepted_keywords(joinable.join_hook)
     if names is not None:
         kwargs = {name: value for name, value in kwargs.items() if name in names}
     hook = joinable.join_hook(**kwargs)

@@ -2,29 +2,20 @@
 
     membership = rendezvous("tcp://10.0.0.1:29400")     # -> rank, size, store, secret, ...
 
-``environment`` reads the launcher's variables, ``schemes`` opens the venue that a URL names, ``place`` is the
-open rendezvous point, ``meeting`` is the protocol by which the ranks meet there, and ``meet`` returns the
-resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for users.
+``launcher_variables`` reads the launcher's variables, ``schemes`` opens the venue that a URL names, ``point``
+is the open rendezvous point, ``protocol`` is the protocol by which the ranks meet there, and ``meet`` returns
+the resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for users.
 """
 
 from ..store.urls import EXTERNAL_SCHEMES, set_rendezvous_opener
-from .environment import Launch
-from .host import LOOPBACK, loopback_trouble
-from .meet import meet_at, meet_beside, rendezvous
-from .membership import Membership
-from .place import RendezvousPoint, open_place
-from .private import default_secret, private_directory, user_secret
-from .record import job_record, note_exit, note_wanted, root_of
+from .addresses import LOOPBACK, loopback_error
+from .launcher_variables import Launch
+from .membership import Membership, rendezvous, rendezvous_again_at, rendezvous_at
+from .point import RendezvousPoint, open_point
+from .records import job_keys, job_record, report_exit, set_wanted_size
 from .schemes import env, external, file, tcp
-from .venue import (
-    Handler,
-    Request,
-    Venue,
-    open_venue,
-    parse_url,
-    register_rendezvous,
-    unregister_rendezvous,
-)
+from .user_files import default_secret, private_directory, user_secret
+from .venue import Handler, Request, Venue, open_venue, parse_url, register_rendezvous, unregister_rendezvous
 
 register_rendezvous("env", env)
 register_rendezvous("tcp", tcp)
@@ -42,19 +33,19 @@ __all__ = [
     "Request",
     "Venue",
     "default_secret",
+    "job_keys",
     "job_record",
-    "loopback_trouble",
-    "meet_at",
-    "meet_beside",
-    "note_exit",
-    "note_wanted",
-    "open_place",
+    "loopback_error",
+    "open_point",
     "open_venue",
     "parse_url",
     "private_directory",
     "register_rendezvous",
     "rendezvous",
-    "root_of",
+    "rendezvous_again_at",
+    "rendezvous_at",
+    "report_exit",
+    "set_wanted_size",
     "unregister_rendezvous",
     "user_secret",
 ]

@@ -1,10 +1,16 @@
-"""The handlers of ``env://``, ``tcp://`` and ``file://``, and of third-party servers."""
+"""The handlers of ``env://``, ``tcp://`` and ``file://``, and of third-party servers.
+
+Rank 0 of a ``tcp://`` rendezvous starts a server if none listens. Further worlds of the process at the same
+address use that server too, so it runs until the last of them is closed.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import random
 import socket
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlunsplit
 
 from .. import config
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import (
     AuthenticationError,
     ConfigurationError,
@@ -20,14 +26,14 @@ from ..errors import (
     RendezvousTimeout,
     StoreTimeout,
     UsageError,
+    WireError,
 )
 from ..net import has_listener
-from ..store import FileStore, MemoryStore, TCPStore
+from ..store import FileStore, MemoryStore, TCPStore, TCPStoreServer
 from ..store.urls import open_external
-from .environment import Launch, read
-from .host import address_towards, is_loopback, is_mine, loopback_trouble, resolve
-from .hosting import share
-from .private import SET_A_SECRET, PrivateFile, user_secret
+from .addresses import address_on_route_to, is_local_address, is_loopback, loopback_error, resolve
+from .launcher_variables import Launch, read
+from .user_files import SET_A_SECRET, PrivateFile, user_secret
 from .venue import Request, Venue, open_venue, parse_url, store_address
 
 #: seconds between two lookups of a name that is not known yet
@@ -57,11 +63,7 @@ def env(request: Request) -> Venue:
     except ConfigurationError as error:
         raise ConfigurationError(f"{launch.launcher}: {error}") from None
     return replace(
-        venue,
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        job=launch.job,
-        epoch=launch.epoch,
+        venue, local_rank=launch.local_rank, local_size=launch.local_size, job=launch.job, epoch=launch.epoch
     )
 
 
@@ -73,13 +75,13 @@ def _launched(launch: Launch, request: Request) -> Venue:
         return open_venue(replace(request, url=url, job=launch.job))
     if request.size == 1:
         return Venue(MemoryStore(), 0, 1)
-    meeting_file = PrivateFile(launch.job, launch.marker)
+    meeting_file = PrivateFile(launch.job, launch.rank_variable)
     return Venue(
         meeting_file.store(request.deadline.timeout),
         request.rank,
         request.size,
         private=True,
-        met=meeting_file.unlink,
+        on_complete=meeting_file.unlink,
         close=meeting_file.close,
     )
 
@@ -103,19 +105,19 @@ def tcp(request: Request) -> Venue:
     """
     host, port = _host_and_port(request)
     address = _address(host, port, request)
-    if is_loopback(address) and (trouble := loopback_trouble()):
+    if is_loopback(address) and (trouble := loopback_error()):
         raise RendezvousError(f"rendezvous at {host}:{port}: {trouble}")
     secret = request.secret or user_secret()
     may_serve = request.serves and request.rank in (0, None) and request.size is not None
-    serves = may_serve and is_mine(address)
+    serves = may_serve and is_local_address(address)
     hosted = share(address, port, secret, start=serves)
     while serves and hosted is None and not has_listener(address, port, timeout=request.deadline.remaining()):
         if request.deadline.expired:
             raise RendezvousTimeout(
                 f"rendezvous: {'this process' if request.rank is None else 'rank 0'} cannot serve the store "
                 f"at {host}:{port}: another socket has used the port for "
-                f"{in_seconds(request.deadline.timeout)} without listening on it; choose a port outside of "
-                "the range in /proc/sys/net/ipv4/ip_local_port_range"
+                f"{format_seconds(request.deadline.timeout)} without listening on it; choose a port outside "
+                "of the range in /proc/sys/net/ipv4/ip_local_port_range"
             )
         time.sleep(0.05)  # most likely the local port of a connection, which will be closed
         hosted = share(address, port, secret, start=True)
@@ -140,7 +142,7 @@ def tcp(request: Request) -> Venue:
     venue = Venue(store, request.rank, request.size, secret=secret, address=address)
     if hosted is None:
         return venue
-    return replace(venue, alone=partial(hosted.alone, store), close=hosted.close)
+    return replace(venue, others_disconnected=partial(hosted.others_disconnected, store), close=hosted.close)
 
 
 def _server_of(request: Request) -> str:
@@ -190,7 +192,7 @@ def _address(host: str, port: int, request: Request) -> str:
     address, secret = _resolved(host, port, request), request.secret
     if secret and is_loopback(address) and not _means_loopback(host):
         # Many systems map their own name to loopback in /etc/hosts, where other hosts cannot reach it.
-        return address_towards(address)
+        return address_on_route_to(address)
     if not secret and not is_loopback(address):
         raise ConfigurationError(
             f"rendezvous at {host}:{port} is beyond this host and the job has no secret: set the same one "
@@ -213,9 +215,10 @@ def _resolved(host: str, port: int, request: Request) -> str:
                 ) from error
             if request.deadline.expired:
                 raise RendezvousTimeout(
-                    f"rendezvous: for {in_seconds(request.deadline.timeout)} the name of the store's host, "
-                    f"{host!r}, has been unknown: {error}.  In Kubernetes pods have names through a headless "
-                    "Service with publishNotReadyAddresses: true, which the Job names as its subdomain"
+                    f"rendezvous: for {format_seconds(request.deadline.timeout)} the name of the store's "
+                    f"host, {host!r}, has been unknown: {error}.  In Kubernetes pods have names through a "
+                    "headless Service with publishNotReadyAddresses: true, which the Job names as its "
+                    "subdomain"
                 ) from error
         time.sleep(min(_NAME_RETRY_INTERVAL_S, request.deadline.remaining()))
 
@@ -227,3 +230,65 @@ def _means_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+_Address = tuple[int, str, int]
+
+_lock = threading.Lock()
+_shares: dict[_Address, list[ServerShare]] = {}
+
+
+class ServerShare:
+    """One world's reference to a server of this process."""
+
+    def __init__(self, address: _Address, server: TCPStoreServer) -> None:
+        self._address = address
+        self._leaving = False
+        self.server = server
+
+    def others_disconnected(self, store: TCPStore) -> bool:
+        """Return whether no other world or client needs the server; ``store``: this world's client."""
+        with _lock:
+            if any(share is not self and not share._leaving for share in _shares[self._address]):
+                self._leaving = True  # another world keeps the server running
+                return True
+        return self.server.clients <= store.connections
+
+    def close(self) -> None:
+        """Release the server; the last release closes it."""
+        with _lock:
+            shares = _shares[self._address]
+            shares.remove(self)
+            if shares:
+                return
+            del _shares[self._address]
+        self.server.close()
+
+
+def share(address: str, port: int, secret: bytes, *, start: bool) -> ServerShare | None:
+    """Return a reference to this process's server at the address, or None if it has none there.
+
+    With ``start``, first start a server if neither this nor another process has one there.
+    """
+    # A forked child has its parent's table but not its threads.
+    key = (os.getpid(), address, port)
+    with _lock:
+        if key in _shares:
+            found = ServerShare(key, _shares[key][0].server)
+        elif start:
+            try:
+                found = ServerShare(key, TCPStoreServer(address, port, secret).start())
+            except WireError:
+                return None  # another process listens there: a server that was started for the job
+        else:
+            return None
+        _shares.setdefault(key, []).append(found)
+        return found
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may hold the old lock
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

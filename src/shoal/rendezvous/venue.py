@@ -11,10 +11,10 @@ from urllib.parse import SplitResult
 from .. import config
 from ..errors import UsageError
 from ..net import Deadline
-from ..store import Store
+from ..store import Store, adopt
 from ..store.external.url import redacted, split_url
 from ..store.urls import check_scheme, known_schemes, load_scheme, open_parts, set_rendezvous_opener
-from .host import resolve
+from .addresses import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Request:
     serves: bool = True
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """Do nothing."""
 
 
@@ -63,13 +63,14 @@ class Venue:
             precedence.
         secret: of the venue, for a job without one; b"": none.
         private: only this job's user can read the store, so a secret can be agreed on in it.
-        brief: the store may end before the group, so the ranks leave the meeting once they are connected.
+        leaves_store_early: the store may end before the group, so the ranks leave the meeting once
+            they are connected.
         address: numeric network address of the store, if any; ranks on other hosts listen on the interface
             with the route to it.
         advice: what a user should do after a failed meeting, as the end of a sentence.
-        alone: in a process that serves the store and so must end last: returns whether all others have
-            disconnected. None in other processes.
-        met: called when all ranks have met.
+        others_disconnected: in a process that serves the store and so must end last: returns whether
+            all others have disconnected. None in other processes.
+        on_complete: called when all ranks have met.
         close: called after the store is closed.
     """
 
@@ -82,11 +83,11 @@ class Venue:
     epoch: int | None = None
     secret: bytes = field(default=b"", repr=False)
     private: bool = False
-    brief: bool = False
+    leaves_store_early: bool = False
     address: str | None = None
     advice: str = START_AGAIN
-    alone: Callable[[], bool] | None = None
-    met: Callable[[], None] = nothing
+    others_disconnected: Callable[[], bool] | None = None
+    on_complete: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
 
 
@@ -167,3 +168,13 @@ def store_address(store: Store) -> str | None:
         return resolve(store.host, 0)[0]
     except OSError:
         return None
+
+
+def caller_venue(store: object, request: Request) -> Venue:
+    """Return the venue in a store of shoal or torch, which stays open when the group is closed.
+
+    Raises UsageError if ``store`` is neither.
+    """
+    ours = adopt(store)
+    # private: by passing the store, the caller trusts everyone who can read it.
+    return Venue(ours.clone(), request.rank, request.size, private=True, address=store_address(ours))

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..common.arguments import checked_seconds
 from ..common.copy_refusal import refuses_copies
-from ..common.keywords import checked_seconds
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
+from ..common.process_identity import ProcessIdentity
 from ..errors import (
     AgentClosed,
     CallTimeout,
@@ -30,7 +31,6 @@ from ..errors import (
 )
 from ..future import Future, pool
 from ..net import Deadline
-from ..rendezvous.host import Here
 from ..store import Store
 from .barrier import Barriers
 from .calls import call
@@ -79,7 +79,7 @@ class Agent:
         name: str,
         job: str,
         epoch: int,
-        here: Here,
+        identity: ProcessIdentity,
         host: str,
         store: Store,
         namespace: str,
@@ -109,7 +109,7 @@ class Agent:
         self._on_lost: list[Callable[[str], Any]] = []
         #: notified when a connection has ended, and when the agent is closed
         self._ended = threading.Condition()
-        self.directory = Directory(store, namespace, here.machine)
+        self.directory = Directory(store, namespace)
         maps = checked(device_maps, name)
         self.endpoint = Endpoint(name, memory, heartbeat)
         self.watch = EventWatcher(self.endpoint)
@@ -128,13 +128,11 @@ class Agent:
             self.endpoint.close(0.0)
             raise
         self.worker = Worker(
-            name=name, incarnation=incarnation(), rank=rank, pid=os.getpid(), process=here.process,
-            machine=here.machine, host=host, unix=self.links.unix, address=interface, port=self.links.port,
+            machine=identity.machine, process=identity.process, name=name, incarnation=incarnation(),
+            rank=rank, host=host, unix=self.links.unix, address=interface, port=self.links.port,
         )  # fmt: skip
         self._barriers = Barriers(self.worker, self.directory, store, namespace)
-        self.service = Service(
-            self, name, os.getpid(), here.machine.split("/")[0], self.endpoint, self.links, serve
-        )
+        self.service = Service(self, name, os.getpid(), identity.hostname, self.endpoint, self.links, serve)
         self.recorder = CallRecorder(self, job)
         self.executor = self.service.executor = Executor(
             self.endpoint.post, self.service.handle, handlers, name
@@ -347,8 +345,8 @@ class Agent:
                 names.add(self.links.line(number).worker.name)
         text = (
             f"worker {self.name!r}: {', '.join(map(repr, sorted(names)))} did not take all that was queued "
-            f"within the {in_seconds(deadline.timeout)} of close(): calls and posts that were not sent are "
-            "lost.  Close with a longer timeout, or wait for the result of a later call"
+            f"within the {format_seconds(deadline.timeout)} of close(): calls and posts that were not sent "
+            "are lost.  Close with a longer timeout, or wait for the result of a later call"
         )
         if graceful:
             raise CallTimeout(text)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterable
 
-from ..common.wording import counted, in_seconds
+from ..common.formatting import counted, format_seconds
 from ..errors import ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ..net import Deadline
 from ..store import Store
@@ -99,7 +99,7 @@ class Barriers:
         """Raise WorkerLost if ``worker`` has ended or was replaced."""
         now = self._directory.look(worker.name)
         replaced = now is not None and now.incarnation != worker.incarnation
-        if replaced or worker.is_gone(self._me.machine):
+        if replaced or worker.is_dead():
             raise WorkerLost(
                 f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before it reached a "
                 "barrier",
@@ -109,7 +109,7 @@ class Barriers:
     def _absent(self, missing: list[str], members: list[str], deadline: Deadline) -> UnknownWorker:
         return UnknownWorker(
             f"worker {self._me.name!r}: {', '.join(map(repr, missing))} did not reach a barrier of "
-            f"{counted(len(members), 'worker')} within {in_seconds(deadline.timeout)}"
+            f"{counted(len(members), 'worker')} within {format_seconds(deadline.timeout)}"
         )
 
 

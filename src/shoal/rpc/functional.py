@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import torch
 
 from .. import config
-from ..common.keywords import checked_count
+from ..common.arguments import checked_count
 from ..distributed.lifecycle import rendezvous_address
 from ..errors import ShoalError, UsageError
 from ..future import Future
 from ..net import Deadline
-from ..rendezvous.environment import read
-from ..rendezvous.place import RendezvousPoint, checked_request, opened
+from ..rendezvous.launcher_variables import read
+from ..rendezvous.point import RendezvousPoint, checked_request, open_request
 from ..torch_terms.durations import CLOSING
 from .agent import Agent
 from .calls.default import UNSET, call_timeout, default_agent, state
@@ -224,7 +224,7 @@ def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadl
         host=None,
         job=None,
     )
-    return opened(replace(request, deadline=deadline))
+    return open_request(replace(request, deadline=deadline))
 
 
 def _joined(
@@ -236,7 +236,7 @@ def _joined(
     if rank is None:
         raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method sets it")
     store = keys_of(place.store, "meeting", next(_meetings))
-    meeting = WorkerMeeting(store, place.here, name, rank, size, "shutdown")
+    meeting = WorkerMeeting(store, place.identity, name, rank, size, "shutdown")
     meeting.gather(deadline)
     try:
         agent = at_place(place, name, settings)
@@ -245,7 +245,7 @@ def _joined(
         raise
     try:
         meeting.join(deadline)
-        place.venue.met()
+        place.venue.on_complete()
     except BaseException:
         agent.close(_MIN_CLOSE_S, graceful=False)
         raise

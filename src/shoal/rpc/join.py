@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from .. import config
-from ..common.keywords import checked_count, checked_seconds
+from ..common.arguments import checked_count, checked_seconds
+from ..common.process_identity import ProcessIdentity
 from ..errors import UsageError
 from ..group import ProcessGroup
 from ..net import Deadline
-from ..rendezvous.host import here
-from ..rendezvous.place import RendezvousPoint, open_place
+from ..rendezvous.point import RendezvousPoint, open_point
 from .agent import Agent
 from .connection.device_maps import DeviceMaps
 from .connection.directory import checked_name
@@ -79,7 +79,7 @@ def join(
                 "group= determines url, store, secret, job and host_id: do not pass these arguments"
             )
         return _of_group(name, group, settings)
-    place = open_place(url, store=store, timeout=settings["timeout"], secret=secret, host=host_id, job=job)
+    place = open_point(url, store=store, timeout=settings["timeout"], secret=secret, host=host_id, job=job)
     try:
         return at_place(place, _named(name, place.venue.rank), settings)
     except BaseException:
@@ -113,7 +113,7 @@ def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Age
     """Make a worker with an open rendezvous point, which it closes when it is closed."""
     rank = place.venue.rank
     return Agent(
-        name, place.job, place.epoch, place.here, place.host, place.store, "workers",
+        name, place.job, place.epoch, place.identity, place.host, place.store, "workers",
         secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
         release=partial(_leave, place), **settings,
     )  # fmt: skip
@@ -122,7 +122,9 @@ def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Age
 def _leave(place: RendezvousPoint, timeout: float) -> None:
     """Close the store; if this process serves it, first wait (at most ``timeout``) until others left."""
     deadline = Deadline(timeout)
-    while place.venue.alone is not None and not (place.venue.alone() or deadline.expired):
+    while place.venue.others_disconnected is not None and not (
+        place.venue.others_disconnected() or deadline.expired
+    ):
         time.sleep(_POLL_INTERVAL_S)
     place.close()
 
@@ -141,10 +143,11 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
         store.close()
         world.exit(timeout)
 
-    meeting = WorkerMeeting(keys_of(store, "group", count), here(), name, group.rank, group.size, "close")
+    identity = ProcessIdentity.current()
+    meeting = WorkerMeeting(keys_of(store, "group", count), identity, name, group.rank, group.size, "close")
     try:
         agent = Agent(
-            name, membership.job, membership.epoch, here(), membership.host, store, "workers",
+            name, membership.job, membership.epoch, identity, membership.host, store, "workers",
             secret=membership.secret, interface=membership.interface, rank=group.rank,
             release=release, meeting=meeting, **settings,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
-from ..common.keywords import checked_seconds
+from ..common.arguments import checked_seconds
 from ..errors import AgentClosed, CallTimeout, ShoalError, UsageError, WorkerLost
 from ..future import Future
 from .calls import call, profiling

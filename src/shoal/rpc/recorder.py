@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import config
 from ..common.copy_refusal import refuses_copies
-from ..common.wording import counted, text_of
+from ..common.formatting import counted, text_of
 from ..errors import CallTimeout
 from ..group.diagnostics import dumps
 from ..recorder import table

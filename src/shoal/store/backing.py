@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ..common.copy_refusal import refuses_copies
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import StoreError, StoreTimeout
 from ..net import Deadline
 from .requests import MAX_VALUE, Operations, StoreRequest
@@ -136,7 +136,7 @@ class Backing(Operations, RequestExecutor):
             return
         if deadline.expired:
             raise StoreTimeout(
-                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: "
+                f"key {key!r} could not be changed within {format_seconds(deadline.timeout)}: "
                 f"{type(self).__name__}.swap returned False {times} times for the value that get_now had "
                 "just returned. Either other clients change the key constantly, or swap compares incorrectly"
             )

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from .. import config
 from ..common.copy_refusal import refuses_copies
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
 from ..errors import ForkedProcess, StoreError, StoreTimeout, UsageError
 from ..net import Deadline
 from . import requests
@@ -325,4 +325,4 @@ def timed_out(missing: Sequence[str], timeout: float) -> StoreTimeout:
     """Return the error that names the missing keys."""
     named = ", ".join(repr(key) for key in missing[:16])
     more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
-    return StoreTimeout(f"waited {in_seconds(timeout)}, and these keys were not set: {named}{more}")
+    return StoreTimeout(f"waited {format_seconds(timeout)}, and these keys were not set: {named}{more}")

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..common.decoding import MalformedMessage
-from ..common.trusted_file import OpenedFile, open_trusted, reopen_trusted
-from ..common.wording import in_seconds
+from ..common.formatting import format_seconds
+from ..common.trusted_file import TrustedFile, open_trusted, reopen_trusted
 from ..errors import StoreError, StoreTimeout
 from ..net import Deadline, close_in_forked_child
 from .backing import RequestExecutor
@@ -137,7 +137,7 @@ class _File(RequestExecutor):
         # The holder may be waiting for another process, so even a call without time left waits for a while.
         if not self._mutex.acquire(timeout=deadline.remaining() + _REPLY_MARGIN_S):
             raise StoreTimeout(
-                f"file store {self.path} was busy in another thread for {in_seconds(deadline.timeout)}"
+                f"file store {self.path} was busy in another thread for {format_seconds(deadline.timeout)}"
             )
         try:
             if self.closed.is_set():
@@ -153,7 +153,7 @@ class _File(RequestExecutor):
 class LogFile:
     """One process's view of the log; it owns ``file``, which ``common/trusted_file.py`` has opened."""
 
-    def __init__(self, path: Path, file: OpenedFile) -> None:
+    def __init__(self, path: Path, file: TrustedFile) -> None:
         self.path = path
         self._offset = len(_MAGIC)
         self._checked = False
@@ -176,7 +176,7 @@ class LogFile:
                 if deadline.expired:
                     raise StoreTimeout(
                         f"file store {self.path} stayed locked by another process for "
-                        f"{in_seconds(deadline.timeout)}; is it stopped?"
+                        f"{format_seconds(deadline.timeout)}; is it stopped?"
                     ) from None
             # A blocking flock() has no deadline. The pauses are random so that every process gets a turn.
             time.sleep(pause * random.random())

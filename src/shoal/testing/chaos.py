@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ..common.wording import ranks_named
+from ..common.formatting import ranks_named
 from ..errors import UsageError
 from ..group import ProcessGroup
 from .leaks import no_leaks

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.wording import counted
+from ..common.formatting import counted
 from ..errors import RemoteError
 
 

@@ -21,11 +21,11 @@ from multiprocessing.forkserver import ensure_running
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ..common.wording import counted
+from ..common.formatting import counted
 from ..errors import UsageError
 from ..net import Deadline
 from ..rendezvous import job_record
-from ..rendezvous.record import room_of, root_of
+from ..rendezvous.records import job_keys, round_keys
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
 from . import faults
 from .leaks import ignoring
@@ -120,7 +120,7 @@ class Ranks:
                 else TCPStoreServer(at, secret=secret.encode(), records=job_record(size)).start()
             )
             self._client = TCPStore(self._server.host, self._server.port, secret.encode(), timeout=timeout)
-        self.store: Store = PrefixStore("store", room_of(root_of(self._client, "default", 0), 0))
+        self.store: Store = PrefixStore("store", round_keys(job_keys(self._client, "default", 0), 0))
         options = {"backend": backend, "timeout": timeout if op_timeout is None else op_timeout, **options}
         self._ranks: list[Child] = []
         try:

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ..backend.registry import backend_factory
-from ..common.wording import counted, in_seconds
+from ..common.formatting import counted, format_seconds
 from ..group import ProcessGroup
 from ..initialize import world_group
 from ..net import Deadline
-from ..rendezvous.meet import meet_at
-from ..rendezvous.place import RendezvousPoint
+from ..rendezvous.membership import rendezvous_at
+from ..rendezvous.point import RendezvousPoint
 from ..rendezvous.venue import Request, Venue
 from ..store import MemoryStore
 from .outcome import Outcome, failed, values
@@ -85,7 +85,7 @@ def run_threads(
                 host=None if hosts is None else hosts[rank],
             )
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
-            membership = meet_at(RendezvousPoint.at(venue, request))
+            membership = rendezvous_at(RendezvousPoint.at(venue, request))
             return world_group(
                 membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
             )
@@ -145,14 +145,16 @@ def stack_of(thread: threading.Thread) -> str:
 
 def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
     """Print all stacks, then abort the groups."""
-    print(f"run_threads: not all ranks returned within {in_seconds(timeout)}; all stacks:", file=sys.stderr)
+    print(
+        f"run_threads: not all ranks returned within {format_seconds(timeout)}; all stacks:", file=sys.stderr
+    )
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     late = [rank for rank in ranks if rank.outcome is None]
     for rank in late:
         rank.outcome = Outcome(rank.rank, stacks=stack_of(rank.thread), at=time.monotonic())
     for rank in ranks:
         if rank.group is not None:
-            rank.group.world.abort(f"run_threads gave up after {in_seconds(timeout)}")
+            rank.group.world.abort(f"run_threads gave up after {format_seconds(timeout)}")
     end = time.monotonic() + _AFTER_ABORT
     for rank in late:
         rank.thread.join(max(end - time.monotonic(), 0.0))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..common.decoding import MalformedMessage, from_json
-from ..common.wording import counted, ranks_named
+from ..common.formatting import counted, ranks_named
 from . import call_dumps
 from .call_dumps import CallDump, DumpedError, Stack, place_of
 

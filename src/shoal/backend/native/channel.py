@@ -19,7 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ... import _core, config, failure_report
-from ...common.wording import counted, encodable
+from ...common.formatting import counted, encodable
 from ...errors import (
     CollectiveMismatch,
     GroupClosed,

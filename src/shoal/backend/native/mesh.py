@@ -25,7 +25,7 @@ import msgspec
 from ... import failure_report
 from ... import net as wire
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.wording import in_seconds, ranks_named
+from ...common.formatting import format_seconds, ranks_named
 from ...errors import (
     AuthenticationError,
     RendezvousError,
@@ -217,12 +217,12 @@ class _Builder:
                 with contextlib.suppress(StoreTimeout):
                     values = store.multi_get(keys, min(_PEER_CHECK_INTERVAL_S, self._deadline.remaining()))
                     return [self._address(rank, value) for rank, value in enumerate(values)]
-                self._me.look()
+                self._me.check()
                 if self._deadline.expired:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RendezvousTimeout(
                         f"rank {self._me.rank}: {ranks_named(missing)} did not connect within "
-                        f"{in_seconds(self._deadline.timeout)}; they are late or hang"
+                        f"{format_seconds(self._deadline.timeout)}; they are late or hang"
                     )
         except StoreError:
             # The store may have been in a failed rank, whose sockets close shortly before its process ends.
@@ -277,7 +277,7 @@ class _Builder:
             if rank_of and self._deadline.expired:
                 raise RendezvousTimeout(
                     f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
-                    f"others within {in_seconds(self._deadline.timeout)}"
+                    f"others within {format_seconds(self._deadline.timeout)}"
                 )
         return said
 
@@ -351,7 +351,7 @@ class _Builder:
                     if self._deadline.remaining() <= 0:
                         raise self._late(acceptor.refused)
                     if looked.expired:
-                        self._me.look()
+                        self._me.check()
                         looked = Deadline(_PEER_CHECK_INTERVAL_S)
                     try:
                         self._introduce(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
@@ -437,7 +437,7 @@ class _Builder:
         """Raise the reason why one of the ranks was lost, if it is found in ``_LOSS_REASON_TIMEOUT_S``."""
         patience = Deadline(min(_LOSS_REASON_TIMEOUT_S, self._deadline.remaining()))
         while True:
-            self._me.look(ranks)
+            self._me.check(ranks)
             if patience.expired:
                 return
             time.sleep(_ACCEPT_POLL_INTERVAL_S)
@@ -452,7 +452,7 @@ class _Builder:
         missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
             f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
-            f"{in_seconds(self._deadline.timeout)}"
+            f"{format_seconds(self._deadline.timeout)}"
             + (f"; the last that tried was refused: {refused}" if refused else "")
         )
 

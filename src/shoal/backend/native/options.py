@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import config
-from ...common.keywords import checked_seconds
+from ...common.arguments import checked_seconds
 from ...errors import UsageError
 
 #: Values of ``transport=``: how a rank reaches other ranks on its host.

@@ -13,9 +13,8 @@ from typing import Annotated
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_json
+from ...common.process_identity import ProcessIdentity
 from ...errors import UsageError
-from ...rendezvous.host import process_is_gone
-from ...rendezvous.record import Process, Text
 
 _PREFIX = "shoal:1:"
 _GET_ONE = "torch.distributed._get_reconfigure_handle()"
@@ -25,14 +24,11 @@ _Ident = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 _SHOWN = 60
 
 
-class GroupHandle(msgspec.Struct, frozen=True):
+class GroupHandle(ProcessIdentity, frozen=True):
     """One process group of one process."""
 
     ident: _Ident  # unique identifier of the process group
     first: _Rank  # the rank that the process passed to ``init_process_group``
-    #: machine, process: as in :class:`~shoal.rendezvous.host.Here`
-    machine: Text
-    process: Process
     world: _Ident | None = None  # identifies the reusable connections of the process; None: it has none
     place: _Rank = 0  # the rank of the process in these connections
     lost: tuple[_Rank, ...] = ()  # the ranks in these connections that the process has lost
@@ -40,13 +36,6 @@ class GroupHandle(msgspec.Struct, frozen=True):
     def encode(self) -> str:
         """Return the string that torch passes to users."""
         return _PREFIX + msgspec.json.encode(self).decode()
-
-    def has_ended(self, machine: str) -> bool:
-        """Return whether the process has certainly ended, as seen from ``machine``."""
-        return self.machine == machine and process_is_gone(self.process)
-
-    def __str__(self) -> str:
-        return f"process {self.process.split('/')[1]} on {self.machine.split('/')[0]}"
 
 
 def members(given: object, mine: GroupHandle, world: str | None) -> tuple[GroupHandle, ...]:

@@ -24,13 +24,13 @@ import msgspec
 from torch._C._distributed_c10d import ErrorType, Store
 
 from ... import failure_report
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
+from ...common.process_identity import ProcessIdentity
 from ...errors import OperationTimeout, RendezvousError, ShoalError, UsageError, WaitTimeout
 from ...future import Future, enter_scope, leave_scope
 from ...group import ProcessGroup
 from ...group.submission import in_background
 from ...net import Deadline
-from ...rendezvous.host import here
 from ...torch_terms.durations import CLOSING
 from ..process_group import TorchProcessGroup
 from ..routing import DispatchNotifier
@@ -46,7 +46,7 @@ _MIN_CLOSE_TIMEOUT_S = 1.0
 _EXIT_TIMEOUT_S = 1.0
 
 
-@uncompiled
+@never_compile
 class ReconfigurableProcessGroup(TorchProcessGroup):
     """A group with members that ``torch.distributed._reconfigure`` replaces.
 
@@ -141,8 +141,8 @@ class Reconfigurer:
     def __init__(self, settings: Settings, rank: int, size: int) -> None:
         self._settings = settings
         self._name = settings.name
-        place = here()
-        self._mine = GroupHandle(secrets.token_hex(8), rank, place.machine, place.process)
+        me = ProcessIdentity.current()
+        self._mine = GroupHandle(me.machine, me.process, secrets.token_hex(8), rank)
         self._lock = threading.Lock()
         self._connections: Connections | None = None
         self._attempt: Reconfiguration | None = None

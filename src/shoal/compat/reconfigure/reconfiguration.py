@@ -30,7 +30,7 @@ from ...future import Future
 from ...group import ProcessGroup
 from ...initialize import world_group
 from ...net import Deadline
-from ...rendezvous import meet_at
+from ...rendezvous import rendezvous_at
 from ...store import PrefixStore, Store, adopt
 from ..launcher_store import rendezvous_point
 from .handles import GroupHandle, common_world, digest
@@ -85,7 +85,7 @@ class Connections:
         while lost := sorted(self.lost()):
             hosts = self.base._links.backend.hosts(range(self.base.size))
             near = [self.members[rank] for rank in lost if hosts[rank] == hosts[own]]
-            alive = [member for member in near if not member.has_ended(self.members[own].machine)]
+            alive = [member for member in near if not member.is_dead()]
             if not alive or patience.expired:
                 return alive[0] if alive else None
             time.sleep(_POLL_INTERVAL_S)
@@ -189,14 +189,14 @@ class Reconfiguration:
         self._claim(keys)
         name = f"reconfigure/{self.uuid}"
         point = rendezvous_point(store, rank, len(found), name, self.deadline, _ADVICE)
-        membership = meet_at(replace(point, meeting=name), self._rendezvous_check(keys))
+        membership = rendezvous_at(replace(point, meeting=name), self._rendezvous_check(keys))
 
         def still_possible(*ranks: Any) -> None:
             self._check()
-            membership.look(*ranks)
+            membership.check(*ranks)
 
         base = world_group(
-            replace(membership, look=still_possible), settings.factory, name=settings.name,
+            replace(membership, check=still_possible), settings.factory, name=settings.name,
             timeout=self.timeout, concurrency=settings.concurrency, options=dict(settings.options),
             within=self._remaining,
         )  # fmt: skip
@@ -243,7 +243,7 @@ class Reconfiguration:
                 and member.place in connections.lost() - known
             )
 
-        def look() -> None:
+        def check() -> None:
             self._check()
             (refused,) = keys.peek([_REFUSED])
             if refused is not None:
@@ -251,12 +251,12 @@ class Reconfiguration:
             gone = [
                 f"rank {rank} ({member}) {how}"
                 for rank, member in enumerate(self.members)
-                if (how := "ended" if member.has_ended(own.machine) else "was lost" if lost(member) else "")
+                if (how := "ended" if member.is_dead() else "was lost" if lost(member) else "")
             ]
             if gone:
                 raise RendezvousError(f"{', '.join(gone)} before all members were connected; {_ADVICE}")
 
-        return look
+        return check
 
 
 def _separate_client(store: TorchStore) -> Store:

@@ -12,7 +12,7 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation
 from ..commands.interrupts import uncut
 from ..commands.space import Space
@@ -42,7 +42,7 @@ _registering = threading.Lock()
 _libraries: list[Any] = []
 
 
-@uncompiled
+@never_compile
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
     """Callbacks of torch's C++ code for the device."""
 
@@ -147,27 +147,27 @@ class NodeModule:
         return [torch.bfloat16, torch.float16]
 
 
-@uncompiled
+@never_compile
 def _dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
-@uncompiled
+@never_compile
 def _run(name: str, *args: Any, **kwargs: Any) -> Any:
     return dispatch(named(name), args, kwargs)
 
 
-@uncompiled
+@never_compile
 def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
     return composite.run(named(f"aten::{name}"), args, kwargs)
 
 
-@uncompiled
+@never_compile
 def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
     raise not_dense("this tensor", form)
 
 
-@uncompiled
+@never_compile
 def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
     """Return a copy in ordinary memory: a device backend written in Python has no pinned memory."""
     return x.clone()

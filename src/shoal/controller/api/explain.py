@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import NodeLost, RemoteOpError, ShoalError
 from ..commands.history import Maker, maker_of
 from ..commands.issuing import shown

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...common.copy_refusal import refuses_copies
-from ...common.uncompiled import uncompiled
-from ...common.wording import in_words
+from ...common.formatting import describe_error
+from ...common.never_compile import never_compile
 from ...errors import ShoalError, UsageError
 from ..commands.interrupts import undisturbed
 from ..commands.space import Space
@@ -42,7 +42,7 @@ class PendingFunction:
         self._dropped = False
         self._wait = space.asked(CALL, payload, self._number)
 
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         if not self._dropped:  # after a Ctrl-C; the garbage collector may run in any thread
             _left.append((self.space, self._number))
@@ -101,7 +101,9 @@ def payload_of(
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"call: {fn!r} or an argument of it cannot be pickled: {in_words(error)}") from error
+        raise UsageError(
+            f"call: {fn!r} or an argument of it cannot be pickled: {describe_error(error)}"
+        ) from error
 
 
 def call(spaces: Sequence[Space], fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -19,8 +19,8 @@ import torch
 from ... import config
 from ...backend.native.options import checked_transport
 from ...backend.registry import NATIVE, backend_factory
-from ...common.keywords import checked_count, checked_seconds
-from ...common.wording import counted
+from ...common.arguments import checked_count, checked_seconds
+from ...common.formatting import counted
 from ...errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ...future import Future
 from ...net import Deadline

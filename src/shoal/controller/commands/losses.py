@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import ShoalError
 from .batch import SegmentBatch
 from .history import History, Issued

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from ...common.wording import named
+from ...common.formatting import format_numbers
 from ...errors import UsageError
 from ..protocol.commands import ASK, DEFINE, ERASE, FORGET, KEEP, PROGRAM, PUT, SEED, SHARE, STATE, Template
 from ..protocol.metadata import answer_in_words
@@ -132,7 +132,7 @@ class Space(CommandLog):
     @property
     def nodes(self) -> str:
         """``node 2``, or ``nodes 0, 2-5``."""
-        return named("node", (line.index for line in self.lines))
+        return format_numbers("node", (line.index for line in self.lines))
 
     def ambiguous(self) -> UsageError:
         """Return the error for an operation that needs one tensor, not one per node."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import UsageError
 
 _chosen = -1

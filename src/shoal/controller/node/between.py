@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ..protocol.commands import Definition, Template
@@ -30,7 +30,7 @@ Fn = Callable[..., Any]
 def _operator(schema: str) -> Callable[[Fn], Fn]:
     def mark(fn: Fn) -> Fn:
         _library.define(schema)  # type: ignore[no-untyped-call]
-        _library.impl(schema.partition("(")[0], uncompiled(fn), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.impl(schema.partition("(")[0], never_compile(fn), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         return fn
 
     return mark

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 
 #: namespace of the operators
 NAMESPACE = "shoal_check"
@@ -18,7 +18,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-ca
 _library.define("linalg(Tensor info, str name, bool is_matrix, Tensor(a!)[] made) -> ()")  # type: ignore[no-untyped-call]
 
 
-@uncompiled
+@never_compile
 def _linalg(info: torch.Tensor, name: str, is_matrix: bool, made: Sequence[torch.Tensor]) -> None:
     torch.ops.aten._linalg_check_errors(info, name, is_matrix=is_matrix)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...common import wording
+from ...common import formatting
 from ..protocol.commands import (
     ASK,
     CALL,
@@ -214,8 +214,8 @@ class Tensors:
             position,
             operator,
             ", ".join(map(_shown, operands)),
-            wording.in_words(error).partition(_TABLE)[0],
-            wording.traceback_of(error, error.__traceback__).partition(_TABLE)[0],
+            formatting.describe_error(error).partition(_TABLE)[0],
+            formatting.traceback_of(error, error.__traceback__).partition(_TABLE)[0],
             alone,
             (error.node, error.number) if isinstance(error, Elsewhere) else None,
             step,

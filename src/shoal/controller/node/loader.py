@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ...common.wording import in_words, traceback_of
+from ...common.formatting import describe_error, traceback_of
 
 #: number of batches read ahead
 AHEAD = 2
@@ -83,7 +83,7 @@ def following(name: str) -> tuple[Any, ...]:
     try:
         batch = _loadings[name].following()
     except BaseException as error:
-        return "failed", in_words(error), traceback_of(error, error.__traceback__)
+        return "failed", describe_error(error), traceback_of(error, error.__traceback__)
     return ("end",) if batch is _END else ("batch", batch)
 
 

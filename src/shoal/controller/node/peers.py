@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ...common.wording import in_words
+from ...common.formatting import describe_error
 from ...errors import GroupError, RpcError, ShoalError
 from ...future import Future
 from ...rpc import Agent
@@ -150,7 +150,7 @@ class Peers:
         if name is not None:
             with contextlib.suppress(ShoalError):
                 self.agent.peer(MASTER, 0.0).post(
-                    relay, name, self.session, key, f"node {self.index}: {in_words(error)}"
+                    relay, name, self.session, key, f"node {self.index}: {describe_error(error)}"
                 )
 
     # -- receiving -------------------------------------------------------------------------------

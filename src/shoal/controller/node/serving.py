@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ... import config, failure_report, rpc
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import (
     AuthenticationError,
     RendezvousTimeout,
@@ -27,7 +27,7 @@ from ...errors import (
     WorkerLost,
 )
 from ...net import Deadline
-from ...rendezvous.place import RendezvousPoint, open_place
+from ...rendezvous.point import RendezvousPoint, open_point
 from ...rpc.join import HANDLERS, at_place, checked_settings
 from ..protocol.joining import arrive
 from ..protocol.naming import MASTER, node_name, worker_name
@@ -102,7 +102,7 @@ def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
         attend(agent, rank - 1, timeout)
     except UnknownWorker:
         raise RendezvousTimeout(
-            f"rank {rank}: rank 0 has not called shoal.init_master_worker within {in_seconds(timeout)}"
+            f"rank {rank}: rank 0 has not called shoal.init_master_worker within {format_seconds(timeout)}"
         ) from None
     finally:
         failure_report.left()
@@ -129,14 +129,14 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
     served, gone = False, Deadline(seconds)
     while True:
         try:
-            agent = join(open_place(url, timeout=seconds), worker_name(name))
+            agent = join(open_point(url, timeout=seconds), worker_name(name))
         except (AuthenticationError, VersionMismatch):
             raise
         except (RendezvousTimeout, StoreError, WireError):
             if not served:
                 raise
             if gone.expired:
-                say(f"ends, because there was no store at {url} for {in_seconds(seconds)}")
+                say(f"ends, because there was no store at {url} for {format_seconds(seconds)}")
                 return
             time.sleep(_PAUSE)  # its master, which served it, just ended
             continue

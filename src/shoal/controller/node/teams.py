@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from ...backend.registry import backend_factory
-from ...common.wording import in_words
+from ...common.formatting import describe_error
 from ...errors import (
     GroupError,
     PeerLost,
@@ -116,10 +116,10 @@ class Teams:
             raise self._ended(team, error) from error
         except BaseException as error:
             with contextlib.suppress(ShoalError):
-                group.abort(f"node {self._peers.index}: {in_words(error)}")
+                group.abort(f"node {self._peers.index}: {describe_error(error)}")
             if isinstance(error, ShoalError):
                 raise self._ended(team, error) from error
-            self._ended(team, GroupError(in_words(error)))
+            self._ended(team, GroupError(describe_error(error)))
             raise
 
     def _lost(self, index: int) -> None:
@@ -208,7 +208,7 @@ class Teams:
                 job=agent.job, epoch=agent.epoch, secret=agent.secret, interface=agent.interface,
                 host=agent.worker.host, release=lambda seconds: store.close(),
                 abandon=lambda error: _abandon(store, rank, error),
-                look=lambda ranks=None: self._look(team, store), waits_for_stopped=True,
+                check=lambda ranks=None: self._look(team, store), waits_for_stopped=True,
             )  # fmt: skip
         except ShoalError as error:
             _abandon(store, rank, error)
@@ -280,7 +280,7 @@ def of_session(session: str) -> Teams:
 
 def _abandon(store: Store, rank: int, error: BaseException) -> None:
     """Publish in the store why this member does not connect."""
-    said = f"rank {rank} could not connect: {in_words(error)}"
+    said = f"rank {rank} could not connect: {describe_error(error)}"
     with contextlib.suppress(StoreError, WireError):  # no store, no notification
         store.compare_set(_FAILED, b"", said.encode("utf-8", "backslashreplace"))
     store.close()

@@ -14,7 +14,7 @@ import torch
 
 from ... import config
 from ...errors import ShoalError
-from ...rendezvous.place import open_place
+from ...rendezvous.point import open_point
 from ..protocol.naming import node_name, worker_name
 from .serving import attend, end, ignore_interrupts, join, keep_modules
 
@@ -28,7 +28,7 @@ def main(index: int, url: str, threads: int) -> None:
     torch.set_num_threads(threads)
     seconds = config.TIMEOUT.get()
     with contextlib.suppress(ShoalError):  # if the master ends, the store and the connections end too
-        place = open_place(url, secret=secret, timeout=seconds)
+        place = open_point(url, secret=secret, timeout=seconds)
         attend(join(place, worker_name(node_name(index))), index, seconds)
     end()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from ...common.wording import in_words
+from ...common.formatting import describe_error
 from ...errors import UsageError
 
 
@@ -23,6 +23,6 @@ def import_all(names: Iterable[str], where: str) -> None:
             importlib.import_module(name)
         except Exception as error:
             raise UsageError(
-                f"{where} cannot import {name!r}: {in_words(error)}; it needs the module on its path, in "
-                "PYTHONPATH or its working directory"
+                f"{where} cannot import {name!r}: {describe_error(error)}; it needs the module on its path, "
+                "in PYTHONPATH or its working directory"
             ) from error

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...common.copy_refusal import refuses_copies
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ..commands.history import Kind
 from ..commands.interrupts import uncut, undisturbed
 from ..commands.issuing import Origin
@@ -256,7 +256,7 @@ class Replay:
                 handle.memory().past.users.add(handle.space)
         return apart(*dict.fromkeys(part.space for part in self.parts))
 
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         _ended.extend(self.__dict__.get("parts", ()))  # runs in any thread: do nothing else here
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...common.containers import Tree, is_named_tuple
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ..tensor.tensor import RemoteTensor, TensorHandle, share
 from .guards import PLAIN
 from .recording import Name, Recording
@@ -54,7 +54,7 @@ def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) ->
             others.append(value)
 
 
-@uncompiled
+@never_compile
 class _Ended(torch.autograd.Function):
     """Gives a result `requires_grad`, as in the recording, and an error for backward passes."""
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import IO, TextIO
 
-from ...common.lines import Lines
+from ...common.lines import LineSplitter
 
 #: capacity of each pipe in bytes, where the system allows it
 _AHEAD = 1 << 20
@@ -25,7 +25,7 @@ class _NodePipe:
         self.pipe = pipe
         self._prefix = f"[node {index}] "
         self._is_error = is_error
-        self._lines = Lines()
+        self._lines = LineSplitter()
         #: the latest update of a progress bar, written when its line ends
         self._update = b""
 

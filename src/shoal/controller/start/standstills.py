@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ...common.wording import in_seconds
-from ...rendezvous.host import process_is_stopped
+from ...common.formatting import format_seconds
 from ...rpc import Agent
 
 #: maximum seconds between two checks
@@ -61,11 +60,9 @@ class Standstills:
             for name, begin in since.items():
                 if now - begin >= self._seconds:
                     self._give_up(
-                        name, f"its process was stopped by a signal for {in_seconds(self._seconds)}"
+                        name, f"its process was stopped by a signal for {format_seconds(self._seconds)}"
                     )
 
     def _is_stopped(self, name: str) -> bool:
         line = self._agent.links.existing(name)
-        if line is None or line.worker.machine != self._agent.worker.machine:
-            return False
-        return process_is_stopped(line.worker.process)
+        return line is not None and line.worker.is_stopped()

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import Any
 
 from ... import rpc
-from ...common.wording import counted, in_seconds
+from ...common.formatting import counted, format_seconds
 from ...errors import LaunchError, RendezvousTimeout, UnknownWorker, UsageError, WorkerLost
 from ...net import Deadline
-from ...rendezvous.place import RendezvousPoint, open_place
+from ...rendezvous.point import RendezvousPoint, open_point
 from ...rendezvous.venue import parse_url
 from ...store import TCPStoreServer
 from ..node.serving import join, serve_rank
@@ -72,7 +72,7 @@ class Workers:
             raise
 
     def _of_launcher(self, secret: str | bytes | None, timeout: float) -> RendezvousPoint:
-        place = open_place(timeout=timeout, secret=secret)
+        place = open_point(timeout=timeout, secret=secret)
         rank, size = place.venue.rank, place.venue.size
         if rank is None or size is None or size < 2:
             place.close()
@@ -96,7 +96,7 @@ class Workers:
             url = server.url
         # The master starts the store if none listens there, as rank 0 of a job does.
         serves: dict[str, Any] = {"rank": 0, "size": 1} if parse_url(url).scheme == "tcp" else {}
-        place = open_place(url, timeout=timeout, secret=secret, **serves)
+        place = open_point(url, timeout=timeout, secret=secret, **serves)
         try:
             if workers is not None:
                 self._processes = Processes(url, place.secret(), workers)
@@ -158,7 +158,7 @@ class Workers:
             elif started and self._processes is not None:
                 self._processes.check(index)
             if deadline.expired:
-                raise self._late(index, started, in_seconds(deadline.timeout))
+                raise self._late(index, started, format_seconds(deadline.timeout))
 
     def _late(self, index: int, started: bool, seconds: str) -> Exception:
         if started:
@@ -175,7 +175,7 @@ class Workers:
 
 def _master(place: RendezvousPoint) -> rpc.Agent:
     # When it closes, the master does not wait for workers that still use its store.
-    place = replace(place, venue=replace(place.venue, alone=None))
+    place = replace(place, venue=replace(place.venue, others_disconnected=None))
     try:
         return join(place, MASTER)
     except UsageError as error:

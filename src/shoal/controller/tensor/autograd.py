@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ..commands.interrupts import uncut
 
 #: ``prepared``: the setting to restore in a prepared thread; ``error``: the error of its backward pass
@@ -34,7 +34,7 @@ def restore_thread() -> None:
         del of_thread.prepared
 
 
-@uncompiled
+@never_compile
 class DeviceGuard(torch._C._acc.DeviceGuard):
     """The device guard that torch queries.
 
@@ -61,7 +61,7 @@ def wrap_engine(in_use: Callable[[], bool]) -> None:
     """Wrap torch's backward engine to call :func:`prepare_thread` first."""
     engine: Any = torch.autograd.graph._engine_run_backward
 
-    @uncompiled
+    @never_compile
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if not in_use():
             restore_thread()

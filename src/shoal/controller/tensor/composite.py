@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation
 from ..protocol.operators import special
 from .dispatch import mismatch
@@ -68,7 +68,7 @@ class _Recording(NamedTuple):
     result: Any
 
 
-@uncompiled
+@never_compile
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

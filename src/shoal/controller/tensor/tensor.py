@@ -11,7 +11,7 @@ import torch
 from torch._tensor_str import PRINT_OPTS
 
 from ...common.copy_refusal import refuses_copies
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation, UsageError
 from ...future import Future
 from ..commands.batch import SegmentBatch
@@ -69,7 +69,7 @@ class TensorHandle:
         return storage
 
     @uncut
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         try:  # runs in any thread, in the garbage collector: do nothing else here
             id, self.id = self.id, -1  # the handle can still be found, and its id is reused soon
@@ -81,7 +81,7 @@ class TensorHandle:
             pass
 
 
-@uncompiled
+@never_compile
 class RemoteTensor(torch.Tensor):
     """A tensor on a node.
 

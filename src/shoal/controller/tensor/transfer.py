@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation, UsageError
 from ...future import Future, collect_all
 from ..protocol.operators import special
@@ -89,7 +89,7 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return to if sent is to else dispatch(func, (to, sent), {})
 
 
-@uncompiled
+@never_compile
 def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """The copy operator that torch's C++ calls if one side is a node.
 

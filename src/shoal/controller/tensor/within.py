@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UsageError
 from . import current
 
@@ -82,7 +82,7 @@ def of_accelerator(device: Any) -> int | None:
     return (parsed.index or 0) if parsed.type == "cuda" else None
 
 
-@uncompiled
+@never_compile
 class Moved(torch.autograd.Function):
     """Moves a tensor to another device of its node, and the gradient back."""
 

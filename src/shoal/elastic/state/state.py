@@ -58,7 +58,7 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"State: {name!r} cannot be the name of a part")
             _refuse(name, part)
-        held = HeldBuffers([part for part in parts.values() if isinstance(part, nn.Module)])
+        held = BufferSnapshot([part for part in parts.values() if isinstance(part, nn.Module)])
         self.__dict__.update(_parts=dict(parts), _samples=samples, _steps=0, _held=held, _values={})
         self.content(shared=True)  # refuses values that cannot be loaded
 
@@ -125,7 +125,7 @@ class State:
         """
         self._held.take()
         self.__dict__["_values"] = {
-            name: value if isinstance(value, _IMMUTABLE) else _copied(name, value)
+            name: value if isinstance(value, _IMMUTABLE) else _checked_copy(name, value)
             for name, value in self._parts.items()
             if _is_plain(value)
         }
@@ -264,7 +264,7 @@ class State:
             part.load_state_dict(saved)
 
 
-class HeldBuffers:
+class BufferSnapshot:
     """Copies of the buffers of modules."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -281,12 +281,12 @@ class HeldBuffers:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        buffers = [_written(buffer) for _, _, buffer in self._held]
+        buffers = [_writable_view(buffer) for _, _, buffer in self._held]
         if not buffers:
             self._copies = []
             return
         with torch.no_grad():
-            if len(buffers) == len(self._copies) and all(map(_can_follow, buffers, self._copies)):
+            if len(buffers) == len(self._copies) and all(map(_can_copy_into, buffers, self._copies)):
                 torch._foreach_copy_(self._copies, buffers)
             else:
                 self._copies = [buffer.clone() for buffer in buffers]
@@ -296,23 +296,23 @@ class HeldBuffers:
         """Restore the buffers."""
         for (owner, name, buffer), kept in zip(self._held, self._copies, strict=True):
             if broadcast_obstacle(buffer) is None:
-                _written(buffer).copy_(kept)
+                _writable_view(buffer).copy_(kept)
                 setattr(owner, name, buffer)
             else:
                 setattr(owner, name, kept.clone())
 
 
-def _written(buffer: torch.Tensor) -> torch.Tensor:
+def _writable_view(buffer: torch.Tensor) -> torch.Tensor:
     """Return a writable view of ``buffer``, or ``buffer`` if it can only be replaced (a sparse one)."""
     return writable_elements(buffer) if broadcast_obstacle(buffer) is None else buffer
 
 
-def _can_follow(copy: torch.Tensor, other: torch.Tensor) -> bool:
+def _can_copy_into(copy: torch.Tensor, other: torch.Tensor) -> bool:
     alike = copy.shape == other.shape and copy.dtype == other.dtype and copy.device == other.device
     return alike and broadcast_obstacle(copy) is None
 
 
-def _copied(name: str, value: Any) -> Any:
+def _checked_copy(name: str, value: Any) -> Any:
     encode(value, name)  # raises if it cannot be saved
     return copy.deepcopy(value)
 

@@ -27,11 +27,13 @@ _LENGTH, _SKELETON, _FIRST = 0, 1, 2  # tags
 def send_state(state: State, group: ProcessGroup, holders: Sequence[int], newcomers: Sequence[int]) -> None:
     """Send this rank's share of the pieces to all ranks that have joined."""
     tree = _tree(state.content(shared=True))
-    tensors = list(filter(_travels, tree.leaves))
+    tensors = list(filter(_is_sent_in_pieces, tree.leaves))
     waits: list[Future[Any]] = []
     if group.rank == holders[0]:
         raw = io.BytesIO()
-        torch.save(tree.build([leaf.to("meta") if _travels(leaf) else leaf for leaf in tree.leaves]), raw)
+        torch.save(
+            tree.build([leaf.to("meta") if _is_sent_in_pieces(leaf) else leaf for leaf in tree.leaves]), raw
+        )
         skeleton = torch.frombuffer(bytearray(raw.getbuffer()), dtype=torch.uint8)
         for rank in newcomers:
             waits.append(group.send(torch.tensor([skeleton.numel()], device="cpu"), rank, _LENGTH))
@@ -51,10 +53,10 @@ def receive_state(state: State, group: ProcessGroup, holders: Sequence[int]) -> 
     group.recv(raw, holders[0], _SKELETON).wait()
     with TensorBytes(raw) as view:
         skeleton = torch.load(io.BytesIO(view), weights_only=True)
-    tree = _filled(skeleton, state.content(shared=True))
+    tree = _allocate_tensors(skeleton, state.content(shared=True))
     waits = [
         group.recv(piece, holders[number % len(holders)], _FIRST + number)
-        for number, piece in enumerate(_pieces(list(filter(_travels, tree.leaves))))
+        for number, piece in enumerate(_pieces(list(filter(_is_sent_in_pieces, tree.leaves))))
     ]
     for each in waits:
         each.wait()
@@ -72,7 +74,7 @@ def _tree(content: Any) -> Tree:
     return Tree(content, lambda value: type(value) in (set, frozenset))
 
 
-def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
+def _allocate_tensors(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
     """Return ``skeleton`` with memory for its tensors, reusing ``mine`` in parts with the same structure."""
     own: dict[int, Any] = {}
     for name, part in skeleton["parts"].items():
@@ -81,19 +83,19 @@ def _filled(skeleton: dict[str, Any], mine: dict[str, Any]) -> Tree:
             own.update((id(a), b) for a, b in zip(theirs.leaves, ours.leaves, strict=True))
     tree, used = _tree(skeleton), set[int]()
     filled = [
-        _memory(leaf, own.get(id(leaf)), used) if is_tensor(leaf) and leaf.is_meta else leaf
+        _reusable_tensor(leaf, own.get(id(leaf)), used) if is_tensor(leaf) and leaf.is_meta else leaf
         for leaf in tree.leaves
     ]
     return _tree(tree.build(filled))
 
 
-def _memory(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
+def _reusable_tensor(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
     """Return ``mine`` if it matches ``described`` and can be received into, else a new tensor.
 
     ``used`` has the addresses of tensors that are received into; that of ``mine`` is added.
     """
     if (
-        _travels(mine)
+        _is_sent_in_pieces(mine)
         and (mine.shape, mine.dtype) == (described.shape, described.dtype)
         and mine.device.type == "cpu"
         and mine.is_contiguous()
@@ -105,7 +107,7 @@ def _memory(described: torch.Tensor, mine: Any, used: set[int]) -> torch.Tensor:
     return torch.empty(described.shape, dtype=described.dtype, device="cpu")
 
 
-def _travels(value: Any) -> bool:
+def _is_sent_in_pieces(value: Any) -> bool:
     """Whether ``value`` is a tensor that is sent in pieces; other values are part of the skeleton."""
     return is_tensor(value) and not value.requires_grad and (value.is_meta or is_plain_tensor(value))
 

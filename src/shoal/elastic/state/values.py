@@ -161,9 +161,9 @@ class _Encoder:
             tensor = _tensor_of(numpy, value)
             if tensor is not None:
                 return {_SCALAR if isinstance(value, numpy.generic) else _ARRAY: tensor}
-        elif _reader_takes(value):
+        elif _is_loadable(value):
             return value
-        raise _UnsavableValue(_described(value), _instead(value))
+        raise _UnsavableValue(_describe(value), _replacement(value))
 
 
 def _tensor_of(numpy: Any, value: Any) -> torch.Tensor | None:
@@ -180,7 +180,7 @@ def _tensor_of(numpy: Any, value: Any) -> torch.Tensor | None:
     return tensor if tensor.numpy().dtype == array.dtype else None
 
 
-def _reader_takes(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     """Whether ``torch.load`` can read the saved value; programs can register more classes as safe."""
     if type(value) is torch.Tensor and value.layout in _SPARSE and not value.__dict__:
         return True  # not tried: from torch 2.14 on ``torch.load`` warns about its checks
@@ -222,7 +222,7 @@ def _decoded(value: Any, done: dict[int, Any]) -> Any:
 # -- error messages ------------------------------------------------------------------------------
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if kind is int:
@@ -250,7 +250,7 @@ _INSTEAD: tuple[tuple[type | tuple[type, ...], str], ...] = (
 _INSTEAD_OF_KIND = {"m": "x.astype('int64')", "M": "x.astype('int64')", "f": "x.astype('float64')"}
 
 
-def _instead(value: Any) -> str:
+def _replacement(value: Any) -> str:
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return "a part for it, State(name=x)"
     for kinds, words in _INSTEAD:

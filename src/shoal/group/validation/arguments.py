@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import UnsupportedOperation, UsageError
 from ...spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, illegality
 from .overlap import TooHard, overlapping_pair, overlaps_itself

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 
 from ... import config
-from ...common.wording import counted, encodable
+from ...common.formatting import counted, encodable
 from ...errors import LaunchError, UsageError
 from ..job.job_store import ExitNotifier, job_store
 from ..job.launch import JobOutcome, JobStart, LaunchOptions, run_with_restarts

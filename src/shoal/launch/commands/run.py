@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ... import config
-from ...common.wording import counted, named
+from ...common.formatting import counted, format_numbers
 from ..job.job_store import ExitNotifier, demand_tls, job_store
 from ..job.launch import STOP_GRACE_S, JobOutcome, JobStart, LaunchOptions, run_with_restarts
 from ..job.rank_launcher import LocalRankLauncher
@@ -452,7 +452,7 @@ def _dry_run_text(
     lines += [f"  {name}={value}{notes.get(name, '')}" for name, value in extra.items()]
     for rank, variables in enumerate(ranks):
         own = " ".join(f"{k}={v}" for k, v in variables.items() if k not in same)
-        cores = "" if bound is None else f"(on {named('core', bound[rank])}) "
+        cores = "" if bound is None else f"(on {format_numbers('core', bound[rank])}) "
         lines.append(f"rank {rank}: {cores}{own} {shlex.join(argv)}")
     without = f"the same without {', '.join(INITIAL_RANK_VARIABLES)}, and with SHOAL_JOIN=1"
     if job.spares:

@@ -8,7 +8,7 @@ import shlex
 import click
 import psutil
 
-from ...common.wording import printable
+from ...common.formatting import printable
 from ...errors import LaunchError
 from ..job.control import ask, launchers
 

@@ -13,15 +13,15 @@ from ...net import Deadline
 from ...rendezvous import (
     LOOPBACK,
     Request,
+    job_keys,
     job_record,
-    loopback_trouble,
-    note_exit,
-    note_wanted,
+    loopback_error,
     open_venue,
     parse_url,
-    root_of,
+    report_exit,
+    set_wanted_size,
 )
-from ...rendezvous.environment import tcp_url
+from ...rendezvous.launcher_variables import tcp_url
 from ...store import Store, TCPStore, TCPStoreServer
 from ...store.urls import EXTERNAL_SCHEMES
 from ..ranks.environment import Job
@@ -88,7 +88,7 @@ def job_store(
 
 @contextmanager
 def _served(job: Job, host: str) -> Iterator[JobStore]:
-    if host == LOOPBACK and (trouble := loopback_trouble()):
+    if host == LOOPBACK and (trouble := loopback_error()):
         raise LaunchError(trouble)
     secret = job.secret.encode()
     with closing(
@@ -114,7 +114,7 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
         # The job id is used only once: no other process will remove its keys.
         with suppress(StoreError, WireError):
             store.timeout = _STORE_TIMEOUT_S
-            root_of(store, job.ident, job.epoch).delete_prefix("")
+            job_keys(store, job.ident, job.epoch).delete_prefix("")
         store.close()
         venue.close()
 
@@ -134,11 +134,11 @@ class ExitNotifier:
 
     def ended(self, rank: int, how: str) -> None:
         """Note that ``rank`` has ended, and how, for ranks that wait for it."""
-        self._note(lambda store: note_exit(store, rank, how, job=self._job, epoch=self._epoch))
+        self._note(lambda store: report_exit(store, rank, how, job=self._job, epoch=self._epoch))
 
     def wanted(self, size: int) -> None:
         """Note the wanted number of ranks; further processes are spares."""
-        self._note(lambda store: note_wanted(store, size, job=self._job, epoch=self._epoch))
+        self._note(lambda store: set_wanted_size(store, size, job=self._job, epoch=self._epoch))
 
     def close(self) -> None:
         if self._store is not None:

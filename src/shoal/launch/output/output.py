@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ...common.lines import Lines
+from ...common.lines import LineSplitter
 from ...errors import LaunchError
 from ..ranks.environment import prefix
 from ..ranks.rank import JobProcess
@@ -28,7 +28,7 @@ class _RankPipe:
         self.prefix = prefix
         self.sink = sink
         self._log = log
-        self.lines = Lines()
+        self.lines = LineSplitter()
         #: the time to show an unfinished line; None: there is none
         self.show_at: float | None = None
 
@@ -37,7 +37,7 @@ class _RankPipe:
             self._put(text, end)
         if not (self.sink.terminal and self.lines.partial):
             self.show_at = None
-        elif self.lines.drawing:
+        elif self.lines.redrawing:
             self.show_at = 0.0
         elif self.show_at is None:
             self.show_at = time.monotonic() + _IDLE_FLUSH_S
@@ -82,7 +82,7 @@ class RankOutput:
         self._out, self._err = open_sinks(wake)
         self._streams: list[_RankPipe] = []
         self._paused: list[_RankPipe] = []
-        self._stderr: dict[int, Lines] = {}
+        self._stderr: dict[int, LineSplitter] = {}
         #: the sinks that cannot be written and were reported to the user
         self._troubled: list[Sink] = []
         self._closed = False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Protocol
 
-from ...common.wording import printable
+from ...common.formatting import printable
 
 #: maximum number of bytes to read from a source before other sources are read
 CHUNK = 1 << 16

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from ...common.wording import printable
+from ...common.formatting import printable
 from ...errors import WireError
 from ...failure_report import Report
 from ...net import build_version

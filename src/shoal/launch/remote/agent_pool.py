@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from ... import config
-from ...common.wording import printable
+from ...common.formatting import printable
 from ...errors import LaunchError
-from ...rendezvous.host import address_towards, is_mine
+from ...rendezvous.addresses import address_on_route_to, is_local_address
 from ..agent_protocol import Begin
 from ..job.signals import STOP, Signals
 from .agent_client import AgentClient
@@ -144,10 +144,10 @@ class AgentPool:
         with suppress(OSError, UnicodeError):
             if configured is not None:
                 return str(socket.getaddrinfo(configured, 0, type=socket.SOCK_STREAM)[0][4][0])
-            if told and is_mine(told):
+            if told and is_local_address(told):
                 return told
             name = agent.hello.address or _bare(agent.host)
-            return address_towards(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]))
+            return address_on_route_to(str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]))
         if configured is not None:
             raise LaunchError(f"SHOAL_INTERFACE={configured!r} is not an address of this machine")
         raise LaunchError(

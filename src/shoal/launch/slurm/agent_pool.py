@@ -12,11 +12,11 @@ from contextlib import ExitStack
 
 from ... import config
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.wording import printable
+from ...common.formatting import printable
 from ...errors import LaunchError, WireError, WireTimeout
 from ...net import Acceptor, Connection, listen
-from ...rendezvous.environment import tcp_url
-from ...rendezvous.slurm import hosts_of
+from ...rendezvous.launcher_variables import tcp_url
+from ...rendezvous.slurm_nodelist import hosts_of
 from ..job.signals import Signals
 from ..remote.agent_client import AgentClient
 from ..remote.agent_pool import START_TIMEOUT_S, AgentPool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...errors import UsageError
-from ...rendezvous.slurm import counts_of, hosts_of
+from ...rendezvous.slurm_nodelist import counts_of, hosts_of
 from ..remote.hosts import Host
 
 T = TypeVar("T", int, str)

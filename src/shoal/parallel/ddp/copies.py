@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...common.containers import Tree, map_leaves
-from ...common.wording import text_of
+from ...common.formatting import text_of
 from ...errors import UsageError
 from .module_tensors import Mirror, refuse_scripted
 

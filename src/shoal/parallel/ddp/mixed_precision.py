@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...common.containers import map_leaves
 from ...common.copy_refusal import refuses_copies
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UsageError
 from ..reducer.reducer import outputs_with_graph
 from .copies import is_packed
@@ -175,7 +175,7 @@ class LowPrecision:
                     full.copy_(low)
 
 
-@uncompiled
+@never_compile
 def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
     if (alive := owner()) is not None and not alive.in_backward:
         alive.in_backward = True
@@ -184,7 +184,7 @@ def _backward_begins(owner: weakref.ref[LowPrecision], _: torch.Tensor) -> None:
 
 
 @refuses_copies("a callback of backward", "gradients", "Copy the model outside of backward")
-@uncompiled
+@never_compile
 class _EndOfBackward:
     """Puts the parameters back in place at the end of a backward pass.
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.keywords import explained
-from ...common.uncompiled import uncompiled
+from ...common.arguments import explain_unknown_keywords
+from ...common.never_compile import never_compile
 from ...errors import UsageError
 from ...group import ProcessGroup
 from ...group.group_argument import given_group
@@ -92,7 +92,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     module: nn.Module
     group: ProcessGroup
 
-    @explained(lambda name, *_: "DistributedDataParallel")
+    @explain_unknown_keywords(lambda name, *_: "DistributedDataParallel")
     def __init__(
         self,
         module: nn.Module,
@@ -206,7 +206,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return output
 
     # The wrapper's own code is not compiled; the module may be.
-    @uncompiled
+    @never_compile
     def _before(self) -> bool:
         """Whether the next forward pass is part of a backward pass (checkpointing repeats it there)."""
         reducer = self._active_reducer()
@@ -224,7 +224,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._refresh_buffers(self._participants)
         return False
 
-    @uncompiled
+    @never_compile
     def _after(self, output: Any) -> None:
         if self._sync_enabled:
             used_copies = self._copies.used_copies if self._copies is not None else None
@@ -242,7 +242,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*args, **kwargs)
         return self._run_wrapped(args, kwargs)
 
-    @uncompiled
+    @never_compile
     def _run_wrapped(self, args: Any, kwargs: Any) -> Any:
         """Run forward in several copies, in lower precision, or both."""
         precision, copies = self._precision, self._copies

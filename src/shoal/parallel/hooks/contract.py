@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup

@@ -29,7 +29,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...common.containers import tensors
-from ...common.uncompiled import uncompiled
+from ...common.never_compile import never_compile
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
@@ -89,7 +89,7 @@ class Participants:
         return self._found
 
 
-@uncompiled
+@never_compile
 class Reducer:
     """Averages the gradients of ``parameters`` over ``group``.
 
@@ -541,13 +541,13 @@ class Reducer:
 # tensors and from autograd's graph.
 
 
-@uncompiled
+@never_compile
 def _enter(owner: weakref.ref[Reducer], graph: Graph, _: torch.Tensor) -> None:
     if (alive := owner()) is not None:
         alive.enter(graph)
 
 
-@uncompiled
+@never_compile
 def _do_nothing(graph: Graph, _: torch.Tensor) -> None:
     pass
 
@@ -606,7 +606,7 @@ def register_gradient_hooks(
 def _serialised(lock: threading.Lock, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
     """Serialise ``hook`` over autograd's threads, one for each device: marked gradients must be in place."""
 
-    @uncompiled
+    @never_compile
     def gradient_is_ready(parameter: torch.Tensor) -> None:
         with lock:
             hook(parameter)
@@ -618,7 +618,7 @@ def _on_only_gradient(reducer: Reducer, gradients: Gradients) -> Callable[[int, 
     """The function that the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
 
-    @uncompiled
+    @never_compile
     def arrived(index: int, mark: Mark, taken: bool) -> None:
         if (alive := owner()) is not None:
             if not taken:
@@ -637,7 +637,7 @@ def _copy_hook(
     mark = passes.mark
     owner = weakref.ref(reducer)
 
-    @uncompiled
+    @never_compile
     def gradient_is_ready(_: torch.Tensor) -> None:
         with lock:
             result = mark(index)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ...common.arguments import unknown_keyword_error
 from ...common.copy_refusal import refuses_copies
-from ...common.keywords import misspelt
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
 from ...group.group_argument import given_group, has_default_group
@@ -89,7 +89,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if "process_group" in defaults:
-            raise misspelt("ZeroRedundancyOptimizer", ["process_group"], _ARGUMENTS)
+            raise unknown_keyword_error("ZeroRedundancyOptimizer", ["process_group"], _ARGUMENTS)
         given = checked_parameters(params, optimizer_class)
         ranks = None
         if group is not None or copies == 1 or has_default_group():

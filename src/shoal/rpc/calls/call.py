@@ -19,8 +19,8 @@ import msgspec
 
 from ...common.copy_refusal import refuses_copies
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.uncompiled import uncompiled
-from ...common.wording import in_seconds, in_words
+from ...common.formatting import describe_error, format_seconds
+from ...common.never_compile import never_compile
 from ...errors import AgentClosed, CallCancelled, CallTimeout, RemoteError, RpcError, UsageError, WorkerLost
 from ...future import Future, pool
 from ...streams import DeviceEvents
@@ -245,7 +245,7 @@ class _CallSource:
         self._timeout = timeout
         self._letters: list[Letter] = []
 
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         if not self._letters:  # the reply was not taken, and may contain references
             self._line.agent.references.unread(self._line, self._call)
@@ -280,7 +280,7 @@ class _CallSource:
         if failed.end is CallEnd.TIMEOUT:
             recorder = self._line.agent.recorder
             late = CallTimeout(
-                f"{self._shown} had no reply within {in_seconds(self._timeout or 0.0)}: {text}"
+                f"{self._shown} had no reply within {format_seconds(self._timeout or 0.0)}: {text}"
                 + recorder.words()
             )
             recorder.timed_out(late)
@@ -319,7 +319,9 @@ class _CallSource:
                     return plain.decode(letter.head, letter.parts)
                 value = decode(letter.head, letter.parts, line)
             except Exception as why:
-                error = RpcError(f"{self._shown} has a result that cannot be rebuilt here: {in_words(why)}")
+                error = RpcError(
+                    f"{self._shown} has a result that cannot be rebuilt here: {describe_error(why)}"
+                )
                 error.__cause__ = why
         if letter.flags & PINS:
             line.agent.acknowledge(line, self._call.number)
@@ -365,7 +367,7 @@ def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException
         at = FAILURE.size + length
         told = from_msgpack(head[FAILURE.size : at], CallFailure)
     except (struct.error, MalformedMessage) as why:
-        return RpcError(f"{shown} failed, and its error report cannot be read: {in_words(why)}")
+        return RpcError(f"{shown} failed, and its error report cannot be read: {describe_error(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"
     if told.fatal:
         return RemoteError(f"{shown}: {where} ended with {told.error}", told.worker, told.traceback)
@@ -376,7 +378,9 @@ def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException
     try:
         error = decode(head[at:], letter.parts, line)
     except Exception as why:
-        return RemoteError(f"{text}(it cannot be rebuilt here: {in_words(why)})", told.worker, told.traceback)
+        return RemoteError(
+            f"{text}(it cannot be rebuilt here: {describe_error(why)})", told.worker, told.traceback
+        )
     # A StopIteration would end the generators that it is raised through; asyncio's futures refuse it too.
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         return remote

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...common.keywords import checked_seconds
+from ...common.arguments import checked_seconds
 from ...errors import UsageError
 from ..connection.meeting import WorkerMeeting
 from .current import current

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ...common.wording import counted, in_words
+from ...common.formatting import counted, describe_error
 from ...errors import CallCancelled, RpcError, ShoalError, WorkerLost
 from ...future import Future, pool
 from ..connection.directory import Worker
@@ -331,7 +331,7 @@ def hold(ident: str, holder: str) -> None:
 def _told(error: BaseException) -> tuple[type[RpcError], str]:
     """Return class and text of the error for uses of an object whose creation failed with ``error``."""
     kind = CallCancelled if isinstance(error, CallCancelled) else RpcError
-    return kind, str(error) if isinstance(error, ShoalError) else in_words(error)
+    return kind, str(error) if isinstance(error, ShoalError) else describe_error(error)
 
 
 def call_off(ident: str, kind: type[RpcError], why: str) -> None:

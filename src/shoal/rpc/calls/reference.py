@@ -18,8 +18,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ...common.uncompiled import uncompiled
-from ...common.wording import in_words
+from ...common.formatting import describe_error
+from ...common.never_compile import never_compile
 from ...errors import CallCancelled, CallTimeout, RpcError, UsageError, WaitTimeout
 from ...future import Future
 from ...streams import DeviceEvents
@@ -73,7 +73,7 @@ class RRef(Generic[T]):
         self._agent, self._owner, self._ident = agent, owner, ident
         self._owned, self._held = agent.references.begin(owner, ident)
 
-    @uncompiled
+    @never_compile
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # __init__ failed, or the interpreter is shutting down
             self._agent.references.gone(self._ident)
@@ -207,7 +207,7 @@ def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tu
     except BaseException as error:
         # Nothing was sent, or it was and Ctrl-C has interrupted before the future was stored.
         failed: Future[Any] = Future()
-        failed.set_exception(RpcError(f"worker {agent.name!r} could not request it: {in_words(error)}"))
+        failed.set_exception(RpcError(f"worker {agent.name!r} could not request it: {describe_error(error)}"))
         references.making(ref._ident, ref._held, failed)
         raise
     return ref, made
@@ -324,7 +324,7 @@ def _unmade(ident: str, error: BaseException) -> RpcError:
     words = f"the object {ident} was never made: "
     if isinstance(error, asyncio.CancelledError):
         return CallCancelled(f"{words}{current().caller!r} no longer waits for the call that was to make it")
-    return RpcError(f"{words}its making ended with {in_words(error)}")
+    return RpcError(f"{words}its making ended with {describe_error(error)}")
 
 
 def _pass_on(value: Future[Any], before: DeviceEvents | None, result: Future[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...common.wording import in_words, traceback_of
+from ...common.formatting import describe_error, traceback_of
 from ...errors import AgentClosed, RpcError, UsageError
 from ...future import Future
 from ..codec import devices, plain
@@ -174,7 +174,7 @@ class _ServedCall:
         except Exception as error:
             raise RpcError(
                 f"{self._name} from {self._line.worker.name!r} cannot be rebuilt at {self._service._name!r}: "
-                f"{in_words(error)}"
+                f"{describe_error(error)}"
             ) from error
         if comes:
             fn, args, kwargs = value
@@ -231,7 +231,9 @@ class _ServedCall:
                 service._name, self._name, self._line.worker.name, trace,
             )  # fmt: skip
         else:
-            told = CallFailure(service._name, service._pid, service._host, in_words(error), trace, fatal)
+            told = CallFailure(
+                service._name, service._pid, service._host, describe_error(error), trace, fatal
+            )
             words = msgspec.msgpack.encode(told)
             said = EncodedValue(FAILURE.pack(len(words)) + words)
             if not (fatal or self._line.plain):

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from ...common.wording import in_words
+from ...common.formatting import describe_error
 from ...errors import RpcError
 from ...streams import DeviceEvents, current_streams, runtime_of, use_streams
 from ..connection.device_maps import DeviceMap
@@ -170,7 +170,7 @@ def reply(
         if failure is None:
             send()
         else:
-            fail(RpcError(f"the device failed before the result was ready: {in_words(failure)}"))
+            fail(RpcError(f"the device failed before the result was ready: {describe_error(failure)}"))
 
     if not _call_if_occurred(done, go):
         line.agent.watch.when(done, go)
@@ -199,9 +199,9 @@ def _send_held(
             failure = error
         if one_way:
             _logger.error(
-                "a post to %r was not sent, its device failed: %s", line.worker.name, in_words(failure)
+                "a post to %r was not sent, its device failed: %s", line.worker.name, describe_error(failure)
             )
-        post.give_up(held, f"its device failed before its tensors were copied: {in_words(failure)}")
+        post.give_up(held, f"its device failed before its tensors were copied: {describe_error(failure)}")
 
     events = DeviceEvents({source.device for source in _sources(message).values()}, high_priority=high)
     try:

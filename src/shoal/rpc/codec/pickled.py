@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...common.wording import in_words, text_of
+from ...common.formatting import describe_error, text_of
 from ...errors import UsageError
 from ..connection.device_maps import DeviceMap
 from ..connection.post import pack, unpack
@@ -160,7 +160,7 @@ def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
 
 def _refusal(where: str, error: Exception) -> UsageError:
     """The error for an exception raised while pickling, by code of the value or for too deep nesting."""
-    return UsageError(f"{where} cannot be sent: {in_words(error)}")
+    return UsageError(f"{where} cannot be sent: {describe_error(error)}")
 
 
 def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[Any] | None = None) -> Any:

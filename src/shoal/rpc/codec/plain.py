@@ -19,7 +19,7 @@ import torch
 
 from ...common.containers import is_tensor
 from ...common.decoding import msgpack_decoder
-from ...common.wording import in_words
+from ...common.formatting import describe_error
 from ...errors import RpcError, UsageError
 from .pickled import EncodedValue
 from .tensors import MAX_PARTS, Part, check, check_count
@@ -79,7 +79,7 @@ def encode(value: object, where: str) -> EncodedValue:
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     except (OverflowError, msgspec.MsgspecError, UnicodeError) as error:
-        raise UsageError(f"{where} cannot be sent: {in_words(error)}") from error
+        raise UsageError(f"{where} cannot be sent: {describe_error(error)}") from error
     parts: list[Part] = [(x.data_ptr(), x.numel() * x.element_size()) for x in tensors]
     return EncodedValue(head, parts, tensors)
 
@@ -102,7 +102,7 @@ def decode(head: bytes, parts: Sequence[Any]) -> Any:
         value = msgpack_decoder(Any, ext_hook=lambda code, data: _tensor(code, data, left))(head)
         _check(value, 0)
     except (_InvalidBytes, ValueError, TypeError, RuntimeError) as error:
-        raise RpcError(f"received an invalid message of plain values: {in_words(error)}") from None
+        raise RpcError(f"received an invalid message of plain values: {describe_error(error)}") from None
     return value
 
 

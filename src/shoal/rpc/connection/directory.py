@@ -15,10 +15,10 @@ from typing import TypeGuard
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
+from ...common.process_identity import ProcessIdentity, machine_id
 from ...errors import RpcError, ShoalError, StoreTimeout, UnknownWorker, UsageError, WorkerLost
 from ...net import Deadline
-from ...rendezvous.host import process_is_gone
 from ...store import PrefixStore, Store
 
 #: seconds between two polls for the replacement of a worker that has ended
@@ -27,14 +27,13 @@ _POLL_INTERVAL_S = 0.02
 _MAX_NAME_BYTES = 256
 
 
-class Worker(msgspec.Struct, frozen=True):
-    """The entry of one worker.
+class Worker(ProcessIdentity, frozen=True):
+    """The entry of one worker, and its process.
 
     Attributes:
         name: unique in the job while the worker runs.
         incarnation: of this claim of the name; never used twice.
         rank: of the process in its job; -1 if it has none.
-        pid, process, machine: of the process; see :class:`~shoal.rendezvous.host.Here`.
         host: workers with equal values share memory.
         unix: name of the unix socket that it listens on.
         address, port: of the TCP socket that it listens on.
@@ -43,17 +42,10 @@ class Worker(msgspec.Struct, frozen=True):
     name: str
     incarnation: str
     rank: int
-    pid: int
-    process: str
-    machine: str
     host: str
     unix: str
     address: str
     port: int
-
-    def is_gone(self, machine: str) -> bool:
-        """Whether the worker has certainly ended; False if it is on another machine than ``machine``."""
-        return self.machine == machine and process_is_gone(self.process)
 
 
 def incarnation() -> str:
@@ -80,13 +72,11 @@ class Directory:
     Args:
         store: of the job; not closed here.
         namespace: workers of different namespaces do not see each other.
-        machine: identity of this machine.
     """
 
-    def __init__(self, store: Store, namespace: str, machine: str) -> None:
+    def __init__(self, store: Store, namespace: str) -> None:
         self._names = PrefixStore(f"rpc/{namespace}/name", store)
         self._ranks = PrefixStore(f"rpc/{namespace}/rank", store)
-        self._machine = machine
 
     def claim(self, mine: Worker) -> None:
         """Add ``mine``; raise UsageError if another worker that is not known to have ended has the name."""
@@ -100,8 +90,8 @@ class Directory:
                 held = b""
                 continue
             holder = _decoded(found)
-            if not holder.is_gone(self._machine):
-                where = "this machine" if holder.machine == self._machine else holder.machine.split("/")[0]
+            if not holder.is_dead():
+                where = "this machine" if holder.machine == machine_id() else holder.hostname
                 raise UsageError(
                     f"name={mine.name!r} is not unique: process {holder.pid} on {where} has joined under it "
                     "and is not known to have ended; give every worker a unique name"
@@ -131,7 +121,7 @@ class Directory:
         try:
             while True:
                 worker = _decoded(self._names.get(name, deadline.remaining()))
-                if not worker.is_gone(self._machine):
+                if not worker.is_dead():
                     return worker
                 if not after_death:
                     raise WorkerLost(
@@ -172,7 +162,7 @@ class Directory:
     def workers(self) -> list[Worker]:
         """Return all workers that have joined and are not known to have ended."""
         found = [self._found(name) for name in self._names.list_keys()]
-        return [each for each in found if each is not None and not each.is_gone(self._machine)]
+        return [each for each in found if each is not None and not each.is_dead()]
 
     def _found(self, name: str) -> Worker | None:
         try:
@@ -183,7 +173,7 @@ class Directory:
 
 def _within(timeout: float) -> str:
     """Return the text " within N s", or "" for a timeout of 0."""
-    return f" within {in_seconds(timeout)}" if timeout else ""
+    return f" within {format_seconds(timeout)}" if timeout else ""
 
 
 def _decoded(entry: bytes) -> Worker:

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ... import net as wire
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import (
     AgentClosed,
     AuthenticationError,
@@ -342,7 +342,9 @@ class ConnectionManager:
         self._lost(line)
 
     def _late(self, name: str, deadline: Deadline) -> CallTimeout:
-        return CallTimeout(f"{self._who(name)} could not be reached within {in_seconds(deadline.timeout)}")
+        return CallTimeout(
+            f"{self._who(name)} could not be reached within {format_seconds(deadline.timeout)}"
+        )
 
     def _who(self, name: str) -> str:
         return f"worker {self._me.name!r}: {name!r}"

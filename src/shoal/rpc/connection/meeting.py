@@ -27,7 +27,8 @@ from typing import Protocol
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
+from ...common.process_identity import ProcessIdentity
 from ...errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -39,7 +40,6 @@ from ...errors import (
     WorkerLost,
 )
 from ...net import Deadline
-from ...rendezvous.host import Here, process_is_gone
 from ...store import PrefixStore, Store
 
 #: seconds between two polls of an entry
@@ -55,19 +55,16 @@ def keys_of(store: Store, kind: str, count: int) -> Store:
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
 
 
-class WorkerEntry(msgspec.Struct):
-    """The entry of one worker, written by itself.
+class WorkerEntry(ProcessIdentity, frozen=True):
+    """The entry of one worker, and its process; written by itself.
 
     Attributes:
-        machine, process: identity of its process.
         joined: whether it has joined.
         failed: the reason why the meeting failed; "" if none is known.
         left: whether it closed without waiting for the others.
     """
 
     name: str
-    machine: str
-    process: str
     joined: bool = False
     failed: str = ""
     left: bool = False
@@ -96,7 +93,7 @@ class WorkerMeeting:
         names: of the workers, by rank; empty until :meth:`gather` returns.
     """
 
-    def __init__(self, store: Store, me: Here, name: str, rank: int, size: int, end: str) -> None:
+    def __init__(self, store: Store, me: ProcessIdentity, name: str, rank: int, size: int, end: str) -> None:
         self._store = store
         self._me = me
         self._name = name
@@ -176,14 +173,14 @@ class WorkerMeeting:
             if not quiet and deadline.expired:
                 raise UnknownWorker(
                     f"worker {self._name!r}: calls were still pending or served, here or at another worker, "
-                    f"after the {in_seconds(deadline.timeout)} of {self._end}"
+                    f"after the {format_seconds(deadline.timeout)} of {self._end}"
                 )
             number += 1
 
     # -- inside --------------------------------------------------------------------------------
 
     def _tell(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
-        entry = WorkerEntry(self._name, self._me.machine, self._me.process, joined, failed, left)
+        entry = WorkerEntry(self._me.machine, self._me.process, self._name, joined, failed, left)
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
     def _entry(self, rank: int, timeout: float) -> WorkerEntry:
@@ -198,16 +195,13 @@ class WorkerMeeting:
         self._seen[rank] = entry
         return entry
 
-    def _gone(self, entry: WorkerEntry) -> bool:
-        return entry.machine == self._me.machine and process_is_gone(entry.process)
-
     def _there(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
         """Return the entry of ``rank``; None: it does not exist, or its process has ended."""
         try:
             entry = self._entry(rank, timeout)
         except StoreTimeout:
             return None
-        return None if self._gone(entry) else entry
+        return None if entry.is_dead() else entry
 
     def _await(self, rank: int, deadline: Deadline, joined: bool) -> WorkerEntry:
         """Wait for the entry of ``rank``, or until that worker has ``joined``; return the entry."""
@@ -256,7 +250,7 @@ class WorkerMeeting:
         who = f"ranks {', '.join(missing)}" if missing else "some"
         return RendezvousTimeout(
             f"worker {self._name!r}: {who} of {self._size} have not joined within "
-            f"{in_seconds(deadline.timeout)}"
+            f"{format_seconds(deadline.timeout)}"
         )
 
     def _come(self, where: str, word: bytes, agent: Working, deadline: Deadline) -> list[bytes]:
@@ -277,7 +271,7 @@ class WorkerMeeting:
                 who = ", ".join(map(self._who, missing))
                 raise UnknownWorker(
                     f"worker {self._name!r}: {who} did not call {self._end}, or had calls pending, for "
-                    f"{in_seconds(deadline.timeout)}"
+                    f"{format_seconds(deadline.timeout)}"
                 )
         return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
 
@@ -297,7 +291,7 @@ class WorkerMeeting:
 
     def _look(self, entry: WorkerEntry, agent: Working, because: BaseException | None) -> None:
         """Raise if a worker has failed."""
-        if self._gone(entry):
+        if entry.is_dead():
             raise WorkerLost(
                 f"worker {self._name!r}: {entry.name!r} ended before {self._end}", entry.name
             ) from because

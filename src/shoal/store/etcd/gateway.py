@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_json
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..backing import Backoff
@@ -197,7 +197,7 @@ class Gateway:
             # Even without time left, each server is tried once.
             if reply_deadline.expired or (deadline.expired and tries >= len(self._urls)):
                 raise StoreTimeout(
-                    f"{self} did not answer within {in_seconds(deadline.timeout)} ({why})"
+                    f"{self} did not answer within {format_seconds(deadline.timeout)} ({why})"
                     + ("; nothing was sent to it" if writes else "")
                 )
             if tries % len(self._urls) == 0:

@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from ... import config
-from ...common.wording import counted
+from ...common.formatting import counted
 from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..base import Store

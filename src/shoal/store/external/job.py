@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from secrets import token_hex
 from typing import Any, Generic, Protocol, TypeVar
 
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import AuthenticationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..backing import Backing
@@ -151,8 +151,8 @@ class ExternalJob(abc.ABC, Generic[ClientT, ChannelT]):
         """Return the error of a store whose keys have expired."""
         return StoreError(
             f"{self}: all its keys have expired, because no process of the job has kept them alive for "
-            f"{in_seconds(KEY_TTL_S)}: this process and the others were suspended or cut off from the server"
-            f"{self.other_reasons}.  Start the job again"
+            f"{format_seconds(KEY_TTL_S)}: this process and the others were suspended or cut off from the "
+            f"server{self.other_reasons}.  Start the job again"
         )
 
     def _keep(self) -> None:
@@ -238,8 +238,8 @@ class ExternalBacking(Backing, Generic[JobT]):
         deadline = self._calls.deadline
         if deadline.expired:
             raise StoreTimeout(
-                f"key {key!r} could not be changed within {in_seconds(deadline.timeout)}: other clients have "
-                f"changed it {times} times meanwhile"
+                f"key {key!r} could not be changed within {format_seconds(deadline.timeout)}: other clients "
+                f"have changed it {times} times meanwhile"
             )
         if self._paused(deadline, times):
             raise StoreError("closed")  # Store replaces the message

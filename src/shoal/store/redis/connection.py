@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import AuthenticationError, ConfigurationError, StoreError, StoreTimeout
 from ...net import Deadline
 from ..backing import Backoff
@@ -196,7 +196,7 @@ class RedisClient:
             tries += 1
             if deadline.expired:
                 raise StoreTimeout(
-                    f"{self} did not answer within {in_seconds(deadline.timeout)} "
+                    f"{self} did not answer within {format_seconds(deadline.timeout)} "
                     f"({_failures_text(failures)})" + (_outcome_text(refused, unclear) if writes else "")
                 )
             backoff.pause(reply_deadline.remaining())

@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ...common.decoding import MalformedMessage, converted
+from ...common.decoding import MalformedMessage, convert
 from ...errors import AuthenticationError, StoreError
 from ...net import Deadline
 from ..external import job as external_job
@@ -72,7 +72,7 @@ class RedisJob(ExternalJob[RedisClient, WriteChannel]):
         if reply[0] == b"gone" and script is not LIFE:
             raise self.expired_error()
         try:
-            return reply[0], converted(reply[1], kind) if len(reply) == 2 else None
+            return reply[0], convert(reply[1], kind) if len(reply) == 2 else None
         except MalformedMessage:
             raise self.unreadable(reply) from None
 

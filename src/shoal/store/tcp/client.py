@@ -20,7 +20,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from ... import config
-from ...common.wording import in_seconds
+from ...common.formatting import format_seconds
 from ...errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
 from ...net import HANDSHAKE_TIMEOUT_S, Connection, Deadline, connect, format_address
 from ..backing import Backoff, RequestExecutor
@@ -289,7 +289,7 @@ class _TcpBacking(RequestExecutor):
                     raise self._lost_error(error) from error
                 if isinstance(error, WireTimeout) or deadline.remaining() <= backoff.seconds:
                     raise StoreTimeout(
-                        f"no store at {self.address} within {in_seconds(deadline.timeout)} ({error}); "
+                        f"no store at {self.address} within {format_seconds(deadline.timeout)} ({error}); "
                         "is it running there, and is the address right?"
                     ) from None  # the message contains the cause
                 if self._welcome is None and not isinstance(error.__cause__, OSError):
@@ -313,7 +313,7 @@ class _TcpBacking(RequestExecutor):
             missing = timed_out(request.keys, deadline.timeout)
             return StoreTimeout(f"{missing} (as far as known: {silence})")
         if not why:
-            silence += f" within {in_seconds(deadline.timeout)}"
+            silence += f" within {format_seconds(deadline.timeout)}"
         if request.writes:
             done = (
                 "it is unknown whether the request was or will be done" if sent else "nothing was sent to it"

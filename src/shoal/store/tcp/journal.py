@@ -27,7 +27,7 @@ from typing import cast
 import msgspec
 
 from ...common.decoding import MalformedMessage, msgpack_decoder
-from ...common.trusted_file import OpenedFile, open_trusted
+from ...common.trusted_file import TrustedFile, open_trusted
 from ...errors import ConfigurationError, StoreError
 from ...net import close_in_forked_child
 from .replies import LastWrite
@@ -98,7 +98,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: OpenedFile | None = None
+        self._file: TrustedFile | None = None
         self._end = 0
         self._snapshot_size = 0
         self._due = SNAPSHOT_BYTES
@@ -208,7 +208,7 @@ class Journal:
         self._end = self._snapshot_size = end
         self._due = max(SNAPSHOT_BYTES, _SNAPSHOT_TIMES * end)
         try:
-            folder = OpenedFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            folder = TrustedFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder.fileno())
             finally:

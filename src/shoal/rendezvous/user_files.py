@@ -22,10 +22,11 @@ from pathlib import Path
 import psutil
 
 from .. import config
+from ..common.process_identity import start_ticks
 from ..common.trusted_file import open_trusted
 from ..errors import ConfigurationError, StoreError, StoreTimeout
 from ..store import FileStore
-from .host import is_loopback, resolve, start_of
+from .addresses import is_loopback, resolve
 
 #: advice if there is no secret and none can be agreed on
 SET_A_SECRET = (
@@ -73,18 +74,18 @@ class PrivateFile:
     """The file in which the ranks of ``job`` meet on this host, opened by this rank.
 
     All ranks derive the same path from the job's name and the launcher's process: the nearest ancestor whose
-    environment lacks the variable ``marker``, which each rank has (so that wrapper scripts between launcher
-    and rank do not matter). The launcher's start time makes the path unique.
+    environment lacks the variable ``rank_variable``, which each rank has (so that wrapper scripts between
+    launcher and rank do not matter). The launcher's start time makes the path unique.
 
     Raises:
         ConfigurationError: the directory for such files belongs to another user.
     """
 
-    def __init__(self, job: str, marker: str) -> None:
+    def __init__(self, job: str, rank_variable: str) -> None:
         self._directory = private_directory()
-        _sweep(self._directory)
-        launcher = _launcher(marker)
-        name = f"{launcher}-{start_of(launcher)}-{zlib.crc32(job.encode()):08x}"
+        _remove_left_over(self._directory)
+        launcher = _launcher(rank_variable)
+        name = f"{launcher}-{start_ticks(launcher)}-{zlib.crc32(job.encode()):08x}"
         self.path = self._directory / name
         self._file = open_trusted(self.path)
 
@@ -103,12 +104,12 @@ class PrivateFile:
         self._file.close()
 
 
-def _launcher(marker: str) -> int:
+def _launcher(rank_variable: str) -> int:
     process = psutil.Process()
     for ancestor in process.parents():
         process = ancestor
         try:
-            if marker not in ancestor.environ():
+            if rank_variable not in ancestor.environ():
                 break
         except psutil.Error:
             break  # another user's process: the launcher's daemon
@@ -139,11 +140,11 @@ def private_directory() -> Path:
     return directory
 
 
-def _sweep(directory: Path) -> None:
+def _remove_left_over(directory: Path) -> None:
     """Remove the files of launchers that have ended: their ranks ended before all had met."""
     for path in directory.iterdir():
         named = re.fullmatch(r"([0-9]+)-([0-9]+)-[0-9a-f]{8}", path.name)
-        if named is not None and start_of(int(named[1])) != named[2]:
+        if named is not None and start_ticks(int(named[1])) != named[2]:
             path.unlink(missing_ok=True)
 
 

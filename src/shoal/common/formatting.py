@@ -13,23 +13,23 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
-def in_seconds(time: float) -> str:
+def format_seconds(time: float) -> str:
     """Return a time in seconds with three digits: ``300 s``, ``4.95 s``."""
     return f"{time:.3g} s" if time < 100 else f"{time:.0f} s"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
     """Return ``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
-    return named("rank", ranks)
+    return format_numbers("rank", ranks)
 
 
-def named(noun: str, numbers: Iterable[int]) -> str:
+def format_numbers(noun: str, numbers: Iterable[int]) -> str:
     """Return ``core 3`` or ``cores 0, 2-5``, for any noun."""
     ordered = sorted(numbers)
-    return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + runs(ordered)
+    return (f"{noun} " if len(ordered) == 1 else f"{noun}s ") + format_ranges(ordered)
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return ``KeyError: 'x'``, or ``KeyError`` if the exception has no text or its ``__str__`` raises."""
     text = text_of(error)
     return encodable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -44,13 +44,13 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
-def shown(error: BaseException) -> str:
-    """Return ``KeyError('x')``, or :func:`in_words` if the ``__repr__`` of the exception raises."""
+def error_repr(error: BaseException) -> str:
+    """Return ``KeyError('x')``, or :func:`describe_error` if the ``__repr__`` of the exception raises."""
     try:
         return encodable(str.__str__(repr(error)))
     except BaseException as raised:
         _raise_interrupt(raised)
-        return in_words(error)
+        return describe_error(error)
 
 
 def traceback_of(error: BaseException, begin: TracebackType | None) -> str:
@@ -59,7 +59,7 @@ def traceback_of(error: BaseException, begin: TracebackType | None) -> str:
         return encodable("".join(traceback.format_exception(type(error), error, begin)))
     except BaseException as raised:
         _raise_interrupt(raised)
-        return f"{in_words(error)}\n"
+        return f"{describe_error(error)}\n"
 
 
 def _raise_interrupt(error: BaseException) -> None:
@@ -78,7 +78,7 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def runs(ordered: Iterable[int], before: str = "") -> str:
+def format_ranges(ordered: Iterable[int], before: str = "") -> str:
     """Return ``0, 2-5`` for the sorted numbers 0, 2, 3, 4 and 5; ``before`` is a prefix of each number."""
     found: list[list[str]] = []
     last = None

@@ -15,7 +15,7 @@ from torch._C._dynamo import eval_frame
 _Target = TypeVar("_Target", bound=Any)
 
 
-def uncompiled(target: _Target) -> _Target:
+def never_compile(target: _Target) -> _Target:
     """Never compile a function, or the methods of a class and of its bases, nor functions that they call.
 
     A call in compiled code is a graph break.  Unlike ``torch.compiler.disable``, this neither wraps functions

@@ -7,35 +7,35 @@ from pathlib import Path
 import pytest
 
 from shoal import ConfigurationError, MemoryStore, StoreError, UsageError
-from shoal.rendezvous import Venue, meet_at, open_place
-from shoal.rendezvous.host import LOOPBACK, is_mine
-from shoal.rendezvous.place import RendezvousPoint
+from shoal.rendezvous import Venue, open_point, rendezvous_at
+from shoal.rendezvous.addresses import LOOPBACK, is_local_address
+from shoal.rendezvous.point import RendezvousPoint
 
 from .together import all_well, release_all, request, together
 
 
 def test_a_place_is_open_to_processes_without_rank_and_size(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'place'}"
-    with open_place(url, job="rpc", timeout=20) as one, open_place(url, job="rpc", timeout=20) as two:
+    with open_point(url, job="rpc", timeout=20) as one, open_point(url, job="rpc", timeout=20) as two:
         one.store.set("who", b"me")
         assert two.store.get("who") == b"me"
         assert one.secret() == two.secret() != b""
-        assert (one.job, one.epoch, one.room) == ("rpc", 0, 0)
-        assert is_mine(one.interface())
+        assert (one.job, one.epoch, one.round) == ("rpc", 0, 0)
+        assert is_local_address(one.interface())
         assert one.interface({"this machine"}) == LOOPBACK
-        with open_place(url, job="other", timeout=20) as another:
+        with open_point(url, job="other", timeout=20) as another:
             assert not another.store.check(["who"])
             assert another.secret() != one.secret()
 
 
 def test_ranks_meet_at_a_place_that_others_use_too(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'place'}"
-    with open_place(url, timeout=20) as visitor:
+    with open_point(url, timeout=20) as visitor:
         visitor.store.set("visitor", b"here")
         for room in range(2):
-            places = [open_place(url, rank=rank, size=2, timeout=20) for rank in range(2)]
-            assert [place.room for place in places] == [room, room]
-            members = all_well(together(*(lambda place=place: meet_at(place) for place in places)))
+            places = [open_point(url, rank=rank, size=2, timeout=20) for rank in range(2)]
+            assert [place.round for place in places] == [room, room]
+            members = all_well(together(*(lambda place=place: rendezvous_at(place) for place in places)))
             assert [member.rank for member in members] == [0, 1]
             release_all(members)
         assert visitor.store.get("visitor") == b"here"
@@ -43,7 +43,7 @@ def test_ranks_meet_at_a_place_that_others_use_too(tmp_path: Path) -> None:
 
 def test_a_given_secret_is_the_places_own() -> None:
     store = MemoryStore()
-    with open_place(store=store, secret="given", timeout=5) as place:
+    with open_point(store=store, secret="given", timeout=5) as place:
         assert place.secret() == b"given"
 
 
@@ -58,14 +58,14 @@ def test_a_place_beyond_this_host_has_no_secret_of_itself() -> None:
 
 def test_a_job_that_cannot_be_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="as a job's name"):
-        open_place(f"file://{tmp_path / 'place'}", job="")
+        open_point(f"file://{tmp_path / 'place'}", job="")
     assert not (tmp_path / "place").exists()
 
 
 def test_of_a_brief_meeting_only_the_groups_own_keys_stay() -> None:
     store = MemoryStore()
-    venues = [Venue(store.clone(), rank, 2, job="job", epoch=0, brief=True) for rank in range(2)]
-    calls = [lambda venue=venue: meet_at(RendezvousPoint.at(venue, request())) for venue in venues]
+    venues = [Venue(store.clone(), rank, 2, job="job", epoch=0, leaves_store_early=True) for rank in range(2)]
+    calls = [lambda venue=venue: rendezvous_at(RendezvousPoint.at(venue, request())) for venue in venues]
     members = all_well(together(*calls))
     members[0].store.set("key", b"value")
     together(*(member.connected for member in members))
@@ -80,8 +80,10 @@ def test_of_a_brief_meeting_only_the_groups_own_keys_stay() -> None:
 
 def test_who_cannot_connect_after_a_brief_meeting_closes_the_groups_own_keys_too() -> None:
     store = MemoryStore()
-    member = meet_at(
-        RendezvousPoint.at(Venue(store.clone(), 0, 1, job="job", epoch=0, brief=True), request(0, 1))
+    member = rendezvous_at(
+        RendezvousPoint.at(
+            Venue(store.clone(), 0, 1, job="job", epoch=0, leaves_store_early=True), request(0, 1)
+        )
     )
     member.abandon(OSError("no network"))
     with pytest.raises(StoreError, match="closed"):

@@ -10,7 +10,7 @@ import pytest
 
 from shoal import ConfigurationError, RendezvousError, RendezvousTimeout
 from shoal.rendezvous import schemes
-from shoal.rendezvous.environment import derived_port, read
+from shoal.rendezvous.launcher_variables import derived_port, read
 from tests.support.launch_environments import (
     ALL,
     Environment,
@@ -25,7 +25,7 @@ from tests.support.launch_environments import (
 )
 from tests.support.ports import free_port
 
-from .together import all_well, meet_at, release_all, together, unknown_host
+from .together import all_well, release_all, rendezvous_at, together, unknown_host
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_ranks_meet_in_the_environment_of(environment: Maker, private_files_in: 
     port = free_port()
     for size in (3, 1, 2):  # one group after another, as in one program
         calls = [
-            lambda rank=rank, size=size: meet_at("env://", environ=environment(rank, size, port))
+            lambda rank=rank, size=size: rendezvous_at("env://", environ=environment(rank, size, port))
             for rank in range(size)
         ]
         members = all_well(together(*calls))
@@ -70,7 +70,7 @@ def test_a_rank_beyond_the_size_is_refused(environment: Maker) -> None:
 
 @pytest.mark.parametrize("environment", [torchrun, slurm, open_mpi, mpich])
 def test_ranks_on_one_host_agree_on_a_secret(environment: Maker) -> None:
-    calls = [lambda r=r: meet_at("env://", environ=environment(r, 2, 1)) for r in range(2)]
+    calls = [lambda r=r: rendezvous_at("env://", environ=environment(r, 2, 1)) for r in range(2)]
     members = all_well(together(*calls))
     assert members[0].secret == members[1].secret != b""
     release_all(members)
@@ -78,7 +78,7 @@ def test_ranks_on_one_host_agree_on_a_secret(environment: Maker) -> None:
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:
     batch_script = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    member = meet_at("env://", environ={"PATH": "/bin", **batch_script})
+    member = rendezvous_at("env://", environ={"PATH": "/bin", **batch_script})
     assert (member.rank, member.size, member.local_rank, member.local_size) == (0, 1, 0, 1)
     assert member.secret == b""
     member.store.set("x", b"1")
@@ -89,7 +89,7 @@ def test_a_size_without_a_launcher_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"the environment has no variables of a launcher.*shoal run"
     ):
-        meet_at("env://", 0, 2)
+        rendezvous_at("env://", 0, 2)
 
 
 def test_job_and_epoch_come_from_the_launcher() -> None:
@@ -131,8 +131,8 @@ def test_the_number_of_a_pod_is_its_rank_only_where_a_group_has_a_size() -> None
     swept = {"JOB_COMPLETION_INDEX": "3"}  # one of many independent runs
     assert read(swept) is None
     assert read({**swept, "SHOAL_SIZE": "1"}) is not None
-    for alone in (swept, {**swept, "SHOAL_SIZE": "1"}):
-        member = meet_at("env://", environ=alone)
+    for others_disconnected in (swept, {**swept, "SHOAL_SIZE": "1"}):
+        member = rendezvous_at("env://", environ=others_disconnected)
         assert (member.rank, member.size) == (0, 1)
         member.release(1.0)
     launch = read({**swept, "SHOAL_STORE": "tcp://127.0.0.1:29400"})
@@ -166,7 +166,8 @@ def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest
     environ = {**kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
     environ["SHOAL_STORE"] = f"tcp://train-0.train:{free_port()}"
     calls = [
-        lambda r=r: meet_at("env://", environ={**environ, "JOB_COMPLETION_INDEX": str(r)}) for r in range(2)
+        lambda r=r: rendezvous_at("env://", environ={**environ, "JOB_COMPLETION_INDEX": str(r)})
+        for r in range(2)
     ]
     members = all_well(together(*calls))
     assert sorted(member.rank for member in members) == [0, 1]
@@ -180,10 +181,10 @@ def test_a_name_that_nobody_knows_is_an_error_at_once_and_in_kubernetes_in_the_e
     monkeypatch.setattr(schemes, "resolve", unknown_host)
     unknown = {**kubernetes(1, 2, 1), "SHOAL_STORE": "tcp://train-0.invalid:29400"}
     with pytest.raises(RendezvousTimeout, match=r"'train-0.invalid', has been unknown.*headless Service"):
-        meet_at("env://", environ=unknown, timeout=0.2)
+        rendezvous_at("env://", environ=unknown, timeout=0.2)
     del unknown["KUBERNETES_SERVICE_HOST"]
     with pytest.raises(RendezvousError, match=r"host 'train-0.invalid' of the store is unknown") as caught:
-        meet_at("env://", environ=unknown, timeout=0.2)
+        rendezvous_at("env://", environ=unknown, timeout=0.2)
     assert not isinstance(caught.value, RendezvousTimeout)
 
 
@@ -229,12 +230,12 @@ def test_a_launcher_that_forgot_a_variable_is_named() -> None:
 def test_several_hosts_without_a_secret_are_told_how_to_set_one() -> None:
     environ = {**by_hand(1, 2, 29500), "MASTER_ADDR": "192.0.2.7"}
     with pytest.raises(ConfigurationError, match=r"torchrun: .* has no secret: .*openssl rand"):
-        meet_at("env://", environ=environ)
+        rendezvous_at("env://", environ=environ)
 
 
 def test_the_environment_cannot_send_us_back_to_itself() -> None:
     with pytest.raises(ConfigurationError, match="must be the URL of a store, not env://"):
-        meet_at("env://", environ={"SHOAL_STORE": "env://"})
+        rendezvous_at("env://", environ={"SHOAL_STORE": "env://"})
 
 
 @pytest.mark.parametrize(("name", "missing"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])

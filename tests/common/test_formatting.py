@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 
-from shoal.common.wording import counted, in_seconds, in_words, ranks_named, shown, text_of, traceback_of
+from shoal.common.formatting import (
+    counted,
+    describe_error,
+    error_repr,
+    format_seconds,
+    ranks_named,
+    text_of,
+    traceback_of,
+)
 
 
 def test_one_is_singular_and_all_else_plural() -> None:
@@ -15,7 +23,7 @@ def test_one_is_singular_and_all_else_plural() -> None:
 
 def test_a_time_has_three_digits_that_matter_and_whole_seconds_from_a_hundred_on() -> None:
     times = (0.25, 4.950223, 5.0, 99.97, 299.99, 1800.0)
-    assert [in_seconds(time) for time in times] == ["0.25 s", "4.95 s", "5 s", "100 s", "300 s", "1800 s"]
+    assert [format_seconds(time) for time in times] == ["0.25 s", "4.95 s", "5 s", "100 s", "300 s", "1800 s"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +51,7 @@ class _Mute(Exception):
 def test_an_exception_in_words_has_no_colon_without_a_text_and_never_fails(
     error: Exception, words: str
 ) -> None:
-    assert in_words(error) == words
+    assert describe_error(error) == words
 
 
 class Word(str):
@@ -62,7 +70,7 @@ def test_an_exception_that_cannot_be_shown_is_named(raised: type[BaseException])
         __repr__ = __str__
 
     error = Mute()
-    assert (in_words(error), text_of(error), shown(error)) == ("Mute", "", "Mute")
+    assert (describe_error(error), text_of(error), error_repr(error)) == ("Mute", "", "Mute")
     assert "Mute" in traceback_of(error, error.__traceback__)
 
 
@@ -71,7 +79,7 @@ def test_a_text_of_another_class_is_read_as_text() -> None:
         def __str__(self) -> str:
             return Word("words")
 
-    assert in_words(Odd()) == "Odd: words"
+    assert describe_error(Odd()) == "Odd: words"
 
 
 def test_a_ctrl_c_while_an_exception_is_shown_is_raised() -> None:
@@ -80,4 +88,4 @@ def test_a_ctrl_c_while_an_exception_is_shown_is_raised() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        in_words(Slow())
+        describe_error(Slow())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from .. import config
 from ..errors import ConfigurationError
 from ..net import format_address
-from .slurm import first_host
+from .slurm_nodelist import first_host
 
 #: Derived ports are below Linux's range of ephemeral ports (32768 and up), so that outgoing connections of
 #: other programs do not use them.
@@ -36,7 +36,7 @@ class Launch:
         local_rank, local_size: None: determined from the hosts of all ranks.
         job, epoch: the job, and the number of its restarts.
         url: of the rendezvous; None: all ranks are on this host and meet in a private file.
-        marker: a variable that every rank has in its environment, but the launcher itself has not.
+        rank_variable: a variable that every rank has in its environment, but the launcher itself has not.
     """
 
     launcher: str
@@ -47,7 +47,7 @@ class Launch:
     job: str = config.JOB.default
     epoch: int = 0
     url: str | None = None
-    marker: str = ""
+    rank_variable: str = ""
 
 
 class _VariableReader:
@@ -98,7 +98,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         ConfigurationError: a variable is malformed or missing; the message names it.
     """
-    launch = next((found for dialect in _DIALECTS if (found := dialect(environ)) is not None), None)
+    launch = next((found for parse in _LAUNCHERS if (found := parse(environ)) is not None), None)
     if launch is None:
         if half := {"RANK", "WORLD_SIZE"} & {name for name, value in environ.items() if value.strip()}:
             # Otherwise each process would silently train alone.
@@ -119,7 +119,7 @@ def _check(launch: Launch) -> None:
             f"{launch.launcher} gives this process rank {launch.rank} in a job of size {launch.size}; "
             f"ranks go from 0 to {launch.size - 1}"
         )
-    if launch.url is None and (launch.size is None or launch.size > 1) and not launch.marker:
+    if launch.url is None and (launch.size is None or launch.size > 1) and not launch.rank_variable:
         passed_on = "" if launch.launcher != "Open MPI" else _PASSED_ON
         raise ConfigurationError(
             f"{launch.launcher} gives rank and size but not where the ranks meet: set {config.STORE.name} "
@@ -161,11 +161,7 @@ def _dynamic(environ: Mapping[str, str]) -> Launch | None:
 
 def _by_shoal(environ: Mapping[str, str], rank: int | None, size: int | None) -> Launch:
     return Launch(
-        "shoal's environment",
-        rank,
-        size,
-        config.LOCAL_RANK.get(environ),
-        config.LOCAL_SIZE.get(environ),
+        "shoal's environment", rank, size, config.LOCAL_RANK.get(environ), config.LOCAL_SIZE.get(environ)
     )
 
 
@@ -175,11 +171,11 @@ def _torchrun(environ: Mapping[str, str]) -> Launch | None:
         return None
     rank, size = reader.need("RANK"), reader.need("WORLD_SIZE")
     run, local_size = reader.text("TORCHELASTIC_RUN_ID"), reader.number("LOCAL_WORLD_SIZE")
-    url, marker = reader.master_url(), ""
+    url, rank_variable = reader.master_url(), ""
     if reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent's own store listens on MASTER_PORT and uses another protocol.
         if local_size == size:
-            url, marker = None, "RANK"
+            url, rank_variable = None, "RANK"
         else:
             address = reader.text("MASTER_ADDR")
             seed = f"torchrun/{run}/{reader.text('MASTER_PORT')}"
@@ -193,7 +189,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch | None:
         job=config.JOB.default if run in (None, "none") else f"torchrun-{run}",
         epoch=reader.number("TORCHELASTIC_RESTART_COUNT") or 0,
         url=url,
-        marker=marker,
+        rank_variable=rank_variable,
     )
 
 
@@ -201,19 +197,8 @@ def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
     reader = _VariableReader("Open MPI", environ)
     if reader.text("OMPI_COMM_WORLD_RANK") is None:
         return None
-    size = reader.need("OMPI_COMM_WORLD_SIZE")
-    local_size = reader.number("OMPI_COMM_WORLD_LOCAL_SIZE")
-    url = reader.master_url()
-    return Launch(
-        reader.launcher,
-        reader.need("OMPI_COMM_WORLD_RANK"),
-        size,
-        reader.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size,
-        job=_job("mpi", reader.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")),
-        url=url,
-        marker="OMPI_COMM_WORLD_RANK" if url is None and local_size == size else "",
-    )
+    job = reader.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    return _mpi(reader, "OMPI_COMM_WORLD_", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), job)
 
 
 def _mpich(environ: Mapping[str, str]) -> Launch | None:
@@ -223,18 +208,20 @@ def _mpich(environ: Mapping[str, str]) -> Launch | None:
         reader.text("SLURM_STEP_ID") is not None and reader.text("MPI_LOCALRANKID") is None
     ):
         return None
-    size, local_size = reader.need("PMI_SIZE"), reader.number("MPI_LOCALNRANKS")
-    url = reader.master_url()
-    return Launch(
-        reader.launcher,
-        reader.need("PMI_RANK"),
-        size,
-        reader.number("MPI_LOCALRANKID"),
-        local_size,
-        job=_job("mpi", reader.text("PMI_JOBID", "PMI_KVS")),
-        url=url,
-        marker="PMI_RANK" if url is None and local_size == size else "",
-    )
+    job = reader.text("PMI_JOBID", "PMI_KVS")
+    return _mpi(reader, "", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), job)
+
+
+def _mpi(reader: _VariableReader, prefix: str, names: tuple[str, str, str, str], job: str | None) -> Launch:
+    """Return the launch by MPI; ``names``: the variables of rank, size, local rank and local size."""
+    rank, size, local_rank, local_size = (prefix + name for name in names)
+    launch = Launch(
+        reader.launcher, reader.need(rank), reader.need(size), reader.number(local_rank),
+        reader.number(local_size), job=config.JOB.default if job is None else f"mpi-{job}",
+        url=reader.master_url(),
+    )  # fmt: skip
+    on_one_host = launch.url is None and launch.local_size == launch.size
+    return replace(launch, rank_variable=rank) if on_one_host else launch
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -263,16 +250,12 @@ def _slurm(environ: Mapping[str, str]) -> Launch | None:
         job=job,
         epoch=reader.number("SLURM_RESTART_COUNT") or 0,
         url=url,
-        marker="SLURM_PROCID" if one_host else "",
+        rank_variable="SLURM_PROCID" if one_host else "",
     )
 
 
 #: in order of precedence: the innermost launcher first
-_DIALECTS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _kubernetes, _dynamic)
-
-
-def _job(launcher: str, ident: str | None) -> str:
-    return config.JOB.default if ident is None else f"{launcher}-{ident}"
+_LAUNCHERS = (_shoal, _torchrun, _open_mpi, _mpich, _slurm, _kubernetes, _dynamic)
 
 
 def derived_port(seed: str) -> int:

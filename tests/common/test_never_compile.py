@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.common.uncompiled import uncompiled
+from shoal.common.never_compile import never_compile
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -19,7 +19,7 @@ def test_compiled_code_neither_traces_nor_compiles_such_functions() -> None:
     def helper(x: torch.Tensor) -> torch.Tensor:
         return x * 3 * 3
 
-    @uncompiled
+    @never_compile
     def ours(x: torch.Tensor) -> torch.Tensor:
         return helper(x) * 3
 
@@ -55,6 +55,6 @@ class Members:
 
 
 def test_all_kinds_of_members_of_a_class_are_marked() -> None:
-    uncompiled(Members)
+    never_compile(Members)
     functions = [Members.method, Members.of_class.__func__, Members.static, vars(Members)["value"].fget]
     assert all(function._torchdynamo_disable for function in functions)

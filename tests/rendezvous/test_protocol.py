@@ -20,11 +20,11 @@ from shoal import (
     StoreError,
     VersionMismatch,
 )
-from shoal.rendezvous import job_record, meeting, note_exit, record, summary
-from shoal.rendezvous.host import here, now
-from shoal.rendezvous.meeting import Meeting
-from shoal.rendezvous.neighbours import Neighbours
-from shoal.rendezvous.place import agree_on_secret
+from shoal.common.process_identity import ProcessIdentity, machine_id, now
+from shoal.rendezvous import job_record, protocol, records, report_exit
+from shoal.rendezvous.point import agree_on_secret
+from shoal.rendezvous.protocol import Rendezvous
+from shoal.rendezvous.rounds import LocalProcesses
 
 from .together import all_well, meet_in, release_all, together
 
@@ -75,32 +75,32 @@ def test_ranks_are_given_out_in_order_of_arrival(store: MemoryStore) -> None:
 
 
 def test_a_rank_reads_of_the_others_what_its_host_needs(store: MemoryStore) -> None:
-    def member(rank: int) -> record.MemberDescription:
+    def member(rank: int) -> records.MemberDescription:
         host = f"host {rank // 2}"
-        return record.MemberDescription(
-            host, f"{host}/boot/net", f"pid/{rank + 100}/1", True, "token", at=1.0
+        return records.MemberDescription(
+            f"{host}/boot/net", f"pid/{rank + 100}/1", host, True, "token", at=1.0
         )
 
     with PrefixStore("room", store) as room:
-        summary.write_summary(room, [member(rank) for rank in range(64)])
-        raw = room.get(summary.host_key("host 3", "host 3/boot/net"))
+        records.write_summary(room, [member(rank) for rank in range(64)])
+        raw = room.get(records.host_key("host 3", "host 3/boot/net"))
         assert len(raw) < 350
-        met = summary.decode_met(raw)
+        met = records.decode_met(raw)
         assert (met.together, len(met.machines)) == ([6, 7], 8)
-        assert met.present == [summary.Present(rank, f"pid/{rank + 100}/1", 1.0) for rank in met.together]
+        assert met.present == [records.LocalMember(rank, f"pid/{rank + 100}/1", 1.0) for rank in met.together]
 
 
 def test_a_member_that_was_not_counted_is_found_nevertheless(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Meeting._take
+    take = Rendezvous._try_claim
 
-    def take_uncounted(meeting: Meeting, rank: int) -> bool:
+    def take_uncounted(meeting: Rendezvous, rank: int) -> bool:
         taken = take(meeting, rank)
-        meeting._came = 0  # as if each had died before its count, on another machine
+        meeting._arrivals = 0  # as if each had died before its count, on another machine
         return taken
 
-    monkeypatch.setattr(Meeting, "_take", take_uncounted)
+    monkeypatch.setattr(Rendezvous, "_try_claim", take_uncounted)
     assert [member.size for member in _meet_all(store, 3)] == [3] * 3
 
 
@@ -164,8 +164,8 @@ def test_a_peer_of_another_version_is_refused_and_both_are_named(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(record, "build_version", lambda: "0.0.9")
-        store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2, version="0.0.9")))
+        patch.setattr(records, "build_version", lambda: "0.0.9")
+        store.set("job/0/0/record", records.msgspec.json.encode(records.MeetingRecord(2, version="0.0.9")))
     with pytest.raises(VersionMismatch, match=r"runs shoal 0\.0\.9 .* this process runs"):
         meet_in(store, 0, 2)
 
@@ -275,7 +275,7 @@ def test_a_fast_rank_waits_for_the_slow_ones_of_the_job_before(store: MemoryStor
 def test_the_last_member_may_leave_at_any_moment_of_a_newcomers_way(
     monkeypatch: pytest.MonkeyPatch, named: bool, second_size: int
 ) -> None:
-    monkeypatch.setattr(meeting, "_LEAVE_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(protocol, "_LEAVE_POLL_INTERVAL_S", 0.01)
     for moment in range(30):
         with MemoryStore(20.0) as store, monkeypatch.context() as patch:
             _come_while_the_last_one_leaves(patch, store, moment, named, second_size)
@@ -328,17 +328,17 @@ def test_a_job_may_follow_one_whose_processes_were_killed(store: MemoryStore) ->
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     for rank, pid in enumerate([process.pid, process.pid]):
-        dead = here().process.split("/")
-        descriptor = record.MemberDescription("h", here().machine, f"{dead[0]}/{pid}/1.5", True, str(rank))
-        store.set(f"job/0/0/rank/{rank}", record.msgspec.json.encode(descriptor))
-    store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2)))
+        dead = ProcessIdentity.current().process.split("/")
+        descriptor = records.MemberDescription(machine_id(), f"{dead[0]}/{pid}/1.5", "h", True, str(rank))
+        store.set(f"job/0/0/rank/{rank}", records.msgspec.json.encode(descriptor))
+    store.set("job/0/0/record", records.msgspec.json.encode(records.MeetingRecord(2)))
     assert len(_meet_all(store, 3)) == 3
 
 
 def test_a_job_of_processes_elsewhere_is_not_taken_for_dead(store: MemoryStore) -> None:
-    descriptor = record.MemberDescription("h", "another/machine", "pid:[1]/1/1.5", True, "t")
-    store.set("job/0/0/rank/0", record.msgspec.json.encode(descriptor))
-    store.set("job/0/0/record", record.msgspec.json.encode(record.MeetingRecord(2)))
+    descriptor = records.MemberDescription("another/machine", "pid:[1]/1/1.5", "h", True, "t")
+    store.set("job/0/0/rank/0", records.msgspec.json.encode(descriptor))
+    store.set("job/0/0/record", records.msgspec.json.encode(records.MeetingRecord(2)))
     with pytest.raises(RendezvousError, match=r"rank 0 is given twice: process 1 on another .*SHOAL_JOB"):
         meet_in(store, 0, 2)
 
@@ -349,12 +349,12 @@ def _dead_member(
     """What a process leaves in the store that claimed its rank and was killed."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    process = f"{here().process.split('/')[0]}/{ended.pid}/15"
-    me = record.MemberDescription("h", machine or here().machine, process, True, f"dead {rank}", at=at)
-    keys = record.room_of(record.root_of(store, "job", 0), room)
-    keys.compare_set("record", b"", record.msgspec.json.encode(record.MeetingRecord(size)))
-    keys.together([Neighbours(keys, me).append(rank)])
-    keys.set(record.rank_key(rank), record.msgspec.json.encode(me))
+    process = f"{ProcessIdentity.current().process.split('/')[0]}/{ended.pid}/15"
+    me = records.MemberDescription(machine or machine_id(), process, "h", True, f"dead {rank}", at=at)
+    keys = records.round_keys(records.job_keys(store, "job", 0), room)
+    keys.compare_set("record", b"", records.msgspec.json.encode(records.MeetingRecord(size)))
+    keys.together([LocalProcesses(keys, me).append(rank)])
+    keys.set(records.rank_key(rank), records.msgspec.json.encode(me))
 
 
 def test_the_death_of_a_member_is_told_to_those_that_wait(store: MemoryStore) -> None:
@@ -416,11 +416,11 @@ def test_a_job_that_lost_a_rank_is_waited_for_until_the_others_are_gone(store: M
 def test_a_rank_that_cannot_connect_tells_the_others(store: MemoryStore) -> None:
     members = _meet_all(store, 3)
     for member in members:
-        member.look()
+        member.check()
     members[1].abandon(OSError("no descriptors"))
     for member in (members[0], members[2]):
         with pytest.raises(RendezvousError, match="rank 1 could not connect: OSError: no descriptors"):
-            member.look()
+            member.check()
         member.abandon(RendezvousError("heard of it"))
     release_all(_meet_all(store, 3))
     assert store.list_keys() == ["job/0/ended/1", "job/0/room"]
@@ -443,7 +443,7 @@ def test_ranks_that_wait_for_one_whose_process_ended_are_told_how_it_ended(store
 
     def launcher() -> None:
         came.wait()
-        note_exit(store, 1, "exit code 0", job="job")
+        report_exit(store, 1, "exit code 0", job="job")
 
     *ranks, _ = together(lambda: wait(0), lambda: wait(2), launcher)
     for error in ranks:
@@ -453,7 +453,7 @@ def test_ranks_that_wait_for_one_whose_process_ended_are_told_how_it_ended(store
 
 def test_ranks_that_come_after_the_process_of_another_ended_are_told_too(store: MemoryStore) -> None:
     _write_record(store, 2)
-    note_exit(store, 1, "exit code 7", job="job")
+    report_exit(store, 1, "exit code 7", job="job")
     for _ in range(2):  # once, and when it tries again
         with pytest.raises(RendezvousError, match=r"rank 1 ended \(exit code 7\) without meeting"):
             meet_in(store, 0, timeout=60.0)
@@ -464,9 +464,9 @@ def test_an_end_after_the_ranks_met_is_no_reason_but_one_before_they_meet_again_
 ) -> None:
     _write_record(store, 2)
     members = _meet_all(store, 2)
-    note_exit(store, 1, "exit code 0", job="job")
+    report_exit(store, 1, "exit code 0", job="job")
     for member in members:
-        member.look([])
+        member.check([])
     release_all(members)
     with pytest.raises(RendezvousError, match=r"rank 1 ended \(exit code 0\) .* as often as the others do"):
         meet_in(store, 0, timeout=60.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.rendezvous.environment import derived_port, read
-from shoal.rendezvous.slurm import counts_of, first_host, hosts_of
+from shoal.rendezvous.launcher_variables import derived_port, read
+from shoal.rendezvous.slurm_nodelist import counts_of, first_host, hosts_of
 
 #: what each process found under Slurm 22.05 on the nodes n1, node01 and node02, by what started it
 RECORDED: dict[str, list[dict[str, str]]] = json.loads(
@@ -94,7 +94,7 @@ def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "size", "job", "host", "local_ranks"),
+    ("started", "size", "job", "host", "together"),
     [
         ("srun -N3 -n4", 4, "slurm-1.0", "n1", [0, 1, 0, 0]),
         ("srun -N2 -n2 --mpi=pmi2", 2, "slurm-2.0", "node01", [0, 0]),
@@ -103,14 +103,14 @@ def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
     ],
 )
 def test_ranks_that_slurm_started_meet_where_their_step_begins(
-    started: str, size: int, job: str, host: str | None, local_ranks: list[int]
+    started: str, size: int, job: str, host: str | None, together: list[int]
 ) -> None:
     launches = [launch for launch in map(read, RECORDED[started]) if launch is not None]
     assert [(launch.rank, launch.size) for launch in launches] == [(rank, size) for rank in range(size)]
     assert {(launch.launcher, launch.job, launch.epoch) for launch in launches} == {("Slurm", job, 0)}
     url = None if host is None else f"tcp://{host}:{derived_port(job)}"
     assert {launch.url for launch in launches} == {url}
-    assert [launch.local_rank for launch in launches] == local_ranks
+    assert [launch.local_rank for launch in launches] == together
     assert {launch.local_size for launch in launches} == {None if host else size}
 
 

@@ -2,24 +2,155 @@
 
 A step may be repeated, and the group may change its size.  So the loader requests the samples of the steps
 that follow if no rank is lost, and compares its requests with the samples that each step takes.
+
+A worker reads for the rank that started it, and ends with it.  It has no access to the group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import random
+import select
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from ...common.copy_refusal import refuses_copies
-from ...errors import UsageError
-from ..samples import Samples, SampleShare, seed_of
-from ..step import Step
-from .reading import BatchReader, ReadBatch, Wanted, unchanged
+from ..common.copy_refusal import refuses_copies
+from ..errors import UsageError
+from .samples import Samples, SampleShare, seed_of
+from .step import Step
 
-_REFUSED = {
+
+class BatchRequest(NamedTuple):
+    """A request for the samples of one rank in one step.
+
+    Attributes:
+        serial: serial number of the request, ascending.
+        seed: seed of the random generators while the samples are read.
+        indices: indices of the samples.
+    """
+
+    serial: int
+    seed: int
+    indices: list[int]
+
+
+class BatchResponse(NamedTuple):
+    """The response to a :class:`BatchRequest`.
+
+    Attributes:
+        serial: serial number of the request.
+        data: the collated samples; None if the request was dropped or failed.
+        error: the exception of a failed request.
+    """
+
+    serial: int
+    data: Any
+    error: ExceptionWrapper | None
+
+
+class BatchReader(torch.utils.data.Dataset[BatchResponse]):
+    """A data set whose items are batches of ``dataset``; ``init`` is the user's ``worker_init_fn``."""
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], init: Callable[[int], None] | None
+    ) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._init = init
+        # Only the rank writes it, with a single store; a lock would stay locked if the rank were killed.
+        self._oldest = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._oldest.share_memory_()  # type: ignore[no-untyped-call]
+
+    def drop_before(self, serial: int) -> None:
+        """Make all workers skip requests before ``serial``, including one that they are reading."""
+        self._oldest.fill_(serial)
+
+    def begin(self, worker: int) -> None:
+        """Initialise a worker; runs once in each worker before it reads."""
+        info = get_worker_info()
+        assert info is not None
+        object.__setattr__(info, "dataset", self.dataset)  # frozen; programs expect their data set in it
+        _exit_with_rank()
+        if self._init is not None:
+            self._init(worker)
+
+    def __getitem__(self, request: BatchRequest) -> BatchResponse:
+        try:
+            if get_worker_info() is not None:
+                _seed_generators(request.seed)
+            samples = self._read(request)
+            data = None if samples is None else self._collate(samples)
+        except Exception:
+            error = ExceptionWrapper(where=_where())  # type: ignore[no-untyped-call]
+            return BatchResponse(request.serial, None, error)
+        return BatchResponse(request.serial, data, None)
+
+    def _read(self, request: BatchRequest) -> list[Any] | None:
+        if request.serial < self._oldest.item():
+            return None
+        if getattr(self.dataset, "__getitems__", None) is not None:
+            together: list[Any] = self.dataset.__getitems__(request.indices)
+            return together
+        samples = []
+        for index in request.indices:
+            if request.serial < self._oldest.item():
+                return None
+            samples.append(self.dataset[index])
+        return samples
+
+
+def unchanged(batch: Any) -> Any:
+    """Return ``batch``: the ``collate_fn`` for items that are batches."""
+    return batch
+
+
+def _where() -> str:
+    info = get_worker_info()
+    return "while reading" if info is None else f"in worker {info.id} of a Loader"
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed all generators, so that a step draws the same numbers in any worker."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def _exit_with_rank() -> None:
+    """End this process when the rank ends, even if it is killed.
+
+    torch checks every 5 s whether the rank is alive, but not while a worker waits to pass on a large batch.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    assert rank.pid is not None
+    try:
+        handle = os.pidfd_open(rank.pid)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_wait_and_end, args=(handle,), name="shoal-rank", daemon=True).start()
+
+
+def _wait_and_end(handle: int) -> None:
+    with contextlib.suppress(OSError):
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+
+_UNSUPPORTED_OPTIONS = {
     "batch_size": "Samples has it: Samples(batch=...) for all ranks together, or Samples(per_rank=...)",
     "shuffle": "Samples has a permutation for each pass",
     "sampler": "Samples determines the samples of each step, so that each is used once per pass",
@@ -30,11 +161,7 @@ _REFUSED = {
 }
 
 
-@refuses_copies(
-    "a Loader",
-    "worker processes",
-    "Make another Loader of the same data set",
-)
+@refuses_copies("a Loader", "worker processes", "Make another Loader of the same data set")
 class Loader:
     """The batches of a session's steps, read ahead by workers.
 
@@ -74,8 +201,8 @@ class Loader:
         **options: Any,
     ) -> None:
         for name in options:
-            if name in _REFUSED:
-                raise UsageError(f"Loader: leave {name}= out: {_REFUSED[name]}")
+            if name in _UNSUPPORTED_OPTIONS:
+                raise UsageError(f"Loader: leave {name}= out: {_UNSUPPORTED_OPTIONS[name]}")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 f"Loader: a {type(dataset).__name__} has no samples with numbers, which ranks could share; "
@@ -85,11 +212,11 @@ class Loader:
         reader = BatchReader(dataset, collate_fn or default_collate, worker_init_fn)
         # A separate generator: starting workers draws a number, which would change those of the first step.
         options.setdefault("generator", torch.Generator().manual_seed(0))
-        self._orders = _Orders()
-        self._batches: DataLoader[ReadBatch] | None = DataLoader(
+        self._sampler = _RequestSampler()
+        self._batches: DataLoader[BatchResponse] | None = DataLoader(
             reader,
             batch_size=None,
-            sampler=self._orders,
+            sampler=self._sampler,
             num_workers=num_workers,
             collate_fn=unchanged,
             worker_init_fn=reader.begin,
@@ -97,7 +224,7 @@ class Loader:
             **options,
         )
         self._reader: BatchReader | None = reader
-        self._reading: Iterator[ReadBatch] | None = None
+        self._reading: Iterator[BatchResponse] | None = None
         self._last: Step | None = None
 
     def batch(self, step: Step) -> Any:
@@ -116,12 +243,12 @@ class Loader:
         assert self._batches is not None
         assert self._reader is not None
         self._last = step
-        self._orders.come_to(step)
-        self._reader.drop_before(self._orders.wanted)
+        self._sampler.set_step(step)
+        self._reader.drop_before(self._sampler.current_serial)
         if self._reading is None:
             self._reading = iter(self._batches)
         batch = next(self._reading)
-        while batch.serial < self._orders.wanted:
+        while batch.serial < self._sampler.current_serial:
             batch = next(self._reading)
         if batch.error is not None:
             batch.error.reraise()
@@ -130,7 +257,7 @@ class Loader:
     def close(self) -> None:
         """End the workers; they also end when the loader is released or this process ends."""
         if self._reader is not None:
-            self._reader.drop_before(self._orders.serial)
+            self._reader.drop_before(self._sampler.serial)
         self._reading = self._batches = self._reader = self._last = None
 
     def _check(self, step: Step) -> None:
@@ -148,37 +275,37 @@ class Loader:
             )
 
 
-class _Orders:
+class _RequestSampler:
     """The sampler of the DataLoader: an infinite iterator over requests for the expected steps.
 
     It holds no reference to the loader, so that the loader is released with its last reference.
 
     Attributes:
-        wanted: serial number of the request for the current step; earlier ones are dropped.
+        current_serial: of the request for the current step; earlier ones are dropped.
         serial: serial number of the next request.
     """
 
     def __init__(self) -> None:
-        self.wanted, self.serial = -1, 0
+        self.current_serial, self.serial = -1, 0
         self._ordered: deque[tuple[int, int, torch.Tensor]] = deque()
         self._present: tuple[int, SampleShare, Samples] | None = None
         self._next = 0
 
-    def come_to(self, step: Step) -> None:
+    def set_step(self, step: Step) -> None:
         """Make ``step`` the current step; its batch may already have been requested."""
         self._present = step.number, step.share, step.samples
         while self._ordered:
             serial, number, indices = self._ordered.popleft()
-            if serial > self.wanted and number == step.number and torch.equal(indices, step.indices):
-                self.wanted = serial
+            if serial > self.current_serial and number == step.number and torch.equal(indices, step.indices):
+                self.current_serial = serial
                 return
-        self.wanted, self._next = self.serial, step.number
+        self.current_serial, self._next = self.serial, step.number
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         while True:
-            yield self._order()
+            yield self._next_request()
 
-    def _order(self) -> Wanted:
+    def _next_request(self) -> BatchRequest:
         """Return the request for the next expected step.
 
         It is computed from the current position of the samples: the DataLoader calls this before the commit.
@@ -188,7 +315,8 @@ class _Orders:
         number = self._next
         indices = samples.share(share.rank, share.size, after=number - present).indices
         self._ordered.append((self.serial, number, indices))
-        wanted = Wanted(self.serial, seed_of(samples.seed, "batch", number, share.rank), indices.tolist())
+        seed = seed_of(samples.seed, "batch", number, share.rank)
+        request = BatchRequest(self.serial, seed, indices.tolist())
         self._next += 1
         self.serial += 1
-        return wanted
+        return request

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from shoal import ConfigurationError
-from shoal.rendezvous.private import PrivateFile
+from shoal.rendezvous.user_files import PrivateFile
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_processes_below_wrappers_derive_the_same_path() -> None:
     program = (
         "import tempfile, sys; tempfile.tempdir = sys.argv[1]\n"
-        "from shoal.rendezvous.private import PrivateFile; print(PrivateFile('j', 'SOME_RANK').path)"
+        "from shoal.rendezvous.user_files import PrivateFile; print(PrivateFile('j', 'SOME_RANK').path)"
     )
     import tempfile
 

@@ -1,10 +1,10 @@
 """An open rendezvous point: what a process knows of its job before it meets other processes.
 
-    with open_place("tcp://10.0.0.1:29400") as place:       # store, secret and interface; no rank yet
+    with open_point("tcp://10.0.0.1:29400") as place:       # store, secret and interface; no rank yet
         place.store.set("here", ...)
 
-A fixed number of ranks then meets there (:mod:`shoal.rendezvous.meet`). Processes that may join and leave at
-any time need only the rendezvous point.
+A fixed number of ranks then meets there (:mod:`shoal.rendezvous.membership`). Processes that may join and
+leave at any time need only the rendezvous point.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config
-from ..common.keywords import checked_count
+from ..common.arguments import checked_count
+from ..common.process_identity import ProcessIdentity
 from ..errors import ConfigurationError, UsageError
 from ..net import Deadline
 from ..store import Store
 from ..store.external.url import redacted
-from .caller_store import given
-from .host import LOOPBACK, Here, address_towards, here, is_loopback, is_mine, resolve
-from .private import user_secret
-from .record import room_number, root_of
-from .venue import Request, Venue, open_venue, parse_url
+from .addresses import LOOPBACK, address_on_route_to, is_local_address, is_loopback, resolve
+from .records import job_keys, round_number
+from .user_files import user_secret
+from .venue import Request, Venue, caller_venue, open_venue, parse_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RendezvousPoint:
         request: the arguments of this process.
         job, epoch: the job, and the number of its restarts.
         host: identity of this host for the other ranks.
-        here: identity of the machine and process.
+        identity: of this process.
         meeting: name of a further meeting beside the first one; "": the first one.
     """
 
@@ -45,7 +45,7 @@ class RendezvousPoint:
     job: str
     epoch: int
     host: str
-    here: Here
+    identity: ProcessIdentity
     meeting: str = ""
 
     @classmethod
@@ -56,23 +56,23 @@ class RendezvousPoint:
             UsageError: the job's name is invalid.
         """
         environ = request.environ
-        machine = here()
+        identity = ProcessIdentity.current()
         named = venue.job if request.job is None else request.job
         job = config.JOB.get(environ) if named is None else named
         check_job(job)
         epoch = config.EPOCH.get(environ) if venue.epoch is None else venue.epoch
-        host = request.host or config.HOST_ID.get(environ) or machine.machine
-        return cls(venue, request, job, epoch, host, machine)
+        host = request.host or config.HOST_ID.get(environ) or identity.machine
+        return cls(venue, request, job, epoch, host, identity)
 
     @property
     def store(self) -> Store:
         """The keys of this epoch of the job, shared by all its processes."""
-        return root_of(self.venue.store, self.job, self.epoch)
+        return job_keys(self.venue.store, self.job, self.epoch)
 
     @property
-    def room(self) -> int:
-        """The number of the room in which the next ranks meet, which counts the groups formed here."""
-        return room_number(self.store)
+    def round(self) -> int:
+        """The number of the round in which the next ranks meet, which counts the groups formed here."""
+        return round_number(self.store)
 
     @property
     def given_secret(self) -> bytes:
@@ -123,12 +123,12 @@ class RendezvousPoint:
                 raise ConfigurationError(
                     f"SHOAL_INTERFACE={configured!r} is not an address: {error}"
                 ) from error
-            if not is_mine(address):
+            if not is_local_address(address):
                 raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
             return address
         if machines is not None and len(machines) == 1:
             return LOOPBACK
-        return address_towards(self.venue.address or LOOPBACK)
+        return address_on_route_to(self.venue.address or LOOPBACK)
 
     def close(self) -> None:
         """Close the store and release the resources of the venue."""
@@ -144,7 +144,7 @@ class RendezvousPoint:
         self.close()
 
 
-def open_place(
+def open_point(
     url: str | None = None,
     *,
     store: object = None,
@@ -165,12 +165,12 @@ def open_place(
     wanted = checked_request(
         url, store=store, rank=rank, size=size, timeout=timeout, secret=secret, host=host, job=job
     )
-    return opened(wanted, store)
+    return open_request(wanted, store)
 
 
-def opened(request: Request, store: object = None) -> RendezvousPoint:
+def open_request(request: Request, store: object = None) -> RendezvousPoint:
     """Open the rendezvous point of a checked request, or the one in ``store``."""
-    venue = open_venue(request) if store is None else given(store, request)
+    venue = open_venue(request) if store is None else caller_venue(store, request)
     try:
         return RendezvousPoint.at(venue, request)
     except BaseException:

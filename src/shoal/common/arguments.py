@@ -19,7 +19,7 @@ from ..errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: torch's name -> names of shoal; the first one that the function takes is suggested
-_RENAMED = {
+_TORCH_NAMES = {
     "world_size": ("size",),
     "init_method": ("url",),
     "group_name": ("name",),
@@ -50,7 +50,7 @@ _RENAMED = {
 }
 _ON_A_GROUP = "the operation is a method of its group, as in group.all_reduce(x)"
 #: torch's name -> the explanation if the function has no corresponding argument
-_EXPLAINED = {
+_EXPLANATIONS = {
     "async_op": "every operation returns a future at once, and future.wait() waits for it",
     "group": _ON_A_GROUP,
     "process_group": _ON_A_GROUP,
@@ -63,26 +63,23 @@ _EXPLAINED = {
 }
 
 
-def misspelt(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageError:
-    """Return the error for keyword arguments that a function does not take.
+def unknown_keyword_error(where: str, unknown: Iterable[str], known: Sequence[str]) -> UsageError:
+    """Return the error for keyword arguments that a function does not take; it names the first one.
 
-    Args:
-        where: beginning of the message: the public name of the function, and the rank if there is one.
-        unknown: the unknown keywords; the error names the first.
-        known: the keywords that the function takes.
+    ``where`` is the beginning of the message: the public name of the function, and the rank if there is one.
     """
     name = next(iter(unknown))
     text = f"{where} takes no argument {name!r}"
-    renamed = next((other for other in _RENAMED.get(name, ()) if other in known), None)
+    renamed = next((other for other in _TORCH_NAMES.get(name, ()) if other in known), None)
     near = renamed or next(iter(difflib.get_close_matches(name, known, 1)), None)
-    if renamed is None and name in _EXPLAINED:
-        text += f": {_EXPLAINED[name]}"
+    if renamed is None and name in _EXPLANATIONS:
+        text += f": {_EXPLANATIONS[name]}"
     elif near is not None:
         text += f" (did you mean {near!r}?)"
     return UsageError(f"{text}.  It takes {', '.join(known)}")
 
 
-def named(function: Callable[..., Any]) -> tuple[str, ...]:
+def keyword_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the arguments of ``function`` that can be passed by name, not counting ``**kwargs``."""
     return tuple(
         name
@@ -91,7 +88,7 @@ def named(function: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
-def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
+def accepted_keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Return the keywords of a function or of the constructor of a class; None: any, or unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -99,27 +96,25 @@ def taken(function: Callable[..., Any]) -> tuple[str, ...] | None:
         return None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return named(function)
+    return keyword_names(function)
 
 
-def explained(where: Callable[..., str]) -> Callable[[F], F]:
+def explain_unknown_keywords(where: Callable[..., str]) -> Callable[[F], F]:
     """Decorate a function: replace Python's TypeError for an unknown keyword with a helpful message.
 
-    It adds about 100 ns to a call, too much for operations on small messages.
-
-    Args:
-        where: returns the beginning of the message, given the function's name and positional arguments.
+    ``where`` returns its beginning, given the function's name and positional arguments.  This adds about
+    100 ns to a call, too much for operations on small messages.
     """
 
     def decorate(function: F) -> F:
-        names = taken(function)
+        names = accepted_keywords(function)
         assert names is not None, "a function that takes any keyword has nothing to refuse"
         accepted = frozenset(names)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if unknown := [name for name in kwargs if name not in accepted]:
-                raise misspelt(where(function.__name__, *args), unknown, names)
+                raise unknown_keyword_error(where(function.__name__, *args), unknown, names)
             return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
@@ -135,12 +130,9 @@ def checked_count(name: str, value: Any) -> int:
 
 
 def checked_seconds(name: str, value: Any, where: str = "", *, finite: bool = False) -> float:
-    """Return ``value`` if it is a positive number of seconds; raise UsageError if not.
+    """Return ``value`` if it is a positive number of seconds (if ``finite``, not infinity); else UsageError.
 
-    Args:
-        name: of the argument.
-        where: follows the value in the message, such as ``" on rank 3"``.
-        finite: refuse infinity too.
+    ``where`` follows the value in the message, such as ``" on rank 3"``.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and value > 0 and (value < math.inf or not finite):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.elastic.progress import RankProgress, steps_that_count
+from shoal.elastic.commit import RankProgress, num_completed_steps
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
@@ -31,8 +31,8 @@ def test_a_note_is_read_as_it_was_written() -> None:
 def test_a_step_counts_that_a_survivor_committed_or_that_all_prepared(
     survivors: list[RankProgress], count: int
 ) -> None:
-    assert steps_that_count(survivors) == count
-    assert steps_that_count(reversed(survivors)) == count
+    assert num_completed_steps(survivors) == count
+    assert num_completed_steps(reversed(survivors)) == count
 
 
 class Model:
@@ -70,7 +70,7 @@ class Model:
         ranks = self.ranks
         for rank in self.some(max_size=len(ranks) - 1):
             del ranks[rank]
-        count = steps_that_count(ranks.values())
+        count = num_completed_steps(ranks.values())
         assert count >= self.applied, "a step was dealt again that a rank has applied"
         assert count <= self.applied or all(
             each.prepared == self.applied or each.committed > self.applied for each in ranks.values()
@@ -91,7 +91,7 @@ class Model:
                 notes[rank] = self.ranks[rank]
             else:
                 notes[rank] = RankProgress(count)
-        again = steps_that_count(notes.values())
+        again = num_completed_steps(notes.values())
         assert again == count, "the first agreement, and a second one of which some take the first"
         self.epoch += 1
         for rank in back:

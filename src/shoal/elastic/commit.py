@@ -1,10 +1,18 @@
-"""The records that ranks exchange in a commit: one row of 64-bit integers per rank."""
+"""The agreement of all ranks on completed steps: records in a commit, and notes in a rebuild after a loss.
+
+A rank has *prepared* a step when it has called ``commit``: it holds all averaged gradients. It has
+*committed* the step when the exchange in ``commit`` is complete, which proves that every rank had prepared
+it. Each surviving rank sends both as its note in the rebuild, so all ranks decide alike.
+
+In this module a step may also be a block of ``session.attempts()``: blocks are numbered with the steps, and
+prepared and committed at their end.
+"""
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +27,7 @@ _HALVES = struct.Struct("<qq")
 BLOCK = -1
 
 
-class Wish(enum.IntFlag):
+class Requests(enum.IntFlag):
     """Requests of a rank, handled after the step."""
 
     NONE = 0
@@ -33,7 +41,7 @@ class CommitRecord(NamedTuple):
     Attributes:
         epoch, step: epoch of the group, and number of the step to commit, or BLOCK.
         first, second: halves of a digest of the state that must be equal on all ranks.
-        wishes: requests of this rank.
+        requests: requests of this rank.
         busy: microseconds for which the step computed until its commit, without the waits of backward.
     """
 
@@ -41,14 +49,14 @@ class CommitRecord(NamedTuple):
     step: int
     first: int
     second: int
-    wishes: int = 0
+    requests: int = 0
     busy: int = 0
 
     @classmethod
-    def of(cls, epoch: int, step: int, digest: bytes, wishes: Wish, busy: float) -> CommitRecord:
+    def of(cls, epoch: int, step: int, digest: bytes, requests: Requests, busy: float) -> CommitRecord:
         """Return the row of a rank; ``digest`` has 16 bytes, ``busy`` is in seconds."""
         first, second = _HALVES.unpack(digest)
-        return cls(epoch, step, first, second, int(wishes), max(int(busy * 1e6), 0))
+        return cls(epoch, step, first, second, int(requests), max(int(busy * 1e6), 0))
 
     @property
     def digest(self) -> tuple[int, int]:
@@ -59,7 +67,7 @@ class CommitRecord(NamedTuple):
 _ROW = struct.Struct(f"={len(CommitRecord._fields)}q")
 
 
-class CommitTable:
+class CommitExchange:
     """The exchange of the records of one group.
 
     Its tensors are allocated once: allocating them in each commit took a third of the commit's time.
@@ -103,14 +111,53 @@ def divergence(
     )
 
 
-def leavers(rows: Sequence[CommitRecord]) -> tuple[int, ...]:
-    """The ranks that leave."""
-    return tuple(rank for rank, row in enumerate(rows) if row.wishes & Wish.LEAVE)
+_NOTE = struct.Struct("<qqq?")
+_NONE = -1
 
 
-def all_wishes(rows: Sequence[CommitRecord]) -> Wish:
-    """The union of the requests of all ranks."""
-    wishes = Wish.NONE
-    for row in rows:
-        wishes |= Wish(row.wishes)
-    return wishes
+class RankProgress(NamedTuple):
+    """The progress of one rank.
+
+    Attributes:
+        committed: number of steps and blocks that it knows to be completed, which is also the number of the
+            next one.  -1: it has joined, and does not hold the state yet.
+        prepared: the number of the step that it has prepared and not committed, or -1.
+        epoch: the epoch of the group in which it prepared that step.  After a second loss during a rebuild, a
+            rank may vote with a note of the previous epoch.
+        ends: whether the session ends because too few ranks would remain.
+    """
+
+    committed: int
+    prepared: int = _NONE
+    epoch: int = 0
+    ends: bool = False
+
+    def encode(self) -> bytes:
+        """Return the note for a rebuild."""
+        return _NOTE.pack(*self)
+
+    @classmethod
+    def decode(cls, note: bytes) -> RankProgress:
+        """Return the progress in ``note``."""
+        return cls(*_NOTE.unpack(note))
+
+
+#: the progress of a rank that has joined and does not hold the state yet
+NO_STATE = RankProgress(_NONE)
+
+
+def num_completed_steps(survivors: Iterable[RankProgress]) -> int:
+    """Return the number of completed steps, or -1 if no rank holds the state.
+
+    A step is completed if any rank has committed it or all have prepared it, as all averaged gradients exist
+    then.  A step that only some have prepared is repeated: if any rank had committed it, all would have
+    prepared it.  Ranks that do not hold the state are ignored.
+    """
+    known = [each for each in survivors if each.committed >= 0]
+    if not known:
+        return _NONE
+    committed = max(each.committed for each in known)
+    epoch = known[0].epoch
+    if all(each[:3] == (committed, committed, epoch) for each in known):
+        return committed + 1
+    return committed

@@ -1,1 +1,0 @@
-"""Data loaders of a session."""
