@@ -54,7 +54,7 @@ def test_a_legal_value_is_read(variable: config.Variable[object], text: str, val
 def test_an_illegal_value_is_an_error_that_names_the_variable(
     variable: config.Variable[object], text: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^{variable.name}='{text}': expected {variable.kind}"):
+    with pytest.raises(ConfigurationError, match=rf"^{variable.name}='{text}': expected {variable.expected}"):
         variable.get({variable.name: text})
 
 

@@ -60,7 +60,7 @@ def test_every_source_that_the_architecture_names_is_there() -> None:
     sources = [f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
     page = (ROOT / "docs" / "architecture.md").read_text() + (ROOT / "docs" / "controller.svg").read_text()
     named = set(re.findall(r"[\w/]+\.(?:py|cc|h)\b", page))
-    assert {"space.py", "group/collectives.py", "lanes.cc", "rpc/executor.py"} <= named
+    assert {"space.py", "group/operations.py", "lanes.cc", "rpc/executor.py"} <= named
     assert not {name for name in named if not any(source.endswith(f"/{name}") for source in sources)}
 
 

@@ -11,7 +11,7 @@ import torch
 from shoal import _core
 from shoal.errors import UnsupportedOperation
 from shoal.group import ProcessGroup
-from shoal.spec import DTYPE_CODES, PREMUL_SUM, REDUCING, REDUCTIONS, OpKind, ReduceOp, illegality
+from shoal.spec import DTYPE_CODES, PREMUL_SUM, REDUCING, REDUCTIONS, OpKind, ReduceOp, why_illegal
 from shoal.testing import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -22,13 +22,13 @@ CASES = [(kind, dtype, op) for kind in KINDS for dtype in DTYPE_CODES for op in 
 
 
 def test_every_combination_is_refused_in_words_or_legal() -> None:
-    refused = [problem for case in CASES if (problem := illegality(*case)) is not None]
+    refused = [problem for case in CASES if (problem := why_illegal(*case)) is not None]
     assert len(refused) == 77 * len(REDUCING)
-    assert illegality(OpKind.SEND, torch.qint8) == "tensors of torch.qint8 cannot be sent"
-    assert illegality(OpKind.REDUCE, torch.float8_e5m2) == (
+    assert why_illegal(OpKind.SEND, torch.qint8) == "tensors of torch.qint8 cannot be sent"
+    assert why_illegal(OpKind.REDUCE, torch.float8_e5m2) == (
         "tensors of torch.float8_e5m2 can be copied but not reduced"
     )
-    assert illegality(OpKind.ALL_REDUCE, torch.complex64, ReduceOp.MIN) == (
+    assert why_illegal(OpKind.ALL_REDUCE, torch.complex64, ReduceOp.MIN) == (
         "MIN has no meaning for torch.complex64; it can be reduced with AVG, PREMUL_SUM, PRODUCT or SUM"
     )
 
@@ -42,7 +42,7 @@ def test_the_kernels_run_what_is_legal_and_refuse_the_rest(level: int) -> None:
             x, y = torch.ones(3).to(dtype), torch.zeros(3).to(dtype)
             for op in OPS:
                 reduction = kernels.Reduction(code, op.code)
-                if illegality(OpKind.ALL_REDUCE, dtype, op) is None:
+                if why_illegal(OpKind.ALL_REDUCE, dtype, op) is None:
                     kernels.reduce(reduction, [y.data_ptr()], [x.data_ptr()], 3)
                     assert torch.equal(x, y), (dtype, op)
                 else:
@@ -80,7 +80,7 @@ def test_groups_run_what_is_legal_and_refuse_the_rest_in_the_same_words() -> Non
             if kind not in REDUCING and op is not OPS[0]:
                 continue
             x = torch.ones(3).to(dtype)
-            problem = illegality(kind, dtype, op)
+            problem = why_illegal(kind, dtype, op)
             if problem is None:
                 CALLS[kind](group, x, op).wait()
             else:
@@ -96,5 +96,5 @@ def test_groups_run_what_is_legal_and_refuse_the_rest_in_the_same_words() -> Non
 def test_a_product_is_summed_where_a_scaled_sum_is_legal() -> None:
     """PREMUL_SUM reaches the core as its own code, of tensors that are multiplied already."""
     for dtype, code in DTYPE_CODES.items():
-        legal = illegality(OpKind.ALL_REDUCE, dtype, PREMUL_SUM) is None
+        legal = why_illegal(OpKind.ALL_REDUCE, dtype, PREMUL_SUM) is None
         assert legal == _core.kernels.legal(code, PREMUL_SUM.code)

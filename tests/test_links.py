@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import RendezvousError, StoreError
-from shoal.links import connect_some
+from shoal.links import connect_members
 from shoal.rendezvous.membership import Membership
 from shoal.store import MemoryStore, Store
 
@@ -27,7 +27,7 @@ def _connect(rank: int, store: Store, factory: Any, lost: Collection[int] = ()) 
         "lost": lambda: frozenset(lost),
         "check": lambda: None,
     }
-    return connect_some(world, RANKS, factory, store=store, **how)
+    return connect_members(world, RANKS, factory, store=store, **how)
 
 
 def _cut(membership: Membership, *, timeout: float) -> Any:

@@ -15,6 +15,11 @@ import shoal
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def _errors() -> list[str]:
+    tree = ast.parse(Path(shoal.errors.__file__).read_text())
+    return [each.name for each in tree.body if isinstance(each, ast.ClassDef) and each.name[0] != "_"]
+
+
 def _names_for_type_checkers() -> dict[str, list[str]]:
     tree = ast.parse(Path(shoal.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
@@ -22,6 +27,9 @@ def _names_for_type_checkers() -> dict[str, list[str]]:
     for statement in block.body:
         assert isinstance(statement, ast.ImportFrom)
         for alias in statement.names:
+            if alias.name == "*":
+                found[statement.module or ""] = _errors()
+                continue
             assert alias.asname == alias.name
             found.setdefault(statement.module or "", []).append(alias.name)
     return found

@@ -16,7 +16,7 @@ import torch
 
 from shoal.errors import PeerLost, UnsupportedOperation, UsageError, WaitTimeout
 from shoal.future import Future, collect_all, pool, wait_all
-from shoal.group.submission import mapped
+from shoal.group.submission import map_future
 from shoal.streams import CudaRuntime, DeviceEvents, device_tensors, register_runtime, runtime_of
 from tests.support.fake_streams import FakeRuntime
 
@@ -221,7 +221,7 @@ def test_waiting_for_all_need_not_block_the_host(runtime: FakeRuntime) -> None:
 
 def test_a_failure_of_the_device_is_that_of_the_future(runtime: FakeRuntime) -> None:
     future = _engine_future(runtime, torch.empty(1, device=META))
-    derived = mapped(future, lambda value: value)
+    derived = map_future(future, lambda value: value)
     broken = RuntimeError("the device fell off the bus")
     runtime.stream_named("engine").fail(broken)
     assert future.exception() is None  # nobody has asked the device yet
@@ -284,7 +284,7 @@ def test_what_an_engine_finds_broken_after_the_events_fails_all_that_was_made_of
         return [
             future,
             future.then(lambda f: f.value()),
-            mapped(future, lambda value: value),
+            map_future(future, lambda value: value),
             collect_all([future]),
         ]
 
@@ -305,8 +305,8 @@ def test_what_finishes_a_result_runs_on_streams_that_wait_for_it(runtime: FakeRu
         runtime.enqueue(META, "copy back")
         return given
 
-    staged = mapped(_engine_future(runtime, value), copy_back)
-    again = mapped(staged, copy_back)
+    staged = map_future(_engine_future(runtime, value), copy_back)
+    again = map_future(staged, copy_back)
     assert again.wait(blocking=False) is value
     runtime.enqueue(META, "use")
     assert (runtime.done, runtime.blocked) == ([], 0)

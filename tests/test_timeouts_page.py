@@ -22,7 +22,7 @@ from shoal.net import HANDSHAKE_TIMEOUT_S
 from shoal.rpc import Agent
 from shoal.rpc.functional import shutdown
 from shoal.testing import run_threads
-from shoal.torch_terms.durations import CLOSING, default_pg_timeout
+from shoal.torch_terms.arguments import CLOSE_TIMEOUT_S, default_pg_timeout
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "timeouts.md"
@@ -50,7 +50,7 @@ DEFAULTS: list[tuple[str, float]] = [
     ("the same with `shoal.distributed`", default_pg_timeout.total_seconds()),
     ("the same with torch's", dist.default_pg_timeout.total_seconds()),
     ("a vote in an agreement", config.VOTE_TIMEOUT.default),
-    ("`destroy_process_group()`", CLOSING),
+    ("`destroy_process_group()`", CLOSE_TIMEOUT_S),
     ("groups that are open when the program ends", world._EXIT_TIMEOUT_S),
     ("`shoal.init`", config.TIMEOUT.default),
     ("torch's `init_process_group", dist.default_pg_timeout.total_seconds()),

@@ -1,7 +1,7 @@
 """The import graph of ``src/shoal``, read from the sources without importing them.
 
-``python -m tools.imports`` prints the import cycles. Imports inside functions and under ``TYPE_CHECKING``
-count, because modules that name each other cannot be understood separately even if Python can load them.
+``python -m tools.imports`` prints the import cycles. Imports inside functions count; those under
+``TYPE_CHECKING`` do not, so that a part of an object can name the type of its owner.
 """
 
 from __future__ import annotations
@@ -22,11 +22,24 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
-    """Yield all imports of a file, with absolute names: ``("a", "b")`` for ``from a import b``."""
+def imports(path: Path, package: Path = PACKAGE, *, types: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the imports of a file, with absolute names: ``("a", "b")`` for ``from a import b``.
+
+    Args:
+        types: whether to include those under ``TYPE_CHECKING``.
+    """
     name = module_name(path, package)
     folder = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    tree = ast.parse(path.read_text(), str(path))
+    ignored: set[ast.AST] = set()
+    if not types:
+        branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        for branch in branches:
+            if ast.unparse(branch.test) == "TYPE_CHECKING":
+                ignored.update(ast.walk(branch))
+    for node in ast.walk(tree):
+        if node in ignored:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -35,7 +48,7 @@ def imports(path: Path, package: Path = PACKAGE) -> Iterator[tuple[str, str]]:
             yield from ((base, alias.name) for alias in node.names)
 
 
-def import_graph(package: Path = PACKAGE) -> Graph:
+def import_graph(package: Path = PACKAGE, *, types: bool = True) -> Graph:
     """Return the modules of ``package`` with the modules that they import.
 
     ``from a import b`` is an edge to ``a.b`` if that is a module, else to ``a``. The package's ``__init__``
@@ -44,7 +57,7 @@ def import_graph(package: Path = PACKAGE) -> Graph:
     files = {module_name(path, package): path for path in package.rglob("*.py")}
     graph: Graph = {}
     for name, path in files.items():
-        pairs = imports(path, package)
+        pairs = imports(path, package, types=types)
         targets = {full if (full := f"{base}.{each}") in files else base for base, each in pairs}
         graph[name] = {target for target in targets if target in files and target not in (name, package.name)}
     del graph[package.name]
@@ -80,5 +93,5 @@ def _way_back(graph: Mapping[str, set[str]], start: str) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    for circle in circles(import_graph()):
+    for circle in circles(import_graph(types=False)):
         print(" -> ".join([*circle, circle[0]]))

@@ -91,7 +91,7 @@ const char* flaw_of_more(const FrameHeader& header, const LinkState& link) {
                                                              : "something else than the rest of its message";
 }
 
-// Unpacks a shape of more than kMaxDims dimensions (see backend/native/shapes.py): the number of dimensions,
+// Unpacks a shape of more than kMaxDims dimensions (see backend/native/channel.py): the number of dimensions,
 // each length in groups of seven bits, zeros, and a last byte of 0x80, which no ordinary length has.
 bool unpack(const Shape& shape, std::vector<std::uint64_t>& sizes) {
   constexpr std::size_t kBytes = sizeof shape.sizes;

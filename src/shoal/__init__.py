@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from . import errors as _errors
 from .common import torch_release as _torch_release
 
 if TYPE_CHECKING:
@@ -42,53 +43,7 @@ if TYPE_CHECKING:
     from .controller import Event as Event
     from .controller import Stream as Stream
     from .controller import init_master_worker as init_master_worker
-    from .errors import AgentClosed as AgentClosed
-    from .errors import AuthenticationError as AuthenticationError
-    from .errors import CallCancelled as CallCancelled
-    from .errors import CallTimeout as CallTimeout
-    from .errors import CollectiveMismatch as CollectiveMismatch
-    from .errors import ConfigurationError as ConfigurationError
-    from .errors import DeviceMismatch as DeviceMismatch
-    from .errors import Evicted as Evicted
-    from .errors import ForkedProcess as ForkedProcess
-    from .errors import GroupAborted as GroupAborted
-    from .errors import GroupClosed as GroupClosed
-    from .errors import GroupError as GroupError
-    from .errors import InvalidFutureState as InvalidFutureState
-    from .errors import LaunchError as LaunchError
-    from .errors import ModelMismatch as ModelMismatch
-    from .errors import NodeLost as NodeLost
-    from .errors import OperationCancelled as OperationCancelled
-    from .errors import OperationTimeout as OperationTimeout
-    from .errors import OutOfResources as OutOfResources
-    from .errors import OutOfSharedMemory as OutOfSharedMemory
-    from .errors import OutOfStep as OutOfStep
-    from .errors import PeerLost as PeerLost
-    from .errors import ProtocolError as ProtocolError
-    from .errors import QuorumLost as QuorumLost
-    from .errors import RebuildCalled as RebuildCalled
-    from .errors import RecordingMismatch as RecordingMismatch
-    from .errors import RemoteError as RemoteError
-    from .errors import RemoteOpError as RemoteOpError
-    from .errors import RendezvousError as RendezvousError
-    from .errors import RendezvousTimeout as RendezvousTimeout
-    from .errors import RpcError as RpcError
-    from .errors import ShoalError as ShoalError
-    from .errors import StateDiverged as StateDiverged
-    from .errors import StateLost as StateLost
-    from .errors import StoreError as StoreError
-    from .errors import StoreTimeout as StoreTimeout
-    from .errors import TooFewRanks as TooFewRanks
-    from .errors import UnevenInputs as UnevenInputs
-    from .errors import UnknownWorker as UnknownWorker
-    from .errors import UnsupportedOperation as UnsupportedOperation
-    from .errors import UnusedParameterError as UnusedParameterError
-    from .errors import UsageError as UsageError
-    from .errors import VersionMismatch as VersionMismatch
-    from .errors import WaitTimeout as WaitTimeout
-    from .errors import WireError as WireError
-    from .errors import WireTimeout as WireTimeout
-    from .errors import WorkerLost as WorkerLost
+    from .errors import *  # noqa: F403
     from .future import Future as Future
     from .future import collect_all as collect_all
     from .future import wait_all as wait_all
@@ -134,53 +89,9 @@ _PUBLIC = {
     "backend.registry": ["register_backend"],
     "controller": ["Event", "Stream", "init_master_worker"],
     "errors": [
-        "AgentClosed",
-        "AuthenticationError",
-        "CallCancelled",
-        "CallTimeout",
-        "CollectiveMismatch",
-        "ConfigurationError",
-        "DeviceMismatch",
-        "Evicted",
-        "ForkedProcess",
-        "GroupAborted",
-        "GroupClosed",
-        "GroupError",
-        "InvalidFutureState",
-        "LaunchError",
-        "ModelMismatch",
-        "NodeLost",
-        "OperationCancelled",
-        "OperationTimeout",
-        "OutOfResources",
-        "OutOfSharedMemory",
-        "OutOfStep",
-        "PeerLost",
-        "ProtocolError",
-        "QuorumLost",
-        "RebuildCalled",
-        "RecordingMismatch",
-        "RemoteError",
-        "RemoteOpError",
-        "RendezvousError",
-        "RendezvousTimeout",
-        "RpcError",
-        "ShoalError",
-        "StateDiverged",
-        "StateLost",
-        "StoreError",
-        "StoreTimeout",
-        "TooFewRanks",
-        "UnevenInputs",
-        "UnknownWorker",
-        "UnsupportedOperation",
-        "UnusedParameterError",
-        "UsageError",
-        "VersionMismatch",
-        "WaitTimeout",
-        "WireError",
-        "WireTimeout",
-        "WorkerLost",
+        name
+        for name, value in vars(_errors).items()
+        if isinstance(value, type) and issubclass(value, _errors.ShoalError)
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .future import Future
-from .future.source import FutureSource
+from .future.state import FutureSource
 from .spec import OpKind
 from .streams import DeviceEvents
 
@@ -141,7 +141,7 @@ class Fault(enum.Enum):
     GAVE_UP = ...
 
 class AgreementOutcome(enum.Enum):
-    """The names are those of :class:`shoal.backend.agreements.AgreementOutcome`."""
+    """The names are those of :class:`shoal.backend.agreement.AgreementOutcome`."""
 
     OPEN = ...
     DECIDED = ...
@@ -150,7 +150,7 @@ class AgreementOutcome(enum.Enum):
     CLOSED = ...
 
 class AgreementOp(enum.Enum):
-    """The names are those of :class:`shoal.backend.agreements.Op`."""
+    """The names are those of :class:`shoal.backend.agreement.Op`."""
 
     DIFFERS = ...
     AND = ...

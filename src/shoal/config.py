@@ -31,17 +31,17 @@ class Variable(Generic[T]):
 
     Attributes:
         name: name of the environment variable.
-        kind: description of the legal values, for error messages.
+        expected: description of the legal values, for error messages.
         parse: converts the text to the value; raises ``ValueError`` for an illegal text.
         default: the value if the variable is not set.
-        meaning: description for the documentation.
+        description: description for the documentation.
     """
 
     name: str
-    kind: str
+    expected: str
     parse: Callable[[str], T]
     default: T
-    meaning: str
+    description: str
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         """Return the value in ``environ`` (default: ``os.environ``), or the default.
@@ -55,7 +55,7 @@ class Variable(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ConfigurationError(f"{self.name}={text!r}: expected {self.kind}") from None
+            raise ConfigurationError(f"{self.name}={text!r}: expected {self.expected}") from None
 
     def is_set(self) -> bool:
         """Whether the variable is set in the environment of this process."""
@@ -291,7 +291,7 @@ _PREFIX = "SHOAL_"
 _warned: set[str] = set()
 
 
-def check_values(environ: Mapping[str, str]) -> None:
+def check_variables(environ: Mapping[str, str]) -> None:
     """Check the values of all variables.
 
     Raises:
@@ -302,7 +302,7 @@ def check_values(environ: Mapping[str, str]) -> None:
     tls_files(environ)
 
 
-def check(environ: Mapping[str, str] | None = None) -> None:
+def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Check all variables before any is used, so that a mistake is found at the start of a job.
 
     An unknown variable that begins with ``SHOAL_`` is a warning, once per process.
@@ -311,7 +311,7 @@ def check(environ: Mapping[str, str] | None = None) -> None:
         ConfigurationError: a value is illegal, or contradicts another one.
     """
     table = os.environ if environ is None else environ
-    check_values(table)
+    check_variables(table)
     known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
     for name in sorted(table):
         word = name.removeprefix(_PREFIX)
@@ -389,5 +389,5 @@ def markdown_table() -> str:
     lines = ["| variable | value | default | meaning |", "| --- | --- | --- | --- |"]
     for variable in VARIABLES:
         default = "not set" if variable.default is None else f"`{variable.default}`"
-        lines.append(f"| `{variable.name}` | {variable.kind} | {default} | {variable.meaning} |")
+        lines.append(f"| `{variable.name}` | {variable.expected} | {default} | {variable.description} |")
     return "\n".join(lines) + "\n"

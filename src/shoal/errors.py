@@ -99,7 +99,7 @@ class RendezvousTimeout(RendezvousError, TimeoutError):
 # -- groups ------------------------------------------------------------------------------------
 
 
-class _OfRanks(RuntimeError):
+class _RankError(RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
@@ -125,7 +125,7 @@ class GroupError(ShoalError):
     last_completed: int | None = None
 
 
-class PeerLost(_OfRanks, GroupError, ConnectionError):
+class PeerLost(_RankError, GroupError, ConnectionError):
     """One or more members of the group died or can no longer be reached.
 
     Attributes:
@@ -148,7 +148,7 @@ class RebuildCalled(PeerLost):
     """
 
 
-class ProtocolError(_OfRanks, GroupError, WireError):
+class ProtocolError(_RankError, GroupError, WireError):
     """A member of the group violated the protocol in a message or in shared memory.
 
     After an invalid message the member is disconnected, and so lost to all groups; after invalid data in
@@ -171,7 +171,7 @@ class CollectiveMismatch(GroupError):
     """
 
 
-class OperationTimeout(_OfRanks, GroupError, TimeoutError):
+class OperationTimeout(_RankError, GroupError, TimeoutError):
     """An operation did not finish within its ``timeout=``.
 
     It breaks the group, unless the group has ``scope="pair"``: then only the operation fails.
@@ -196,7 +196,7 @@ class GroupAborted(GroupError):
     """A rank called ``abort()`` on the group; the message has the rank and the reason."""
 
 
-class QuorumLost(_OfRanks, GroupError, TimeoutError):
+class QuorumLost(_RankError, GroupError, TimeoutError):
     """Too few ranks can be reached to decide for the group, because the others may be running and decide too.
 
     Attributes:
@@ -208,7 +208,7 @@ class QuorumLost(_OfRanks, GroupError, TimeoutError):
     """
 
 
-class Evicted(_OfRanks, GroupError):
+class Evicted(_RankError, GroupError):
     """The others have decided to go on without this rank.
 
     Attributes:
@@ -230,17 +230,18 @@ class GroupClosed(GroupError):
     """
 
 
-class ForkedProcess(GroupError):
-    """A group was used in a forked child process, where it does not work.
-
-    Start workers with the ``spawn`` method, or fork before ``shoal.init``.
-    """
-
-
 class OutOfSharedMemory(GroupError, MemoryError):
     """Shared memory could not be allocated: the machine or the group's limit is exhausted.
 
     It is raised at allocation; the group stays usable.
+    """
+
+
+class ForkedProcess(ShoalError):
+    """An object that belongs to the parent process was used in a forked child, where it does not work.
+
+    Examples: a group, a store, the nodes of a master.  Start workers with the ``spawn`` method, or fork
+    before ``shoal.init``.
     """
 
 
@@ -267,7 +268,7 @@ class UnusedParameterError(ShoalError):
     """Parameters were not used for the loss, so their bucket cannot be reduced; the message names them."""
 
 
-class UnevenInputs(_OfRanks, ShoalError):
+class UnevenInputs(_RankError, ShoalError):
     """Some ranks ran out of batches before others, in a Join with ``throw_on_early_termination=True``.
 
     Attributes:

@@ -123,7 +123,7 @@ def _inherited() -> _Descriptor | None:
     return line
 
 
-_line = _inherited()
+_descriptor = _inherited()
 _reported: set[tuple[Kind, tuple[int, ...], str]] = set()
 #: whether ranks of meetings without a name have the launcher's numbers
 _same_numbers = True
@@ -142,7 +142,7 @@ def met(rank: int, size: int, meeting: str = "") -> None:
         _same_numbers &= (rank, size) == (config.RANK.get(), config.SIZE.get())
 
 
-def taken_in() -> None:
+def joined() -> None:
     """Report that this process, which started later than the initial ranks, has joined them."""
     _report("joined")
 
@@ -157,7 +157,7 @@ def left() -> None:
     _report("left")
 
 
-def told(ranks: Collection[int] = (), meeting: str = "") -> None:
+def notified(ranks: Collection[int] = (), meeting: str = "") -> None:
     """Report that this rank was notified that ``ranks`` of a meeting failed or left; empty: unknown ones."""
     _report("told", tuple(ranks)[:MAX_RANKS] if meeting or _same_numbers else (), meeting=meeting)
 
@@ -185,10 +185,10 @@ def ended(error: BaseException) -> None:
 def _report(
     kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
 ) -> None:
-    if _line is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
+    if _descriptor is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
-    _line.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words, short)))
+    _descriptor.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words, short)))
     # Not before: otherwise another thread with the same report could notify its peers before it is sent.
     _reported.add((kind, ranks, meeting))

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import UnsupportedOperation
 from .group import ProcessGroup
-from .group.group_argument import given_group
+from .group.group_argument import resolve_group
 from .spec import AVG, PREMUL_SUM, SUM, ReduceOp, ReduceOpLike
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "reduce_scatter"]
@@ -44,10 +44,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOpLike = SUM, *, group: Any = None) ->
     Raises:
         UsageError, UnsupportedOperation, GroupError: see the method of the group.
     """
-    result: torch.Tensor = _apply(
-        _AllReduce, x, given_group(group, "functional.all_reduce"), _linear(op, "all_reduce")
-    )
-    return result
+    return _apply(_AllReduce, x, resolve_group(group, "functional.all_reduce"), _linear(op, "all_reduce"))
 
 
 def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...]:
@@ -60,8 +57,7 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...
     Returns:
         New tensors.  The gradient of ``x`` is the sum of the gradients of its copies on all ranks.
     """
-    result: tuple[torch.Tensor, ...] = _apply(_AllGather, x, given_group(group, "functional.all_gather"))
-    return result
+    return _apply_to_list(_AllGather, x, resolve_group(group, "functional.all_gather"))
 
 
 def reduce_scatter(
@@ -82,10 +78,7 @@ def reduce_scatter(
         raise UnsupportedOperation(
             "functional.reduce_scatter takes SUM and AVG; multiply the inputs yourself"
         )
-    result: torch.Tensor = _apply(
-        _ReduceScatter, given_group(group, "functional.reduce_scatter"), reduction, *inputs
-    )
-    return result
+    return _apply(_ReduceScatter, resolve_group(group, "functional.reduce_scatter"), reduction, *inputs)
 
 
 def broadcast(x: torch.Tensor, root: int = 0, *, group: Any = None) -> torch.Tensor:
@@ -100,8 +93,7 @@ def broadcast(x: torch.Tensor, root: int = 0, *, group: Any = None) -> torch.Ten
     Returns:
         A new tensor.  The gradient of ``x`` is the sum of the gradients of all ranks on ``root``, else zero.
     """
-    result: torch.Tensor = _apply(_Broadcast, x, given_group(group, "functional.broadcast"), root)
-    return result
+    return _apply(_Broadcast, x, resolve_group(group, "functional.broadcast"), root)
 
 
 def all_to_all(inputs: Sequence[torch.Tensor], *, group: Any = None) -> tuple[torch.Tensor, ...]:
@@ -115,8 +107,7 @@ def all_to_all(inputs: Sequence[torch.Tensor], *, group: Any = None) -> tuple[to
     Returns:
         New tensors.  The gradient of ``inputs[r]`` is that of the tensor that rank *r* received.
     """
-    result: tuple[torch.Tensor, ...] = _apply(_AllToAll, given_group(group, "functional.all_to_all"), *inputs)
-    return result
+    return _apply_to_list(_AllToAll, resolve_group(group, "functional.all_to_all"), *inputs)
 
 
 def all_to_all_single(
@@ -136,9 +127,8 @@ def all_to_all_single(
     Returns:
         A new tensor.  Its gradient is sent back in the same way.
     """
-    ranks = given_group(group, "functional.all_to_all_single")
-    result: torch.Tensor = _apply(_AllToAllSingle, x, ranks, output_splits, input_splits)
-    return result
+    ranks = resolve_group(group, "functional.all_to_all_single")
+    return _apply(_AllToAllSingle, x, ranks, output_splits, input_splits)
 
 
 def _linear(op: ReduceOpLike, name: str) -> ReduceOp:
@@ -152,8 +142,14 @@ def _linear(op: ReduceOpLike, name: str) -> ReduceOp:
     return reduction
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _apply_to_list(function: type[torch.autograd.Function], *args: Any) -> tuple[torch.Tensor, ...]:
+    result: tuple[torch.Tensor, ...] = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _AllReduce(torch.autograd.Function):
@@ -193,7 +189,7 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.op.code == AVG.code:
             gradient = gradient / ctx.group.size
-        return None, None, *_apply(_AllGather, gradient, ctx.group)
+        return None, None, *_apply_to_list(_AllGather, gradient, ctx.group)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -220,7 +216,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, *_apply(_AllToAll, ctx.group, *gradients)
+        return None, *_apply_to_list(_AllToAll, ctx.group, *gradients)
 
 
 class _AllToAllSingle(torch.autograd.Function):

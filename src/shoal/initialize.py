@@ -10,8 +10,7 @@ from inspect import signature
 from typing import Any
 
 from . import config
-from .backend.arguments import check_options, lanes
-from .backend.base import GroupSpec, ident_of
+from .backend.base import GroupSpec, check_options, group_ident, lane_count
 from .backend.registry import BackendFactory, backend_factory
 from .common.arguments import checked_seconds
 from .common.formatting import encodable
@@ -74,11 +73,11 @@ def init(
         AuthenticationError, VersionMismatch: a process does not belong to this job.
     """
     # Check all arguments before waiting for other processes, and in a group of one too.
-    config.check()
+    config.check_environment()
     dump_directory()
     factory = backend_factory(backend)
     check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
-    count = lanes(concurrency)
+    count = lane_count(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
     if url in (None, "env://") and store is None and rank is None:
         refuse_joiner()
@@ -124,7 +123,7 @@ def world_group(
     identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
         name=name,
-        ident=ident_of(identity),
+        ident=group_ident(identity),
         rank=membership.rank,
         ranks=tuple(range(membership.size)),
         concurrency=concurrency,

@@ -49,7 +49,7 @@ class Links:
         return frozenset(self.ranks[rank] for rank in self.backend.lost())
 
 
-def connect_some(
+def connect_members(
     membership: Membership,
     ranks: tuple[int, ...],
     factory: BackendFactory,

@@ -62,11 +62,7 @@ class Entry:
         return f"{name} key {self.key:#x}" if self.key else name
 
 
-@refuses_copies(
-    "a FlightRecorder",
-    "the records of a group that goes on",
-    "Copy what entries() returns",
-)
+@refuses_copies("a FlightRecorder", "the records of a group that goes on", "Copy what entries() returns")
 class FlightRecorder:
     """The last operations of one group on one rank.  Thread-safe.
 
@@ -98,7 +94,7 @@ class FlightRecorder:
         """Record the submission of an operation; for the arguments see :class:`Entry`."""
         record = Record(future, kind, number, key, dtype, count, root, peer, tag)
         self.append(record)
-        future.note_in(record)
+        future.set_record(record)
 
     def entries(self) -> list[Entry]:
         """The operations, oldest first, with their current states."""
@@ -126,12 +122,7 @@ class FlightRecorder:
         ``now`` is ``time.monotonic_ns()``, comparable with the times in the entries.
         """
         return msgspec.json.encode(
-            {
-                "group": self._group,
-                "rank": self._rank,
-                "now": monotonic_ns(),
-                "entries": self.entries(),
-            }
+            {"group": self._group, "rank": self._rank, "now": monotonic_ns(), "entries": self.entries()}
         ).decode()
 
     def _title(self, entries: list[Entry]) -> str:

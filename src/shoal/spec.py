@@ -1,4 +1,4 @@
-"""Types of operations: kinds, reductions, dtype codes, and the description of one call.
+"""Types of groups and operations: states, kinds, reductions, dtype codes, and the description of one call.
 
 :mod:`shoal.group` passes an :class:`Operation` to a backend.  The numeric codes are those of the native core
 (``cpp/kernels/types.h``); a test compares the two.
@@ -23,6 +23,31 @@ from .errors import UsageError
 ReduceOpLike: TypeAlias = Any
 
 
+class TextEnum(str, enum.Enum):
+    """An enumeration whose members are equal to their strings, and shown as these."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class GroupState(TextEnum):
+    """The state of a group on one rank: see :attr:`shoal.ProcessGroup.state`."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+    ABORTED = "aborted"
+    BROKEN = "broken"
+    FORKED = "forked"
+
+
+class FailureScope(TextEnum):
+    """The extent of a failure between two members: it breaks the group, or ends messages between the two."""
+
+    ALL = "all"
+    PAIR = "pair"
+
+
 class OpKind(enum.IntEnum):
     """The kind of an operation.  The value is its code in the protocol."""
 
@@ -39,7 +64,7 @@ class OpKind(enum.IntEnum):
     RECV = 11
 
 
-class _Kind(enum.IntEnum):
+class _ReductionCode(enum.IntEnum):
     SUM = 0
     AVG = 1
     PRODUCT = 2
@@ -69,7 +94,7 @@ class ReduceOp:
     @property
     def name(self) -> str:
         """The upper-case name, e.g. ``"SUM"``."""
-        return _Kind(self.code).name
+        return _ReductionCode(self.code).name
 
     @staticmethod
     def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
@@ -83,7 +108,7 @@ class ReduceOp:
         Raises:
             UsageError: it is neither.
         """
-        return ReduceOp(_Kind.PREMUL_SUM, _factor(factor))
+        return ReduceOp(_ReductionCode.PREMUL_SUM, _factor(factor))
 
     @staticmethod
     def of(op: ReduceOpLike) -> ReduceOp:
@@ -98,14 +123,14 @@ class ReduceOp:
         if found is not None:
             return found
         names = ", ".join(sorted(_BY_NAME))
-        meant = _meant(op)
+        meant = _closest_name(op)
         raise UsageError(
             f"unknown reduction {op!r}{meant and f' (did you mean {meant!r}?)'}; expected a reduction such "
             f"as ReduceOp.SUM, of shoal or torch, or one of the names {names}"
         )
 
     def __repr__(self) -> str:
-        if self.code == _Kind.PREMUL_SUM:
+        if self.code == _ReductionCode.PREMUL_SUM:
             return f"ReduceOp.premul_sum({self.factor})"
         return f"ReduceOp.{self.name}"
 
@@ -118,7 +143,7 @@ def _of_torch(op: Any) -> ReduceOp | None:
         _torch_classes.add(type(op))
     # A torch.distributed.ReduceOp has its constant in `op`.  Reading its name takes three times as long.
     kind: Any = getattr(op, "op", op)
-    if (number := int(kind)) != _Kind.PREMUL_SUM:
+    if (number := int(kind)) != _ReductionCode.PREMUL_SUM:
         return _BY_NUMBER.get(number)
     if kind is op:
         raise UsageError(
@@ -128,7 +153,7 @@ def _of_torch(op: Any) -> ReduceOp | None:
     return ReduceOp.premul_sum(premul_factor(op))
 
 
-def _meant(op: object) -> str:
+def _closest_name(op: object) -> str:
     """The name of the reduction that a caller probably meant."""
     # The str of a reduction of torch is <RedOpType.SUM: 0>.
     word = op if isinstance(op, str) else getattr(op, "name", None) or str(op)
@@ -164,15 +189,15 @@ def _factor(given: object) -> float:
     )
 
 
-SUM = ReduceOp(_Kind.SUM)
-AVG = ReduceOp(_Kind.AVG)
-PRODUCT = ReduceOp(_Kind.PRODUCT)
-MIN = ReduceOp(_Kind.MIN)
-MAX = ReduceOp(_Kind.MAX)
-PREMUL_SUM = ReduceOp(_Kind.PREMUL_SUM)  # for inputs that are multiplied already
-BAND = ReduceOp(_Kind.BAND)
-BOR = ReduceOp(_Kind.BOR)
-BXOR = ReduceOp(_Kind.BXOR)
+SUM = ReduceOp(_ReductionCode.SUM)
+AVG = ReduceOp(_ReductionCode.AVG)
+PRODUCT = ReduceOp(_ReductionCode.PRODUCT)
+MIN = ReduceOp(_ReductionCode.MIN)
+MAX = ReduceOp(_ReductionCode.MAX)
+PREMUL_SUM = ReduceOp(_ReductionCode.PREMUL_SUM)  # for inputs that are multiplied already
+BAND = ReduceOp(_ReductionCode.BAND)
+BOR = ReduceOp(_ReductionCode.BOR)
+BXOR = ReduceOp(_ReductionCode.BXOR)
 #: the reductions that have a name; PREMUL_SUM has a factor instead
 REDUCTIONS = (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)
 for _op in REDUCTIONS:
@@ -224,11 +249,11 @@ _INTS = (
 )  # fmt: skip
 _COMPLEX = (torch.complex64, torch.complex128)
 
-_RING = frozenset({_Kind.SUM, _Kind.PRODUCT})
-_MEAN = frozenset({_Kind.AVG})
-_SCALED = frozenset({_Kind.PREMUL_SUM})
-_ORDER = frozenset({_Kind.MIN, _Kind.MAX})
-_BITS = frozenset({_Kind.BAND, _Kind.BOR, _Kind.BXOR})
+_RING = frozenset({_ReductionCode.SUM, _ReductionCode.PRODUCT})
+_MEAN = frozenset({_ReductionCode.AVG})
+_SCALED = frozenset({_ReductionCode.PREMUL_SUM})
+_ORDER = frozenset({_ReductionCode.MIN, _ReductionCode.MAX})
+_BITS = frozenset({_ReductionCode.BAND, _ReductionCode.BOR, _ReductionCode.BXOR})
 
 #: dtype -> codes of its legal reductions.  Other dtypes can only be copied.
 LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
@@ -239,7 +264,7 @@ LEGAL_REDUCTIONS: dict[torch.dtype, frozenset[int]] = {
 }
 
 
-def illegality(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | None:
+def why_illegal(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | None:
     """Return why an operation does not accept tensors of ``dtype``; None if it does.
 
     Args:
@@ -254,7 +279,7 @@ def illegality(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | No
         return f"tensors of {dtype} can be copied but not reduced"
     if op.code in legal:
         return None
-    names = sorted(_Kind(code).name for code in legal)
+    names = sorted(_ReductionCode(code).name for code in legal)
     return (
         f"{op.name} has no meaning for {dtype}; it can be reduced with {', '.join(names[:-1])} or {names[-1]}"
     )

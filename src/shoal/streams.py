@@ -231,7 +231,7 @@ class DeviceEvents:
             {device: runtime_of(device).current_stream(device) for device in needed if device not in recorded}
         )
         for device, stream, _ in self._recorded:
-            _protect(tensors, device, stream)
+            _record_streams(tensors, device, stream)
 
     def order(self, value: object) -> None:
         """Make the current streams of the calling thread wait for the events; does not block the host.
@@ -244,7 +244,7 @@ class DeviceEvents:
             runtime = runtime_of(device)
             current = runtime.current_stream(device)
             runtime.wait_event(current, event)
-            _protect(tensors, device, current)
+            _record_streams(tensors, device, current)
 
     def synchronize(self, value: object, timeout: float | None = None) -> bool:
         """Block until the events have occurred; return False after ``timeout`` seconds.
@@ -262,13 +262,13 @@ class DeviceEvents:
             while not runtime.synchronize(event, _slice(deadline)):
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
-            _protect(tensors, device, runtime.current_stream(device))
+            _record_streams(tensors, device, runtime.current_stream(device))
         for check in self._checks:
             check()
         return True
 
     @contextmanager
-    def streams_behind(self, value: object, high_priority: bool | None = None) -> Iterator[None]:
+    def ordered_streams(self, value: object, high_priority: bool | None = None) -> Iterator[None]:
         """A context in which the current stream of each device is a new one that waits for the events.
 
         Args:
@@ -280,12 +280,12 @@ class DeviceEvents:
         for device, _, event in self._recorded:
             runtime_of(device).wait_event(streams[device], event)
         for device, stream in streams.items():
-            _protect(tensors, device, stream)
+            _record_streams(tensors, device, stream)
         with use_streams(streams):
             yield
 
 
-def events_behind(value: object, given: DeviceEvents | None, inputs: object) -> DeviceEvents | None:
+def completion_events(value: object, given: DeviceEvents | None, inputs: object) -> DeviceEvents | None:
     """The events for a future that completes with ``value``; None if no device is used."""
     if given is None:
         if next(device_tensors(value), None) is None:
@@ -314,7 +314,7 @@ def _slice(deadline: float | None) -> float:
     return _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
 
 
-def _protect(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
+def _record_streams(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
     for tensor in tensors:
         if tensor.device == device:
             runtime_of(device).record_stream(tensor, stream)

@@ -82,7 +82,7 @@ class World:
         self._dropped: list[Any] = []
         self._ended = False
         #: number of users of the membership that are not groups
-        self._guests = 0
+        self._users = 0
         self._left = False
         self.losses_reported = False
 
@@ -189,18 +189,18 @@ class World:
     def enter(self) -> None:
         """Keep the membership and its store open until :meth:`exit`, even after all groups are closed."""
         with self._lock:
-            self._guests += 1
+            self._users += 1
 
     def exit(self, timeout: float) -> None:
         """Undo :meth:`enter`; the last user leaves the rendezvous, within ``timeout`` seconds."""
         with self._lock:
-            self._guests -= 1
+            self._users -= 1
         self._leave(timeout)
 
     def _leave(self, timeout: float) -> None:
         """Leave the rendezvous, if this world is not used any more."""
         with self._lock:
-            if self._left or self._guests or self._open or not self._ended:
+            if self._left or self._users or self._open or not self._ended:
                 return
             self._left = True
         self.membership.release(timeout)
@@ -229,7 +229,7 @@ class World:
             for member in reversed(members):
                 all_of_them.callback(member._begin_close)
 
-    def end_with_program(self, error: BaseException | None) -> None:
+    def close_at_exit(self, error: BaseException | None) -> None:
         """Close open groups at the end of the program, and notify the other ranks.
 
         Args:
@@ -264,7 +264,7 @@ def remaining(deadline: float) -> float:
 _worlds: set[World] = set()
 
 
-def living() -> list[Any]:
+def open_groups() -> list[Any]:
     """The open groups of this process."""
     return [member for world in list(_worlds) for member in world.members()]
 
@@ -291,7 +291,7 @@ def _close_at_exit() -> None:
     mismatch: CollectiveMismatch | None = None
     for world in list(_worlds):
         try:
-            world.end_with_program(error)
+            world.close_at_exit(error)
         except CollectiveMismatch as found:
             mismatch = found
         except Exception:

@@ -47,7 +47,7 @@ def test_an_outcome_that_python_publishes_while_c_is_about_to_is_published_once(
 
         future: Future[int] = _CoreFuture(_core.Source(channel, core, Last(meddle)), value=7)
         record = _core.Record(future, OpKind.BARRIER, -1, 0, None, 0)
-        future.note_in(record)
+        future.set_record(record)
         assert future.wait() == 7
         ended = record.ended
         assert ended > 0

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from shoal import _core
+from shoal.backend.native.channel import pack_shape
 from shoal.backend.native.errors import exception_of
-from shoal.backend.native.shapes import packed
 from shoal.errors import GroupError, ProtocolError, WireError
 
 PATIENCE = 30.0
@@ -309,7 +309,7 @@ def test_the_rest_of_a_message_is_what_was_announced(rank: Rank, wrong: Callable
 
 @pytest.mark.parametrize("sizes", [[2] * 10, [1] * 30 + [3], [0] * 12, [1] * 9])
 def test_a_shape_of_many_dimensions_is_legal(rank: Rank, sizes: list[int]) -> None:
-    words = packed(sizes)
+    words = pack_shape(sizes)
     count = 1
     for size in sizes:
         count *= size

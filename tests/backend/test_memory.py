@@ -39,7 +39,7 @@ def _each_collective(group: ProcessGroup, make: Callable[[int], torch.Tensor]) -
         "all_reduce": lambda: group.all_reduce(one, op="max"),
         "reduce": lambda: group.reduce(another, root=1),
         "broadcast": lambda: group.broadcast(one, root=2),
-        "all_gather": lambda: group.all_gather(one, outs),
+        "all_gather": lambda: group.all_gather(outs, one),
         "all_gather_single": lambda: group.all_gather_single(out, one),
         "reduce_scatter": lambda: group.reduce_scatter(one, parts),
         "reduce_scatter_single": lambda: group.reduce_scatter_single(one, whole),

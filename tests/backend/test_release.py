@@ -17,7 +17,7 @@ from tests.support.waiting import until
 USES: dict[str, Callable[[shoal.ProcessGroup, torch.Tensor], shoal.Future[Any]]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
     "strided": lambda group, x: group.all_reduce(x[::2]),
-    "into a list": lambda group, x: group.all_gather(x, [torch.zeros_like(x) for _ in range(group.size)]),
+    "into a list": lambda group, x: group.all_gather([torch.zeros_like(x) for _ in range(group.size)], x),
 }
 
 

@@ -19,7 +19,7 @@ from shoal import _core, spec
 
 kernels = _core.kernels
 DTYPES = list(spec.DTYPE_CODES)
-OPS = list(spec._Kind)
+OPS = list(spec._ReductionCode)
 LEGAL = [(dtype, op) for dtype in DTYPES for op in OPS if op in spec.LEGAL_REDUCTIONS.get(dtype, ())]
 ILLEGAL = [(dtype, op) for dtype in DTYPES for op in OPS if (dtype, op) not in LEGAL]
 LEVELS = range(kernels.highest_level() + 1)
@@ -99,18 +99,18 @@ def _float_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tensor
     wide = torch.float32 if dtype in HALVES else dtype
     values = [source.to(wide) for source in sources]
     step = {
-        spec._Kind.PRODUCT: torch.mul,
-        spec._Kind.MIN: torch.minimum,
-        spec._Kind.MAX: torch.maximum,
-    }.get(spec._Kind(op), torch.add)
+        spec._ReductionCode.PRODUCT: torch.mul,
+        spec._ReductionCode.MIN: torch.minimum,
+        spec._ReductionCode.MAX: torch.maximum,
+    }.get(spec._ReductionCode(op), torch.add)
     total = functools.reduce(step, values)
-    if op == spec._Kind.AVG:
+    if op == spec._ReductionCode.AVG:
         total = total / torch.tensor(len(sources), dtype=wide)
     return total.to(dtype)
 
 
 def _complex_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    if op == spec._Kind.PRODUCT:
+    if op == spec._ReductionCode.PRODUCT:
         re, im = sources[0].real, sources[0].imag
         for source in sources[1:]:
             c, d = source.real, source.imag
@@ -123,7 +123,7 @@ def _complex_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tens
 def _integer_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     arrays = [source.numpy() for source in sources]
     kind = arrays[0].dtype
-    if op == spec._Kind.AVG:
+    if op == spec._ReductionCode.AVG:
         lowest, modulus = (0, 2**64) if kind.kind == "u" else (-(2**63), 2**64)
         columns = zip(*(array.tolist() for array in arrays), strict=True)
         sums = [(sum(column) - lowest) % modulus + lowest for column in columns]
@@ -132,22 +132,22 @@ def _integer_reference(dtype: torch.dtype, op: int, sources: Sequence[torch.Tens
             np.array([m % 2 ** (8 * kind.itemsize) for m in means], np.uint64).astype(kind)
         )
     step = {
-        spec._Kind.SUM: np.add,
-        spec._Kind.PRODUCT: np.multiply,
-        spec._Kind.MIN: np.minimum,
-        spec._Kind.MAX: np.maximum,
-        spec._Kind.BAND: np.bitwise_and,
-        spec._Kind.BOR: np.bitwise_or,
-        spec._Kind.BXOR: np.bitwise_xor,
-    }[spec._Kind(op)]
+        spec._ReductionCode.SUM: np.add,
+        spec._ReductionCode.PRODUCT: np.multiply,
+        spec._ReductionCode.MIN: np.minimum,
+        spec._ReductionCode.MAX: np.maximum,
+        spec._ReductionCode.BAND: np.bitwise_and,
+        spec._ReductionCode.BOR: np.bitwise_or,
+        spec._ReductionCode.BXOR: np.bitwise_xor,
+    }[spec._ReductionCode(op)]
     return torch.from_numpy(functools.reduce(step, arrays))
 
 
 def _bool_reference(op: int, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     values = [source.view(torch.uint8) != 0 for source in sources]
-    if op in (spec._Kind.SUM, spec._Kind.MAX, spec._Kind.BOR):
+    if op in (spec._ReductionCode.SUM, spec._ReductionCode.MAX, spec._ReductionCode.BOR):
         return functools.reduce(torch.logical_or, values)
-    if op == spec._Kind.BXOR:
+    if op == spec._ReductionCode.BXOR:
         return functools.reduce(torch.logical_xor, values)
     return functools.reduce(torch.logical_and, values)
 
@@ -161,7 +161,10 @@ def assert_is_reference(result: torch.Tensor, expected: torch.Tensor, op: int) -
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.nan_to_num(nan=0), expected.nan_to_num(nan=0))
     numbers = ~expected.isnan()
-    if op not in (spec._Kind.MIN, spec._Kind.MAX):  # torch does not say which of two zeros it returns
+    if op not in (
+        spec._ReductionCode.MIN,
+        spec._ReductionCode.MAX,
+    ):  # torch does not say which of two zeros it returns
         assert torch.equal(result.signbit()[numbers], expected.signbit()[numbers])
 
 
@@ -196,9 +199,9 @@ def test_codes_that_do_not_exist_are_answered_not_followed() -> None:
 def test_a_reduction_of_nothing_and_a_division_by_nobody_are_refused() -> None:
     x = torch.ones(4)
     with pytest.raises(ValueError, match="at least one source"):
-        kernels.reduce(reduction(torch.float32, spec._Kind.SUM), [address(x)], [], 4)
+        kernels.reduce(reduction(torch.float32, spec._ReductionCode.SUM), [address(x)], [], 4)
     with pytest.raises(ValueError, match="divisor"):
-        kernels.reduce(reduction(torch.float32, spec._Kind.AVG, 0), [address(x)], [address(x)], 4)
+        kernels.reduce(reduction(torch.float32, spec._ReductionCode.AVG, 0), [address(x)], [address(x)], 4)
 
 
 def test_a_level_that_the_cpu_lacks_is_refused() -> None:
@@ -298,7 +301,7 @@ def test_accumulators_are_as_wide_as_the_sum_needs() -> None:
         expected = dtype.itemsize
         if dtype in HALVES:
             expected = 4
-        elif op == spec._Kind.AVG and not dtype.is_floating_point and not dtype.is_complex:
+        elif op == spec._ReductionCode.AVG and not dtype.is_floating_point and not dtype.is_complex:
             expected = 8
         assert kernels.accumulator_size(reduction(dtype, op)) == expected, (dtype, op)
 
@@ -315,7 +318,7 @@ def test_every_half_precision_number_survives_and_every_nan_becomes_the_canonica
     for level in LEVELS:
         kernels.set_level(level)
         result = torch.empty_like(every)
-        run(dtype, spec._Kind.SUM, [every], [result])
+        run(dtype, spec._ReductionCode.SUM, [every], [result])
         assert torch.equal(bits(result), bits(canonical)), level
 
 
@@ -329,39 +332,39 @@ def test_half_precision_is_rounded_once_and_to_nearest_even(dtype: torch.dtype) 
     ties = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     ties = (ties[1:] + ties[:-1]) / 2  # halfway between neighbours
     sums = torch.cat([wild, normal, ties])
-    plan = reduction(dtype, spec._Kind.SUM)
+    plan = reduction(dtype, spec._ReductionCode.SUM)
     for level in LEVELS:
         kernels.set_level(level)
         result = torch.empty(sums.numel(), dtype=dtype)
         kernels.finish_partials(plan, [address(result)], [address(sums)], sums.numel())
-        assert_is_reference(result, sums.to(dtype), spec._Kind.SUM)
+        assert_is_reference(result, sums.to(dtype), spec._ReductionCode.SUM)
 
 
 def test_half_precision_sums_do_not_stall() -> None:
     sources = [torch.full((1,), 2048.0, dtype=torch.float16)] + [torch.ones(1, dtype=torch.float16)] * 4
     result = torch.empty(1, dtype=torch.float16)
-    run(torch.float16, spec._Kind.SUM, sources, [result])
+    run(torch.float16, spec._ReductionCode.SUM, sources, [result])
     assert result.item() == 2052.0  # rounding after each addition would stay at 2048
 
 
 def test_minimum_and_maximum_propagate_nan_from_any_source() -> None:
     nan = float("nan")
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        for op in (spec._Kind.MIN, spec._Kind.MAX):
+        for op in (spec._ReductionCode.MIN, spec._ReductionCode.MAX):
             for place in range(3):
                 sources = [torch.full((40,), float(k), dtype=dtype) for k in range(3)]
                 sources[place][::2] = nan
                 result = torch.empty(40, dtype=dtype)
                 run(dtype, op, sources, [result])
                 assert result[::2].isnan().all()
-                assert (result[1::2] == (0 if op == spec._Kind.MIN else 2)).all()
+                assert (result[1::2] == (0 if op == spec._ReductionCode.MIN else 2)).all()
 
 
 def test_of_two_equal_zeros_the_earlier_source_wins() -> None:
     plus, minus = torch.zeros(40), -torch.zeros(40)
     for level in LEVELS:
         kernels.set_level(level)
-        for op in (spec._Kind.MIN, spec._Kind.MAX):
+        for op in (spec._ReductionCode.MIN, spec._ReductionCode.MAX):
             for first, second in ((plus, minus), (minus, plus)):
                 result = torch.empty(40)
                 run(torch.float32, op, [first, second], [result])
@@ -380,10 +383,10 @@ def test_a_thread_that_flushes_subnormals_gets_the_same_result() -> None:
     tiny = torch.full((100,), 1e-40)
     results = [torch.empty(100) for _ in range(2)]
     acc = torch.empty(100)
-    plan = reduction(torch.float32, spec._Kind.SUM)
+    plan = reduction(torch.float32, spec._ReductionCode.SUM)
     supported = torch.set_flush_denormal(True)
     try:
-        run(torch.float32, spec._Kind.SUM, [tiny, tiny], results)
+        run(torch.float32, spec._ReductionCode.SUM, [tiny, tiny], results)
         kernels.reduce_partial(plan, address(acc), addresses([tiny, tiny]), 100)
         still_flushing = (tiny * 1.0 == 0).all().item()
     finally:
@@ -418,7 +421,13 @@ def test_nothing_beyond_the_range_is_written() -> None:
                 sources = samples(dtype, 3000, 2)
                 results = [torch.zeros(3000, dtype=dtype) for _ in range(2)]
                 inner = slice(11, 2345)
-                run(dtype, spec._Kind.SUM, [s[inner] for s in sources], [r[inner] for r in results], stream)
+                run(
+                    dtype,
+                    spec._ReductionCode.SUM,
+                    [s[inner] for s in sources],
+                    [r[inner] for r in results],
+                    stream,
+                )
                 for result in results:
                     assert not bits(result[:11]).any()
                     assert not bits(result[2345:]).any()

@@ -12,7 +12,7 @@ import torch
 import shoal
 import shoal.distributed as dist
 from shoal.group.validation import overlap
-from shoal.torch_terms.in_turn import in_turn
+from shoal.torch_terms.aliased_outputs import with_distinct_outputs
 
 from .pool import Pool
 
@@ -302,6 +302,6 @@ def test_an_output_that_nobody_can_judge_is_left_to_the_group(monkeypatch: pytes
     x = torch.zeros(20).as_strided((5, 2), (2, 3))
     monkeypatch.setattr(overlap.dims_overlap, "__defaults__", (0,))
     given: list[torch.Tensor] = []
-    future = in_turn([x, x], lambda out: (given.extend(out), shoal.Future())[1])
+    future = with_distinct_outputs([x, x], lambda out: (given.extend(out), shoal.Future())[1])
     assert [each is x for each in given] == [True, True]
     assert not future.done()

@@ -11,7 +11,7 @@ import torch.distributed
 
 import shoal
 import shoal.distributed as dist
-from shoal.torch_terms.reductions import reduction
+from shoal.torch_terms.arguments import reduction
 
 NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 

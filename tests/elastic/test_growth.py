@@ -27,7 +27,7 @@ POINTS: list[tuple[Any, str]] = [
     (ProcessGroup, "barrier"),
     (ProcessGroup, "broadcast"),
     (ProcessGroup, "all_gather_single"),
-    (ProcessGroup, "_agree_to_grow"),
+    (AgreementClient, "agree_to_grow"),
     (CandidateRegistry, "invite"),
     (admission, "_connect"),
     (admission, "_connect_store"),

@@ -30,6 +30,7 @@ from shoal import (
 )
 from shoal.backend.native import channel as native
 from shoal.future import wait_all
+from shoal.group import AgreementOp, FailureScope
 from shoal.testing import faults, no_leaks, processes, run_threads
 from shoal.world import World
 from tests.group.null_backend import null_group
@@ -68,6 +69,7 @@ def of_ranks(ranks: tuple[int, ...], size: int) -> Agreement[tuple[bytes, ...]]:
         ("and", [True, False, True], 0),
         ("or", [1, 2, -(2**63)], 3 - 2**63),
         ("min", [5, -3, 2**62], -3),
+        (AgreementOp.MIN, [5, -3, 2**62], -3),
         ("max", [-5, -3, -(2**63)], -3),
         ("sum", [2**63 - 1, 1, 5], 5 - 2**63),
         ("common", [[3, -1, 2], (2, -1, -1, 9), {-1: None, 2: None, 3: None}], (-1, 2)),
@@ -160,7 +162,7 @@ def test_ranks_that_agree_to_grow_wait_for_one_that_is_late(monkeypatch: pytest.
         began = time.monotonic()
         if group.rank == 1:
             time.sleep(1.0)
-        agreed = group._agree_to_grow(group.rank != 2).wait()
+        agreed = group._agreements.agree_to_grow(group.rank != 2).wait()
         assert group.rank == 1 or time.monotonic() - began > 0.6
         return agreed
 
@@ -182,7 +184,9 @@ def test_a_backend_without_agreements_says_so() -> None:
 @pytest.mark.parametrize("ends", ["aborted", "timed out", "of pairs"])
 def test_a_group_that_carries_no_collectives_any_more_agrees(ends: str) -> None:
     def rank(group: ProcessGroup) -> None:
-        with group.subgroup(range(group.size), scope="pair" if ends == "of pairs" else "all") as own:
+        with group.subgroup(
+            range(group.size), scope=FailureScope.PAIR if ends == "of pairs" else "all"
+        ) as own:
             if ends == "aborted" and own.rank == 1:
                 own.abort("for the test")
             if ends == "timed out" and own.rank == 1:

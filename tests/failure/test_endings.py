@@ -186,7 +186,7 @@ def test_a_rank_whose_program_ends_has_not_closed_the_group(topology: str) -> No
         group.barrier().wait()
         begun.wait(PATIENCE)  # one rank's failure would end the barrier of another that is still in it
         if group.rank == 1:
-            group.world.end_with_program(None)
+            group.world.close_at_exit(None)
             left.set()
             return
         with pytest.raises(GroupClosed) as missed:

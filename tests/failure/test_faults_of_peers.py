@@ -252,7 +252,7 @@ def test_float8_is_copied_and_a_factor_is_applied_before_the_sum(
 def test_parts_may_differ_in_size(on_three_ranks: Callable[..., list[Any]]) -> None:
     def fn(group: ProcessGroup) -> None:
         out = [torch.empty(n) for n in (1, 5, 0)]
-        gathered = group.all_gather(torch.full((len(out[group.rank]),), float(group.rank)), out).wait()
+        gathered = group.all_gather(out, torch.full((len(out[group.rank]),), float(group.rank))).wait()
         assert [t.tolist() for t in gathered] == [[0.0], [1.0] * 5, []]
         parts = [torch.ones(n) for n in (1, 5, 0)]
         mine = torch.empty(len(parts[group.rank]))
@@ -396,7 +396,7 @@ def test_making_a_group_asks_neither_the_store_nor_the_ranks_outside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # who waits for long writes there
-    monkeypatch.setattr("shoal.group.diagnostics.subgroup_lists.PATIENCE", 2 * PATIENCE)
+    monkeypatch.setattr("shoal.group.diagnostics.member_lists.CHECK_DELAY_S", 2 * PATIENCE)
     done = threading.Event()
 
     def fn(group: ProcessGroup) -> int:

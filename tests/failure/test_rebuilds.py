@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from shoal import (
     TooFewRanks,
     UsageError,
 )
+from shoal.backend.native.channel import NativeChannel
+from shoal.group import rebuild as rebuilding
+from shoal.group.agreement import AgreementClient
 from shoal.group.rebuild import Rebuilt, new_ranks
 from shoal.testing import faults, no_leaks, processes, run_threads
 from tests.support.waiting import until
@@ -191,6 +195,23 @@ def test_too_few_ranks_leave_the_group_as_it_was() -> None:
     on_ranks(rank, 2)
 
 
+def test_lost_ranks_are_fenced_unless_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fenced: list[str] = []
+    fence = NativeChannel.fence
+
+    def noted(self: NativeChannel, ranks: Sequence[int], timeout: float) -> list[int]:
+        fenced.append(self._spec.name)
+        return fence(self, ranks, timeout)
+
+    monkeypatch.setattr(NativeChannel, "fence", noted)
+
+    def rank(group: ProcessGroup) -> None:
+        works(rebuilt(rebuilt(group, fence=False)))
+
+    on_ranks(rank, 2)
+    assert fenced == ["world@1", "world@1"]
+
+
 def test_a_store_is_shared_by_those_of_one_epoch() -> None:
     def rank(group: ProcessGroup) -> None:
         new = rebuilt(group)
@@ -217,21 +238,21 @@ def test_a_rebuild_that_fails_goes_on_with_the_group_that_others_have() -> None:
     def rank(group: ProcessGroup) -> Any:
         if group.rank != 1:
             return rebuilt(group).rebuild(leave=group.rank == 2)
-        made = group._made_again
+        made = group._make_on_same_links
 
         def lame(*how: Any) -> ProcessGroup:
             successor = made(*how)
-            agree = successor._agree
+            vote = successor._agreements.vote
 
             def agree_once(*votes: Any, **how: Any) -> Any:
-                del successor._agree
-                return agree(*votes, **how).then(give_up)
+                del successor._agreements.vote
+                return vote(*votes, **how).then(give_up)
 
-            successor._agree = agree_once  # type: ignore[method-assign]
+            successor._agreements.vote = agree_once  # type: ignore[method-assign]
             return successor
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "_made_again", lame)
+            patch.setattr(group, "_make_on_same_links", lame)
             with pytest.raises(GaveUp):
                 group.rebuild()
         assert group.state == "open"
@@ -254,7 +275,7 @@ def test_a_rank_that_agrees_meets_those_that_rebuild(dies: bool, grows: bool) ->
             group.store.wait(["agrees"])
             return group.close()
         if group.rank == 1:
-            calls = group._agree_to_grow(True) if grows else group.agree(1)
+            calls = group._agreements.agree_to_grow(True) if grows else group.agree(1)
             group.store.set("agrees", b"")
             with pytest.raises(RebuildCalled, match=r"called rebuild\(\)") as caught:
                 calls.wait()
@@ -410,21 +431,21 @@ def test_a_stopped_rank_that_is_given_up_writes_nothing_any_more(seed: int) -> N
 
 def die_at(point: str) -> None:
     """Let this process die where it gets to ``point`` of a rebuild."""
-    name, after = {
-        "asked": ("_agree", False),
-        "voted": ("_agree", True),
-        "decided": ("_succeed", False),
-        "grouped": ("_succeed", True),
-        "synced": ("_become", False),
+    owner, name, after = {
+        "asked": (AgreementClient, "vote", False),
+        "voted": (AgreementClient, "vote", True),
+        "decided": (rebuilding, "make_successor", False),
+        "grouped": (rebuilding, "make_successor", True),
+        "synced": (rebuilding, "replace_by", False),
     }[point]
-    method = getattr(ProcessGroup, name)
+    function = getattr(owner, name)
 
     def deadly(*args: Any, **how: Any) -> None:
-        kept = method(*args, **how) if after else None  # what is dropped is closed, which others hear
+        kept = function(*args, **how) if after else None  # what is dropped is closed, which others hear
         die()
         del kept
 
-    setattr(ProcessGroup, name, deadly)
+    setattr(owner, name, deadly)
 
 
 @pytest.mark.parametrize("point", ["asked", "voted", "decided", "grouped", "synced"])
@@ -440,8 +461,8 @@ def outlive_two_by_chance(group: ProcessGroup, seed: int) -> tuple[int, int, int
     delay = choose.uniform(0.0, 0.004)
     if group.rank == second:
         timer = threading.Timer(delay, die)
-        succeed = group._agree
-        group._agree = lambda *args, **how: timer.start() or succeed(*args, **how)  # type: ignore[method-assign, func-returns-value]
+        vote = group._agreements.vote
+        group._agreements.vote = lambda *args, **how: timer.start() or vote(*args, **how)  # type: ignore[method-assign, func-returns-value]
     return outlive_two(group, first, -1, "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shoal.future.latch import Latch
+from shoal.future.state import Latch
 
 
 class ManualSource:

@@ -99,7 +99,7 @@ def test_a_callback_may_run_a_loop_of_its_own() -> None:
 
     async def main() -> bool:
         await inner
-        return callback_scope() is not None
+        return callback_scope.get() is not None
 
     child = future.then(lambda _: asyncio.run(main()))
     future.set_result(0)

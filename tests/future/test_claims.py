@@ -125,7 +125,7 @@ def _many_at_once(
     ]
     others: list[Callable[[], object]] = [
         lambda: source.complete(error),
-        lambda: subject.note_in(record),
+        lambda: subject.set_record(record),
         lambda: subject.add_done_callback(lambda done: called.append(_outcome(done.value))),
         lambda: subject.add_done_callback(lambda done: called.append(_outcome(done.value))),
     ]
@@ -228,7 +228,7 @@ def _interrupted_at_every_step(act: Callable[[Future[int]], object], *, sourced:
         else:
             subject = Future(source, value=7)
         record, woken = Record(), threading.Event()
-        subject.note_in(record)
+        subject.set_record(record)
         subject._subscribe(lambda _, woken=woken: woken.set())
         with source._lock:  # complete, and nobody was told
             source._done.set()

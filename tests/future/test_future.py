@@ -14,7 +14,7 @@ import torch
 
 from shoal.errors import GroupError, InvalidFutureState, UsageError, WaitTimeout
 from shoal.future import Future, collect_all, pool
-from shoal.group.submission import mapped
+from shoal.group.submission import map_future
 from shoal.streams import DeviceEvents
 
 from .sources import InstantSource, ManualSource
@@ -329,7 +329,7 @@ class _Cancellable(ManualSource):
 
 def test_a_future_is_cancelled_if_its_engine_can() -> None:
     future: Future[int] = Future(_Cancellable(True), value=1)
-    derived = mapped(future, lambda value: value)
+    derived = map_future(future, lambda value: value)
     assert derived.cancel()
     for each in (derived, future):
         with pytest.raises(GroupError, match="cancelled"):
@@ -371,7 +371,7 @@ def test_an_event_that_cannot_be_recorded_fails_the_future(monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise RuntimeError("the device failed")
 
-    monkeypatch.setattr("shoal.future.state.events_behind", fail)
+    monkeypatch.setattr("shoal.future.state.completion_events", fail)
     future: Future[int] = Future()
     future.set_result(1)
     with pytest.raises(RuntimeError, match="the device failed"):

@@ -9,7 +9,7 @@ from shoal.future import CallbackScope, Future, callback_scope, collect_all, der
 
 def _keys_of(future: Future[int], count: int) -> Future[list[int]]:
     def callback(_: Future[int]) -> list[int]:
-        scope = callback_scope()
+        scope = callback_scope.get()
         assert scope is not None
         return [scope.next_key() for _ in range(count)]
 
@@ -17,7 +17,7 @@ def _keys_of(future: Future[int], count: int) -> Future[list[int]]:
 
 
 def test_there_is_no_scope_outside_callbacks() -> None:
-    assert callback_scope() is None
+    assert callback_scope.get() is None
 
 
 def test_keys_follow_from_the_future_the_callback_and_the_operation_alone() -> None:
@@ -29,7 +29,7 @@ def test_keys_follow_from_the_future_the_callback_and_the_operation_alone() -> N
         def callback(index: int, order: list[int] = order, turn: list[threading.Event] = turn) -> list[int]:
             if order[1] == index:
                 turn[order[0]].wait(30)
-            scope = callback_scope()
+            scope = callback_scope.get()
             assert scope is not None
             keys = [scope.next_key(), scope.next_key()]
             turn[index].set()
@@ -52,7 +52,7 @@ def test_keys_of_different_purposes_differ() -> None:
 
 def test_futures_without_a_key_give_no_scope() -> None:
     future: Future[int] = Future()
-    child = future.then(lambda _: callback_scope())
+    child = future.then(lambda _: callback_scope.get())
     future.set_result(1)
     assert child.wait(10) is None
     assert child.key is None
@@ -62,11 +62,11 @@ def test_the_scope_ends_with_the_callback() -> None:
     """Pool threads are used again."""
     keyed: Future[int] = Future(key=1)
     keyed.set_result(0)
-    assert keyed.then(lambda _: callback_scope()).wait(10) is not None
+    assert keyed.then(lambda _: callback_scope.get()).wait(10) is not None
     plain: Future[int] = Future()
     plain.set_result(0)
     for _ in range(10):
-        assert plain.then(lambda _: callback_scope()).wait(10) is None
+        assert plain.then(lambda _: callback_scope.get()).wait(10) is None
 
 
 def test_the_future_of_a_callback_has_a_key_of_its_own() -> None:
@@ -96,12 +96,12 @@ def test_scopes_nest_when_a_callback_waits_for_another() -> None:
     inner: Future[int] = Future(key=2)
 
     def callback(_: Future[int]) -> tuple[list[int], list[int]]:
-        scope = callback_scope()
+        scope = callback_scope.get()
         assert scope is not None
         first = scope.next_key()
         inner.set_result(0)
         nested = _keys_of(inner, 2).wait(30)
-        assert callback_scope() is scope
+        assert callback_scope.get() is scope
         return [first, scope.next_key()], nested
 
     child = outer.then(callback)

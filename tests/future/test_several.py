@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from shoal.errors import UsageError, WaitTimeout
-from shoal.future import Completion, Future, collect_all, wait_all, wait_any
+from shoal.future import Future, FutureAsSource, collect_all, wait_all, wait_any
 
 from .sources import InstantSource, ManualSource
 
@@ -108,7 +108,7 @@ def test_collect_all_fails_with_the_first_failure() -> None:
 def test_a_future_made_from_another_has_a_value_of_its_own() -> None:
     source = ManualSource()
     inner = Future(source, finish=lambda: 2)
-    outer = Future(Completion(inner), finish=lambda: inner.value() * 10)
+    outer = Future(FutureAsSource(inner), finish=lambda: inner.value() * 10)
     child = outer.then(lambda f: f.value() + 1)
     with pytest.raises(WaitTimeout):
         outer.wait(0.01)
@@ -121,7 +121,7 @@ def test_a_future_made_from_another_has_a_value_of_its_own() -> None:
 
 def test_a_future_made_from_a_failed_one_fails_alike() -> None:
     inner = _failed()
-    outer: Future[int] = Future(Completion(inner), finish=lambda: pytest.fail("finish ran"))
+    outer: Future[int] = Future(FutureAsSource(inner), finish=lambda: pytest.fail("finish ran"))
     with pytest.raises(Boom) as raised:
         outer.wait()
     assert raised.value is inner.exception()

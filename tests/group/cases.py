@@ -130,7 +130,7 @@ def _broadcast(group: ProcessGroup, case: Case) -> list[Future[Any]]:
 
 def _all_gather(group: ProcessGroup, case: Case) -> list[Future[Any]]:
     out = [torch.empty(case.count + i, dtype=case.dtype) for i in range(group.size)]
-    return [group.all_gather(part(case, group.rank, 0, group.rank), out)]
+    return [group.all_gather(out, part(case, group.rank, 0, group.rank))]
 
 
 def _all_gather_single(group: ProcessGroup, case: Case) -> list[Future[Any]]:

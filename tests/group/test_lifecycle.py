@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
 import torch
 
 from shoal.errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, PeerLost, RemoteError
-from shoal.group import ProcessGroup
+from shoal.group import GroupState, ProcessGroup
 from shoal.testing import faults, run_threads
 from tests.support.waiting import until
 
@@ -24,6 +25,16 @@ def test_a_group_knows_who_it_is() -> None:
     assert repr(group) == "<ProcessGroup 'null': rank 1 of 4, open>"
     group.close()
     assert repr(group) == "<ProcessGroup 'null': rank 1 of 4, closed>"
+
+
+def test_a_state_is_an_enumeration_that_is_equal_to_its_string() -> None:
+    group, _ = null_group()
+    assert group.state is GroupState.OPEN
+    assert (f"{group.state}", str(group.state), json.dumps(group.state)) == ("open", "open", '"open"')
+    assert {"open": 1}[group.state] == 1
+    group.close()
+    assert group.state is GroupState("closed")
+    assert not issubclass(ForkedProcess, GroupError)
 
 
 def test_close_ends_everything_once_and_within_its_timeout() -> None:
@@ -267,7 +278,7 @@ def test_threads_that_submit_while_the_group_is_closed_get_an_answer() -> None:
 
 def test_a_group_that_became_forked_refuses_everything_but_closing() -> None:
     group, channel = null_group()
-    with group._submitting:  # held by a thread that the child does not have
+    with group._submitter.lock:  # held by a thread that the child does not have
         group._become_forked()
     for call in (group.barrier, lambda: group.empty(1), lambda: group.send(torch.ones(1), 0)):
         with pytest.raises(ForkedProcess, match="or fork before"):

@@ -13,7 +13,7 @@ import torch
 from shoal.errors import GroupAborted
 from shoal.future import Future
 from shoal.group import ProcessGroup
-from shoal.group.diagnostics import subgroup_lists as lists
+from shoal.group.diagnostics import member_lists as lists
 from shoal.testing import run_threads
 
 from .null_backend import null_group
@@ -50,15 +50,15 @@ def test_a_member_with_the_right_list_is_told_too() -> None:
 
 def test_members_that_are_only_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = threading.Event()
-    exchange = lists.ListWatch._exchange
+    exchange = lists.MemberListChecker._exchange
 
-    def look(self: lists.ListWatch, wait: lists._Wait) -> object:
+    def look(self: lists.MemberListChecker, wait: lists._PendingConnect) -> object:
         others = exchange(self, wait)
         if others:
             looked.set()
         return others
 
-    monkeypatch.setattr(lists.ListWatch, "_exchange", look)
+    monkeypatch.setattr(lists.MemberListChecker, "_exchange", look)
 
     def rank(group: ProcessGroup) -> list[float]:
         with group.subgroup([0, 1]) as first, group.subgroup([1, 0]) as second:
@@ -72,7 +72,7 @@ def test_members_that_are_only_late_are_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_nobody_watches_when_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "PATIENCE", 600.0)  # the ranks may stand still for half a second
+    monkeypatch.setattr(lists, "CHECK_DELAY_S", 600.0)  # the ranks may stand still for half a second
 
     def rank(group: ProcessGroup) -> bool:
         with group.subgroup([0, 1]) as part:
@@ -109,19 +109,19 @@ def test_an_operation_goes_on_where_no_thread_can_be_started(monkeypatch: pytest
 def test_a_second_group_is_looked_at_in_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = {"first": threading.Event(), "second": threading.Event()}
 
-    def look(self: lists.ListWatch, wait: lists._Wait) -> bool:
+    def look(self: lists.MemberListChecker, wait: lists._PendingConnect) -> bool:
         wait.due += 3600.0  # the thread sleeps
         looked[str(wait.given.name)].set()
         return False
 
-    monkeypatch.setattr(lists.ListWatch, "_look", look)
+    monkeypatch.setattr(lists.MemberListChecker, "_check", look)
     world, _ = null_group()
-    watch = lists.ListWatch()
+    watch = lists.MemberListChecker()
     pending: Future[None] = Future()
     for name, event in looked.items():
-        watch.first_operation(world, lists.Given(name, "", (0, 1), 1), world, pending)
+        watch.watch_operation(world, lists.SubgroupCall(name, "", (0, 1), 1), world._submitter, pending)
         assert event.wait(30), name
-    watch.forget(world, 30)
+    watch.unwatch(world._submitter, 30)
     world.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.errors import UsageError
 from shoal.group.validation import overlap
 from shoal.group.validation.arguments import OperationCall
-from shoal.group.validation.overlap import TooHard, dims_overlap, overlaps_itself
+from shoal.group.validation.overlap import SearchLimitExceeded, dims_overlap, overlaps_itself
 
 #: Strides whose sums meet only far away: every search for a meeting is long.
 ENTANGLED = [(10**12 + prime**8, 9) for prime in (3, 5, 7, 11, 13, 17)]
@@ -59,7 +59,7 @@ def test_the_number_of_elements_costs_nothing(dims: list[tuple[int, int]], overl
 
 
 def test_the_search_ends_though_it_found_nothing() -> None:
-    with pytest.raises(TooHard):
+    with pytest.raises(SearchLimitExceeded):
         dims_overlap(ENTANGLED)
 
 

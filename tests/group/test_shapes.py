@@ -77,7 +77,7 @@ def test_uneven_parts_are_gathered_and_scattered(
 
     def collective(group: ProcessGroup) -> None:
         out = [torch.empty(size, dtype=dtype) for size in sizes]
-        gathered = group.all_gather(parts[group.rank], out).wait()
+        gathered = group.all_gather(out, parts[group.rank]).wait()
         assert all(identical(x, part) for x, part in zip(gathered, parts, strict=True))
         at_root = group.gather(parts[group.rank], root=root, sizes=sizes).wait()
         assert (at_root is None) == (group.rank != root)

@@ -182,7 +182,7 @@ def test_threads_that_submit_large_and_small_tensors_get_a_number_each(worlds: W
 
     def alone(group: ProcessGroup) -> None:
         group.barrier().wait()
-        first = group._number
+        first = group._shortcut.number
 
         def submit(count: int) -> None:
             for _ in range(200):
@@ -196,6 +196,6 @@ def test_threads_that_submit_large_and_small_tensors_get_a_number_each(worlds: W
         assert group.recorder is not None
         numbers = [entry.number for entry in group.recorder.entries()[-800:]]
         assert sorted(numbers) == list(range(first, first + 800))
-        assert group._number == first + 800
+        assert group._shortcut.number == first + 800
 
     worlds(1).run(alone)

@@ -115,7 +115,7 @@ def test_channels_see_only_plain_tensors() -> None:
     group.all_reduce(x)
     group.all_reduce(z)
     group.all_reduce(z.imag)
-    group.all_gather(x, [torch.empty(2, 6)[:, ::2], torch.empty(3, 2).T])
+    group.all_gather([torch.empty(2, 6)[:, ::2], torch.empty(3, 2).T], x)
     group.send(torch.ones(1).expand(5), 1)
     group.recv(torch.empty(4, 4)[:, 0], 1)
     for operation in channel.operations:

@@ -38,7 +38,7 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     ("not a tensor", lambda g: g.all_reduce([1.0]), "x must be a torch.Tensor, got list"),
     ("sparse", lambda g: g.all_reduce(sparse), "dense tensor, got layout sparse_coo"),
     ("wrapper", lambda g: g.all_reduce(wrapper), "x is a Wrapper, which has no memory of its own"),
-    ("wrapped part", lambda g: g.all_gather(ones, [wrapper] * 4), "out[0] is a Wrapper, which has no memory"),
+    ("wrapped part", lambda g: g.all_gather([wrapper] * 4, ones), "out[0] is a Wrapper, which has no memory"),
     ("freed", lambda g: g.all_reduce(freed), "x has no memory of its own: its storage was freed"),
     ("freed output", lambda g: g.all_gather_single(freed, torch.ones(1)), "out has no memory of its own"),
     (
@@ -72,23 +72,24 @@ BAD: list[tuple[str, Callable[[ProcessGroup], Any], str]] = [
     ("root of a wrong type", lambda g: g.gather(ones, root=1.0), "root must be a rank"),
     (
         "too few outputs",
-        lambda g: g.all_gather(ones, four[:3]),
+        lambda g: g.all_gather(four[:3], ones),
         "out must be a list of 4 tensors, one per rank, got 3",
     ),
     ("a tensor as list", lambda g: g.all_gather(ones, ones), "out must be a list of 4 tensors, got Tensor"),
+    ("an input before the outputs", lambda g: g.all_gather(ones, four), "x must be a torch.Tensor, got list"),
     (
         "own part too short",
-        lambda g: g.all_gather(ones, four),
+        lambda g: g.all_gather(four, ones),
         r"out[1] has 2 elements, expected 4 (the size of x)",
     ),
     (
         "one output 4 times",
-        lambda g: g.all_gather(ones, [ones.clone()] * 4),
+        lambda g: g.all_gather([ones.clone()] * 4, ones),
         "out[0] and out[1] lie in the same memory",
     ),
     (
         "mixed dtypes",
-        lambda g: g.all_gather(ones, [*four[:3], torch.ones(2).int()]),
+        lambda g: g.all_gather([*four[:3], torch.ones(2).int()], ones),
         "out[3] has dtype torch.int32",
     ),
     (

@@ -100,7 +100,7 @@ if os.fork() == 0:
     failure_report.left()
     os._exit(0)
 os.wait()
-failure_report.told([1])
+failure_report.notified([1])
 """
 
 
@@ -133,7 +133,7 @@ def test_a_thread_goes_on_only_when_it_is_reported_that_the_rank_leaves(
                 assert go_on.wait(60)
             sent.append(report)
 
-    monkeypatch.setattr(failure_report, "_line", Line())
+    monkeypatch.setattr(failure_report, "_descriptor", Line())
     monkeypatch.setattr(failure_report, "_reported", set())
     other = threading.Thread(target=failure_report.left)
     other.start()

@@ -30,7 +30,7 @@ joins = "SHOAL_JOIN" in os.environ
 assert joins == ("SHOAL_RANK" not in os.environ)
 def join():
     from shoal import failure_report
-    failure_report.taken_in()
+    failure_report.joined()
 """
 )
 
@@ -227,7 +227,7 @@ def test_the_rank_that_failed_first_is_named_when_its_slot_has_been_refilled(wor
             sys.exit("no such fish")
         await_file("newcomer")
         from shoal import failure_report
-        failure_report.told([1])
+        failure_report.notified([1])
         sys.exit(4)
         """,
         *("-n", "2"),

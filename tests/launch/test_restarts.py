@@ -77,7 +77,7 @@ def test_a_stop_signal_while_a_failed_job_ends_prevents_the_restart(workshop: Wo
         await_signal()
     await_file("failed")
     tell("other", os.getpid())
-    failure_report.told([0])
+    failure_report.notified([0])
     sys.exit(3)
     """
     job = workshop.shoal(*command(workshop, script, "-n", "2", "--max-restarts", "3"))

@@ -245,11 +245,11 @@ def _with_password(key: bytes) -> bytes:
 )  # fmt: skip
 def test_settings_that_are_not_whole_are_named(given: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        config.check_values(given)
+        config.check_variables(given)
 
 
 def test_certificates_that_are_switched_off_are_no_mistake() -> None:
-    config.check_values({"SHOAL_TLS": "0", **dict.fromkeys(_VARIABLES[1:], "x")})
+    config.check_variables({"SHOAL_TLS": "0", **dict.fromkeys(_VARIABLES[1:], "x")})
 
 
 def test_nothing_is_asked_at_the_terminal(authority: Authority, ours: Pair, tmp_path: Path) -> None:

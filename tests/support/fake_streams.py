@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from shoal.future.latch import Latch
+from shoal.future.state import Latch
 from shoal.streams import StreamRuntime
 
 #: Seconds that a test waits for a stream before it says so.

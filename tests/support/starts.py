@@ -38,10 +38,10 @@ WAYS = ("tcp", "file", "launched", "torchrun", "torch_tcp", "torch_file", "backe
 PHASES: dict[str, tuple[type, str]] = {
     "before it claims its rank": (Rendezvous, "_claim"),
     "when it has its rank": (Rendezvous, "_await_completion"),
-    "before it says where it listens": (mesh._Builder, "_share"),
-    "before it connects": (mesh._Builder, "_reach"),
-    "while it connects": (mesh._Builder, "_introduce"),
-    "before it says that it is connected": (mesh._Builder, "_agree"),
+    "before it says where it listens": (mesh._MeshBuilder, "_exchange_addresses"),
+    "before it connects": (mesh._MeshBuilder, "_connect_to"),
+    "while it connects": (mesh._MeshBuilder, "_introduce_and_add"),
+    "before it says that it is connected": (mesh._MeshBuilder, "_exchange_shared_memory_ranks"),
 }
 
 

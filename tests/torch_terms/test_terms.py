@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal.spec import PREMUL_SUM, REDUCTIONS
-from shoal.torch_terms.durations import limit, seconds
-from shoal.torch_terms.reductions import reduction
+from shoal.torch_terms.arguments import limit, reduction, seconds
 
 
 def test_torch_numbers_its_reductions_as_we_do() -> None:

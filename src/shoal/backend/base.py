@@ -14,20 +14,25 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from .. import config
+from ..common.arguments import accepted_keywords, checked_count, unknown_keyword_error
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership as Membership
-from ..spec import Operation, OpKind, ReduceOp
-from .agreements import Agreeing, Op
+from ..spec import FailureScope, Operation, OpKind, ReduceOp
+from .agreement import AgreementOp, PendingAgreement
+
+if TYPE_CHECKING:
+    from .registry import BackendFactory
 
 
-def ident_of(label: str) -> int:
+def group_ident(label: str) -> int:
     """The 64-bit identifier of a group on the wire, derived from its unique ``label``."""
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
 
@@ -38,13 +43,13 @@ class GroupSpec:
 
     Attributes:
         name: unique in the job, equal on all members.
-        ident: see :func:`ident_of`.
+        ident: see :func:`group_ident`.
         ranks: the members' ranks in the first group of the job, in group order; ``ranks[rank]`` is this
             process.
         concurrency: number of lanes.
         options: options of the backend, as given to ``shoal.init``.
-        scope: ``"all"``: a failure between two members breaks the group; ``"pair"``: it fails the messages
-            between these two, and the group has no collectives.
+        scope: ALL: a failure between two members breaks the group; PAIR: it fails the messages between these
+            two, and the group has no collectives.
         world_ranks: the members' ranks in the current world group, if that was rebuilt.
     """
 
@@ -54,7 +59,7 @@ class GroupSpec:
     ranks: tuple[int, ...]
     concurrency: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    scope: str = "all"
+    scope: FailureScope = FailureScope.ALL
     world_ranks: tuple[int, ...] | None = None
 
 
@@ -102,11 +107,7 @@ class NoShortcut:
         """Return None."""
 
 
-@refuses_copies(
-    "a channel",
-    "operations of a group",
-    "Keep it outside of the object that you copy",
-)
+@refuses_copies("a channel", "operations of a group", "Keep it outside of the object that you copy")
 class DataChannel(abc.ABC):
     """Moves the tensors of one group."""
 
@@ -225,7 +226,7 @@ class DataChannel(abc.ABC):
         """
         raise UnsupportedOperation("has no agreements")
 
-    def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
+    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> PendingAgreement:
         """Vote in the next agreement of the group; the k-th calls of all ranks belong together.
 
         Agreements work on a broken group too, until this rank closes it.  They need no Python thread: a rank
@@ -263,17 +264,13 @@ class DataChannel(abc.ABC):
         """
 
 
-@refuses_copies(
-    "a backend",
-    "connections to the other ranks",
-    "Keep it outside of the object that you copy",
-)
+@refuses_copies("a backend", "connections to the other ranks", "Keep it outside of the object that you copy")
 class Backend(abc.ABC):
     """Connects one process to its peers; makes a :class:`DataChannel` for each group."""
 
     name: ClassVar[str]
-    #: Supported values of ``GroupSpec.scope``.
-    scopes: ClassVar[frozenset[str]] = frozenset({"all"})
+    #: Supported values of ``GroupSpec.scope`` (:class:`~shoal.spec.FailureScope`).
+    scopes: ClassVar[frozenset[str]] = frozenset({FailureScope.ALL})
 
     #: Whether an operation has raised an error for the loss of a rank.
     losses_reported: bool = False
@@ -325,3 +322,26 @@ class Backend(abc.ABC):
 
     def after_fork_in_child(self) -> None:
         """Release descriptors and memory that belong to the parent.  Called in a forked child."""
+
+
+def lane_count(concurrency: int | None) -> int:
+    """The number of lanes given by ``concurrency=`` or ``SHOAL_CONCURRENCY``."""
+    return config.CONCURRENCY.get() if concurrency is None else checked_count("concurrency", concurrency)
+
+
+def check_options(
+    factory: BackendFactory, options: Mapping[str, Any], where: str, others: Sequence[str]
+) -> None:
+    """Raise UsageError if an option of a backend is unknown or its value is invalid.
+
+    Args:
+        where: the called function, for the message.
+        others: the other arguments of that function.
+    """
+    own = accepted_keywords(factory)
+    if own is not None:
+        known = [name for name in own if name not in ("membership", "timeout")]
+        if unknown := [name for name in options if name not in known]:
+            raise unknown_keyword_error(where, unknown, [*others, *known])
+    if isinstance(factory, type) and issubclass(factory, Backend):
+        factory.check_options(options)

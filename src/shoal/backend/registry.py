@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 #: The name of shoal's own backend.
 NATIVE = "native"
-_GROUP = "shoal.backends"
+_ENTRY_POINT_GROUP = "shoal.backends"
 #: Names of torch.distributed's backends for CPU tensors.
-_OF_TORCH = ("gloo", "mpi", "shoal")
+_TORCH_BACKENDS = ("gloo", "mpi", "shoal")
 
 
 class BackendFactory(Protocol):
@@ -68,15 +68,15 @@ def backend_factory(name: str) -> BackendFactory:
         # Not through the entry point, which an uninstalled source tree does not have.
         native: BackendFactory = import_module("shoal.backend.native.channel").NativeBackend
         return native
-    for entry in entry_points(group=_GROUP, name=name):
+    for entry in entry_points(group=_ENTRY_POINT_GROUP, name=name):
         factory: BackendFactory = entry.load()
         return factory
     known = f"unknown backend {name!r}; known backends: {', '.join(backend_names())}"
-    if name in _OF_TORCH:
+    if name in _TORCH_BACKENDS:
         known += f".  {NATIVE!r}, the default, replaces torch's {name}: omit backend="
     raise UsageError(known)
 
 
 def backend_names() -> list[str]:
     """The sorted names of all backends, including those of entry points."""
-    return sorted({NATIVE, *_factories, *(entry.name for entry in entry_points(group=_GROUP))})
+    return sorted({NATIVE, *_factories, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore
 
 from .. import config
-from ..backend.arguments import check_options, lanes
+from ..backend.base import check_options, lane_count
 from ..backend.registry import NATIVE, BackendFactory, backend_factory
 from ..common import torch_features
 from ..errors import UsageError
@@ -98,8 +98,8 @@ default_groups.append(_default_group)
 
 def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, int]:
     """Check the environment and ``pg_options``, and remove ``concurrency`` from the latter."""
-    config.check()
-    concurrency = lanes(extra.pop("concurrency", None))
+    config.check_environment()
+    concurrency = lane_count(extra.pop("concurrency", None))
     factory = backend_factory(NATIVE)
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
     return factory, concurrency

@@ -112,7 +112,7 @@ def rendezvous_once(
 
     Raises the errors of :func:`shoal.init`.
     """
-    config.check()
+    config.check_environment()
     if launch.rank is None:
         refuse_joiner()
     seconds = group_timeout(timeout or default_pg_timeout).total_seconds()

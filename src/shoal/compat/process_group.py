@@ -25,11 +25,10 @@ from ..group import ProcessGroup
 from ..group.validation.arguments import OperationCall
 from ..spec import ANY_SOURCE, SUM, ReduceOp
 from ..torch_terms import BACKEND, coalesced
-from ..torch_terms.coalesced import together
-from ..torch_terms.durations import CLOSING
-from ..torch_terms.durations import limit as limit_of
-from ..torch_terms.in_turn import in_turn
-from ..torch_terms.reductions import reduction
+from ..torch_terms.aliased_outputs import with_distinct_outputs
+from ..torch_terms.arguments import CLOSE_TIMEOUT_S, reduction
+from ..torch_terms.arguments import limit as limit_of
+from ..torch_terms.coalesced import combine_futures
 from .hooks import Hook, NanCheck, OperationHooks
 from .routing import DispatchNotifier, hooked, routed
 from .tensor_arguments import (
@@ -197,7 +196,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         return self.group.empty(size, dtype=dtype)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.group._number
+        return self.group._shortcut.number
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: shoal's group and torch both count from the start."""
@@ -316,13 +315,13 @@ class TorchProcessGroup(dist.ProcessGroup):
             for other in self._others.values():
                 other.shutdown()
         finally:
-            self.group.close(CLOSING)
+            self.group.close(CLOSE_TIMEOUT_S)
 
     def abort(self) -> None:
         """Abort the group immediately on all ranks: pending operations fail with GroupAborted."""
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
-            self.group.close(CLOSING)
+            self.group.close(CLOSE_TIMEOUT_S)
         for other in self._others.values():
             other.abort()
 
@@ -363,7 +362,9 @@ class TorchProcessGroup(dist.ProcessGroup):
             here = tensors_per_rank(inputs, "allgather")
             return self._work(all_gather_tensors(self.group, lists, here, limit), lists)
         out, x = tensors_per_rank(outputs, "allgather"), single_tensor(inputs, "allgather")
-        return self._work(in_turn(out, lambda each: self.group.all_gather(x, each, timeout=limit)), out)
+        return self._work(
+            with_distinct_outputs(out, lambda each: self.group.all_gather(each, x, timeout=limit)), out
+        )
 
     @routed("ALLGATHER_COALESCED", inputs="inputs", outputs="outputs")
     def allgather_coalesced(
@@ -441,7 +442,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         """
         _, _, limit = self._options(opts, timeout)
         out, there = tensors_per_rank(outputs, "alltoall"), tensors_per_rank(inputs, "alltoall")
-        return self._work(in_turn(out, lambda each: self.group.all_to_all(each, there, timeout=limit)), out)
+        return self._work(
+            with_distinct_outputs(out, lambda each: self.group.all_to_all(each, there, timeout=limit)), out
+        )
 
     @routed("ALLTOALL_BASE", inputs="input", outputs="output")
     def all_to_all_single(
@@ -525,7 +528,9 @@ class TorchProcessGroup(dist.ProcessGroup):
         there: list[torch.Tensor] = [nothing] * self.group.size
         there[root] = x
         here = mine or [nothing] * self.group.size
-        return self._work(in_turn(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine)
+        return self._work(
+            with_distinct_outputs(here, lambda each: self.group.all_to_all(each, there, timeout=limit)), mine
+        )
 
     @routed("GATHER", inputs="input", outputs="output", root="opts")
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
@@ -639,7 +644,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         if device.type in self._others:
             return self._others[device.type]._end_coalescing(device)  # type: ignore[return-value]
         futures, self._coalesced = self._coalesced or [], None
-        return self._work(together(futures), [])
+        return self._work(combine_futures(futures), [])
 
     # -- torch's aliases -----------------------------------------------------------------------
 
@@ -708,7 +713,10 @@ class TorchProcessGroup(dist.ProcessGroup):
                 f"expected an output for each input, got {len(outputs)} and {len(inputs)}"
             )
         here, there = [waited_tensor(x) for x in inputs], [waited_tensor(out) for out in outputs]
-        return self._work(in_turn(there, lambda each: together(map(operation, each, here))), list(outputs))
+        return self._work(
+            with_distinct_outputs(there, lambda each: combine_futures(map(operation, each, here))),
+            list(outputs),
+        )
 
     def _empty_like(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=like.dtype, device=like.device)

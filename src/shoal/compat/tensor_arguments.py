@@ -18,7 +18,7 @@ from ..errors import UnsupportedOperation, UsageError
 from ..future import Future
 from ..group import ProcessGroup
 from ..spec import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM, ReduceOp
-from ..torch_terms.coalesced import interleaved
+from ..torch_terms.coalesced import all_gather_flat
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
@@ -134,7 +134,7 @@ def all_gather_tensors(
         for place, x in enumerate(outputs[0]):
             _copy(x, [out[place] for out in outputs[1:]])
 
-    return interleaved(group, outputs[0], inputs, timeout).then(spread)
+    return all_gather_flat(group, outputs[0], inputs, timeout).then(spread)
 
 
 def _check_alike(group: ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -189,7 +189,7 @@ def all_reduce_sparse(
         with torch.no_grad(), torch.inference_mode(x.is_inference()):
             gathered = [
                 group.all_gather(
-                    part, [part.new_empty(row[0], *part.shape[1:]) for row in rows], timeout=timeout
+                    [part.new_empty(row[0], *part.shape[1:]) for row in rows], part, timeout=timeout
                 )
                 for part in (indices, values)
             ]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ..common.copy_refusal import refuses_copies
 from ..common.formatting import describe_error
 from ..common.never_compile import never_compile
-from ..future import Future, enter_scope, leave_scope
-from ..torch_terms.durations import Duration
+from ..future import Future, callback_scope
+from ..torch_terms.arguments import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
 #: small works that Python has released but C++ may still use (see TorchWork.__del__), and their maximum size
@@ -133,7 +133,7 @@ class KeyedFuture(torch.futures.Future[Any]):
             return
         # C++ code that waits for this future may issue operations, but has no position in the order of
         # callbacks that is the same on every rank.
-        token = enter_scope(None)
+        token = callback_scope.set(None)
         try:
             try:
                 value = self._value(future)
@@ -144,7 +144,7 @@ class KeyedFuture(torch.futures.Future[Any]):
             else:
                 self.set_result(value)
         finally:
-            leave_scope(token)
+            callback_scope.reset(token)
 
     def done(self) -> bool:
         if not self._future.done():

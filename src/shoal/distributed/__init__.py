@@ -27,9 +27,8 @@ and ``FloatTensor`` etc.  They are imported on first use, because that mode is a
 
 from ..group import ProcessGroup
 from ..spec import ReduceOp
-from ..torch_terms.durations import default_pg_timeout
-from ..torch_terms.reductions import _make_nccl_premul_sum as _make_nccl_premul_sum
-from ..torch_terms.reductions import supports_complex
+from ..torch_terms.arguments import _make_nccl_premul_sum as _make_nccl_premul_sum
+from ..torch_terms.arguments import default_pg_timeout, supports_complex
 from .backend import BackendName as Backend
 from .backend import (
     get_backend,

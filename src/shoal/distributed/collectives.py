@@ -23,9 +23,8 @@ from ..common.formatting import counted
 from ..future import Future
 from ..spec import SUM, ReduceOp
 from ..torch_terms import coalesced
-from ..torch_terms.durations import Duration, seconds
-from ..torch_terms.in_turn import in_turn
-from ..torch_terms.reductions import ReduceOpLike, reduction
+from ..torch_terms.aliased_outputs import with_distinct_outputs
+from ..torch_terms.arguments import Duration, ReduceOpLike, reduction, seconds
 from .groups import rank_in_group
 from .state import GroupLike, member_group
 from .work import Work, WorkTensor, work_or_wait
@@ -85,7 +84,9 @@ def all_gather(
         return None
     if tensor_list is None:
         pg._call("all_gather").refuse(f"tensor_list must be given, a list of {counted(pg.size, 'tensor')}")
-    return work_or_wait(in_turn(tensor_list, lambda out: pg.all_gather(tensor, out)), tensor_list, async_op)
+    return work_or_wait(
+        with_distinct_outputs(tensor_list, lambda out: pg.all_gather(out, tensor)), tensor_list, async_op
+    )
 
 
 def all_gather_single(
@@ -123,7 +124,9 @@ def gather(
         )
     if outputs is None:
         return work_or_wait(pg.gather(tensor, None, root), (), async_op)
-    return work_or_wait(in_turn(outputs, lambda out: pg.gather(tensor, out, root)), outputs, async_op)
+    return work_or_wait(
+        with_distinct_outputs(outputs, lambda out: pg.gather(tensor, out, root)), outputs, async_op
+    )
 
 
 def scatter(
@@ -183,7 +186,7 @@ def all_to_all(
     """
     if (pg := member_group(group, "all_to_all")) is None:
         return None
-    future = in_turn(output_tensor_list, lambda out: pg.all_to_all(out, input_tensor_list))
+    future = with_distinct_outputs(output_tensor_list, lambda out: pg.all_to_all(out, input_tensor_list))
     return work_or_wait(future, output_tensor_list, async_op)
 
 

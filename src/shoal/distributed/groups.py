@@ -12,8 +12,8 @@ from .. import config
 from ..backend.registry import NATIVE
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.group_argument import NON_GROUP_MEMBER, adopted
-from ..torch_terms.durations import Duration, seconds
+from ..group.group_argument import NON_GROUP_MEMBER, unwrap_group
+from ..torch_terms.arguments import Duration, seconds
 from .backend import parse_backend, refuse_device
 from .state import GroupLike, default_group, is_non_member, not_a_group_error, state
 
@@ -238,7 +238,7 @@ def _member_group(group: GroupLike, operation: str) -> ProcessGroup:
     """Return a group that this rank is a member of."""
     if group is None:
         return default_group(operation)
-    if (pg := adopted(group)) is not None:
+    if (pg := unwrap_group(group)) is not None:
         return pg
     raise not_a_group_error(operation, group)
 

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..initialize import init
 from ..rendezvous.launcher_variables import read, tcp_url
 from ..store.external.url import split_url
-from ..torch_terms.durations import CLOSING, Duration, seconds
+from ..torch_terms.arguments import CLOSE_TIMEOUT_S, Duration, seconds
 from .backend import parse_backend, refuse_device
 from .state import GroupLike, default_group, is_non_member, member_group, state
 
@@ -96,11 +96,11 @@ def destroy_process_group(group: GroupLike = None) -> None:
         return
     if group is None or group is state.world:
         default = state.clear()
-        default.world.close(min(default.timeout, CLOSING))
+        default.world.close(min(default.timeout, CLOSE_TIMEOUT_S))
         return
     pg = member_group(group, "destroy_process_group")
     assert pg is not None  # non-members have returned above
-    pg.close(min(pg.timeout, CLOSING))
+    pg.close(min(pg.timeout, CLOSE_TIMEOUT_S))
 
 
 def rebuild(

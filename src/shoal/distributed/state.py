@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.group_argument import NON_GROUP_MEMBER, adopted, default_groups, not_ours
+from ..group.group_argument import NON_GROUP_MEMBER, default_groups, not_a_shoal_group, unwrap_group
 
 #: The type of the argument ``group``: None means the default group.
 GroupLike: TypeAlias = ProcessGroup | int | None
@@ -114,7 +114,7 @@ def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
     """
     if group is None:
         return default_group(operation)
-    if (pg := adopted(group)) is not None:
+    if (pg := unwrap_group(group)) is not None:
         return pg
     if is_non_member(group):
         warnings.warn(
@@ -133,7 +133,7 @@ def is_non_member(group: object) -> bool:
 
 def not_a_group_error(operation: str, group: object) -> UsageError:
     """Return the error for an argument that is not a group of shoal."""
-    return not_ours(group, f"{operation}{_here()}")
+    return not_a_shoal_group(group, f"{operation}{_here()}")
 
 
 def _no_group(operation: str) -> UsageError:

@@ -11,7 +11,7 @@ from .. import store as stores
 from ..errors import UsageError
 from ..rendezvous import default_secret
 from ..rendezvous.addresses import resolve
-from ..torch_terms.durations import Duration, default_pg_timeout, seconds
+from ..torch_terms.arguments import Duration, default_pg_timeout, seconds
 
 Store: TypeAlias = stores.Store
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..group.submission import mapped
-from ..torch_terms.durations import Duration
+from ..group.submission import map_future
+from ..torch_terms.arguments import Duration
 from ..torch_terms.work import WorkMethods, source_of
 
 #: Held while a work creates its future for callbacks.
@@ -52,7 +52,7 @@ class Work(WorkMethods):
         with _making:
             if self._listed is None:
                 # One future for all callers: callbacks are matched across ranks by their order on it.
-                self._listed = mapped(self._future, lambda _: list(self._outputs))
+                self._listed = map_future(self._future, lambda _: list(self._outputs))
             return self._listed
 
     def source_rank(self) -> int:

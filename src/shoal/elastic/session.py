@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, ShoalError, StateDiverged, StateLost, UsageError
 from ..group import ProcessGroup
-from ..group.regroup import Regroupable
+from ..group.rebuild import Regroupable
 from ..parallel import DistributedDataParallel
 from .commit import (
     BLOCK,

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.regroup import Leader
+from ..group.rebuild import GroupOwner
 from ..parallel import ZeroRedundancyOptimizer
 from .step import Step
 
@@ -40,7 +40,7 @@ class ShardedOptimizer:
         self.optimizer = found[0] if found else None
         self._last_step: Step | None = None
 
-    def begin(self, group: ProcessGroup, leader: Leader, *, joins: bool) -> None:
+    def begin(self, group: ProcessGroup, leader: GroupOwner, *, joins: bool) -> None:
         """Set the optimiser's group to that of the session ``leader``; raises UsageError if it has another.
 
         ``joins``: this rank receives the state from other ranks.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from ..group.regroup import Regroupable
+from ..group.rebuild import Regroupable
 from ..parallel import DistributedDataParallel
 from .commit import CommitRecord
 

@@ -7,24 +7,21 @@ allocated or signalled until needed, and a waiting thread may finish the operati
 Results on devices are complete once their work is enqueued; :mod:`shoal.streams` orders streams behind it.
 """
 
-from .combinators import Completion, collect_all, wait_all, wait_any
+from .combinators import FutureAsSource, collect_all, wait_all, wait_any
 from .future import Future
 from .pool import pool
-from .scope import CallbackScope, callback_scope, derive_key, enter_scope, leave_scope, scope_variable
-from .source import FutureSource
+from .scope import CallbackScope, callback_scope, derive_key
+from .state import FutureSource
 
 __all__ = [
     "CallbackScope",
-    "Completion",
     "Future",
+    "FutureAsSource",
     "FutureSource",
     "callback_scope",
     "collect_all",
     "derive_key",
-    "enter_scope",
-    "leave_scope",
     "pool",
-    "scope_variable",
     "wait_all",
     "wait_any",
 ]

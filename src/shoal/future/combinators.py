@@ -11,9 +11,8 @@ from typing import Any, TypeVar, cast
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
 from .future import Future
-from .latch import Latch
 from .scope import derive_key
-from .state import WAIT_SLICE_S
+from .state import WAIT_SLICE_S, Latch
 
 T = TypeVar("T")
 
@@ -124,11 +123,11 @@ def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T
     result._set(futures, None, DeviceEvents.merged(parts) if parts else None)
 
 
-class Completion:
+class FutureAsSource:
     """The completion of a future, as the :class:`~shoal.future.FutureSource` of a derived future.
 
-    ``Future(Completion(f), finish=lambda: g(f.value()))`` is ``f`` with another value.  It needs no callback
-    thread, so ``g`` must be quick.
+    ``Future(FutureAsSource(f), finish=lambda: g(f.value()))`` is ``f`` with another value.  It needs no
+    callback thread, so ``g`` must be quick.
     """
 
     __slots__ = ("_future",)

@@ -12,10 +12,9 @@ from typing import Any, Literal, TypeVar
 
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
 from ..streams import DeviceEvents
-from .callback import Callback
 from .pool import pool
-from .scope import derive_key
-from .state import WAIT_SLICE_S, FutureState
+from .scope import CallbackScope, callback_scope, derive_key
+from .state import WAIT_SLICE_S, FutureState, drop_outer_frames
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -41,7 +40,7 @@ class Future(FutureState[T]):
         device: the events of results on devices.
 
     Attributes:
-        record: the flight recorder's record, or None (see :meth:`note_in`).
+        record: the flight recorder's record, or None (see :meth:`set_record`).
 
     Ending a wait (by a timeout, Ctrl-C, a cancelled ``await``) never affects the operation.
     """
@@ -65,7 +64,7 @@ class Future(FutureState[T]):
         if not self._done:
             source = self._source
             if timeout is None and source is not None and source.wait(WAIT_SLICE_S):
-                self._settle()
+                self._complete_from_source()
             del source
             if not self._done and not self._complete(timeout):
                 raise WaitTimeout(
@@ -225,8 +224,59 @@ class Future(FutureState[T]):
             self._callbacks += 1
         if child is not None and self.key is not None:
             child.key = derive_key(b"then", self.key, index)
-        callback = Callback(fn, index, child, None if priority is None else priority == "high")
+        callback = _Callback(fn, index, child, None if priority is None else priority == "high")
         self._subscribe(lambda future: pool.submit(partial(callback.run, future)))
+
+
+class _Callback:
+    """A callback that a user registered: its function, its index, and the future of its result.
+
+    Args:
+        high_priority: whether its streams have high priority; None: as the future's engine chose.
+    """
+
+    __slots__ = ("_fn", "_high_priority", "_index", "_result_future", "_run_token")
+
+    def __init__(
+        self, fn: Callable[[Any], Any], index: int, child: FutureState[Any] | None, high_priority: bool | None
+    ) -> None:
+        self._fn = fn
+        self._index = index
+        self._result_future = child
+        self._high_priority = high_priority
+        #: Ctrl-C may cause the callback to be queued twice; only the run that pops this element proceeds.
+        self._run_token = [1]
+
+    def run(self, future: FutureState[Any]) -> None:
+        """Call the function in its scope and complete the child.  Runs in a thread of the pool."""
+        try:
+            self._run_token.pop()
+        except IndexError:
+            return
+        token = callback_scope.set(None if future.key is None else CallbackScope(future.key, self._index))
+        try:
+            device = future._device
+            if device is None:
+                self._call(future)
+            else:
+                if self._result_future is not None:
+                    self._result_future._device = device.successor()
+                with device.ordered_streams(future._payload(), self._high_priority):
+                    self._call(future)
+        except BaseException as error:
+            if self._result_future is None or self._result_future.done():
+                raise
+            # The future's own error must not reference the future through the callback's frame.
+            passed_on = error is future._error
+            self._result_future.set_exception(drop_outer_frames(error, None if passed_on else 2))
+        finally:
+            callback_scope.reset(token)
+
+    def _call(self, future: FutureState[Any]) -> None:
+        value = self._fn(future)
+        if self._result_future is not None:
+            # Within the callback's streams: the events of the result are recorded on them.
+            self._result_future.set_result(value)
 
 
 def _traceback(value: object) -> TracebackType | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 
 def derive_key(purpose: bytes, *parts: int) -> int:
@@ -45,23 +45,6 @@ class CallbackScope:
         return key
 
 
-#: The scope of the callback that the current context runs in.
-scope_variable: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_scope", default=None)
-
-
-def callback_scope() -> CallbackScope | None:
-    """Return the scope of the callback that the calling thread (or asyncio task) runs in.
-
-    None outside callbacks, and in callbacks of futures without a key.
-    """
-    return scope_variable.get()
-
-
-def enter_scope(scope: CallbackScope | None) -> Token[CallbackScope | None]:
-    """Make ``scope`` the current one; return a token for :func:`leave_scope`."""
-    return scope_variable.set(scope)
-
-
-def leave_scope(token: Token[CallbackScope | None]) -> None:
-    """Restore the scope from before :func:`enter_scope`."""
-    scope_variable.reset(token)
+#: The scope of the callback that the current thread (or asyncio task) runs in; None outside callbacks, and in
+#: callbacks of futures without a key.
+callback_scope: ContextVar[CallbackScope | None] = ContextVar("shoal_callback_scope", default=None)

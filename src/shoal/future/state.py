@@ -25,33 +25,91 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 from time import monotonic_ns
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from .. import _core
 from ..common.copy_refusal import refuses_copies
 from ..common.formatting import describe_error
 from ..errors import InvalidFutureState, UsageError
-from ..streams import DeviceEvents, events_behind
-from .latch import Latch
+from ..streams import DeviceEvents, completion_events
 from .pool import pool
-from .source import FutureSource
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("shoal")
 
 #: The argument lists of one call without arguments.
-_ONCE: tuple[tuple[()], ...] = ((),)
+_NO_ARGUMENTS: tuple[tuple[()], ...] = ((),)
 
 #: Seconds for which a source blocks at a time, without the GIL.  Ctrl-C is handled in between.
 WAIT_SLICE_S = 0.1
 
 
-@refuses_copies(
-    "a future",
-    "an operation in progress",
-    "Wait for it and copy its value",
-)
+class FutureSource(Protocol):
+    """The operation that completes a future.  All methods may be called from any thread.
+
+    Two more methods are optional:
+
+    - ``cancel() -> bool``: cancel the operation if possible; return whether it will fail as cancelled.
+    - ``events() -> tuple[DeviceEvents | None, object]``, for a source that represents another future: the
+      events after which that future's value is usable, and its tensors.  Called only after completion.
+    """
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block without the GIL until the operation is complete; False after ``timeout`` s (or earlier)."""
+
+    def done(self) -> bool:
+        """Whether the operation is complete.  Never blocks."""
+
+    def exception(self) -> BaseException | None:
+        """The operation's error, or None.  Called only after completion."""
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        """Call ``fn()`` once when the operation is complete (at once if it is), then drop ``fn``.
+
+        ``fn`` is quick and does not raise.  The calling thread must not be one that users wait for.
+        """
+
+
+class Latch:
+    """Like ``threading.Event``, but ``wait`` is a single C call.
+
+    Ctrl-C inside ``wait`` of ``threading.Event`` or ``Condition`` can raise RuntimeError, because the lock
+    that they released is then not held.
+    """
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self, *_: object) -> None:
+        """Wake all waiting threads; later waits return at once.  Can be used as a subscriber of a future."""
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # already set
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Make later waits block until the next :meth:`set`.  No thread may be waiting."""
+        self._is_set = False
+        self._lock.acquire(blocking=False)
+
+    def is_set(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the latch is set, for at most ``timeout`` seconds; return whether it is set."""
+        if not self._is_set:
+            seconds = -1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX))
+            if self._lock.acquire(timeout=seconds):
+                self.set()  # for the next waiting thread
+        return self._is_set
+
+
+@refuses_copies("a future", "an operation in progress", "Wait for it and copy its value")
 class FutureState(_core.FutureFields, Generic[T]):
     """The private base of :class:`~shoal.Future`, with the same arguments."""
 
@@ -82,7 +140,7 @@ class FutureState(_core.FutureFields, Generic[T]):
         """Wait in the engine, in slices, so that signal handlers run; False after ``timeout`` s."""
         source = self._source
         if source is None:
-            return self._block(timeout)
+            return self._wait_for_completion(timeout)
         if timeout is None:
             while not source.wait(WAIT_SLICE_S):
                 pass
@@ -91,11 +149,11 @@ class FutureState(_core.FutureFields, Generic[T]):
             while not source.wait(min(WAIT_SLICE_S, max(0.0, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     return False
-        self._settle()
+        self._complete_from_source()
         # Another thread may still be in `finish`.
-        return self._done or self._block(None)
+        return self._done or self._wait_for_completion(None)
 
-    def _block(self, timeout: float | None) -> bool:
+    def _wait_for_completion(self, timeout: float | None) -> bool:
         """Wait until another thread has completed the future; False after ``timeout`` s."""
         latch = Latch()
         wake = latch.set
@@ -110,7 +168,7 @@ class FutureState(_core.FutureFields, Generic[T]):
         if not self._done:
             source = self._source
             if source is not None and source.done():
-                self._settle()
+                self._complete_from_source()
         return self._done
 
     # -- completing ----------------------------------------------------------------------------
@@ -124,13 +182,13 @@ class FutureState(_core.FutureFields, Generic[T]):
         Raises:
             InvalidFutureState: the future is complete, or an engine completes it.
         """
-        self._refuse_if_set()
+        self._check_unset()
         try:
-            device = events_behind(value, self._device, self._keep)
+            device = completion_events(value, self._device, self._keep)
         except BaseException as error:
             if _is_interrupt(error):
                 raise
-            self._set(None, without_frames(error, 1), None)
+            self._set(None, drop_outer_frames(error, 1), None)
         else:
             self._set(value, None, device)
 
@@ -144,7 +202,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             raise UsageError(f"set_exception takes an exception, got {type(error).__name__}: {error!r}")
         self._set(None, error, None)
 
-    def _settle(self) -> None:
+    def _complete_from_source(self) -> None:
         """Publish the outcome of the completed source, unless another thread does or did."""
         source, claims = self._source, self._claims
         if claims or source is None:
@@ -157,12 +215,12 @@ class FutureState(_core.FutureFields, Generic[T]):
                 if plain and source.exception() is None:
                     self._publish(self._value, None, None)
                 else:
-                    self._conclude(source, claim)
+                    self._publish_source_outcome(source, claim)
         except KeyboardInterrupt:
-            pool.submit(partial(self._take_up, source, claim))
+            pool.submit(partial(self._resume_completion, source, claim))
             raise
 
-    def _conclude(self, source: FutureSource, claim: list[Any]) -> None:
+    def _publish_source_outcome(self, source: FutureSource, claim: list[Any]) -> None:
         """Publish the outcome of ``source``.  On a repeated run ``claim`` may already hold the value."""
         finish, value = self._finish, self._value
         events = None
@@ -175,15 +233,15 @@ class FutureState(_core.FutureFields, Generic[T]):
             elif self._device is not None or hasattr(source, "events"):
                 if not claim:
                     claim.extend(starmap(self._finish_on_devices, ((source,),)))
-                value, events = claim[0] if claim else _stopped()
+                value, events = claim[0] if claim else _raise_stop_iteration()
             elif finish is not None:
                 if not claim:
-                    claim.extend(starmap(finish, _ONCE))
-                value = claim[0] if claim else _stopped()
+                    claim.extend(starmap(finish, _NO_ARGUMENTS))
+                value = claim[0] if claim else _raise_stop_iteration()
         except BaseException as raised:
             if _is_interrupt(raised):
                 raise
-            error = without_frames(raised, 1)
+            error = drop_outer_frames(raised, 1)
         self._publish(value, error, events)
 
     def _finish_on_devices(self, source: FutureSource) -> tuple[T, DeviceEvents | None]:
@@ -197,7 +255,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             value, own = self._value, DeviceEvents.merged([events])
             own.complete(value, keep)
         else:
-            with events.streams_behind(read):
+            with events.ordered_streams(read):
                 value, own = finish(), events.successor()
                 own.complete(value, keep)
         return value, own
@@ -211,19 +269,19 @@ class FutureState(_core.FutureFields, Generic[T]):
                 if self.record is not None:
                     self.record.failure = describe_error(failure)
 
-    def _take_up(self, source: FutureSource, claim: list[Any]) -> None:
-        """Resume :meth:`_settle` where Ctrl-C interrupted it."""
+    def _resume_completion(self, source: FutureSource, claim: list[Any]) -> None:
+        """Resume :meth:`_complete_from_source` where Ctrl-C interrupted it."""
         if self._done:
             self._source = self._finish = self._keep = None
-            self._drain()
+            self._notify_subscribers()
         elif self._claims and self._claims[0] is claim:
-            self._conclude(source, claim)
+            self._publish_source_outcome(source, claim)
         else:
-            self._settle()
+            self._complete_from_source()
 
     def _set(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
         """Publish a value or error that does not come from a source."""
-        self._refuse_if_set()
+        self._check_unset()
         claim: list[Any] = []
         try:
             self._claims.append(claim)
@@ -232,11 +290,11 @@ class FutureState(_core.FutureFields, Generic[T]):
                 return
         except KeyboardInterrupt:
             if self._done:
-                pool.submit(self._drain)
+                pool.submit(self._notify_subscribers)
             elif self._claims and self._claims[0] is claim:
                 pool.submit(partial(self._publish, value, error, device))
             raise
-        self._refuse_if_set()
+        self._check_unset()
 
     def _publish(self, value: T | None, error: BaseException | None, device: DeviceEvents | None) -> None:
         """Store the outcome and notify.  Called only by the owner of the first claim."""
@@ -253,21 +311,21 @@ class FutureState(_core.FutureFields, Generic[T]):
             record.ended = monotonic_ns()
         self._done = True
         self._source = self._finish = self._keep = None
-        if self.record is not record:  # set by note_in() in the meantime
-            self._note_late()
+        if self.record is not record:  # set by set_record() in the meantime
+            self._write_record()
         if self._subscribers is not None:
-            self._drain()
+            self._notify_subscribers()
 
     # -- the flight recorder -------------------------------------------------------------------
 
-    def note_in(self, record: _core.Record) -> None:
+    def set_record(self, record: _core.Record) -> None:
         """Write the time of completion and the failure to ``record``, once; now if the future is complete."""
         # In words, because an exception would keep alive what its traceback refers to.
         self.record = record
         if self._done:
-            self._note_late()
+            self._write_record()
 
-    def _note_late(self) -> None:
+    def _write_record(self) -> None:
         """Write a completion that happened before or while the record was set."""
         with pool.lock:
             record = self.record
@@ -278,7 +336,7 @@ class FutureState(_core.FutureFields, Generic[T]):
 
     # -- subscribers ---------------------------------------------------------------------------
 
-    def _drain(self) -> None:
+    def _notify_subscribers(self) -> None:
         """Call the subscribers, in order; one that Ctrl-C interrupts is called again."""
         with pool.lock:
             while self._subscribers:
@@ -303,14 +361,14 @@ class FutureState(_core.FutureFields, Generic[T]):
                     self._subscribers = []
                 self._subscribers.append(subscriber)
                 if self._done:
-                    self._drain()
+                    self._notify_subscribers()
             if source is not None:
-                source.notify(self._settle)
+                source.notify(self._complete_from_source)
         except KeyboardInterrupt:
             if self._done:
-                pool.submit(self._drain)
+                pool.submit(self._notify_subscribers)
             elif source is not None:
-                pool.submit(partial(source.notify, self._settle))
+                pool.submit(partial(source.notify, self._complete_from_source))
             raise
 
     def _unsubscribe(self, subscriber: Callable[[Any], None]) -> None:
@@ -318,7 +376,7 @@ class FutureState(_core.FutureFields, Generic[T]):
             if self._subscribers is not None and subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
 
-    def _refuse_if_set(self) -> None:
+    def _check_unset(self) -> None:
         if self._source is not None:
             raise InvalidFutureState(f"{self!r} is completed by its engine; its outcome cannot be set")
         if self._claims:
@@ -336,12 +394,12 @@ def _is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def _stopped() -> NoReturn:
+def _raise_stop_iteration() -> NoReturn:
     """Raise instead of a StopIteration of ``finish``, which only ended the ``starmap`` that called it."""
     raise RuntimeError("the function that computes the value of a future (finish) raised StopIteration")
 
 
-def without_frames(error: BaseException, count: int | None) -> BaseException:
+def drop_outer_frames(error: BaseException, count: int | None) -> BaseException:
     """Drop the outermost ``count`` frames of the traceback of ``error`` (None: all frames); return ``error``.
 
     These frames are shoal's own and reference the future that will store the error: a reference cycle.

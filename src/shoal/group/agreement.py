@@ -7,19 +7,23 @@ compare-and-set, which decides if exactly half of the ranks are left.  Only rank
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from .. import config
-from ..backend.agreements import Agreeing, AgreementOutcome, News, Op, WitnessRequest
+from ..backend.agreement import (
+    AgreementOp,
+    AgreementOutcome,
+    AgreementState,
+    PendingAgreement,
+    WitnessRequest,
+)
 from ..backend.base import GroupSpec
-from ..common.arguments import explain_unknown_keywords
 from ..common.formatting import describe_error, format_seconds, ranks_named
 from ..errors import (
     CollectiveMismatch,
@@ -33,22 +37,22 @@ from ..errors import (
 )
 from ..future import Future
 from ..store import Store
-from .submission import Submitter, called, in_background
+from .submission import OperationSubmitter, run_in_callback_thread
 from .validation.arguments import OperationCall
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: those that ``agree`` takes
-_OPS = {op.name.lower(): op for op in (Op.AND, Op.OR, Op.MIN, Op.MAX, Op.SUM, Op.COMMON, Op.GATHER)}
+#: the operations of ``ProcessGroup.agree``
+_OPS = ("and", "or", "min", "max", "sum", "common", "gather")
 _INTEGER = struct.Struct("<q")
 _LENGTH = struct.Struct("<I")
-_LOOK = 60.0  # seconds between two polls of an agreement without news
+_POLL_INTERVAL_S = 60.0  # seconds between two polls of an agreement without news
 #: of the witness: timeout of one request, and delay before the next attempt, in seconds
-_PATIENCE = 2.0
-_PAUSE = 0.1
+_WITNESS_TIMEOUT_S = 2.0
+_WITNESS_RETRY_DELAY_S = 0.1
 
 
-class OpsDiffer(GroupError):
+class AgreementOpMismatch(GroupError):
     """Other ranks called another operation than ``rebuild``; the next call of this rank may match theirs."""
 
 
@@ -68,119 +72,80 @@ class Agreement(Generic[T_co]):
     lost: tuple[int, ...]
 
 
-class Agreements(Submitter):
-    """The operation ``agree`` of a group."""
+class AgreementClient:
+    """Votes in the agreements of a group.
 
-    _store: Store
+    Args:
+        submitter: of the group.
+        store: of the group.
+        report_evictions: reports the lost ranks of a decision, given those of them that have failed or left.
+    """
 
-    @overload
-    def agree(
+    def __init__(
         self,
-        value: int,
-        op: Literal["and", "or", "min", "max", "sum"] = "and",
-        *,
-        timeout: float | None = None,
-    ) -> Future[Agreement[int]]: ...
+        submitter: OperationSubmitter,
+        store: Store,
+        report_evictions: Callable[[Sequence[int], Collection[int]], None],
+    ) -> None:
+        self._submitter = submitter
+        self._store = store
+        self._report_evictions = report_evictions
 
-    @overload
     def agree(
-        self, value: Iterable[int], op: Literal["common"], *, timeout: float | None = None
-    ) -> Future[Agreement[tuple[int, ...]]]: ...
-
-    @overload
-    def agree(
-        self, value: bytes, op: Literal["gather"], *, timeout: float | None = None
-    ) -> Future[Agreement[tuple[bytes, ...]]]: ...
-
-    @explain_unknown_keywords(called)
-    def agree(self, value: Any, op: str = "and", *, timeout: float | None = None) -> Future[Agreement[Any]]:
-        """Agree with all surviving ranks on one value, and on the set of survivors.
-
-        It works on a group that is open, broken or aborted.  Every surviving rank calls it; the k-th calls of
-        all ranks belong together.  All ranks that get a result get the same one, even if ranks fail
-        meanwhile.  Without a failure it takes four messages per rank.
-
-        Args:
-            value: this rank's vote: an integer of 64 bits (or a bool); for ``"common"`` several integers; for
-                ``"gather"`` bytes.  At most 4 KiB, less in groups of more than 1,024 ranks.
-            op: the reduction of the votes: ``"and"``, ``"or"`` (bitwise), ``"min"``, ``"max"``, ``"sum"``
-                (modulo 2**64), ``"common"`` or ``"gather"``.
-            timeout: in seconds, for the decision; None: that of the group plus ``SHOAL_VOTE_TIMEOUT``.
-
-        Returns:
-            A future of an :class:`Agreement`.
-
-        Raises:
-            UsageError: the value is not a valid vote for this ``op``.
-            UnsupportedOperation: the backend of the group has no agreements.
-            GroupClosed: this rank has closed the group.
-            Evicted: through the future; the other ranks continue without this rank.
-            QuorumLost: through the future; too few ranks can be reached to decide.
-            OperationTimeout: through the future; a rank that can be reached did not answer in time.
-            RebuildCalled: through the future; another rank has called :meth:`~shoal.ProcessGroup.rebuild`.
-            CollectiveMismatch: through the future; the ranks passed different values of ``op``.
-
-        Ranks that have not voted ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote are excluded.  The
-        algorithm is Paxos (L. Lamport, "The Part-Time Parliament", 1998) with one leader.  Its purpose, and
-        its use on a broken group, are those of ULFM's ``MPI_Comm_agree``.
-        """
-        call = self._call("agree")
+        self, call: OperationCall, value: Any, op: str, timeout: float | None
+    ) -> Future[Agreement[Any]]:
+        """See :meth:`shoal.ProcessGroup.agree`."""
         # Plus the time for late votes: otherwise all ranks time out before a late rank is excluded.
-        default = self._timeout + config.VOTE_TIMEOUT.get()
-        seconds = default if timeout is None else self._checked_timeout(timeout)
-        limit = self._vote_limit()
+        default = self._submitter.timeout + config.VOTE_TIMEOUT.get()
+        seconds = default if timeout is None else self._submitter.checked_timeout(timeout)
+        limit = self.vote_limit()
         if not isinstance(op, str) or op not in _OPS:
             call.refuse(f"op={op!r}: expected one of {', '.join(_OPS)}")
-        vote = _vote(call, value, _OPS[op])
+        op = AgreementOp(op)
+        vote = _vote(call, value, op)
         if len(vote) > limit:
-            call.refuse(f"a vote of {len(vote)} bytes: there is room for {limit} in a group of {self._size}")
-        return self._agree(_OPS[op], vote, seconds)
+            call.refuse(f"a vote of {len(vote)} bytes: there is room for {limit} in a group of {call.size}")
+        return self.vote(op, vote, seconds)
 
-    def _agree(self, op: Op, vote: bytes, timeout: float) -> Future[Agreement[Any]]:
+    def vote(self, op: AgreementOp, vote: bytes, timeout: float) -> Future[Agreement[Any]]:
         """Vote in the next agreement.
 
-        With ``op`` REBUILD the future raises OpsDiffer if other ranks called another operation.
+        With ``op`` REBUILD the future raises AgreementOpMismatch if other ranks called another operation.
         """
-        with self._submitting:
-            self._refuse_if_closed()
-            self._channel.reported = True  # the agreement reports the lost ranks
-            agreeing = self._channel.agree(op, vote, timeout)
-        following = _Following(agreeing, self._spec, op, timeout, self._store, self._reports_evictions())
-        return in_background(following.run)
+        submitter = self._submitter
+        with submitter.lock:
+            submitter.check_not_closed()
+            submitter.channel.reported = True  # the agreement reports the lost ranks
+            pending = submitter.channel.agree(op, vote, timeout)
+        waiter = _AgreementWaiter(pending, submitter.spec, op, timeout, self._store, self._report_evictions)
+        return run_in_callback_thread(waiter.run)
 
-    def _agree_to_grow(self, can: bool) -> Future[Agreement[int]]:
+    def agree_to_grow(self, can: bool) -> Future[Agreement[int]]:
         """Agree whether the group grows: the value is 1 if ``can`` is true on all surviving ranks.
 
         It waits for all of them, as a collective does.  Errors in the future are those of :meth:`agree`.
         """
-        return self._agree(Op.GROW, _INTEGER.pack(can), self._timeout)
+        return self.vote(AgreementOp.GROW, _INTEGER.pack(can), self._submitter.timeout)
 
-    @abc.abstractmethod
-    def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
-        """Return a function that reports lost ranks, given those of them that have failed or left."""
-
-    def _vote_limit(self) -> int:
+    def vote_limit(self) -> int:
         """Return the maximum size of a vote in bytes; raises if the group cannot vote."""
-        self._refuse_if_closed()
+        self._submitter.check_not_closed()
         try:
-            return self._channel.vote_limit()
+            return self._submitter.channel.vote_limit()
         except UnsupportedOperation as error:
+            spec = self._submitter.spec
             raise UnsupportedOperation(
-                f"the backend of group {self._spec.name!r} on rank {self._rank} {error}"
+                f"the backend of group {spec.name!r} on rank {spec.rank} {error}"
             ) from None
 
-    def _refuse_if_closed(self) -> None:
-        if self._state in ("closing", "closed", "forked"):
-            self._raise_refusal()
 
-
-def _vote(call: OperationCall, value: Any, op: Op) -> bytes:
-    if op is Op.GATHER:
+def _vote(call: OperationCall, value: Any, op: AgreementOp) -> bytes:
+    if op is AgreementOp.GATHER:
         if not isinstance(value, bytes):
             call.refuse(f"op='gather' takes bytes, got {type(value).__name__}")
         return value
-    if op is not Op.COMMON:
-        return _INTEGER.pack(_integer(call, value, f"op={op.name.lower()!r} takes"))
+    if op is not AgreementOp.COMMON:
+        return _INTEGER.pack(_integer(call, value, f"op={op.value!r} takes"))
     if isinstance(value, (bytes, str)) or not isinstance(value, Iterable):
         call.refuse(f"op='common' takes integers, got {type(value).__name__}")
     integers = {_integer(call, each, "op='common' takes several, each") for each in value}
@@ -188,10 +153,10 @@ def _vote(call: OperationCall, value: Any, op: Op) -> bytes:
     return b"".join(map(_INTEGER.pack, ordered))
 
 
-def _call(op: Op) -> str:
+def _call(op: AgreementOp) -> str:
     """Return the call of a rank as source code, for messages."""
-    names = {Op.REBUILD: "rebuild()", Op.GROW: "agree() to admit processes"}
-    return names.get(op) or f"agree(op={op.name.lower()!r})"
+    names = {AgreementOp.REBUILD: "rebuild()", AgreementOp.GROW: "agree() to admit processes"}
+    return names.get(op) or f"agree(op={op.value!r})"
 
 
 def _integer(call: OperationCall, value: Any, what: str) -> int:
@@ -200,11 +165,11 @@ def _integer(call: OperationCall, value: Any, what: str) -> int:
     return value
 
 
-def _value(op: Op, value: bytes) -> Any:
-    if op in (Op.GATHER, Op.REBUILD):
+def _value(op: AgreementOp, value: bytes) -> Any:
+    if op in (AgreementOp.GATHER, AgreementOp.REBUILD):
         return tuple(_parts(value))
     integers = tuple(each for (each,) in _INTEGER.iter_unpack(value))
-    return tuple(sorted(integers)) if op is Op.COMMON else integers[0]
+    return tuple(sorted(integers)) if op is AgreementOp.COMMON else integers[0]
 
 
 def _parts(value: bytes) -> Iterator[bytes]:
@@ -216,27 +181,27 @@ def _parts(value: bytes) -> Iterator[bytes]:
 
 
 @dataclass(slots=True)
-class _Following:
+class _AgreementWaiter:
     """The wait for an agreement in which this rank has voted."""
 
-    agreeing: Agreeing
+    pending: PendingAgreement
     spec: GroupSpec
-    op: Op
+    op: AgreementOp
     timeout: float
     store: Store
     report_evictions: Callable[[Sequence[int], Collection[int]], None]
 
     def run(self) -> Agreement[Any]:
-        with contextlib.closing(_Witness(self.agreeing, self.store)) as witness:
+        with contextlib.closing(_WitnessClient(self.pending, self.store)) as witness:
             while True:
-                news = self.agreeing.wait(_LOOK)
+                news = self.pending.wait(_POLL_INTERVAL_S)
                 if news.request is not None:
                     witness.ask(news.request)
                 if news.outcome is not AgreementOutcome.OPEN:
                     return self._result(news, witness.failure)
 
-    def _result(self, news: News, failure: Exception | None) -> Agreement[Any]:
-        call = "rebuild" if self.op is Op.REBUILD else "agree"
+    def _result(self, news: AgreementState, failure: Exception | None) -> Agreement[Any]:
+        call = "rebuild" if self.op is AgreementOp.REBUILD else "agree"
         where = f"{call} on rank {self.spec.rank} of group {self.spec.name!r}"
         if news.outcome is AgreementOutcome.CLOSED:
             raise GroupClosed(f"{where}: the group was closed before there was a decision")
@@ -254,28 +219,28 @@ class _Following:
                 news.ranks,
             )
         assert news.op is not None
-        if news.op is Op.DIFFERS:
+        if news.op is AgreementOp.DIFFERS:
             raise self._differs(where, news)
         lost = tuple(rank for rank in range(len(self.spec.ranks)) if rank not in news.ranks)
-        self.report_evictions(lost, self.agreeing.losses()[1])
+        self.report_evictions(lost, self.pending.losses()[1])
         return Agreement(_value(news.op, news.value), news.ranks, lost)
 
-    def _differs(self, where: str, news: News) -> GroupError:
+    def _differs(self, where: str, news: AgreementState) -> GroupError:
         called = dict(zip(news.ranks, news.called, strict=True))
         called.setdefault(self.spec.rank, self.op)
         ranks = {op: [rank for rank, other in called.items() if other is op] for op in called.values()}
         told = "; ".join(f"{ranks_named(those)} called {_call(op)}" for op, those in ranks.items())
         calls = f"{where}: {told}"
-        if self.op is Op.REBUILD:
-            return OpsDiffer(calls)
-        if Op.REBUILD not in ranks:
+        if self.op is AgreementOp.REBUILD:
+            return AgreementOpMismatch(calls)
+        if AgreementOp.REBUILD not in ranks:
             return CollectiveMismatch(calls)
-        lost, _ = self.agreeing.losses()
+        lost, _ = self.pending.losses()
         known = f"{ranks_named(lost)} {'is' if len(lost) == 1 else 'are'} lost: " if lost else ""
         return RebuildCalled(f"{calls}.  {known}call rebuild on this rank too", lost)
 
     def _undecided(self, where: str, failure: Exception | None) -> GroupError:
-        lost, dead = self.agreeing.losses()
+        lost, dead = self.pending.losses()
         size = len(self.spec.ranks)
         reached = size - len(lost)
         within = f"{where}: no decision within {format_seconds(self.timeout)}"
@@ -290,17 +255,17 @@ class _Following:
         )
 
 
-class _Witness:
+class _WitnessClient:
     """Sends the requests of a leader to the store, each in its own thread.
 
     Attributes:
         failure: the last error of a request that could not be answered yet.
     """
 
-    def __init__(self, agreeing: Agreeing, store: Store) -> None:
-        self._agreeing = agreeing
+    def __init__(self, pending: PendingAgreement, store: Store) -> None:
+        self._pending_agreement = pending
         self._store = store
-        self._key = f"agreement/{agreeing.number}"
+        self._key = f"agreement/{pending.number}"
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._latest: WitnessRequest | None = None
@@ -311,7 +276,7 @@ class _Witness:
     def ask(self, request: WitnessRequest) -> None:
         """Answer the request as soon as the store does, unless a newer request replaces it."""
         self._latest = request
-        in_background(lambda: self._answer(request))
+        run_in_callback_thread(lambda: self._answer(request))
 
     def close(self) -> None:
         """End all requests: the agreement has completed."""
@@ -324,19 +289,19 @@ class _Witness:
     def _answer(self, request: WitnessRequest) -> None:
         while not self._over and self._latest is request:
             try:
-                self._agreeing.tell_witness(request, self._ask(self._connected(), request))
+                self._pending_agreement.tell_witness(request, self._ask(self._connected(), request))
                 self.failure = None
                 return
             except Exception as error:  # the store may become reachable, and its key may be damaged
                 if not self._over:
                     self.failure = error
-                time.sleep(_PAUSE)
+                time.sleep(_WITNESS_RETRY_DELAY_S)
 
     def _connected(self) -> Store:
         """Return a separate connection to the store; closing it ends its calls."""
         with self._connecting:
             if self._clone is None:
-                clone = self._store.clone(_PATIENCE)
+                clone = self._store.clone(_WITNESS_TIMEOUT_S)
                 with self._lock:  # not held while connecting, as close() takes it
                     self._clone = clone
             if self._over:
@@ -347,7 +312,7 @@ class _Witness:
         """Ask the witness; returns the value that it had before."""
         kept = b""
         while True:
-            wanted = self._agreeing.ask_witness(request, kept)
+            wanted = self._pending_agreement.ask_witness(request, kept)
             if wanted is None:
                 return kept
             found = store.compare_set(self._key, kept, wanted)

@@ -23,18 +23,14 @@ from ..spec import ANY_SOURCE, Operation
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from .point_to_point import PointToPoint
+    from .operations import TensorOperations
 
 
-@refuses_copies(
-    "a Batch",
-    "operations of a group",
-    "Make another Batch",
-)
+@refuses_copies("a Batch", "operations of a group", "Make another Batch")
 class Batch:
     """Collects point-to-point operations; made by ``ProcessGroup.batch``."""
 
-    def __init__(self, group: PointToPoint) -> None:
+    def __init__(self, group: TensorOperations) -> None:
         self._group = group
         self._operations: list[Operation] = []
         self._finishers: list[Callable[[Future[Any]], Future[Any]]] = []
@@ -89,5 +85,5 @@ class Batch:
         if kind is not None:
             self._futures = []
             return
-        submitted = self._group._submit_messages(self._operations)
+        submitted = self._group._submitter.submit_messages(self._operations)
         self._futures = [finish(future) for finish, future in zip(self._finishers, submitted, strict=True)]

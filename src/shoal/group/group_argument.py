@@ -13,7 +13,7 @@ from ..errors import UsageError
 from .process_group import ProcessGroup
 
 #: The attribute with the `ProcessGroup` of an object that is based on one.
-STANDS_ON = "__shoal_group__"
+GROUP_ATTRIBUTE = "__shoal_group__"
 #: The value that torch returns instead of a group to a rank that is not in it.
 NON_GROUP_MEMBER = -100
 
@@ -21,13 +21,13 @@ NON_GROUP_MEMBER = -100
 default_groups: list[Callable[[], ProcessGroup | None]] = []
 
 
-def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
+def resolve_group(group: object, caller: str, what: str = "group") -> ProcessGroup:
     """Return the `ProcessGroup` of an argument ``group=``.
 
     Args:
         group: a :class:`~shoal.ProcessGroup`, a group of torch.distributed over the backend "shoal", or
             None for the default group of ``torch.distributed`` or ``shoal.distributed``.
-        taker: name of the function or class, for error messages.
+        caller: name of the function or class, for error messages.
         what: name of the argument.
 
     Raises:
@@ -36,10 +36,10 @@ def given_group(group: object, taker: str, what: str = "group") -> ProcessGroup:
     if isinstance(group, ProcessGroup):
         return group
     if group is None:
-        return _default(taker, what)
-    found = adopted(group)
+        return _default(caller, what)
+    found = unwrap_group(group)
     if found is None:
-        raise not_ours(group, taker, what)
+        raise not_a_shoal_group(group, caller, what)
     return found
 
 
@@ -48,43 +48,44 @@ def has_default_group() -> bool:
     return any(find() is not None for find in default_groups)
 
 
-def adopted(group: object) -> ProcessGroup | None:
+def unwrap_group(group: object) -> ProcessGroup | None:
     """Return the `ProcessGroup` that ``group`` is or is based on, or None."""
-    found = group if isinstance(group, ProcessGroup) else getattr(group, STANDS_ON, None)
+    found = group if isinstance(group, ProcessGroup) else getattr(group, GROUP_ATTRIBUTE, None)
     return found if isinstance(found, ProcessGroup) else None
 
 
-def not_ours(group: object, taker: str, what: str = "group") -> UsageError:
+def not_a_shoal_group(group: object, caller: str, what: str = "group") -> UsageError:
     """Return the error for an argument that is not based on a `ProcessGroup`."""
     if isinstance(group, int) and group == NON_GROUP_MEMBER:
         return UsageError(
-            f"{taker}: this rank is not a member of the {what} that was given (GroupMember.NON_GROUP_MEMBER, "
-            "which new_group returns to ranks that are not in it); call it on the members only"
+            f"{caller}: this rank is not a member of the {what} that was given "
+            "(GroupMember.NON_GROUP_MEMBER, which new_group returns to ranks that are not in it); "
+            "call it on the members only"
         )
     backend = backend_of(group)
     if backend is not None:
         return UsageError(
-            f"{taker}: {what} is a group of torch.distributed over the backend {backend!r}, which shoal "
+            f"{caller}: {what} is a group of torch.distributed over the backend {backend!r}, which shoal "
             'cannot use; make it with init_process_group("shoal") or new_group(..., backend="shoal"), or '
             "pass a group of shoal.init()"
         )
     return UsageError(
-        f"{taker}: {what} must be a shoal.ProcessGroup (or a group of torch.distributed over the backend "
+        f"{caller}: {what} must be a shoal.ProcessGroup (or a group of torch.distributed over the backend "
         f"'shoal'), or None for the default group, got {type(group).__name__}: {group!r}"
     )
 
 
-def _default(taker: str, what: str) -> ProcessGroup:
+def _default(caller: str, what: str) -> ProcessGroup:
     found = {id(group): group for find in default_groups if (group := find()) is not None}
     if len(found) == 1:
         return next(iter(found.values()))
     if found:
         raise UsageError(
-            f"{taker}: both torch.distributed and shoal.distributed have a default group here; name one of "
+            f"{caller}: both torch.distributed and shoal.distributed have a default group here; name one of "
             f"them, {what}=..."
         )
     raise UsageError(
-        f"{taker}: {what} is not given, and this process has no default group of shoal; pass "
+        f"{caller}: {what} is not given, and this process has no default group of shoal; pass "
         f'{what}=shoal.init(), or call init_process_group("shoal") of torch.distributed first'
     )
 

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..common.arguments import explain_unknown_keywords
 from ..common.formatting import format_seconds, ranks_named
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
 from ..spec import OpKind
-from .submission import Submitter, called, in_background
+from .operations import TensorOperations
+from .submission import run_in_callback_thread
 from .validation.arguments import MAX_TAG
 
 _ARRIVED = MAX_TAG + 1
@@ -30,74 +30,77 @@ _ANSWER = MAX_TAG + 2
 _CONFIRMED = MAX_TAG + 3
 _Received: TypeAlias = Future[tuple[torch.Tensor, int, int]]
 #: Seconds to wait for confirmations of the list of missing ranks, and for the abort that follows.
-_LAST_WORDS = 2.0
+_CONFIRM_TIMEOUT_S = 2.0
 
 
-class MonitoredBarrier(Submitter):
-    """The operation ``monitored_barrier`` of a group."""
+def monitored_barrier(group: TensorOperations, timeout: float | None) -> Future[None]:
+    """See :meth:`shoal.ProcessGroup.monitored_barrier`."""
+    barrier = _MonitoredBarrier(group, group._submitter.checked_timeout(timeout))
+    if group._rank == 0:
+        arrivals = barrier.receive(range(1, group._size), _ARRIVED)
+        return run_in_callback_thread(lambda: barrier.collect(arrivals))
+    sent = barrier.send([], [0], _ARRIVED)[0]
+    answer = barrier.receive([0], _ANSWER)[0]
+    return run_in_callback_thread(lambda: barrier.report(sent, answer))
 
-    @explain_unknown_keywords(called)
-    def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
-        """A barrier that reports, on every rank, the ranks that did not arrive in time.
 
-        It costs more than :meth:`barrier`: two messages per rank, all with rank 0.
-
-        Raises:
-            OperationTimeout: through the future; ``ranks`` has all ranks that did not arrive within
-                ``timeout``.  The group is then aborted with this reason.
-        """
-        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
+class _MonitoredBarrier:
+    def __init__(self, group: TensorOperations, seconds: float) -> None:
+        self._group = group
+        self._submitter = group._submitter
+        self._seconds = seconds
         # A rank may arrive a whole timeout before rank 0, which then waits for another timeout.
-        patience = 2 * seconds + _LAST_WORDS
-        if self._rank == 0:
-            arrivals = self._receive(range(1, self._size), _ARRIVED, patience)
-            return in_background(lambda: self._collect(arrivals, seconds, patience))
-        sent = self._send([], [0], _ARRIVED, patience)[0]
-        answer = self._receive([0], _ANSWER, patience)[0]
-        return in_background(lambda: self._report(sent, answer, seconds, patience))
+        self._message_timeout = 2 * seconds + _CONFIRM_TIMEOUT_S
 
-    def _collect(self, arrivals: list[_Received], seconds: float, patience: float) -> None:
+    def collect(self, arrivals: list[_Received]) -> None:
         """Find the missing ranks, and send them to the other ranks; runs on rank 0."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self._seconds
         came: list[int] = []
         missing: list[int] = []
         for rank, arrival in enumerate(arrivals, start=1):
             (came if _completes(arrival, deadline) else missing).append(rank)
-        _give_time(self._send(missing, came, _ANSWER, patience), patience)
+        _give_time(self.send(missing, came, _ANSWER), self._message_timeout)
         if missing:
-            _give_time(self._receive(came, _CONFIRMED, patience), _LAST_WORDS)
-            error = self._timed_out(missing, seconds)
-            self.abort(str(error))
+            _give_time(self.receive(came, _CONFIRMED), _CONFIRM_TIMEOUT_S)
+            error = self._timed_out(missing)
+            self._submitter.abort(str(error))
             raise error
 
-    def _report(self, sent: Future[None], answered: _Received, seconds: float, patience: float) -> None:
+    def report(self, sent: Future[None], answered: _Received) -> None:
         """Wait for rank 0's answer, with the missing ranks; runs on the other ranks."""
         sent.wait()
         try:
             answer, _, _ = answered.wait()
         except OperationTimeout:
-            raise self._timed_out([0], seconds) from None
+            raise self._timed_out([0]) from None
         missing = answer.tolist()
         if missing:
-            self._send([], [0], _CONFIRMED, patience)[0].wait()
+            self.send([], [0], _CONFIRMED)[0].wait()
             # Rank 0 sends only the abort now: wait for it, so that the group has ended when this raises.
             with contextlib.suppress(GroupError):
-                _give_time(self._receive([0], _CONFIRMED, patience), _LAST_WORDS)
-            raise self._timed_out(missing, seconds)
+                _give_time(self.receive([0], _CONFIRMED), _CONFIRM_TIMEOUT_S)
+            raise self._timed_out(missing)
 
-    def _timed_out(self, missing: list[int], seconds: float) -> OperationTimeout:
+    def _timed_out(self, missing: list[int]) -> OperationTimeout:
         return OperationTimeout(
-            f"monitored_barrier of group {self._spec.name!r}: {ranks_named(missing)} did not come "
-            f"within {format_seconds(seconds)}",
+            f"monitored_barrier of group {self._submitter.spec.name!r}: {ranks_named(missing)} did not come "
+            f"within {format_seconds(self._seconds)}",
             missing,
         )
 
-    def _send(self, content: list[int], to: list[int], tag: int, timeout: float) -> list[Future[None]]:
-        x = torch.tensor(content, dtype=torch.int64, device=self._scratch_device)
-        return self._submit_messages([self._message(OpKind.SEND, (x,), (), timeout, r, tag) for r in to])
+    def send(self, content: list[int], to: list[int], tag: int) -> list[Future[None]]:
+        x = torch.tensor(content, dtype=torch.int64, device=self._group._scratch_device)
+        futures: list[Future[None]] = self._submit(OpKind.SEND, (x,), to, tag)
+        return futures
 
-    def _receive(self, ranks: range | list[int], tag: int, timeout: float) -> list[_Received]:
-        return self._submit_messages([self._message(OpKind.RECV, (), (), timeout, r, tag) for r in ranks])
+    def receive(self, ranks: range | list[int], tag: int) -> list[_Received]:
+        futures: list[_Received] = self._submit(OpKind.RECV, (), ranks, tag)
+        return futures
+
+    def _submit(self, kind: OpKind, inputs: Sequence[torch.Tensor], ranks: Sequence[int], tag: int) -> Any:
+        timeout = self._message_timeout
+        messages = [self._submitter.message(kind, inputs, (), timeout, rank, tag) for rank in ranks]
+        return self._submitter.submit_messages(messages)
 
 
 def _completes(future: Future[Any], deadline: float) -> bool:

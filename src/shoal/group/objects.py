@@ -1,4 +1,4 @@
-"""Operations on picklable Python objects.
+"""The operations of a group on picklable Python objects, made of its operations on tensors.
 
 Loading a pickle can run code.  Pickles are sent over the group's connections only, never through the store:
 every connection is authenticated with the job's secret, so they come from processes of the job.
@@ -17,144 +17,127 @@ from typing import Any
 
 import torch
 
-from ..common.arguments import explain_unknown_keywords
 from ..common.formatting import text_of
 from ..common.tensor_bytes import TensorBytes
 from ..errors import UsageError
 from ..future import Future
-from ..spec import ANY_SOURCE
-from .collectives import Collectives
-from .point_to_point import PointToPoint
-from .submission import called
+from .operations import TensorOperations
 
 
-class Objects(Collectives, PointToPoint):
-    """The operations of a group on Python objects."""
+def all_gather(group: TensorOperations, obj: Any, timeout: float | None) -> Future[list[Any]]:
+    remaining = _countdown(group, timeout)
+    payload = _pickled(group, obj)
+    sizes = _exchange_sizes(group, payload, timeout)
 
-    @explain_unknown_keywords(called)
-    def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
-        """Gather picklable objects of all ranks on all ranks; the future's value is their list."""
-        left = self._countdown(timeout)
-        payload = self._pickled(obj)
-        sizes = self._exchange_sizes(payload, timeout)
+    def exchange(done: Future[torch.Tensor]) -> list[Any]:
+        parts = [payload.new_empty(size) for size in done.value().tolist()]
+        return [_unpickled(part) for part in group.all_gather(parts, payload, timeout=remaining()).wait()]
 
-        def exchange(done: Future[torch.Tensor]) -> list[Any]:
-            parts = [payload.new_empty(size) for size in done.value().tolist()]
-            return [_unpickled(part) for part in self.all_gather(payload, parts, timeout=left()).wait()]
+    return sizes.then(exchange)
 
-        return sizes.then(exchange)
 
-    @explain_unknown_keywords(called)
-    def gather_object(
-        self, obj: Any, root: int = 0, *, dst: int | None = None, timeout: float | None = None
-    ) -> Future[list[Any] | None]:
-        """Gather picklable objects of all ranks on rank ``root``; the value is None on other ranks."""
-        root = self._call("gather_object").named_root(root, "dst", dst)
-        left = self._countdown(timeout)
-        payload = self._pickled(obj)
-        sizes = self._exchange_sizes(payload, timeout)
+def gather(
+    group: TensorOperations, obj: Any, root: int, dst: int | None, timeout: float | None
+) -> Future[list[Any] | None]:
+    root = group._call("gather_object").named_root(root, "dst", dst)
+    remaining = _countdown(group, timeout)
+    payload = _pickled(group, obj)
+    sizes = _exchange_sizes(group, payload, timeout)
 
-        def exchange(done: Future[torch.Tensor]) -> list[Any] | None:
-            counts = done.value().tolist()
-            parts = self.gather(payload, root=root, sizes=counts, timeout=left()).wait()
-            return None if parts is None else [_unpickled(part) for part in parts]
+    def exchange(done: Future[torch.Tensor]) -> list[Any] | None:
+        counts = done.value().tolist()
+        parts = group.gather(payload, root=root, sizes=counts, timeout=remaining()).wait()
+        return None if parts is None else [_unpickled(part) for part in parts]
 
-        return sizes.then(exchange)
+    return sizes.then(exchange)
 
-    @explain_unknown_keywords(called)
-    def broadcast_object(
-        self, obj: Any = None, root: int = 0, *, src: int | None = None, timeout: float | None = None
-    ) -> Future[Any]:
-        """Broadcast a picklable object of rank ``root``; there the future's value is ``obj``, not a copy."""
-        root = self._call("broadcast_object").named_root(root, "src", src)
-        left = self._countdown(timeout)
-        is_root = self._rank == root
-        payload = self._pickled(obj) if is_root else None
-        size = self._counts([0 if payload is None else payload.numel()])
 
-        def exchange(done: Future[torch.Tensor]) -> Any:
-            content = self._bytes(int(done.value().item())) if payload is None else payload
-            self.broadcast(content, root, timeout=left()).wait()
-            return obj if is_root else _unpickled(content)
+def broadcast(
+    group: TensorOperations, obj: Any, root: int, src: int | None, timeout: float | None
+) -> Future[Any]:
+    root = group._call("broadcast_object").named_root(root, "src", src)
+    remaining = _countdown(group, timeout)
+    is_root = group._rank == root
+    payload = _pickled(group, obj) if is_root else None
+    size = _counts(group, [0 if payload is None else payload.numel()])
 
-        return self.broadcast(size, root, timeout=timeout).then(exchange)
+    def exchange(done: Future[torch.Tensor]) -> Any:
+        content = _bytes(group, int(done.value().item())) if payload is None else payload
+        group.broadcast(content, root, timeout=remaining()).wait()
+        return obj if is_root else _unpickled(content)
 
-    @explain_unknown_keywords(called)
-    def scatter_object(
-        self,
-        objs: Sequence[Any] | None = None,
-        root: int = 0,
-        *,
-        src: int | None = None,
-        timeout: float | None = None,
-    ) -> Future[Any]:
-        """Send ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on other ranks.
+    return group.broadcast(size, root, timeout=timeout).then(exchange)
 
-        The root gets its own object, not a copy.
-        """
-        call = self._call("scatter_object")
-        root = call.named_root(root, "src", src)
-        left = self._countdown(timeout)
-        parts = None
-        if self._rank == root:
-            if objs is None or len(objs) != self._size:
-                given = "None" if objs is None else f"{len(objs)}"
-                call.refuse(f"root must pass one object per rank, {self._size}, got {given}")
-            parts = [self._pickled(obj) for obj in objs]
-        elif objs is not None:
-            call.refuse(f"only root, rank {root}, passes objects")
-        sizes = self._counts([part.numel() for part in parts] if parts else [0] * self._size)
 
-        def exchange(done: Future[torch.Tensor]) -> Any:
-            counts = done.value().tolist()
-            own = self._bytes(counts[self._rank])
-            self.scatter(own, parts, root, sizes=counts, timeout=left()).wait()
-            return _unpickled(own) if objs is None else objs[root]
+def scatter(
+    group: TensorOperations, objs: Sequence[Any] | None, root: int, src: int | None, timeout: float | None
+) -> Future[Any]:
+    call = group._call("scatter_object")
+    root = call.named_root(root, "src", src)
+    remaining = _countdown(group, timeout)
+    parts = None
+    if group._rank == root:
+        if objs is None or len(objs) != group._size:
+            given = "None" if objs is None else f"{len(objs)}"
+            call.refuse(f"root must pass one object per rank, {group._size}, got {given}")
+        parts = [_pickled(group, obj) for obj in objs]
+    elif objs is not None:
+        call.refuse(f"only root, rank {root}, passes objects")
+    sizes = _counts(group, [part.numel() for part in parts] if parts else [0] * group._size)
 
-        return self.broadcast(sizes, root, timeout=timeout).then(exchange)
+    def exchange(done: Future[torch.Tensor]) -> Any:
+        counts = done.value().tolist()
+        own = _bytes(group, counts[group._rank])
+        group.scatter(own, parts, root, sizes=counts, timeout=remaining()).wait()
+        return _unpickled(own) if objs is None else objs[root]
 
-    @explain_unknown_keywords(called)
-    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
-        """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
-        # One message, as its header contains the length.
-        return self.send(self._pickled(obj), dst, tag, timeout=timeout)
+    return group.broadcast(sizes, root, timeout=timeout).then(exchange)
 
-    @explain_unknown_keywords(called)
-    def recv_object(
-        self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
-    ) -> Future[Any]:
-        """Receive an object sent by :meth:`send_object`."""
-        content = self.recv(None, src, tag, timeout=timeout)
-        return content.then(lambda done: received(done.value(), self._rank))
 
-    def _exchange_sizes(self, payload: torch.Tensor, timeout: float | None) -> Future[torch.Tensor]:
-        own = self._counts([payload.numel()])
-        return self.all_gather_single(own.new_empty(self._size), own, timeout=timeout)
+def send(group: TensorOperations, obj: Any, dst: int, tag: int, timeout: float | None) -> Future[None]:
+    # One message, as its header contains the length.
+    return group.send(_pickled(group, obj), dst, tag, timeout=timeout)
 
-    def _pickled(self, obj: Any) -> torch.Tensor:
-        try:
-            data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
-        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"an object of type {type(obj).__name__} on rank {self._rank} cannot be pickled, "
-                f"so it cannot be sent: {text_of(error)}"
-            ) from error
-        return torch.frombuffer(data, dtype=torch.uint8).to(self._scratch_device)
 
-    def _bytes(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self._scratch_device)
+def recv(group: TensorOperations, src: int, tag: int, timeout: float | None) -> Future[Any]:
+    content = group.recv(None, src, tag, timeout=timeout)
+    return content.then(lambda done: received(done.value(), group._rank))
 
-    def _counts(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._scratch_device)
 
-    def _countdown(self, timeout: float | None) -> Callable[[], float]:
-        """Return a function for the remaining timeout, which the second operation uses."""
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        return lambda: max(deadline - time.monotonic(), 1e-3)
+def _exchange_sizes(
+    group: TensorOperations, payload: torch.Tensor, timeout: float | None
+) -> Future[torch.Tensor]:
+    own = _counts(group, [payload.numel()])
+    return group.all_gather_single(own.new_empty(group._size), own, timeout=timeout)
+
+
+def _pickled(group: TensorOperations, obj: Any) -> torch.Tensor:
+    try:
+        data = bytearray(pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"an object of type {type(obj).__name__} on rank {group._rank} cannot be pickled, "
+            f"so it cannot be sent: {text_of(error)}"
+        ) from error
+    return torch.frombuffer(data, dtype=torch.uint8).to(group._scratch_device)
+
+
+def _bytes(group: TensorOperations, count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=group._scratch_device)
+
+
+def _counts(group: TensorOperations, values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=group._scratch_device)
+
+
+def _countdown(group: TensorOperations, timeout: float | None) -> Callable[[], float]:
+    """Return a function for the remaining timeout, which the second operation uses."""
+    deadline = time.monotonic() + (group._timeout if timeout is None else timeout)
+    return lambda: max(deadline - time.monotonic(), 1e-3)
 
 
 def received(content: torch.Tensor, rank: int) -> Any:
-    """Return the object in a message that :meth:`Objects.send_object` sent to ``rank``.
+    """Return the object in a message that :func:`send` sent to ``rank``.
 
     Raises:
         UsageError: the message is an ordinary tensor.

@@ -1,9 +1,9 @@
-"""The process group: its identity, its lifetime, and the groups made from it.
+"""The process group: its identity, its lifetime, its operations, and the groups made from it.
 
-The operations come from the base classes in ``collectives``, ``point_to_point``, ``objects``,
-``monitored_barrier``, ``agreement`` and ``rebuild``.  A group is independent of the groups made from it: each
-has its own data channel, and is closed, aborted or broken independently.  The connections, which they share,
-are closed with the last group of the world.
+Operations on tensors are in the base class.  The others are functions of their modules: ``objects``,
+``monitored_barrier``, ``agreement``, ``rebuild`` and ``subgroups``.  A group is independent of the groups
+made from it: each has its own data channel, and is closed, aborted or broken independently.  The connections,
+which they share, are closed with the last group of the world.
 """
 
 from __future__ import annotations
@@ -13,52 +13,68 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 
-from ..backend.base import Backend, GroupSpec, ident_of
-from ..common.arguments import explain_unknown_keywords, keyword_names
+from .. import config, failure_report
+from ..backend.agreement import AgreementOp
+from ..backend.base import Backend, GroupSpec
+from ..common.arguments import explain_unknown_keywords
 from ..common.copy_refusal import refuses_copies
-from ..common.formatting import encodable
+from ..common.formatting import error_repr
 from ..common.never_compile import never_compile
-from ..errors import GroupAborted, GroupClosed, UnsupportedOperation
-from ..links import Links, connect_some
+from ..errors import CollectiveMismatch, GroupClosed, GroupError, PeerLost
+from ..future import Future
+from ..links import Links
 from ..recorder import FlightRecorder
-from ..spec import DTYPE_CODES
-from ..store import PrefixStore, Store
+from ..spec import ANY_SOURCE, DTYPE_CODES, FailureScope, GroupState
+from ..store import Store
 from ..world import World, remaining
+from . import monitored_barrier, objects, subgroups
+from .agreement import Agreement, AgreementClient
 from .batch import Batch
-from .block import end_block
-from .choices import AS_PARENT, Choices
 from .diagnostics import dumps
-from .diagnostics.subgroup_lists import Given, ListWatch
-from .evictions import eviction_report
-from .in_order import channel_of
-from .monitored_barrier import MonitoredBarrier
-from .objects import Objects
-from .rebuild import Rebuilding
-from .submission import called
-from .validation.arguments import OperationCall
+from .diagnostics.member_lists import MemberListChecker
+from .operations import TensorOperations, operation_label
+from .ordered_channel import channel_of
+from .rebuild import RebuildHistory, Rebuilt, rebuild
+from .subgroups import SubgroupOptions
+from .submission import OperationSubmitter
+
+#: operations of ``agree`` on integers
+_IntegerOp: TypeAlias = Literal[
+    "and", "or", "min", "max", "sum",
+    AgreementOp.AND, AgreementOp.OR, AgreementOp.MIN, AgreementOp.MAX, AgreementOp.SUM,
+]  # fmt: skip
 
 
 @refuses_copies(
     "a ProcessGroup", "connections to the other ranks",
     "Keep it outside of the object that you copy; another process makes its own with shoal.init()",
 )  # fmt: skip
-class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
+class ProcessGroup(TensorOperations):
     """A group of processes that communicate with each other.
 
     Made by :func:`shoal.init`, :meth:`split` and :meth:`subgroup`.  Several threads may use a group if all
     ranks submit collectives in the same order.  As a context manager it is closed at the end of the block,
     and aborted first if an exception leaves the block.  If the group failed in the block, such as by a lost
     peer, and no call has raised that error, the end of the block raises it.
+
+    Attributes:
+        epoch: greater than that of the old group; 0: it was not rebuilt.
+        rebuilt: its relation to the old group; None: it was not rebuilt.
     """
+
+    #: The :class:`shoal.Join` whose block this rank is in.
+    join_block: object = None
+    epoch: int = 0
+    rebuilt: Rebuilt | None = None
 
     def __init__(
         self,
@@ -80,16 +96,24 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             timeout: default timeout of operations, in seconds.
             parent: the group that this one is made from; None: it is the first of its world.
         """
-        super().__init__(spec, channel_of(links.backend, links.numbered(spec), store), timeout=timeout)
+        channel = channel_of(links.backend, links.numbered(spec), store)
+        super().__init__(OperationSubmitter(spec, channel, timeout=timeout))
         self._world = world
         self._links = links
         self._store = store
         self._closing = threading.Lock()
+        #: number of subgroups made with each name, options and list
         self._made: Counter[tuple[Any, ...]] = Counter()
         #: Whether it is the group of all ranks: an exception in its block ends all groups of the world.
         self._is_first = parent is None
         #: Detects that members passed different lists; shared by all groups of the world.
-        self._lists: ListWatch = ListWatch() if parent is None else parent._lists
+        self._lists: MemberListChecker = MemberListChecker() if parent is None else parent._lists
+        self._agreements = AgreementClient(
+            self._submitter, store, partial(_report_evictions, spec, links, world.membership.meeting)
+        )
+        self._history = RebuildHistory(spec, store, is_world=parent is None)
+        #: the new group of a rebuild that failed before it was complete
+        self._pending: ProcessGroup | None = None
 
     @classmethod
     def _in(
@@ -154,7 +178,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     @property
     def recorder(self) -> FlightRecorder | None:
         """The record of the group's last operations; None if ``SHOAL_RECORDER_SIZE`` is 0."""
-        return self._recorder
+        return self._submitter.recorder
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the state of the group on this rank to a JSON file; ``docs/recorder.md`` has the format.
@@ -175,25 +199,20 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         return dumps.write(self, path)
 
     @property
-    def state(self) -> str:
-        """``"open" "closing" "closed" "aborted" "broken"`` or, in a forked child, ``"forked"``.
+    def state(self) -> GroupState:
+        """OPEN, CLOSING, CLOSED, ABORTED, BROKEN or, in a forked child, FORKED; equal to ``"open"`` etc.
 
         Aborted: a rank called :meth:`abort`.  Broken: the group failed for another reason, such as a lost
         peer, a timeout or a mismatch.
         """
-        if self._state != "open":
-            return self._state
-        failure = self._channel.failure()
-        if failure is None:
-            return "open"
-        return "aborted" if isinstance(failure, GroupAborted) else "broken"
+        return self._submitter.state
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.size}, {self.state}>"
 
     # -- memory --------------------------------------------------------------------------------
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def empty(
         self,
         *shape: int | Sequence[int],
@@ -216,8 +235,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         call = self._call("empty")
         if dtype not in DTYPE_CODES:
             call.refuse(f"tensors of {dtype} cannot be sent")
-        if self._state != "open":
-            self._raise_refusal()
+        if self._submitter.local_state is not GroupState.OPEN:
+            self._submitter.raise_unusable()
         dimensions = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         lengths = torch.Size(dimensions)  # type: ignore[arg-type]
         if any(length < 0 for length in lengths):
@@ -240,7 +259,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         key: int | None = None,
         *,
         timeout: float | None = None,
-        scope: str | None = None,
+        scope: FailureScope | str | None = None,
         concurrency: int | None = None,
         backend: str | None = None,
         **options: Any,
@@ -263,32 +282,8 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
             GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
-        choices = self._choices(call, scope, concurrency, backend, options)
-        seconds = None if timeout is None else self._checked_timeout(timeout)
-        for what, value in (("color", color), ("key", key)):
-            if value is not None and (not isinstance(value, int) or not -(2**63) <= value < 2**63):
-                call.refuse(f"{what} must be a 64-bit integer or None, got {value!r}")
-        mine = [color is not None, color or 0, self.rank if key is None else key, choices.code]
-        device = self._scratch_device
-        table = torch.empty(self.size, len(mine), dtype=torch.int64, device=device)
-        future = self.all_gather_single(table, torch.tensor(mine, device=device), timeout=timeout)
-        rows = future.wait().tolist()
-        codes = {(their_color, code) for joins, their_color, _, code in rows if joins}
-        differing = {one for one, count in Counter(each for each, _ in codes).items() if count > 1}
-        # All ranks have the same table, so either all of them call this or none.
-        given = self.all_gather_object(str(choices), timeout=timeout).wait() if differing else []
-        if color is None:
-            return None
-        members = sorted(
-            (their_key, rank)
-            for rank, (joins, their_color, their_key, _) in enumerate(rows)
-            if joins and their_color == color
-        )
-        if color in differing:
-            said = [f"rank {rank} gave {given[rank] or 'nothing'}" for rank in sorted(r for _, r in members)]
-            call.refuse(f"the ranks of color {color} asked for different groups: {'; '.join(said)}")
-        # The key of the exchange is unique to this split, and equal on all ranks.
-        return self._make([rank for _, rank in members], f"split:{future.key:x}:{color}", seconds, choices)
+        chosen = SubgroupOptions.checked(call, self, scope, concurrency, backend, options)
+        return subgroups.split(self, call, color, key, timeout, chosen)
 
     def subgroup(
         self,
@@ -296,7 +291,7 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         name: str | None = None,
         *,
         timeout: float | None = None,
-        scope: str | None = None,
+        scope: FailureScope | str | None = None,
         concurrency: int | None = None,
         backend: str | None = None,
         **options: Any,
@@ -323,118 +318,212 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         call that waits for the members raises UsageError.
         """
         call = self._call("subgroup")
-        seconds = None if timeout is None else self._checked_timeout(timeout)
-        choices = self._choices(call, scope, concurrency, backend, options)
+        seconds = self._submitter.checked_timeout(timeout)
+        chosen = SubgroupOptions.checked(call, self, scope, concurrency, backend, options)
         members = [call.root(rank, "every element of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             call.refuse(f"ranks names a rank twice: {members}")
         if self.rank not in members:
             call.refuse(f"this rank is not among the ranks {members}; only members call subgroup")
-        with self._submitting:
-            if self._state != "open" or self._channel.failure() is not None:
-                self._raise_refusal()
-        return self._subgroup(members, name, seconds, choices)
+        with self._submitter.lock:
+            self._submitter.check_usable()
+        return self._subgroup(members, name, seconds, chosen)
 
     def _subgroup(
         self,
         members: list[int],
         name: str | None,
         timeout: float | None,
-        choices: Choices = AS_PARENT,
+        options: SubgroupOptions = subgroups.INHERITED,
         *,
         asked: str | None = None,
     ) -> ProcessGroup:
-        """:meth:`subgroup`, in any state of this group; ``asked``: the choices of another rank."""
-        asked = str(choices) if asked is None else asked
-        with self._submitting:
-            identity = (name, asked, *members)
-            self._made[identity] += 1
-            given = Given(name, asked, tuple(members), self._made[identity])
-        listed = ",".join(map(str, members))
-        label = f"{name or 'subgroup'}:{listed}:{given.count}{asked and f':{asked}'}"
-        group = self._make(members, label, timeout, choices, given)
-        if len(members) > 1:
-            group._on_first = partial(self._lists.first_operation, self, given)
-        return group
-
-    def _choices(
-        self,
-        call: OperationCall,
-        scope: str | None,
-        concurrency: int | None,
-        backend: str | None,
-        options: dict[str, Any],
-    ) -> Choices:
-        """Return the validated choices of a new group."""
-        scope = self._spec.scope if scope is None else scope
-        if scope not in ("all", "pair"):
-            call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
-        choices = Choices(None if scope == "all" else scope, concurrency, backend, options)
-        choices.checked(called(call.name, self), keyword_names(getattr(ProcessGroup, call.name)), self._links)
-        factory = choices.engine(self._links)[0] if choices.own_links else None
-        scopes = getattr(factory, "scopes", self._backend.scopes)
-        if scope not in scopes:
-            chosen = self._backend.name if backend is None else backend
-            raise UnsupportedOperation(f"groups of the backend {chosen!r} have no scope={scope!r}")
-        return choices
-
-    def _make(
-        self,
-        members: list[int],
-        label: str,
-        timeout: float | None,
-        choices: Choices,
-        given: Given | None = None,
-    ) -> ProcessGroup:
-        label = encodable(label)
-        name = f"{self.name}/{label}"
-        ranks = tuple(self._spec.ranks[rank] for rank in members)
-        store = PrefixStore(f"{label}/", self._store)
-        seconds = self._timeout if timeout is None else timeout
-        links = self._connected(ranks, store, seconds, choices, given)
-        spec = GroupSpec(
-            name=name,
-            ident=ident_of(f"{self._spec.ident:x}/{label}"),
-            rank=members.index(self.rank),
-            ranks=ranks,
-            concurrency=choices.concurrency or self._spec.concurrency,
-            options=dict(links.options),
-            scope=choices.scope or "all",
-            world_ranks=self._spec.world_ranks and tuple(self.ranks[rank] for rank in members),
+        """:meth:`subgroup`, in any state of this group; ``asked``: the options of another rank."""
+        return subgroups.subgroup(
+            self, members, name, timeout, options, str(options) if asked is None else asked
         )
-        return self._in(self._world, links, spec, store, timeout=seconds, parent=self)
 
-    def _connected(
-        self, ranks: tuple[int, ...], store: Store, timeout: float, choices: Choices, given: Given | None
-    ) -> Links:
-        """Return connections for ``choices``: those of this group, or new ones."""
-        if not choices.own_links:
-            return self._links
-        factory, options = choices.engine(self._links)
-        if factory is self._links.factory and options == self._links.options:
-            return self._links
-        watching = nullcontext(lambda: None) if given is None else self._lists.connecting(self, given)
-        with watching as check:
-            return connect_some(
-                self._world.membership, ranks, factory,
-                timeout=timeout, options=options, store=store, lost=self._links.lost, check=check,
-            )  # fmt: skip
+    # -- objects -------------------------------------------------------------------------------
+
+    @explain_unknown_keywords(operation_label)
+    def all_gather_object(self, obj: Any, *, timeout: float | None = None) -> Future[list[Any]]:
+        """Gather picklable objects of all ranks on all ranks; the future's value is their list."""
+        return objects.all_gather(self, obj, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def gather_object(
+        self, obj: Any, root: int = 0, *, dst: int | None = None, timeout: float | None = None
+    ) -> Future[list[Any] | None]:
+        """Gather picklable objects of all ranks on rank ``root``; the value is None on other ranks."""
+        return objects.gather(self, obj, root, dst, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def broadcast_object(
+        self, obj: Any = None, root: int = 0, *, src: int | None = None, timeout: float | None = None
+    ) -> Future[Any]:
+        """Broadcast a picklable object of rank ``root``; there the future's value is ``obj``, not a copy."""
+        return objects.broadcast(self, obj, root, src, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None = None,
+        root: int = 0,
+        *,
+        src: int | None = None,
+        timeout: float | None = None,
+    ) -> Future[Any]:
+        """Send ``objs[r]`` of rank ``root`` to rank *r*; ``objs`` is None on other ranks.
+
+        The root gets its own object, not a copy.
+        """
+        return objects.scatter(self, objs, root, src, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def send_object(self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
+        """Send a picklable object to rank ``dst``, which calls :meth:`recv_object`."""
+        return objects.send(self, obj, dst, tag, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def recv_object(
+        self, src: int = ANY_SOURCE, tag: int = 0, *, timeout: float | None = None
+    ) -> Future[Any]:
+        """Receive an object sent by :meth:`send_object`."""
+        return objects.recv(self, src, tag, timeout)
+
+    # -- agreements and failures ---------------------------------------------------------------
+
+    @explain_unknown_keywords(operation_label)
+    def monitored_barrier(self, *, timeout: float | None = None) -> Future[None]:
+        """A barrier that reports, on every rank, the ranks that did not arrive in time.
+
+        It costs more than :meth:`barrier`: two messages per rank, all with rank 0.
+
+        Raises:
+            OperationTimeout: through the future; ``ranks`` has all ranks that did not arrive within
+                ``timeout``.  The group is then aborted with this reason.
+        """
+        return monitored_barrier.monitored_barrier(self, timeout)
+
+    @overload
+    def agree(
+        self, value: int, op: _IntegerOp = AgreementOp.AND, *, timeout: float | None = None
+    ) -> Future[Agreement[int]]: ...
+
+    @overload
+    def agree(
+        self, value: Iterable[int], op: Literal["common", AgreementOp.COMMON], *, timeout: float | None = None
+    ) -> Future[Agreement[tuple[int, ...]]]: ...
+
+    @overload
+    def agree(
+        self, value: bytes, op: Literal["gather", AgreementOp.GATHER], *, timeout: float | None = None
+    ) -> Future[Agreement[tuple[bytes, ...]]]: ...
+
+    @explain_unknown_keywords(operation_label)
+    def agree(
+        self, value: Any, op: AgreementOp | str = AgreementOp.AND, *, timeout: float | None = None
+    ) -> Future[Agreement[Any]]:
+        """Agree with all surviving ranks on one value, and on the set of survivors.
+
+        It works on a group that is open, broken or aborted.  Every surviving rank calls it; the k-th calls of
+        all ranks belong together.  All ranks that get a result get the same one, even if ranks fail
+        meanwhile.  Without a failure it takes four messages per rank.
+
+        Args:
+            value: this rank's vote: an integer of 64 bits (or a bool); for ``"common"`` several integers; for
+                ``"gather"`` bytes.  At most 4 KiB, less in groups of more than 1,024 ranks.
+            op: the reduction of the votes, an ``AgreementOp`` or its name: ``"and"``, ``"or"`` (bitwise),
+                ``"min"``, ``"max"``, ``"sum"`` (modulo 2**64), ``"common"`` or ``"gather"``.
+            timeout: in seconds, for the decision; None: that of the group plus ``SHOAL_VOTE_TIMEOUT``.
+
+        Returns:
+            A future of an :class:`Agreement`.
+
+        Raises:
+            UsageError: the value is not a valid vote for this ``op``.
+            UnsupportedOperation: the backend of the group has no agreements.
+            GroupClosed: this rank has closed the group.
+            Evicted: through the future; the other ranks continue without this rank.
+            QuorumLost: through the future; too few ranks can be reached to decide.
+            OperationTimeout: through the future; a rank that can be reached did not answer in time.
+            RebuildCalled: through the future; another rank has called :meth:`~shoal.ProcessGroup.rebuild`.
+            CollectiveMismatch: through the future; the ranks passed different values of ``op``.
+
+        Ranks that have not voted ``SHOAL_VOTE_TIMEOUT`` seconds after the first vote are excluded.  The
+        algorithm is Paxos (L. Lamport, "The Part-Time Parliament", 1998) with one leader.  Its purpose, and
+        its use on a broken group, are those of ULFM's ``MPI_Comm_agree``.
+        """
+        return self._agreements.agree(self._call("agree"), value, op, timeout)
+
+    @explain_unknown_keywords(operation_label)
+    def rebuild(
+        self,
+        *,
+        min_size: int = 1,
+        without: Iterable[int] = (),
+        leave: bool = False,
+        note: bytes = b"",
+        fence: bool = True,
+        timeout: float | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of the surviving ranks, and close this one.
+
+        Every surviving rank calls it, in any state of the group; it waits for the others.  The new group uses
+        the existing connections, so this takes milliseconds.  Ranks below the new size keep their numbers;
+        the highest ranks replace lost ones.  Messages of the old group never arrive in the new one, and its
+        pending operations fail with GroupClosed.  Subgroups of this group are not changed.
+
+        Args:
+            min_size: minimum size of the new group; if ranks pass different values, the largest counts.
+            without: ranks to exclude, for example because they are slow.  They call ``rebuild`` too.
+            leave: whether this rank leaves.
+            note: bytes for all other ranks, in ``rebuilt.notes`` of the new group; at most 4,000, fewer in
+                groups of more than 1,000 ranks.
+            fence: whether to end processes of lost ranks that still run on this host, by SIGKILL.  Otherwise
+                they could write into memory that the new group uses: pass False only if the caller ends them.
+            timeout: in seconds; None: that of the group plus twice ``SHOAL_VOTE_TIMEOUT``.
+
+        Returns:
+            The new group, with a greater ``epoch``, a new store, and the timeout of this one; None: this rank
+            has left.
+
+        Raises:
+            TooFewRanks: fewer than ``min_size`` ranks would remain.
+            Evicted: the other ranks continue without this rank.
+            QuorumLost: too few ranks can be reached to decide.
+            OperationTimeout: a rank that can be reached did not answer in time.
+            GroupClosed: this rank has closed the group.
+            UnsupportedOperation: the backend of the group has no agreements.
+
+        After an error this group is unchanged, and the same ranks can call it again.  Compare ULFM's
+        ``MPI_Comm_shrink``.
+        """
+        return rebuild(self, min_size, without, leave, note, fence, timeout)
 
     @property
     def _backend(self) -> Backend:
         return self._links.backend
 
-    def _made_again(self, spec: GroupSpec, store: Store) -> ProcessGroup:
+    def _make_on_same_links(self, spec: GroupSpec, store: Store) -> ProcessGroup:
         return self._in(self._world, self._links, spec, store, timeout=self._timeout, parent=self)
 
-    def _reports_evictions(self) -> Callable[[Sequence[int], Collection[int]], None]:
-        return eviction_report(self._spec, self._links, self._world.membership.meeting)
-
-    def _become(self, successor: ProcessGroup) -> None:
-        super()._become(successor)
-        successor._is_first, self._is_first = self._is_first, False
+    def _set_previous_epoch(self, epoch: int) -> None:
+        """Set the epoch of this new group, which replaces one of ``epoch`` without a rebuild."""
+        self.epoch = self._history.epoch = epoch + 1
 
     # -- the end -------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "") -> None:
+        """Abort the group on all ranks, from any thread.
+
+        All pending and later operations fail with GroupAborted.  Groups made from this one are not affected.
+        The group must still be closed, to release its resources.
+
+        Args:
+            reason: part of the error message on the other ranks.
+        """
+        self._submitter.abort(reason)
 
     def close(self, timeout: float | None = None) -> None:
         """Complete submitted operations, notify the other ranks, and release all resources.
@@ -451,34 +540,31 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
         Raises:
             CollectiveMismatch: the ranks called different operations, and no operation has raised it here.
         """
-        seconds = self._timeout if timeout is None else self._checked_timeout(timeout)
-        if self._state == "forked":
+        seconds = self._submitter.checked_timeout(timeout)
+        if self._submitter.local_state is GroupState.FORKED:
             return
         deadline = time.monotonic() + seconds
         with self._closing:
-            if self._state == "closed":
+            if self._submitter.local_state is GroupState.CLOSED:
                 return
-            dumps.closing(self)
+            dumps.dump_before_close(self)
             self._begin_close()
-            self._close_pending(remaining(deadline))
+            if self._pending is not None:
+                self._pending.close(remaining(deadline))
             with ExitStack() as steps:  # runs all callbacks, in reverse order, even if one raises
-                steps.callback(dumps.closed)
+                steps.callback(dumps.stop_if_idle)
                 steps.callback(lambda: self._world.discard(self, remaining(deadline)))
-                steps.callback(self._has_closed)
-                steps.callback(lambda: self._lists.forget(self, remaining(deadline)))
+                steps.callback(self._submitter.mark_closed)
+                steps.callback(lambda: self._lists.unwatch(self._submitter, remaining(deadline)))
                 self._channel.close(remaining(deadline))
 
-    def _has_closed(self) -> None:
-        self._ended = True
-        self._state = "closed"
+    def _begin_close(self) -> None:
+        self._submitter.begin_close(leaves_world=self._is_first)
 
     def _become_forked(self) -> None:
-        # The locks may be held by threads that do not exist in the child.
-        self._submitting = threading.Lock()
-        self._closing = threading.Lock()
-        self._lists = ListWatch()
-        if self._state != "closed":
-            self._state = "forked"
+        self._closing = threading.Lock()  # it may be held by a thread that does not exist in the child
+        self._lists = MemberListChecker()
+        self._submitter.become_forked()
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -486,15 +572,74 @@ class ProcessGroup(Objects, MonitoredBarrier, Rebuilding):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        successor = None if self._line is None or self._line.newest is self else self._line.newest
+        successor = None if self._history.newest is self else self._history.newest
         try:
             if successor is not None:  # the block now belongs to the rebuilt group
                 successor.__exit__(kind, error, trace)
         finally:
-            may_abort = self._state == "open"
-            end_block(self, error, may_abort, is_first=self._is_first, goes_on=successor is not None)
+            self._end_block(error, has_successor=successor is not None)
+
+    def _end_block(self, error: BaseException | None, *, has_successor: bool) -> None:
+        """Close the group at the end of its block.
+
+        Args:
+            error: the exception that leaves the block.
+            has_successor: whether a rebuild has replaced the group; then the new group reports the failure.
+
+        Raises:
+            GroupError: the failure of the group, also one detected on closing, if no call has raised it and
+                no exception leaves the block.
+        """
+        orderly = error is None or (isinstance(error, SystemExit) and not error.code)
+        may_abort = self._submitter.local_state is GroupState.OPEN
+        unseen = self._unseen_failure() if error is None and not has_successor else None
+        try:
+            if error is not None and not orderly and may_abort:
+                self._abort_after(error)
+            self.close()
+        except CollectiveMismatch:
+            if orderly:
+                raise
+        if unseen is not None:
+            raise self._submitter.error_for_call(unseen)
+
+    def _unseen_failure(self) -> GroupError | None:
+        """Return the failure of the open group if no call has raised it.
+
+        A lost rank is reported once, by the first group of the world that detects it, or by calls of an RPC
+        agent that uses the world.
+        """
+        if self.state not in (GroupState.BROKEN, GroupState.ABORTED) or self._channel.reported:
+            return None
+        failure = self._channel.failure()
+        known = self._world.losses_reported or self._backend.losses_reported
+        return None if isinstance(failure, PeerLost) and known else failure
+
+    def _abort_after(self, error: BaseException) -> None:
+        reason = f"an exception left the group's block on rank {self.rank}: {error_repr(error)}"
+        if self._is_first:
+            try:
+                self._world.abort(reason)
+            finally:
+                self._world.close(self.timeout)
+        self.abort(reason)
 
     @never_compile
     def __del__(self) -> None:
-        if hasattr(self, "_lists") and self._state not in ("closed", "forked"):
+        closed = (GroupState.CLOSED, GroupState.FORKED)
+        if hasattr(self, "_pending") and self._submitter.local_state not in closed:
             self._world.dropped(self)
+
+
+def _report_evictions(
+    spec: GroupSpec, links: Links, meeting: str, lost: Sequence[int], dead: Collection[int]
+) -> None:
+    """Report the lost ranks of a decision to the launcher, which ends their processes.
+
+    Args:
+        meeting: the rendezvous of the world's ranks.
+        dead: the lost ranks that have failed or left.
+    """
+    unreachable = links.lost() if config.QUORUM.get() == "any" else ()  # they then count as failed
+    evicted = [spec.ranks[rank] for rank in lost if rank not in dead or spec.ranks[rank] in unreachable]
+    failure_report.evicted(evicted, meeting)

@@ -7,30 +7,28 @@ for example after a timeout, the next call continues with the newest group, whic
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .. import config, failure_report
-from ..backend.agreements import Op
-from ..backend.base import GroupSpec, ident_of
-from ..common.arguments import explain_unknown_keywords
+from ..backend.agreement import AgreementOp
+from ..backend.base import GroupSpec, group_ident
 from ..common.formatting import ranks_named
-from ..errors import OperationTimeout, ProtocolError, TooFewRanks
+from ..errors import GroupError, OperationTimeout, ProtocolError, TooFewRanks
 from ..net import Deadline
 from ..store import PrefixStore, Store
-from .agreement import Agreement, Agreements, OpsDiffer
-from .submission import called
+from .agreement import Agreement, AgreementOpMismatch
 
-R = TypeVar("R", bound="Rebuilding")
+if TYPE_CHECKING:
+    from .process_group import ProcessGroup
 
 #: the fields of `_Vote` (``is_in_use``: the program already has the group), with a count for ``without``
 _HEAD = struct.Struct("<qIIBBH")
 _RANK = struct.Struct("<I")
-_SHORTEST = 0.001  # minimum timeout in seconds for the rest of a rebuild
+_MIN_TIMEOUT_S = 0.001  # minimum timeout in seconds for the rest of a rebuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Rebuilt:
 
 
 @dataclass(slots=True)
-class _Lineage:
+class RebuildHistory:
     """The common state of a group and all groups rebuilt from it.
 
     Attributes:
@@ -80,7 +78,7 @@ class _Lineage:
     store: Store
     is_world: bool
     epoch: int = 0
-    newest: Any = None
+    newest: ProcessGroup | None = None
 
 
 class _Vote(NamedTuple):
@@ -117,197 +115,162 @@ def _decoded(vote: bytes, rank: int, size: int) -> _Vote:
     return _Vote(completed, epoch, min_size, bool(leaves), bool(is_in_use), without, vote[end:])
 
 
-def new_ranks(stays: Sequence[int]) -> tuple[int, ...]:
+def new_ranks(survivors: Sequence[int]) -> tuple[int, ...]:
     """Return the old rank of each new rank, given the surviving ranks, ascending.
 
     Ranks below the new size keep their numbers, so that as little data and optimiser state as possible moves;
     the other ranks fill the gaps.
     """
-    size = len(stays)
-    movers = iter(rank for rank in stays if rank >= size)
-    keepers = set(stays)
+    size = len(survivors)
+    movers = iter(rank for rank in survivors if rank >= size)
+    keepers = set(survivors)
     return tuple(rank if rank in keepers else next(movers) for rank in range(size))
 
 
-class Rebuilding(Agreements):
-    """The operation ``rebuild`` of a group.
+def rebuild(
+    group: ProcessGroup,
+    min_size: int,
+    without: Iterable[int],
+    leave: bool,
+    note: bytes,
+    fence: bool,
+    timeout: float | None,
+) -> ProcessGroup | None:
+    """See :meth:`shoal.ProcessGroup.rebuild`."""
+    call = group._call("rebuild")
+    default = group.timeout + 2 * config.VOTE_TIMEOUT.get()  # there are two agreements at least
+    deadline = Deadline(default if timeout is None else group._submitter.checked_timeout(timeout))
+    if not isinstance(min_size, int) or not 1 <= min_size <= group.size:
+        call.refuse(f"min_size={min_size!r}: expected 1 to {group.size}, the size of the group")
+    if not isinstance(note, bytes):
+        call.refuse(f"note must be bytes, got {type(note).__name__}")
+    excluded = frozenset(call.root(rank, "every element of without") for rank in without)
+    own_vote = _Vote(-1, 0, min_size, bool(leave), True, excluded, note)
+    room = group._agreements.vote_limit() - len(own_vote.encode()) + len(note)
+    if len(note) > room:
+        call.refuse(f"a note of {len(note)} bytes: there is room for {max(room, 0)}")
 
-    Attributes:
-        epoch: greater than that of the old group; 0: it was not rebuilt.
-        rebuilt: its relation to the old group; None: it was not rebuilt.
-    """
+    def remaining() -> float:
+        return max(deadline.remaining(), _MIN_TIMEOUT_S)
 
-    epoch: int = 0
-    rebuilt: Rebuilt | None = None
-    _line: _Lineage | None = None
-    #: the new group of a rebuild that failed before it was complete
-    _pending: Any = None
-
-    @explain_unknown_keywords(called)
-    def rebuild(
-        self: R,
-        *,
-        min_size: int = 1,
-        without: Iterable[int] = (),
-        leave: bool = False,
-        note: bytes = b"",
-        timeout: float | None = None,
-    ) -> R | None:
-        """Make a group of the surviving ranks, and close this one.
-
-        Every surviving rank calls it, in any state of the group; it waits for the others.  The new group uses
-        the existing connections, so this takes milliseconds.  Ranks below the new size keep their numbers;
-        the highest ranks replace lost ones.  Messages of the old group never arrive in the new one, and its
-        pending operations fail with GroupClosed.  Subgroups of this group are not changed.  Processes of lost
-        ranks that still run on the same host are ended by SIGKILL, as they could write into shared memory.
-
-        Args:
-            min_size: minimum size of the new group; if ranks pass different values, the largest counts.
-            without: ranks to exclude, for example because they are slow.  They call ``rebuild`` too.
-            leave: whether this rank leaves.
-            note: bytes for all other ranks, in ``rebuilt.notes`` of the new group; at most 4,000, fewer in
-                groups of more than 1,000 ranks.
-            timeout: in seconds; None: that of the group plus twice ``SHOAL_VOTE_TIMEOUT``.
-
-        Returns:
-            The new group, with a greater ``epoch``, a new store, and the timeout of this one; None: this rank
-            has left.
-
-        Raises:
-            TooFewRanks: fewer than ``min_size`` ranks would remain.
-            Evicted: the other ranks continue without this rank.
-            QuorumLost: too few ranks can be reached to decide.
-            OperationTimeout: a rank that can be reached did not answer in time.
-            GroupClosed: this rank has closed the group.
-            UnsupportedOperation: the backend of the group has no agreements.
-
-        After an error this group is unchanged, and the same ranks can call it again.  Compare ULFM's
-        ``MPI_Comm_shrink``.
-        """
-        call = self._call("rebuild")
-        default = self._timeout + 2 * config.VOTE_TIMEOUT.get()  # there are two agreements at least
-        deadline = Deadline(default if timeout is None else self._checked_timeout(timeout))
-        if not isinstance(min_size, int) or not 1 <= min_size <= self._size:
-            call.refuse(f"min_size={min_size!r}: expected 1 to {self._size}, the size of the group")
-        if not isinstance(note, bytes):
-            call.refuse(f"note must be bytes, got {type(note).__name__}")
-        named = frozenset(call.root(rank, "every element of without") for rank in without)
-        asks = _Vote(-1, 0, min_size, bool(leave), True, named, note)
-        room = self._vote_limit() - len(asks.encode()) + len(note)
-        if len(note) > room:
-            call.refuse(f"a note of {len(note)} bytes: there is room for {max(room, 0)}")
-
-        def left() -> float:
-            return max(deadline.remaining(), _SHORTEST)
-
-        group: R = self
-        seen = None
-        if self._pending is not None:
-            group, seen = self._pending, self._pending.rebuilt
-            old = enumerate(seen.previous)
-            named = frozenset(rank for rank, before in old if before in named)
-            asks = asks._replace(is_in_use=False, without=named)
-        while True:
-            plan, is_whole = group._agree_on_plan(asks, left())
-            if is_whole:
-                self._become(group)
-            if is_whole or group._rank not in plan.previous:
-                self.close(left())
-                return group if is_whole else None
-            if living := group._channel.fence(plan.lost, left()):
-                raise OperationTimeout(
-                    f"rebuild on rank {group._rank} of group {group._spec.name!r}: SIGKILL did not end "
-                    f"{ranks_named(living)}, which the group has lost; it may still write to shared memory",
-                    living,
-                )
-            older, group = group, group._succeed(plan)
-            group.rebuilt = seen = plan.after(seen)
-            self._pending = group
-            if older is not self:
-                older.close(_SHORTEST)
-            asks = asks._replace(leaves=False, is_in_use=False, without=frozenset())
-
-    def _agree_on_plan(self, asks: _Vote, timeout: float) -> tuple[Rebuilt, bool]:
-        """Return the plan that all surviving ranks compute, and whether this group is complete and unused."""
-        line = self._line_of_it()
-        vote = asks._replace(completed=self._channel.last_completed(), epoch=line.epoch)
-        agreed = self._agree_with_all(vote.encode(), Deadline(timeout))
-        votes = {
-            rank: _decoded(each, rank, self._size)
-            for rank, each in zip(agreed.ranks, agreed.value, strict=True)
-        }
-        named = frozenset[int]().union(*(each.without for each in votes.values()))
-        left = tuple(rank for rank in agreed.ranks if votes[rank].leaves or rank in named)
-        stays = [rank for rank in agreed.ranks if rank not in left]
-        is_whole = len(stays) == self._size and not any(each.is_in_use for each in votes.values())
-        line.epoch = max(each.epoch for each in votes.values()) + (not is_whole)
-        least = max(each.min_size for each in votes.values())
-        if len(stays) < least:
-            gone = [
-                f"{ranks_named(ranks)} {has if len(ranks) == 1 else have}"
-                for ranks, has, have in ((agreed.lost, "is lost", "are lost"), (left, "leaves", "leave"))
-                if ranks
-            ]
-            raise TooFewRanks(
-                f"rebuild on rank {self._rank} of group {self._spec.name!r}: {len(stays)} of {self._size} "
-                f"ranks would remain, and min_size is {least}: {' and '.join(gone)}"
+    current = group
+    seen = None
+    if group._pending is not None:
+        current, seen = group._pending, group._pending.rebuilt
+        assert seen is not None
+        excluded = frozenset(rank for rank, before in enumerate(seen.previous) if before in excluded)
+        own_vote = own_vote._replace(is_in_use=False, without=excluded)
+    while True:
+        plan, is_whole = _agree_on_plan(current, own_vote, remaining())
+        if is_whole:
+            replace_by(group, current)
+        if is_whole or current.rank not in plan.previous:
+            group.close(remaining())
+            return current if is_whole else None
+        if fence and (still_running := current._channel.fence(plan.lost, remaining())):
+            raise OperationTimeout(
+                f"rebuild on rank {current.rank} of group {current.name!r}: SIGKILL did not end "
+                f"{ranks_named(still_running)}, which the group has lost; it may still write to "
+                "shared memory",
+                still_running,
             )
-        completed = [each.completed for each in votes.values()]
-        plan = Rebuilt(
-            new_ranks(stays), agreed.lost, left, {rank: each.note for rank, each in votes.items()},
-            (min(completed), max(completed)),
-        )  # fmt: skip
-        return plan, is_whole
+        older, current = current, make_successor(current, plan)
+        current.rebuilt = seen = plan.after(seen)
+        group._pending = current
+        if older is not group:
+            older.close(_MIN_TIMEOUT_S)
+        own_vote = own_vote._replace(leaves=False, is_in_use=False, without=frozenset())
 
-    def _agree_with_all(self, vote: bytes, deadline: Deadline) -> Agreement[tuple[bytes, ...]]:
-        """Return the votes of all surviving ranks.
 
-        A rank that has not detected the loss may have called ``agree``, also for the growth of its session.
-        That call raises RebuildCalled, and the rank's next call matches the next one of this rank.
+def _agree_on_plan(group: ProcessGroup, own_vote: _Vote, timeout: float) -> tuple[Rebuilt, bool]:
+    """Return the plan that all surviving ranks compute, and whether this group is complete and unused."""
+    history = group._history
+    vote = own_vote._replace(completed=group._channel.last_completed(), epoch=history.epoch)
+    agreed = _agree_with_all(group, vote.encode(), Deadline(timeout))
+    votes = {
+        rank: _decoded(each, rank, group.size) for rank, each in zip(agreed.ranks, agreed.value, strict=True)
+    }
+    excluded = frozenset[int]().union(*(each.without for each in votes.values()))
+    left = tuple(rank for rank in agreed.ranks if votes[rank].leaves or rank in excluded)
+    survivors = [rank for rank in agreed.ranks if rank not in left]
+    is_whole = len(survivors) == group.size and not any(each.is_in_use for each in votes.values())
+    history.epoch = max(each.epoch for each in votes.values()) + (not is_whole)
+    min_size = max(each.min_size for each in votes.values())
+    if len(survivors) < min_size:
+        losses = [
+            f"{ranks_named(ranks)} {has if len(ranks) == 1 else have}"
+            for ranks, has, have in ((agreed.lost, "is lost", "are lost"), (left, "leaves", "leave"))
+            if ranks
+        ]
+        raise TooFewRanks(
+            f"rebuild on rank {group.rank} of group {group.name!r}: {len(survivors)} of {group.size} "
+            f"ranks would remain, and min_size is {min_size}: {' and '.join(losses)}"
+        )
+    completed = [each.completed for each in votes.values()]
+    plan = Rebuilt(
+        new_ranks(survivors), agreed.lost, left, {rank: each.note for rank, each in votes.items()},
+        (min(completed), max(completed)),
+    )  # fmt: skip
+    return plan, is_whole
+
+
+def _agree_with_all(group: ProcessGroup, vote: bytes, deadline: Deadline) -> Agreement[tuple[bytes, ...]]:
+    """Return the votes of all surviving ranks.
+
+    A rank that has not detected the loss may have called ``agree``, also for the growth of its session.  That
+    call raises RebuildCalled, and the rank's next call matches the next one of this rank.
+    """
+    while True:
+        with contextlib.suppress(AgreementOpMismatch):
+            timeout = max(deadline.remaining(), _MIN_TIMEOUT_S)
+            return group._agreements.vote(AgreementOp.REBUILD, vote, timeout).wait()
+
+
+def make_successor(group: ProcessGroup, plan: Rebuilt) -> ProcessGroup:
+    """Make the group of ``plan``, over the same connections."""
+    history, old = group._history, group._spec
+    ranks = tuple(old.ranks[rank] for rank in plan.previous)
+    label = f"{history.spec.ident:x}@{history.epoch}:{','.join(map(str, ranks))}"
+    spec = replace(
+        old, name=f"{history.spec.name}@{history.epoch}", ident=group_ident(label), ranks=ranks,
+        rank=plan.previous.index(group.rank),
+        world_ranks=tuple(range(len(ranks)))
+        if history.is_world
+        else old.world_ranks and tuple(old.world_ranks[rank] for rank in plan.previous),
+    )  # fmt: skip
+    successor = group._make_on_same_links(spec, PrefixStore(f"@{history.epoch}/", history.store))
+    successor.epoch, successor._history = history.epoch, history
+    return successor
+
+
+def replace_by(group: ProcessGroup, successor: ProcessGroup) -> None:
+    """Replace ``group``, which is closed next, by ``successor``."""
+    group._history.newest, group._pending = successor, None
+    failure_report.rebuilt()
+    successor._is_first, group._is_first = group._is_first, False
+
+
+# -- objects that move to a new group ----------------------------------------------------------
+
+
+class Regroupable(Protocol):
+    """An object that uses a group and can move to the result of :meth:`~shoal.ProcessGroup.rebuild`."""
+
+    def check_regroup(self) -> None:
+        """Raise UsageError if :meth:`regroup` cannot work, before it is needed."""
+
+    def regroup(self, group: ProcessGroup) -> None:
+        """Use ``group`` from now on, on every rank of it; does not communicate.
+
+        Pending operations in the old group are dropped.
         """
-        while True:
-            with contextlib.suppress(OpsDiffer):
-                return self._agree(Op.REBUILD, vote, max(deadline.remaining(), _SHORTEST)).wait()
 
-    def _line_of_it(self) -> _Lineage:
-        if self._line is None:
-            self._line = _Lineage(self._spec, self._store, self._is_first)
-        return self._line
 
-    def _succeed(self: R, plan: Rebuilt) -> R:
-        """Make the group of ``plan``."""
-        line = self._line_of_it()
-        ranks = tuple(self._spec.ranks[rank] for rank in plan.previous)
-        label = f"{line.spec.ident:x}@{line.epoch}:{','.join(map(str, ranks))}"
-        spec = replace(
-            self._spec, name=f"{line.spec.name}@{line.epoch}", ident=ident_of(label), ranks=ranks,
-            rank=plan.previous.index(self._rank),
-            world_ranks=tuple(range(len(ranks)))
-            if line.is_world
-            else self._spec.world_ranks and tuple(self._spec.world_ranks[rank] for rank in plan.previous),
-        )  # fmt: skip
-        successor = self._made_again(spec, PrefixStore(f"@{line.epoch}/", line.store))
-        successor.epoch, successor._line = line.epoch, line
-        return successor
+class GroupOwner(Protocol):
+    """The owner of the group, which makes a new group after a failure (a session)."""
 
-    @abc.abstractmethod
-    def _made_again(self: R, spec: GroupSpec, store: Store) -> R:
-        """Make a group over the same connections."""
+    def goes_on(self, error: GroupError) -> bool:
+        """After ``error``, make a new group and call :meth:`Regroupable.regroup`; False: no rank is lost."""
 
-    def _become(self: R, successor: R) -> None:
-        """Replace this group, which is closed next, by ``successor``."""
-        self._line_of_it().newest, self._pending = successor, None
-        failure_report.rebuilt()
-
-    def _goes_on_from(self, epoch: int) -> None:
-        """Set the epoch of this new group, which replaces one of ``epoch`` without a rebuild."""
-        self.epoch = epoch + 1
-        self._line_of_it().epoch = self.epoch
-
-    def _close_pending(self, timeout: float) -> None:
-        if self._pending is not None:
-            self._pending.close(timeout)
-
-    @abc.abstractmethod
-    def close(self, timeout: float | None = None) -> None:
-        """Release everything."""
+    def settle(self) -> None:
+        """Redistribute state that differs between ranks in the new group, and handle further losses."""

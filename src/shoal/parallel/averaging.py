@@ -18,7 +18,7 @@ import torch
 from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
-from ..group.group_argument import given_group
+from ..group.group_argument import resolve_group
 from ..spec import AVG
 from .coalesced import broadcast_obstacle, split_messages
 
@@ -41,7 +41,7 @@ def average_parameters(params: Parameters, group: object = None) -> None:
         UsageError: ``params`` contains other objects, or a tensor that cannot be sent.
         OutOfSharedMemory: a message does not fit into shared memory.
     """
-    ranks = given_group(group, "average_parameters")
+    ranks = resolve_group(group, "average_parameters")
     on_the_way: list[tuple[list[torch.Tensor], list[torch.Tensor], Future[torch.Tensor]]] = []
 
     def unpack_one() -> None:
@@ -95,7 +95,7 @@ class ModelAverager(abc.ABC):
     def __init__(self, group: object, warmup_steps: int) -> None:
         if not isinstance(warmup_steps, int) or warmup_steps < 0:
             raise UsageError(f"warmup_steps must be a number of steps, got {warmup_steps!r}")
-        self.group = given_group(group, type(self).__name__)
+        self.group = resolve_group(group, type(self).__name__)
         self.warmup_steps = warmup_steps
         self.step = 0
 

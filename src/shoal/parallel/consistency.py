@@ -132,5 +132,5 @@ def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
     """Return the descriptions of all ranks."""
     lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)], device="cpu")).wait()]
     parts = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
-    group.all_gather(torch.frombuffer(bytearray(own), dtype=torch.uint8), parts).wait()
+    group.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
     return [bytes(part.tolist()).decode() for part in parts]

@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..future import Future
 from ..group import ProcessGroup
-from ..group.group_argument import given_group
+from ..group.group_argument import resolve_group
 
 #: Number of shadowed steps after which a rank warns of very uneven inputs.
 _SKEW_WARNING_STEPS = 1000
@@ -390,7 +390,7 @@ def _refuse_unknown(joinables: Sequence[Joinable], kwargs: dict[str, Any]) -> No
 
 
 def _group_of(joinable: Joinable) -> ProcessGroup:
-    return given_group(joinable.join_process_group, "Join", f"join_process_group of {_name(joinable)}")
+    return resolve_group(joinable.join_process_group, "Join", f"join_process_group of {_name(joinable)}")
 
 
 def _config(joinable: Joinable) -> JoinConfig:

@@ -462,7 +462,7 @@ class Rendezvous:
 
     def _failed_error(self, reason: str, ranks: Collection[int] = ()) -> RendezvousError:
         """Return the error of a meeting that failed because of other ranks (``ranks``, if known)."""
-        failure_report.told(ranks, self._name)
+        failure_report.notified(ranks, self._name)
         return RendezvousError(self._prefix + reason.removeprefix(self._prefix))
 
     def _as_rank(self) -> str:

@@ -29,7 +29,7 @@ from ..future import Future
 from ..net import Deadline
 from ..rendezvous.launcher_variables import read
 from ..rendezvous.point import RendezvousPoint, checked_request, open_request
-from ..torch_terms.durations import CLOSING
+from ..torch_terms.arguments import CLOSE_TIMEOUT_S
 from .agent import Agent
 from .calls.default import UNSET, call_timeout, default_agent, state
 from .calls.reference import RRef
@@ -113,7 +113,7 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             if not graceful and meeting is not None:
                 with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
                     meeting.leave()
-            seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSING)
+            seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSE_TIMEOUT_S)
             try:
                 agent.close(max(seconds, _MIN_CLOSE_S), graceful=graceful)
             finally:

@@ -98,7 +98,7 @@ def checked_settings(
 
     Raises UsageError or ConfigurationError if one of them is invalid.
     """
-    config.check()
+    config.check_environment()
     return {
         "timeout": config.RPC_TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout),
         "memory": config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory),

@@ -1,10 +1,9 @@
 """Torch's API vocabulary, shared by ``shoal.distributed`` and ``shoal.compat``.
 
 =====================  ======================================================================
-``durations``          timeouts: timedeltas, seconds, and torch's values for "no timeout"
-``reductions``         torch's ``ReduceOp`` and its spellings
+``arguments``          timeouts (timedeltas, seconds, "no timeout") and reductions
 ``work``               the methods common to both ``Work`` classes
-``in_turn``            lists of outputs that share memory
+``aliased_outputs``    lists of outputs that share memory
 ``coalesced``          one operation on several tensors, with one future
 =====================  ======================================================================
 

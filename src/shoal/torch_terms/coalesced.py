@@ -13,18 +13,17 @@ from ..future import Future, FutureSource, collect_all, derive_key
 from ..group import ProcessGroup
 from ..spec import ReduceOp
 from ..streams import DeviceEvents
-from .in_turn import in_turn
+from .aliased_outputs import with_distinct_outputs
 
 
 def all_reduce(
-    group: ProcessGroup,
-    tensors: Sequence[torch.Tensor],
-    op: ReduceOp,
-    timeout: float | None = None,
+    group: ProcessGroup, tensors: Sequence[torch.Tensor], op: ReduceOp, timeout: float | None = None
 ) -> Future[Any]:
     """All-reduce several tensors, each in place.  A tensor that is listed twice is reduced once."""
-    return in_turn(
-        tensors, lambda each: together(group.all_reduce(x, op, timeout=timeout) for x in each), keep=True
+    return with_distinct_outputs(
+        tensors,
+        lambda each: combine_futures(group.all_reduce(x, op, timeout=timeout) for x in each),
+        keep=True,
     )
 
 
@@ -49,10 +48,10 @@ def all_gather(
             f"{operation} on rank {group.rank}: expected {group.size} lists of {count} output tensors, "
             f"got lists of {[len(each) for each in outputs]}"
         )
-    return interleaved(group, [x for each in outputs for x in each], inputs, timeout)
+    return all_gather_flat(group, [x for each in outputs for x in each], inputs, timeout)
 
 
-def interleaved(
+def all_gather_flat(
     group: ProcessGroup,
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -60,27 +59,27 @@ def interleaved(
 ) -> Future[Any]:
     """Gather ``inputs[i]`` of rank *r* into ``outputs[r * len(inputs) + i]`` on all ranks."""
     count = len(inputs)
-    return in_turn(
+    return with_distinct_outputs(
         outputs,
-        lambda flat: together(
-            group.all_gather(x, flat[i::count], timeout=timeout) for i, x in enumerate(inputs)
+        lambda flat: combine_futures(
+            group.all_gather(flat[i::count], x, timeout=timeout) for i, x in enumerate(inputs)
         ),
     )
 
 
-def together(operations: Iterable[Future[Any]]) -> Future[Any]:
+def combine_futures(operations: Iterable[Future[Any]]) -> Future[Any]:
     """Combine several futures into one.  The waiting thread drives all operations; no helper thread."""
     futures = list(operations)
     if len(futures) == 1:
         return futures[0]
-    result: Future[Any] = Future(_Together(futures))
+    result: Future[Any] = Future(_CombinedSource(futures))
     keys = [future.key for future in futures if future.key is not None]
     if len(keys) == len(futures):
         result.key = derive_key(b"together", *keys)
     return result
 
 
-class _Together(FutureSource):
+class _CombinedSource(FutureSource):
     def __init__(self, futures: Sequence[Future[Any]]) -> None:
         self._futures = futures
 

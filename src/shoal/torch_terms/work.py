@@ -8,14 +8,10 @@ from ..common.copy_refusal import refuses_copies
 from ..errors import UsageError
 from ..future import Future
 from ..group import Message
-from .durations import Duration, limit
+from .arguments import Duration, limit
 
 
-@refuses_copies(
-    "a Work",
-    "an operation in progress",
-    "Wait for it and copy the tensors",
-)
+@refuses_copies("a Work", "an operation in progress", "Wait for it and copy the tensors")
 class WorkMethods:
     """Base class of both ``Work`` classes: waits for an operation and reports its state."""
 

@@ -173,12 +173,12 @@ def test_what_goes_wrong_in_a_step_is_raised_by_ranks_without_a_batch_too(group:
 @on_ranks(2)
 def test_without_a_join_nothing_is_asked_of_the_others(group: shoal.ProcessGroup) -> None:
     model = wrapped(group)
-    before = group._number
+    before = group._shortcut.number
     with model.join(enable=False):
         loss_of(model, batches(1)[0]).backward()
-    inside = group._number - before
+    inside = group._shortcut.number - before
     loss_of(model, batches(1)[0]).backward()
-    assert group._number - before - inside <= inside
+    assert group._shortcut.number - before - inside <= inside
 
 
 @pytest.mark.parametrize("synchronised", [True, False])

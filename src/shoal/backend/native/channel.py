@@ -19,36 +19,52 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ... import _core, config, failure_report
+from ...common.arguments import checked_seconds
 from ...common.formatting import counted, encodable
 from ...errors import (
     CollectiveMismatch,
+    ForkedProcess,
     GroupClosed,
     GroupError,
     OutOfResources,
     PeerLost,
     UnsupportedOperation,
+    UsageError,
     WireError,
 )
-from ...future import Future, scope_variable
+from ...future import Future, callback_scope
 from ...recorder import FlightRecorder
-from ...spec import DTYPE_CODES, DTYPES_BY_CODE, SUM, Operation, OpKind, ReduceOp
-from ..agreements import Agreeing, Op
+from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, SUM, FailureScope, Operation, OpKind, ReduceOp
+from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
-from .agreement import NativeAgreement
-from .codes import check_codes
-from .errors import caused_by_others, exception_of, limits
+from .errors import caused_by_others, exception_of, explain_resource_errors
 from .mesh import OfferedMemory, connect
-from .options import checked_heartbeat, checked_limit, checked_transport
-from .shapes import packed, unpacked
 
 T = TypeVar("T")
 
-_OF_ONE_COUNT = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+_SINGLE_COUNT_KINDS = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 _DISPATCH_POLL_INTERVAL_S = 1.0  # seconds between checks whether the backend is still open
 
+
+def _check_codes() -> None:
+    """Refuse a core that numbers operations or reductions differently than :mod:`shoal.spec`.
+
+    Raises:
+        ImportError: ``shoal._core`` was built from other sources than these.
+    """
+    codes = [(kind.name, kind.value, _core.Kind[kind.name].value) for kind in OpKind]
+    codes += [(op.name, op.code, _core.kernels.RedOp[op.name].value) for op in REDUCTIONS]
+    for name, expected, code in codes:
+        if code != expected:
+            raise ImportError(
+                f"shoal._core has the code {code} for {name}, expected {expected}: it was built from other "
+                "sources; install shoal again"
+            )
+
+
 _core.learn_tensors(torch.Tensor)
-check_codes()
-_core.learn_calls(scope_variable, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
+_check_codes()
+_core.learn_calls(callback_scope, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
 
 
 class _CoreFuture(Future[T]):
@@ -80,13 +96,13 @@ class NativeBackend(Backend):
     """
 
     name = "native"
-    scopes = frozenset({"all", "pair"})
+    scopes = frozenset(FailureScope)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         checked_transport(options.get("transport"))
         checked_heartbeat(options.get("heartbeat_timeout"))
-        checked_limit(options.get("shared_memory_limit"))
+        checked_shared_memory_limit(options.get("shared_memory_limit"))
 
     def __init__(
         self,
@@ -97,13 +113,13 @@ class NativeBackend(Backend):
         heartbeat_timeout: float | None = None,
         shared_memory_limit: int | None = None,
     ) -> None:
-        self._me = membership
+        self._membership = membership
         way = checked_transport(transport)
         heartbeat = checked_heartbeat(heartbeat_timeout)
         capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
-        self._tickets = itertools.count(1)
+        self._callback_ids = itertools.count(1)
         # Re-entrant: the garbage collector may free a future in a critical section of the same thread.
         self._lock = threading.RLock()
         self._dispatcher: threading.Thread | None = None
@@ -112,7 +128,7 @@ class NativeBackend(Backend):
         self._context: Any = _CLOSED
         ranks = counted(membership.local_size, "rank")
         room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
-        with limits(f"rank {membership.rank} cannot start ({room})"):
+        with explain_resource_errors(f"rank {membership.rank} cannot start ({room})"):
             try:
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
@@ -128,7 +144,7 @@ class NativeBackend(Backend):
                 raise
 
     def _connect(self, transport: str, timeout: float) -> None:
-        me = self._me
+        me = self._membership
         rings = [0 if rank == me.rank else self._context.make_ring() for rank in range(me.size)]
         memory = OfferedMemory(self._context.memory_fd, self._context.memory_capacity, rings)
         mesh = connect(me, memory, transport=transport, timeout=timeout)
@@ -148,7 +164,7 @@ class NativeBackend(Backend):
                 self._context.add_remote(rank, mesh.remote.pop(rank))
 
     def channel(self, group: GroupSpec) -> NativeChannel:
-        with limits(f"rank {self._me.rank} cannot make the group {group.name!r}"):
+        with explain_resource_errors(f"rank {self._membership.rank} cannot make the group {group.name!r}"):
             core = self._context.group(
                 group.ident,
                 encodable(group.name),
@@ -156,7 +172,7 @@ class NativeBackend(Backend):
                 list(group.ranks),
                 self.hosts(group.ranks),
                 group.concurrency,
-                group.scope == "pair",
+                group.scope == FailureScope.PAIR,
                 config.VOTE_TIMEOUT.get(),
                 config.QUORUM.get() == "any",
             )
@@ -165,15 +181,11 @@ class NativeBackend(Backend):
     def hosts(self, ranks: Sequence[int]) -> list[int]:
         return [self._hosts[rank] for rank in ranks]
 
-    @property
-    def meeting(self) -> str:
-        """The name of the rendezvous that numbered the ranks of the world."""
-        return self._me.meeting
-
-    def in_the_world(self, ranks: Iterable[int]) -> list[int]:
-        """Return the world ranks of some connected ranks."""
-        known = self._me.ranks
-        return [known[rank] for rank in ranks] if known else list(ranks)
+    def report_notified(self, ranks: Iterable[int]) -> None:
+        """Report to the launcher that this rank was notified that some connected ranks failed or left."""
+        known = self._membership.ranks
+        in_world = [known[rank] for rank in ranks] if known else list(ranks)
+        failure_report.notified(in_world, self._membership.meeting)
 
     def lost(self) -> frozenset[int]:
         if self._context is not _CLOSED:
@@ -205,40 +217,40 @@ class NativeBackend(Backend):
         Raises:
             OutOfResources: the dispatcher thread cannot be started; ``fn`` stays registered until one can.
         """
-        ticket = next(self._tickets)
-        lack = None
+        callback_id = next(self._callback_ids)
+        thread_error = None
         with self._lock:
-            self._callbacks[ticket] = fn
+            self._callbacks[callback_id] = fn
             if self._dispatcher is None and not self._stopped:
                 dispatcher = threading.Thread(
-                    target=self._dispatch, name=f"shoal-dispatch-{self._me.rank}", daemon=True
+                    target=self._dispatch, name=f"shoal-dispatch-{self._membership.rank}", daemon=True
                 )
                 try:
                     dispatcher.start()
                     self._dispatcher = dispatcher
                 except RuntimeError as error:
-                    lack = error
-        if core.announce(ticket):
+                    thread_error = error
+        if core.announce(callback_id):
             with self._lock:
-                del self._callbacks[ticket]
+                del self._callbacks[callback_id]
             fn()
-        elif lack is not None:
+        elif thread_error is not None:
             raise OutOfResources(
-                f"rank {self._me.rank} cannot tell when an operation is complete: {lack}.  Raise the number "
-                "of threads that the process may have (ulimit -u)"
-            ) from lack
+                f"rank {self._membership.rank} cannot tell when an operation is complete: {thread_error}.  "
+                "Raise the number of threads that the process may have (ulimit -u)"
+            ) from thread_error
 
     def _dispatch(self) -> None:
         context = self._context
         while True:
-            tickets = context.completions(_DISPATCH_POLL_INTERVAL_S)
-            for ticket in tickets:
+            callback_ids = context.completions(_DISPATCH_POLL_INTERVAL_S)
+            for callback_id in callback_ids:
                 with self._lock:
-                    fn = self._callbacks.pop(ticket)
+                    fn = self._callbacks.pop(callback_id)
                 fn()
                 del fn  # free the objects that it references before the next wait
             # In a closed context every operation is complete, so new announcements return at once.
-            if not tickets and self._stopped:
+            if not callback_ids and self._stopped:
                 return
 
     # -- fault injection, for shoal.testing ----------------------------------------------------
@@ -283,15 +295,15 @@ class NativeChannel(DataChannel):
     def check(self, operation: Operation) -> None:
         if operation.kind is OpKind.SEND or operation.kind is OpKind.RECV:
             for x in (*operation.inputs, *operation.outputs):
-                packed(x.shape)
-        elif self._spec.scope == "pair":
+                pack_shape(x.shape)
+        elif self._spec.scope == FailureScope.PAIR:
             raise UnsupportedOperation(
                 f"{operation.kind.name.lower()} on rank {self._spec.rank}: group {self._spec.name!r} has "
                 "scope='pair', and carries messages only; collectives need a group with scope='all'"
             )
 
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
-        if self._spec.scope == "pair":
+        if self._spec.scope == FailureScope.PAIR:
             return NoShortcut()
         append = None if recorder is None else recorder.append
         self._shortcut = _core.Shortcut(self._core, self, lock, self._spec.ident, append)
@@ -325,7 +337,7 @@ class NativeChannel(DataChannel):
         if tensors:
             x = tensors[0]
             dtype = DTYPE_CODES[x.dtype]
-            dims = packed(x.shape)
+            dims = pack_shape(x.shape)
         core = self._core.message(
             operation.kind, _parts(tensors), operation.peer, operation.tag, dtype, dims, operation.timeout
         )
@@ -337,7 +349,7 @@ class NativeChannel(DataChannel):
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        with limits(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
+        with explain_resource_errors(f"empty on rank {self._spec.rank} of group {self._spec.name!r}"):
             return from_dlpack(self._core.allocate(nbytes))
 
     def failure(self) -> GroupError | None:
@@ -346,15 +358,15 @@ class NativeChannel(DataChannel):
             return None
         if known is None or isinstance(known, PeerLost):
             latest = self.error(self._core.failure())  # more ranks may have been lost since
+            assert not isinstance(latest, ForkedProcess)  # a fork only fails operations
             if known is None or str(latest) != str(known):
                 self._failure = latest
         return self._failure
 
-    def error(self, error: _core.Error | None) -> GroupError | None:
+    def error(self, error: _core.Error | None) -> GroupError | ForkedProcess | None:
         """Return the exception for an error of the core; report to the launcher if another rank caused it."""
         if error is not None and caused_by_others(error, self._spec.rank):
-            ranks = self._backend.in_the_world(self._spec.ranks[rank] for rank in error.ranks)
-            failure_report.told(ranks, self._backend.meeting)
+            self._backend.report_notified(self._spec.ranks[rank] for rank in error.ranks)
         return exception_of(error, self._spec.rank, self._spec.name)
 
     def report(self, failure: GroupError) -> None:
@@ -374,7 +386,7 @@ class NativeChannel(DataChannel):
         limit: int = self._core.vote_limit()
         return limit
 
-    def agree(self, op: Op, value: bytes, timeout: float) -> Agreeing:
+    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> PendingAgreement:
         return NativeAgreement(self._core, self._spec, op, value, timeout)
 
     def abort(self, reason: str) -> None:
@@ -397,11 +409,11 @@ class NativeChannel(DataChannel):
 
     # -- called by the sources of futures, in cpp/python/source.cc -------------------------------
 
-    def error_of(self, core: _core.Operation) -> GroupError | None:
+    def error_of(self, core: _core.Operation) -> GroupError | ForkedProcess | None:
         """Return the error of a complete operation, or None."""
         error = core.error()
         raised = self.error(error)
-        if raised is not None and self._core.broken():
+        if isinstance(raised, GroupError) and self._core.broken():
             self.report(raised)
             if self.on_failure is not None:
                 self.on_failure()
@@ -419,7 +431,43 @@ class NativeChannel(DataChannel):
     def keep(self, core: _core.Operation, tensors: object) -> None:
         """Keep the tensors alive until an operation whose future was dropped is complete."""
         with contextlib.suppress(OutOfResources):  # the backend keeps them nevertheless
-            self._backend.notify(core, partial(_let_go, tensors))
+            self._backend.notify(core, partial(_drop, tensors))
+
+
+class NativeAgreement:
+    """One agreement of ``core``, a group of the core; raises GroupError if too many are pending."""
+
+    def __init__(self, core: Any, spec: GroupSpec, op: AgreementOp, value: bytes, timeout: float) -> None:
+        number = core.agree(_core.AgreementOp[op.name], value, timeout)
+        if number is None:
+            raise GroupError(
+                f"agree on rank {spec.rank} of group {spec.name!r}: 64 agreements are under way; wait for "
+                "the first of them"
+            )
+        self._core = core
+        self.number = number
+
+    def wait(self, timeout: float) -> AgreementState:
+        news = self._core.agreed(self.number, timeout)
+        return AgreementState(
+            AgreementOutcome[news.outcome.name],
+            None if news.op is None else AgreementOp[news.op.name],
+            news.value,
+            tuple(AgreementOp[op.name] for op in news.called),
+            tuple(news.ranks),
+            None if news.ballot is None else WitnessRequest(news.ballot, news.proposal),
+        )
+
+    def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:
+        wanted: bytes | None = self._core.ask_witness(*request, kept)
+        return wanted
+
+    def tell_witness(self, request: WitnessRequest, kept: bytes) -> None:
+        self._core.tell_witness(self.number, *request, kept)
+
+    def losses(self) -> tuple[list[int], list[int]]:
+        losses: tuple[list[int], list[int]] = self._core.losses()
+        return losses
 
 
 class _Closed:
@@ -440,7 +488,7 @@ class _Closed:
 _CLOSED: Any = _Closed()
 
 
-def _let_go(tensors: object) -> None:
+def _drop(tensors: object) -> None:
     """Do nothing; the caller then drops its reference to the tensors."""
 
 
@@ -466,7 +514,7 @@ def _counts(operation: Operation) -> tuple[int, list[int]]:
         if all(size == sizes[0] for size in sizes):
             return sizes[0], []
         return 0, list(sizes)
-    if operation.kind in _OF_ONE_COUNT:
+    if operation.kind in _SINGLE_COUNT_KINDS:
         return (operation.inputs or operation.outputs)[0].numel(), []
     return 0, []
 
@@ -477,15 +525,92 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
     if outputs:
         return outputs[0], message.source, message.tag
     dtype = DTYPES_BY_CODE[message.dtype]
-    dims = unpacked(message.dims)
+    dims = unpack_shape(message.dims)
     raw = from_dlpack(message.data)
     tensor = raw.view(dtype).view(dims) if raw.numel() else torch.empty(dims, dtype=dtype, device="cpu")
     return tensor, message.source, message.tag
 
 
+# The encoding of shapes in the header of a message, which has eight 64-bit words for lengths.  A shape of
+# more dimensions is packed into these words: the number of dimensions, then each length in base 128 (7 bits a
+# byte, little-endian).  The highest bit of the last word marks a packed shape, since no length is that large.
+# Received shapes were checked by cpp/transport/check.cc.
+_MAX_DIMS = 8
+
+
+def pack_shape(shape: Sequence[int]) -> list[int]:
+    """Return the words of a message's header for ``shape``; raise UsageError if the shape does not fit."""
+    if len(shape) <= _MAX_DIMS:
+        return list(shape)
+    encoded = bytearray([len(shape)])
+    for length in shape:
+        while length > 0x7F:
+            encoded.append(length & 0x7F | 0x80)
+            length >>= 7
+        encoded.append(length)
+    if len(encoded) >= 8 * _MAX_DIMS:
+        raise UsageError(f"a message cannot carry the shape {tuple(shape)}; send a view of fewer dimensions")
+    encoded = encoded.ljust(8 * _MAX_DIMS - 1, b"\0") + b"\x80"
+    return [int.from_bytes(encoded[i : i + 8], "little") for i in range(0, len(encoded), 8)]
+
+
+def unpack_shape(dims: list[int]) -> list[int]:
+    """Return the shape that the words ``dims`` of a header encode."""
+    if len(dims) < _MAX_DIMS or not dims[-1] >> 63:
+        return dims
+    encoded = b"".join(word.to_bytes(8, "little") for word in dims)
+    shape = [0] * encoded[0]
+    place = 1
+    for i in range(len(shape)):
+        shift = 0
+        while encoded[place] & 0x80:
+            shape[i] |= (encoded[place] & 0x7F) << shift
+            shift += 7
+            place += 1
+        shape[i] |= encoded[place] << shift
+        place += 1
+    return shape
+
+
+#: Values of ``transport=``: how a rank reaches other ranks on its host.
+TRANSPORTS = ("auto", "shm", "tcp")
+
+
+def checked_transport(transport: str | None) -> str:
+    """Return ``transport``, or ``SHOAL_TRANSPORT`` if it is None; raise UsageError if it is invalid."""
+    if transport is None:
+        return config.TRANSPORT.get()
+    if transport not in TRANSPORTS:
+        raise UsageError(f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}")
+    return transport
+
+
+def checked_heartbeat(seconds: float | None) -> float:
+    """Return ``seconds``, or ``SHOAL_HEARTBEAT_TIMEOUT`` if it is None.
+
+    Raises UsageError unless the value is a positive finite number.
+    """
+    if seconds is None:
+        return config.HEARTBEAT_TIMEOUT.get()
+    return checked_seconds("heartbeat_timeout", seconds, finite=True)
+
+
+def checked_shared_memory_limit(limit: int | None) -> int | None:
+    """Return ``limit`` in bytes, or ``SHOAL_SHARED_MEMORY_LIMIT`` if it is None; None: no limit.
+
+    Raises UsageError unless the value is an integer of at least 1 MiB.
+    """
+    what = "shared_memory_limit"
+    if limit is None:
+        limit, what = config.SHARED_MEMORY_LIMIT.get(), config.SHARED_MEMORY_LIMIT.name
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 << 20):
+        raise UsageError(f"{what}={limit!r}: expected a number of bytes, at least a mebibyte (2**20)")
+    return limit
+
+
 def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
     """Return the bytes of address space to reserve, and the maximum bytes in use."""
-    limit = checked_limit(limit)
+    limit = checked_shared_memory_limit(limit)
     if limit is None:
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Every rank maps the memory of every other; ranks that are threads share one address space.

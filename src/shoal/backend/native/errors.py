@@ -21,9 +21,9 @@ from ...errors import (
     ProtocolError,
     ShoalError,
 )
-from .mesh import lacking
+from .mesh import resource_error
 
-_EXCEPTIONS: dict[_core.ErrorCode, type[GroupError]] = {
+_EXCEPTIONS: dict[_core.ErrorCode, type[GroupError | ForkedProcess]] = {
     _core.ErrorCode.PEER_LOST: PeerLost,
     _core.ErrorCode.MISMATCH: CollectiveMismatch,
     _core.ErrorCode.TIMEOUT: OperationTimeout,
@@ -40,24 +40,24 @@ _WITH_RANKS = (PeerLost, OperationTimeout, ProtocolError)
 _NAMES_ITS_RANKS = (_core.ErrorCode.MISMATCH, _core.ErrorCode.ABORTED)
 
 #: Errors that another rank can cause.
-_OF_OTHER_RANKS = (_core.ErrorCode.PEER_LOST, _core.ErrorCode.ABORTED, _core.ErrorCode.CLOSED)
+_CAUSED_BY_OTHERS = (_core.ErrorCode.PEER_LOST, _core.ErrorCode.ABORTED, _core.ErrorCode.CLOSED)
 
 
-def exception_of(error: _core.Error | None, rank: int, group: str) -> GroupError | None:
+def exception_of(error: _core.Error | None, rank: int, group: str) -> GroupError | ForkedProcess | None:
     """Return the exception for an error of the core on `rank` of `group`."""
     if error is None:
         return None
     kind = _EXCEPTIONS[error.code]
     text = _text_of(error, rank, group)
     raised = kind(text, error.ranks) if issubclass(kind, _WITH_RANKS) else kind(text)
-    if error.completed >= 0:
+    if error.completed >= 0 and isinstance(raised, GroupError):
         raised.last_completed = error.completed
     return raised
 
 
 def caused_by_others(error: _core.Error, rank: int) -> bool:
     """Whether other ranks than `rank` caused the error."""
-    return error.code in _OF_OTHER_RANKS and rank not in error.ranks
+    return error.code in _CAUSED_BY_OTHERS and rank not in error.ranks
 
 
 def _text_of(error: _core.Error, rank: int, group: str) -> str:
@@ -89,7 +89,7 @@ def _reported_by(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def limits(what: str) -> Iterator[None]:
+def explain_resource_errors(what: str) -> Iterator[None]:
     """Convert exhausted memory, descriptors or threads during ``what`` into errors that name the remedy."""
     try:
         yield
@@ -102,7 +102,7 @@ def limits(what: str) -> Iterator[None]:
             "space and file size of the process (ulimit -v, ulimit -f), the memory of its container"
         ) from None
     except OSError as error:
-        lack = lacking(error)
+        lack = resource_error(error)
         if lack is None and isinstance(error, ShoalError):
             raise
         raise OutOfResources(

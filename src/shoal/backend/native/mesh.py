@@ -135,10 +135,10 @@ def connect(membership: Membership, memory: OfferedMemory, *, transport: str, ti
         RendezvousTimeout: ranks were not connected within ``timeout`` seconds; the message names them.
         RendezvousError: the ranks' transports differ, or ``"shm"`` is not possible.
     """
-    return _Builder(membership, memory, transport, Deadline(timeout)).run()
+    return _MeshBuilder(membership, memory, transport, Deadline(timeout)).run()
 
 
-class _Builder:
+class _MeshBuilder:
     def __init__(
         self, membership: Membership, memory: OfferedMemory, transport: str, deadline: Deadline
     ) -> None:
@@ -146,7 +146,7 @@ class _Builder:
         self._memory = memory
         self._transport = transport
         self._deadline = deadline
-        self._links: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._memories: dict[int, _Arena] = {}
         self._addresses: list[_Address] = []
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class _Builder:
         name = f"shoal-{secrets.token_hex(12)}"
         with wire.listen_unix(name) as unix, wire.listen(me.interface, secret=me.secret) as tcp:
             mine = _Address(me.host, self._transport, name, me.interface, tcp.getsockname()[1])
-            self._addresses = self._share(mine)
+            self._addresses = self._exchange_addresses(mine)
             self._check_transports()
             acceptors = [
                 threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
@@ -167,7 +167,7 @@ class _Builder:
                 for acceptor in acceptors:
                     _start(acceptor)
                 for rank in range(me.rank):
-                    self._reach(rank)
+                    self._connect_to(rank)
             except BaseException as error:
                 self._failure = error
             for acceptor in acceptors:
@@ -176,7 +176,7 @@ class _Builder:
         try:
             if self._failure is not None:
                 raise self._failure
-            hosts = self._partition(self._agree())
+            hosts = self._partition(self._exchange_shared_memory_ranks())
         except BaseException:
             self._close()
             raise
@@ -184,7 +184,7 @@ class _Builder:
 
     def _hand_over(self, hosts: list[int]) -> Mesh:
         mesh = Mesh(hosts=hosts)
-        for rank, link in self._links.items():
+        for rank, link in self._connections.items():
             memory = self._memories.get(rank)
             if memory is None:
                 mesh.remote[rank] = link.detach()
@@ -200,14 +200,14 @@ class _Builder:
         return mesh
 
     def _close(self) -> None:
-        for link in self._links.values():
+        for link in self._connections.values():
             link.close()
         for memory in self._memories.values():
             memory.close()
 
     # -- store ---------------------------------------------------------------------------------
 
-    def _share(self, mine: _Address) -> list[_Address]:
+    def _exchange_addresses(self, mine: _Address) -> list[_Address]:
         """Publish this rank's address and collect the others'.  The store is used for nothing else."""
         store = self._me.store
         keys = [f"mesh/{rank}" for rank in range(self._me.size)]
@@ -226,7 +226,7 @@ class _Builder:
                     )
         except StoreError:
             # The store may have been in a failed rank, whose sockets close shortly before its process ends.
-            self._look_for_reason(range(self._me.size))
+            self._raise_known_cause(range(self._me.size))
             raise
 
     def _address(self, rank: int, raw: bytes) -> _Address:
@@ -246,7 +246,7 @@ class _Builder:
                     f"{address.transport!r}: give all ranks the same (SHOAL_TRANSPORT)"
                 )
 
-    def _agree(self) -> dict[int, set[int]]:
+    def _exchange_shared_memory_ranks(self) -> dict[int, set[int]]:
         """Return for each rank the ranks with which it shares memory, exchanged over the connections.
 
         This exchange is also the final barrier of connecting.  A rank sends its list when it no longer needs
@@ -255,10 +255,10 @@ class _Builder:
         """
         mine = sorted(self._memories)
         self._me.connected()
-        said = {self._me.rank: set(mine)}
+        shared_memory_ranks = {self._me.rank: set(mine)}
         poll = select.poll()
         rank_of = {}
-        for rank, link in self._links.items():
+        for rank, link in self._connections.items():
             try:
                 link.send(msgspec.msgpack.encode(mine), self._remaining(rank))
             except WireError as error:
@@ -270,8 +270,8 @@ class _Builder:
                 rank = rank_of.pop(fd)
                 poll.unregister(fd)
                 try:
-                    message = self._links[rank].recv(self._deadline.remaining())
-                    said[rank] = set(from_msgpack(message, list[int]))
+                    message = self._connections[rank].recv(self._deadline.remaining())
+                    shared_memory_ranks[rank] = set(from_msgpack(message, list[int]))
                 except (WireError, MalformedMessage) as error:
                     raise self._lost(rank) from error
             if rank_of and self._deadline.expired:
@@ -279,7 +279,7 @@ class _Builder:
                     f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
                     f"others within {format_seconds(self._deadline.timeout)}"
                 )
-        return said
+        return shared_memory_ranks
 
     def _partition(self, shared: dict[int, set[int]]) -> list[int]:
         """Return the host index of each rank.  If a pair on a host cannot share memory, none there does."""
@@ -304,17 +304,17 @@ class _Builder:
     def _local(self, rank: int) -> bool:
         return self._transport != "tcp" and self._addresses[rank].host == self._me.host
 
-    def _reach(self, rank: int) -> None:
+    def _connect_to(self, rank: int) -> None:
         address = self._addresses[rank]
         if self._local(rank):
             try:
                 connection = wire.connect_unix(
                     address.unix, secret=self._me.secret, purpose=_PURPOSE, timeout=self._remaining(rank)
                 )
-                self._introduce(connection, rank)
+                self._introduce_and_add(connection, rank)
                 return
             except WireError as error:
-                if lacking(error):
+                if resource_error(error):
                     raise
                 # Otherwise the pair cannot share memory: use TCP.
         try:
@@ -326,13 +326,13 @@ class _Builder:
                 timeout=self._remaining(rank),
                 plain=True,
             )
-            self._introduce(connection, rank)
+            self._introduce_and_add(connection, rank)
         except (AuthenticationError, VersionMismatch):
             raise
         except WireTimeout as error:
-            raise self._late() from error
+            raise self._timeout_error() from error
         except WireError as error:
-            if lacking(error):
+            if resource_error(error):
                 raise
             raise self._lost(rank) from error
 
@@ -347,70 +347,71 @@ class _Builder:
                 most_pending=max(wire.MAX_PENDING, 2 * self._me.size),
                 plain=True,  # the core takes over the bare sockets
             ) as acceptor:
-                while self._absent(range(self._me.rank + 1, self._me.size)) and self._failure is None:
+                while self._missing_ranks(range(self._me.rank + 1, self._me.size)) and self._failure is None:
                     if self._deadline.remaining() <= 0:
-                        raise self._late(acceptor.refused)
+                        raise self._timeout_error(acceptor.refused)
                     if looked.expired:
                         self._me.check()
                         looked = Deadline(_PEER_CHECK_INTERVAL_S)
                     try:
-                        self._introduce(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
+                        self._introduce_and_add(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
                     except WireError as error:
-                        if lacking(error):
+                        if resource_error(error):
                             raise
                         # Ignore strangers, and peers that will retry over the other transport.
         except BaseException as error:
             self._failure = self._failure or error
 
-    def _absent(self, ranks: range) -> list[int]:
+    def _missing_ranks(self, ranks: range) -> list[int]:
         with self._lock:
-            return [rank for rank in ranks if rank not in self._links]
+            return [rank for rank in ranks if rank not in self._connections]
 
-    def _introduce(self, connection: Connection, expected: int | None) -> None:
+    def _introduce_and_add(self, connection: Connection, expected: int | None) -> None:
         """Exchange ranks, and memory over a unix socket; then add the connection to the mesh."""
         try:
-            theirs, memory = self._meet(connection, expected)
+            peer_hello, memory = self._exchange_hellos(connection, expected)
         except BaseException:
             connection.close()
             raise
-        self._keep(theirs, connection, memory)
+        self._add_connection(peer_hello, connection, memory)
 
-    def _meet(self, connection: Connection, expected: int | None) -> tuple[int, _Arena | None]:
+    def _exchange_hellos(self, connection: Connection, expected: int | None) -> tuple[int, _Arena | None]:
         timeout = self._deadline.remaining()
         if expected is not None:
-            theirs = wire.introduce(connection, self._hello(expected), timeout)
-            self._check(connection, theirs, expected)
+            peer_hello = wire.introduce(connection, self._hello(expected), timeout)
+            self._check(connection, peer_hello, expected)
         else:
             timeout = min(timeout, wire.HANDSHAKE_TIMEOUT_S)  # others wait to be accepted
 
-            def answer(theirs: _Hello) -> _Hello:
-                self._check(connection, theirs, None)
-                return self._hello(theirs.rank)
+            def answer(peer_hello: _Hello) -> _Hello:
+                self._check(connection, peer_hello, None)
+                return self._hello(peer_hello.rank)
 
-            theirs = wire.be_introduced(connection, _Hello, answer, timeout)
+            peer_hello = wire.be_introduced(connection, _Hello, answer, timeout)
         memory = wire.share_memory(connection, self._memory.fd, timeout)
         if memory is None:
-            return theirs.rank, None
-        return theirs.rank, _Arena(memory.fd, memory.pid, theirs.capacity, theirs.ring)
+            return peer_hello.rank, None
+        return peer_hello.rank, _Arena(memory.fd, memory.pid, peer_hello.capacity, peer_hello.ring)
 
-    def _check(self, connection: Connection, theirs: _Hello, expected: int | None) -> None:
+    def _check(self, connection: Connection, peer_hello: _Hello, expected: int | None) -> None:
         """Raise WireError if the peer belongs to another job or epoch, or is not the expected rank."""
         me = self._me
-        if (theirs.job, theirs.epoch) != (me.job, me.epoch):
+        if (peer_hello.job, peer_hello.epoch) != (me.job, me.epoch):
             raise WireError(
-                f"rank {theirs.rank} of job {theirs.job!r}, epoch {theirs.epoch}, came to another job"
+                f"rank {peer_hello.rank} of job {peer_hello.job!r}, epoch {peer_hello.epoch}, came to "
+                "another job"
             )
-        if not 0 <= theirs.rank < me.size or (expected is not None and theirs.rank != expected):
-            raise WireError(f"{connection.peer} says that it is rank {theirs.rank}")
+        if not 0 <= peer_hello.rank < me.size or (expected is not None and peer_hello.rank != expected):
+            raise WireError(f"{connection.peer} says that it is rank {peer_hello.rank}")
 
-    def _keep(self, rank: int, link: Connection, memory: _Arena | None) -> None:
+    def _add_connection(self, rank: int, link: Connection, memory: _Arena | None) -> None:
         """Add a connection to the mesh.  If a rank connects twice, it failed to share memory: use TCP."""
         with self._lock:
             spare: tuple[Connection, _Arena | None] | None = None
-            if rank not in self._links or memory is None:
-                if rank in self._links:
-                    spare = self._links[rank], self._memories.pop(rank, None)
-                self._links[rank] = link
+            if rank not in self._connections or memory is None:
+                if rank in self._connections:
+                    spare = self._connections[rank], self._memories.pop(rank, None)
+                self._connections[rank] = link
                 if memory is not None:
                     self._memories[rank] = memory
             else:
@@ -426,14 +427,14 @@ class _Builder:
 
     def _lost(self, rank: int) -> RendezvousError:
         """Return the error for a ``rank`` lost before all were connected, or raise its known cause."""
-        self._look_for_reason([rank])
-        failure_report.told([rank], self._me.meeting)
+        self._raise_known_cause([rank])
+        failure_report.notified([rank], self._me.meeting)
         return RendezvousError(
             f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
             f"prints, and {self._me.advice}"
         )
 
-    def _look_for_reason(self, ranks: Sequence[int]) -> None:
+    def _raise_known_cause(self, ranks: Sequence[int]) -> None:
         """Raise the reason why one of the ranks was lost, if it is found in ``_LOSS_REASON_TIMEOUT_S``."""
         patience = Deadline(min(_LOSS_REASON_TIMEOUT_S, self._deadline.remaining()))
         while True:
@@ -445,11 +446,11 @@ class _Builder:
     def _remaining(self, rank: int) -> float:
         remaining = self._deadline.remaining()
         if remaining <= 0:
-            raise self._late()
+            raise self._timeout_error()
         return remaining
 
-    def _late(self, refused: str = "") -> RendezvousTimeout:
-        missing = [rank for rank in self._absent(range(self._me.size)) if rank != self._me.rank]
+    def _timeout_error(self, refused: str = "") -> RendezvousTimeout:
+        missing = [rank for rank in self._missing_ranks(range(self._me.size)) if rank != self._me.rank]
         return RendezvousTimeout(
             f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
             f"{format_seconds(self._deadline.timeout)}"
@@ -457,7 +458,7 @@ class _Builder:
         )
 
 
-def lacking(error: BaseException) -> OSError | None:
+def resource_error(error: BaseException) -> OSError | None:
     """Return the system's error for a lack of descriptors or memory, if ``error`` is or was caused by one."""
     for cause in (error, error.__cause__):
         if isinstance(cause, OSError) and cause.errno in _RESOURCE_ERRNOS:

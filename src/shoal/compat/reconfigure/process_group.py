@@ -27,11 +27,11 @@ from ... import failure_report
 from ...common.never_compile import never_compile
 from ...common.process_identity import ProcessIdentity
 from ...errors import OperationTimeout, RendezvousError, ShoalError, UsageError, WaitTimeout
-from ...future import Future, enter_scope, leave_scope
+from ...future import Future, callback_scope
 from ...group import ProcessGroup
-from ...group.submission import in_background
+from ...group.submission import run_in_callback_thread
 from ...net import Deadline
-from ...torch_terms.durations import CLOSING
+from ...torch_terms.arguments import CLOSE_TIMEOUT_S
 from ..process_group import TorchProcessGroup
 from ..routing import DispatchNotifier
 from ..work import TorchWork
@@ -228,10 +228,10 @@ class Reconfigurer:
             self._connections = None
         if attempt is not None:
             attempt.cancel("shut the process group down")
-        deadline = Deadline(CLOSING)
+        deadline = Deadline(CLOSE_TIMEOUT_S)
         try:
             if isinstance(current, ProcessGroup):
-                current.close(CLOSING)
+                current.close(CLOSE_TIMEOUT_S)
         finally:
             if connections is not None:
                 connections.base.close(max(deadline.remaining(), _MIN_CLOSE_TIMEOUT_S))
@@ -252,9 +252,9 @@ class Reconfigurer:
     def _start(self, body: Callable[[], None]) -> None:
         with self._lock:
             self._background = [future for future in self._background if not future.done()]
-            self._background.append(in_background(body))
+            self._background.append(run_in_callback_thread(body))
 
-    def _close_later(self, *groups: ProcessGroup, timeout: float = CLOSING) -> None:
+    def _close_later(self, *groups: ProcessGroup, timeout: float = CLOSE_TIMEOUT_S) -> None:
         def close() -> None:
             for group in groups:
                 with contextlib.suppress(Exception):
@@ -265,7 +265,7 @@ class Reconfigurer:
         self._start(close)
 
     def _run(self, attempt: Reconfiguration) -> None:
-        token = enter_scope(None)  # number operations as outside of callbacks
+        token = callback_scope.set(None)  # number operations as outside of callbacks
         failure: BaseException | None = None
         try:
             self._adopt_group(attempt, *attempt.connect())
@@ -275,7 +275,7 @@ class Reconfigurer:
             failure = error
         finally:
             failure_report.rebuilt()  # this rank continues, also after a failed attempt
-            leave_scope(token)
+            callback_scope.reset(token)
         if failure is None:
             attempt.future.set_result(None)
         else:

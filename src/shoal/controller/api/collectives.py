@@ -12,7 +12,7 @@ import torch
 
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError
-from ...spec import OpKind, illegality
+from ...spec import OpKind, why_illegal
 from ..commands.space import Space, apart
 from ..node import between
 from ..node.between import REDUCTIONS
@@ -107,7 +107,7 @@ class PlaceCollectives:
             )
         if op not in REDUCTIONS:
             raise UsageError(f"{name}: op={op!r}: expected one of {', '.join(map(repr, REDUCTIONS))}")
-        problem = illegality(kind, tensor.dtype, REDUCTIONS[op])
+        problem = why_illegal(kind, tensor.dtype, REDUCTIONS[op])
         if problem is not None:
             raise UsageError(f"{name}: {problem}")
 

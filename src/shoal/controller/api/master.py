@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ... import config
-from ...backend.native.options import checked_transport
+from ...backend.native.channel import checked_transport
 from ...backend.registry import NATIVE, backend_factory
 from ...common.arguments import checked_count, checked_seconds
 from ...common.formatting import counted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ... import rpc
-from ...future.latch import Latch
+from ...future.state import Latch
 from ...net import Deadline
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from ... import config, failure_report
-from ...backend.arguments import lanes
+from ...backend.base import lane_count
 from ...backend.registry import backend_factory
 from ...errors import GroupError, RendezvousError, ShoalError, StoreError, StoreTimeout, UsageError, WireError
 from ...group import ProcessGroup
@@ -126,7 +126,7 @@ class AdmissionController:
         try:
             with contextlib.suppress(ShoalError, OSError):  # the agreement reports it to the other ranks
                 grown, release = _connect(own, self._place, check)
-            agreed = group._agree_to_grow(grown is not None).wait()
+            agreed = group._agreements.agree_to_grow(grown is not None).wait()
             accepted = bool(agreed.value) and not agreed.lost
             with contextlib.suppress(StoreError, WireError), _connect_store(self._place) as store:
                 store.set(own.verdict_key, _ACCEPTED if accepted else _REJECTED)
@@ -198,7 +198,7 @@ class JoiningProcess:
                 # If the store is not reachable, the next await_invitation waits for it.
                 with contextlib.suppress(GroupError, RendezvousError, StoreError, WireError):
                     if (group := self._rendezvous(place, invitation)) is not None:
-                        failure_report.taken_in()
+                        failure_report.joined()
                         return group
                 time.sleep(_RETRY_DELAY_S * 2**attempt)
             raise RendezvousError(
@@ -239,10 +239,10 @@ class JoiningProcess:
 
 def _invitation(group: ProcessGroup, name: str, within: float, rank: int, size: int) -> Invitation:
     """Return the invitation of ``rank`` to the rendezvous ``name`` in which ``group`` grows to ``size``."""
-    line, links = group._line, group._links
+    links = group._links
     return Invitation(
         meeting=name, rank=rank, size=size, epoch=group.epoch,
-        name=group.name if line is None else line.spec.name, timeout=group.timeout,
+        name=group._history.spec.name, timeout=group.timeout,
         concurrency=group._spec.concurrency, backend=links.backend.name, options=dict(links.options),
         within=within,
     )  # fmt: skip
@@ -264,7 +264,7 @@ def _connect(
         within=max(deadline.remaining(), _CLOSE_TIMEOUT_S),
     )  # fmt: skip
     try:
-        group._goes_on_from(invitation.epoch)
+        group._set_previous_epoch(invitation.epoch)
         group.barrier(timeout=max(deadline.remaining(), _CLOSE_TIMEOUT_S)).wait()
     except BaseException:
         # No abort, which would break the session of ranks that have connected.
@@ -281,7 +281,7 @@ def _solo_group(place: RendezvousPoint, ident: int) -> ProcessGroup:
     release.then = lambda _: place.close()
     return world_group(
         replace(membership, release=release), backend_factory("native"), name="world", timeout=timeout,
-        concurrency=lanes(None), options={},
+        concurrency=lane_count(None), options={},
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from ...errors import (
     UsageError,
 )
 from ...group import ProcessGroup
-from ...group.rebuild import Rebuilt
+from ...group.rebuild import Rebuilt, replace_by
 from ...initialize import init
 from ...net import Deadline
 from ..commit import CommitRecord, RankProgress, Requests
@@ -264,7 +264,7 @@ class SessionMembers:
     def move_to(self, grown: ProcessGroup) -> None:
         """Move to the group that :meth:`admit` returned."""
         self._previous_group = self.group
-        self._previous_group._become(grown)
+        replace_by(self._previous_group, grown)
         self._take(grown)
 
     def release_old_groups(self) -> None:

@@ -19,24 +19,27 @@ import weakref
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ... import config
 from ...common.atomic_file import AtomicFile
 from ...errors import ConfigurationError, GroupAborted, GroupError
-from ...world import living
-from .watched import Watched
+from ...spec import GroupState
+from ...world import open_groups
+
+if TYPE_CHECKING:
+    from ..process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
 #: version of the contents
 SCHEMA = "shoal.dump/1"
 #: seconds between two checks for failed groups
-_LOOK = 0.05
+_POLL_INTERVAL_S = 0.05
 #: maximum length of a job's or a group's name in a file name
-_LONGEST = 60
+_MAX_NAME_LENGTH = 60
 
 
 def directory() -> Path | None:
@@ -58,7 +61,7 @@ def directory() -> Path | None:
     return path
 
 
-def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any]:
+def contents(group: ProcessGroup, failure: GroupError | None = None) -> dict[str, Any]:
     """Return the contents of a dump, as in ``docs/recorder.md``.
 
     ``failure``: the failure of the group, which may have been closed since; None: ask the channel.
@@ -67,7 +70,7 @@ def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any
     if failure is None:
         failure = group._channel.failure()
     else:
-        state = "aborted" if isinstance(failure, GroupAborted) else "broken"
+        state = GroupState.ABORTED if isinstance(failure, GroupAborted) else GroupState.BROKEN
     recorder = group.recorder
     return {
         "schema": SCHEMA,
@@ -92,7 +95,7 @@ def contents(group: Watched, failure: GroupError | None = None) -> dict[str, Any
     }
 
 
-def write(group: Watched, path: str | os.PathLike[str] | None) -> Path:
+def write(group: ProcessGroup, path: str | os.PathLike[str] | None) -> Path:
     """Write a dump; see ``ProcessGroup.dump``."""
     return save(contents(group), path, file_name(group))
 
@@ -114,7 +117,7 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
     return target
 
 
-def file_name(group: Watched) -> str:
+def file_name(group: ProcessGroup) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, with portable characters only."""
     words = (group._world.membership.job, str(group._spec.ranks[group.rank]), group.name, str(os.getpid()))
     return "-".join(["shoal", *(word(each, f"{group._spec.ident:x}") for each in words if each)]) + ".json"
@@ -123,7 +126,7 @@ def file_name(group: Watched) -> str:
 def word(text: str, ident: str = "") -> str:
     """Return ``text`` as a part of a file name; long text is truncated and ``ident`` appended."""
     found = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
-    return found if len(found) <= _LONGEST else f"{found[:_LONGEST]}_{ident}"
+    return found if len(found) <= _MAX_NAME_LENGTH else f"{found[:_MAX_NAME_LENGTH]}_{ident}"
 
 
 def stacks() -> list[dict[str, Any]]:
@@ -147,7 +150,7 @@ def _frames(frame: FrameType | None) -> list[str]:
 # -- on failure --------------------------------------------------------------------------------
 
 
-def on_failure(group: Watched) -> None:
+def on_failure(group: ProcessGroup) -> None:
     """Write a dump into ``SHOAL_DUMP_DIR`` if ``group`` has failed and there is none yet.  Never raises."""
     try:
         if config.DUMP_DIR.get() is None:
@@ -166,37 +169,37 @@ def on_failure(group: Watched) -> None:
         logger.warning("rank %d of group %r cannot write a dump: %s", group.rank, group.name, error)
 
 
-def watch(group: Watched) -> None:
+def watch(group: ProcessGroup) -> None:
     """Write a dump when ``group`` fails, until it is closed, if ``SHOAL_DUMP_DIR`` is set."""
     global _watcher
     if config.DUMP_DIR.get() is None:
         return
-    group._channel.on_failure = partial(_heard, weakref.ref(group))
+    group._channel.on_failure = partial(_on_channel_failure, weakref.ref(group))
     with _lock:
         if _watcher is None:
-            watcher = threading.Thread(target=_look, name="shoal-dumps", daemon=True)
+            watcher = threading.Thread(target=_poll, name="shoal-dumps", daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads: the next call detects a failure
                 watcher.start()
                 _watcher = watcher
 
 
-def _watched() -> list[Watched]:
-    return [group for group in living() if group._channel.on_failure is not None]
+def _watched() -> list[ProcessGroup]:
+    return [group for group in open_groups() if group._channel.on_failure is not None]
 
 
-def _heard(reference: weakref.ref[Watched]) -> None:
+def _on_channel_failure(reference: weakref.ref[ProcessGroup]) -> None:
     group = reference()
     if group is not None:
         on_failure(group)
 
 
-def closing(group: Watched) -> None:
+def dump_before_close(group: ProcessGroup) -> None:
     """Check ``group`` for a failure before it is closed."""
     if group._channel.on_failure is not None:
         on_failure(group)
 
 
-def closed() -> None:
+def stop_if_idle() -> None:
     """End the thread if no group is watched any more; called after a group was closed."""
     with _lock:
         watcher = None if _watched() else _watcher
@@ -205,10 +208,10 @@ def closed() -> None:
         watcher.join(1.0)
 
 
-def _look() -> None:
+def _poll() -> None:
     global _watcher
     while True:
-        if _wake.wait(_LOOK):
+        if _wake.wait(_POLL_INTERVAL_S):
             _wake.clear()
         with _lock:
             groups = _watched()
@@ -229,6 +232,6 @@ def _after_fork_in_child() -> None:
 _lock = threading.RLock()
 _wake = threading.Event()
 _watcher: threading.Thread | None = None
-_written: weakref.WeakSet[Watched] = weakref.WeakSet()
+_written: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

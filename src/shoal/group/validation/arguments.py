@@ -17,8 +17,8 @@ import torch
 
 from ...common.formatting import counted
 from ...errors import UnsupportedOperation, UsageError
-from ...spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, illegality
-from .overlap import TooHard, overlapping_pair, overlaps_itself
+from ...spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, why_illegal
+from .overlap import SearchLimitExceeded, overlapping_pair, overlaps_itself
 
 #: The largest tag of users; larger tags are for internal messages.
 MAX_TAG = 2**30 - 1
@@ -83,7 +83,7 @@ class OperationCall:
         layout = f"{what} (shape {tuple(x.shape)}, stride {x.stride()})"
         try:
             overlaps = overlaps_itself(x)
-        except TooHard:
+        except SearchLimitExceeded:
             self.refuse(
                 f"{layout} has a layout for which it takes too long to find out whether elements share an "
                 "address; pass x.contiguous()"
@@ -123,7 +123,7 @@ class OperationCall:
     def reduction(self, op: ReduceOpLike, dtype: torch.dtype) -> ReduceOp:
         """Return the reduction ``op``, if it is defined for ``dtype``."""
         reduction = ReduceOp.of(op)
-        problem = illegality(OpKind.ALL_REDUCE, dtype, reduction)
+        problem = why_illegal(OpKind.ALL_REDUCE, dtype, reduction)
         if problem is not None:
             self.refuse(problem, UnsupportedOperation)
         return reduction

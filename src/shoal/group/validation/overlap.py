@@ -18,7 +18,7 @@ import torch
 MAX_EFFORT = 20_000
 
 
-class TooHard(Exception):
+class SearchLimitExceeded(Exception):
     """The search for an overlap reached its bound."""
 
 
@@ -26,7 +26,7 @@ def overlaps_itself(x: torch.Tensor) -> bool:
     """Whether two elements of the dense tensor ``x`` share an address.
 
     Raises:
-        TooHard: the search reached its bound.
+        SearchLimitExceeded: the search reached its bound.
     """
     return x.numel() > 0 and dims_overlap(zip(x.stride(), x.shape, strict=True))
 
@@ -53,7 +53,7 @@ def dims_overlap(dims: Iterable[tuple[int, int]], effort: int = MAX_EFFORT) -> b
         nonlocal effort
         effort -= 1
         if effort < 0:
-            raise TooHard
+            raise SearchLimitExceeded
         if offset % divisors[i] if divisors[i] else offset:
             return False
         if i + 2 == len(strides):

@@ -308,7 +308,7 @@ def run(
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"
-    config.check_values({**os.environ, **Job(size, spares).variables(0, "", "")})
+    config.check_variables({**os.environ, **Job(size, spares).variables(0, "", "")})
     epoch = given.restarts if given else 0
     job = Job(size, spares, epoch=epoch) if store is None else Job(size, spares, secret="", epoch=epoch)
     if all_hosts is not None:

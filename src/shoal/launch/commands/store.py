@@ -56,7 +56,7 @@ def store(listen: str | None, size: int | None, log: Path | None, url: str | Non
     """
     if tls:
         demand_tls(url)
-    config.check_values(os.environ)
+    config.check_variables(os.environ)
     records = job_record(size, config.JOB.get(), config.EPOCH.get()) if size is not None else {}
     # SIGINT too: a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ..output.stdin import StdinPipe, StdinReader, in_background
+from ..output.stdin import StdinPipe, StdinReader, run_in_callback_thread
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
 from ..ranks.guardian import Guardian
 from ..ranks.process import GroupCleanup, LocalRank
@@ -129,7 +129,7 @@ class LocalRankLauncher(RankLauncher):
     def start_initial(self, slot: int) -> JobProcess:
         cores = self._cores(slot)
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
-        relayed = slot == 0 and in_background()
+        relayed = slot == 0 and run_in_callback_thread()
         stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
         if self._threaded:
             argv, inherits = self._guardian.wrapped(self._argv, cores), [self._guardian.pipe]

@@ -60,7 +60,7 @@ class StdinReader:
         if self._selector is None:
             return
         self._retry_at = None
-        if not self._ended and in_background():
+        if not self._ended and run_in_callback_thread():
             self._retry_at = time.monotonic() + POLL_INTERVAL_S
             if self._is_listening:
                 self._selector.unregister(0)
@@ -80,7 +80,7 @@ class StdinReader:
 
     def _read(self) -> None:
         data = b""
-        if in_background():
+        if run_in_callback_thread():
             self._listen()
             return
         # If the shell puts the job into the background now, reading would stop this process.
@@ -100,7 +100,7 @@ class StdinReader:
             self._listen()
 
 
-def in_background() -> bool:
+def run_in_callback_thread() -> bool:
     """Whether stdin is the terminal of this session, and another job is in the foreground."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()

@@ -14,7 +14,7 @@ from ...common.arguments import explain_unknown_keywords
 from ...common.never_compile import never_compile
 from ...errors import UsageError
 from ...group import ProcessGroup
-from ...group.group_argument import given_group
+from ...group.group_argument import resolve_group
 from ..coalesced import broadcast_coalesced
 from ..hooks.allreduce import allreduce_hook
 from ..hooks.contract import CommHook, check_hook
@@ -115,7 +115,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        ranks = given_group(group, "DistributedDataParallel")
+        ranks = resolve_group(group, "DistributedDataParallel")
         self.module = module
         self.group = ranks
         self._managed_tensors = ModuleTensors(module)

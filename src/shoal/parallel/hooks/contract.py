@@ -12,7 +12,7 @@ from ...common.formatting import counted
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
-from ...group.group_argument import adopted, backend_of, not_ours
+from ...group.group_argument import backend_of, not_a_shoal_group, unwrap_group
 from ..coalesced import views_in
 
 T = TypeVar("T")
@@ -141,10 +141,10 @@ def group_of(state: object, bucket: GradBucket, hook: str) -> ProcessGroup:
     """Return the group ``state``, or the model's if that is None; raise UsageError for anything else."""
     if state is None:
         return bucket.group
-    if (group := adopted(state)) is not None:
+    if (group := unwrap_group(state)) is not None:
         return group
     if backend_of(state) is not None:
-        raise not_ours(state, hook, "its state")
+        raise not_a_shoal_group(state, hook, "its state")
     raise UsageError(
         f"the state of {hook} is a ProcessGroup, or None for the group of the model; got "
         f"{type(state).__name__}.  Register it with model.register_comm_hook(None, {hook})"
@@ -155,10 +155,10 @@ def checked_group(group: object, what: str) -> ProcessGroup | None:
     """Return ``group``, the argument ``what``, or raise UsageError if it is neither a group nor None."""
     if group is None:
         return None
-    if (found := adopted(group)) is not None:
+    if (found := unwrap_group(group)) is not None:
         return found
     if backend_of(group) is not None:
-        raise not_ours(group, "a communication hook", what)
+        raise not_a_shoal_group(group, "a communication hook", what)
     raise UsageError(f"{what} must be a ProcessGroup or None, got {type(group).__name__}")
 
 

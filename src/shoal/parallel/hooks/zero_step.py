@@ -29,7 +29,7 @@ def hook_with_zero_step(
     """Return a hook that averages gradients with ``hook`` and updates parameters at the end of backward.
 
     The updates start when the last gradient is computed, bucket by bucket, while later buckets are still
-    reduced.  Better than the interleaved hook if reductions take longer than updates.
+    reduced.  Better than the all_gather_flat hook if reductions take longer than updates.
 
         hook = hook_with_zero_step(allreduce_hook, model, optimizer)
         model.register_comm_hook(None, hook)

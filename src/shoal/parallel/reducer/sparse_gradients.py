@@ -54,8 +54,8 @@ class SparseReduction:
         counts = self._counts.wait().tolist()
         indices, values = self._indices, self._values
         self._gathered = (
-            self._group.all_gather(indices, [indices.new_empty(n, *indices.shape[1:]) for n in counts]),
-            self._group.all_gather(values, [values.new_empty(n, *values.shape[1:]) for n in counts]),
+            self._group.all_gather([indices.new_empty(n, *indices.shape[1:]) for n in counts], indices),
+            self._group.all_gather([values.new_empty(n, *values.shape[1:]) for n in counts], values),
         )
 
     def wait(self) -> torch.Tensor:

@@ -18,8 +18,8 @@ from ...common.arguments import unknown_keyword_error
 from ...common.copy_refusal import refuses_copies
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
-from ...group.group_argument import given_group, has_default_group
-from ...group.regroup import Leader
+from ...group.group_argument import has_default_group, resolve_group
+from ...group.rebuild import GroupOwner
 from ..consistency import check_same
 from ..join import Join, Joinable, JoinHook, takes_named_options
 from .arguments import MISMATCH, check_can_be_sent, check_copies, checked_parameters, describe
@@ -93,7 +93,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         given = checked_parameters(params, optimizer_class)
         ranks = None
         if group is not None or copies == 1 or has_default_group():
-            ranks = given_group(group, "ZeroRedundancyOptimizer")
+            ranks = resolve_group(group, "ZeroRedundancyOptimizer")
         if overlap_with_ddp and parameters_as_bucket_view:
             raise UsageError(
                 "with overlap_with_ddp=True parameters are sent for each bucket of gradients; omit "
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._ownership = Ownership(
             ranks, copies, as_views=parameters_as_bucket_view, sends=not overlap_with_ddp
         )
-        self._leader: Leader | None = None
+        self._leader: GroupOwner | None = None
         self._gather_progress = GatherProgress()
         #: Number of later gather calls to skip, because :meth:`settle` has already done their work.
         self._gathered = 0
@@ -306,7 +306,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._gathered += last.begun - self._gather_progress.begun
         self._gather_progress = last
 
-    def follow(self, leader: Leader | None) -> None:
+    def follow(self, leader: GroupOwner | None) -> None:
         """Let :meth:`step` and :meth:`consolidate_state_dict` continue when a rank is lost during them.
 
         ``leader`` makes a new group in this case.  None: raise the error (the default).

@@ -135,7 +135,7 @@ def landing(line: WorkerConnection, letter: Letter, high: bool) -> DeviceEvents 
     if not letter.flags & LANDS:
         return None
     events = DeviceEvents(_map(line).here, high_priority=high)
-    with events.streams_behind(None):
+    with events.ordered_streams(None):
         events.complete(None)
     return events
 
@@ -216,7 +216,7 @@ def _send_held(
 def _staged(message: EncodedValue, events: DeviceEvents) -> DeviceEvents:
     """Enqueue, after ``events``, copies of the device tensors to host parts; return their events."""
     parts, keep = list(message.parts), list(message.keep)
-    with events.streams_behind(None):
+    with events.ordered_streams(None):
         for number, source in _sources(message).items():
             buffer = runtime_of(source.device).host_memory(source.numel())
             buffer.copy_(source, non_blocking=True)
@@ -264,7 +264,7 @@ def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
     if ordered and _local.last is not None:
         before.append(_local.last)
     events = DeviceEvents.merged(before)
-    with events.streams_behind(None, bool(letter.flags & HIGH)):
+    with events.ordered_streams(None, bool(letter.flags & HIGH)):
         _local.here = _map(line).here
         try:
             yield

@@ -5,8 +5,8 @@ callbacks do not: they use a second channel, in the order in which rank 0 issues
 keys to the group's store one by one; the other ranks submit operation *n* when they know its key and have
 issued it too.  This cannot deadlock: an operation issued on completion of another one is so on rank 0 too.
 
-A failure of one channel breaks the other one too.  A `Feeder` also connects a channel whose connection needs
-all members, in a thread, at its first operation.
+A failure of one channel breaks the other one too.  A `SubmissionQueue` also connects a channel whose
+connection needs all members, in a thread, at its first operation.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ..future import Future, derive_key
 from ..recorder import FlightRecorder
 from ..spec import Operation, OpKind, ReduceOp
 from ..store import PrefixStore, Store
-from ..streams import DeviceEvents, events_behind
+from ..streams import DeviceEvents, completion_events
 
 #: Seconds between two checks of deadlines and failures while a feeder waits.
-_LOOK = 0.1
+_POLL_INTERVAL_S = 0.1
 #: Number of keys that are removed from the store together, when every rank has read them.
-_PAGE = 256
+_KEYS_PER_PAGE = 256
 #: Replaces a key when rank 0 issues no more operations.
-_END = 0
+_END_KEY = 0
 
 
 def channel_of(backend: Backend, spec: GroupSpec, store: Store) -> DataChannel:
     """Return a channel for a group that takes operations in any order, with any backend."""
     channel = backend.channel(spec)
     if channel.ordered or channel.collective:
-        return InOrder(channel, backend, spec, store)
+        return OrderedChannel(channel, backend, spec, store)
     return channel
 
 
-class InOrder(DataChannel):
+class OrderedChannel(DataChannel):
     """A channel, with a second one for keyed operations if its operations must have the same order."""
 
     def __init__(self, channel: DataChannel, backend: Backend, spec: GroupSpec, store: Store) -> None:
@@ -53,17 +53,19 @@ class InOrder(DataChannel):
         self._channel = channel
         self._backend, self._spec = backend, spec
         channel.on_failure = self._failed
-        self._main = Feeder(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
-        self._order = Order(PrefixStore("callbacks", store), spec.rank, len(spec.ranks))
+        self._main = (
+            SubmissionQueue(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
+        )
+        self._order = CallbackOrder(PrefixStore("callbacks", store), spec.rank, len(spec.ranks))
         self._making = threading.Lock()
         self._closed = False
-        self._keyed: Feeder | None = None
+        self._keyed: SubmissionQueue | None = None
         #: The first failure of the callbacks' channel, for which the other one is aborted.
         self._cause: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
         if operation.key and self._channel.ordered:
-            return self._feeder_of_callbacks().submit(operation)
+            return self._callback_queue().submit(operation)
         return self._channel.submit(operation) if self._main is None else self._main.submit(operation)
 
     def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
@@ -103,7 +105,7 @@ class InOrder(DataChannel):
         if self._channel.ordered:
             # Other ranks may have operations in that channel even if this rank has none.
             with suppress(GroupError):  # the group is closed, or the backend has no connections left
-                self._feeder_of_callbacks().channel.abort(reason)
+                self._callback_queue().channel.abort(reason)
 
     def begin_close(self) -> None:
         for channel in self._channels():
@@ -127,7 +129,7 @@ class InOrder(DataChannel):
         """The channel of numbered operations, and the one of callbacks if it exists."""
         return [self._channel] if self._keyed is None else [self._channel, self._keyed.channel]
 
-    def _feeder_of_callbacks(self) -> Feeder:
+    def _callback_queue(self) -> SubmissionQueue:
         with self._making:
             if self._keyed is None:
                 spec = self._spec
@@ -139,8 +141,8 @@ class InOrder(DataChannel):
                 channel = self._backend.channel(own)
                 channel.on_failure = self._failed
                 name = f"{own.name} on rank {spec.rank}"
-                self._keyed = Feeder(
-                    channel, name, Callbacks(self._order, self._main_failure, self._callbacks_failed)
+                self._keyed = SubmissionQueue(
+                    channel, name, CallbackHooks(self._order, self._main_failure, self._callbacks_failed)
                 )
             return self._keyed
 
@@ -149,7 +151,7 @@ class InOrder(DataChannel):
             self.on_failure()
 
 
-class Order:
+class CallbackOrder:
     """The order in which rank 0 issues operations."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -158,7 +160,7 @@ class Order:
         self._known: int | None = None
 
     def next_key(self, issued: Sequence[int]) -> int | None:
-        """Return the key of the next operation; None if rank 0 has not written it within ``_LOOK`` seconds.
+        """Return the key of the next operation; None if rank 0 has not written it in time.
 
         ``issued`` has the keys of operations that this rank has issued and not submitted yet, in that order.
 
@@ -171,18 +173,18 @@ class Order:
                 self._store.set(str(self._next), str(self._known))
             else:
                 with suppress(StoreTimeout):
-                    self._known = int(self._store.get(str(self._next), timeout=_LOOK))
-        if self._known == _END:
+                    self._known = int(self._store.get(str(self._next), timeout=_POLL_INTERVAL_S))
+        if self._known == _END_KEY:
             raise GroupClosed("rank 0 closed the group without an operation that a callback here has issued")
         return self._known
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Advance to the next operation; deletes keys that all ranks have read."""
         self._known = None
         self._next += 1
-        page, rest = divmod(self._next, _PAGE)
+        page, rest = divmod(self._next, _KEYS_PER_PAGE)
         if rest == 0 and self._store.add(f"read {page}", 1) == self._size:
-            for number in range(self._next - _PAGE, self._next):
+            for number in range(self._next - _KEYS_PER_PAGE, self._next):
                 self._store.delete(str(number))
             self._store.delete(f"read {page}")
 
@@ -190,11 +192,11 @@ class Order:
         """Note, on rank 0, that no more operations are issued."""
         if self._rank == 0:
             with suppress(StoreError):  # no rank needs it any more
-                self._store.set(str(self._next), str(_END))
+                self._store.set(str(self._next), str(_END_KEY))
 
 
 @dataclass(frozen=True)
-class Callbacks:
+class CallbackHooks:
     """The interface of a group for the feeder of operations issued in callbacks.
 
     Attributes:
@@ -203,7 +205,7 @@ class Callbacks:
         failed: called with the failure of the channel of callbacks.
     """
 
-    order: Order
+    order: CallbackOrder
     failure: Callable[[], GroupError | None]
     failed: Callable[[GroupError], None]
 
@@ -213,38 +215,38 @@ class Callbacks:
         This channel is aborted because the other one failed.  If a peer aborted it, this rank may detect the
         failure of the other one a little later.
         """
-        deadline = time.monotonic() + _LOOK
+        deadline = time.monotonic() + _POLL_INTERVAL_S
         while isinstance(error, GroupAborted):
             failure = self.failure()
             if failure is not None:
                 return failure
             if time.monotonic() > deadline:
                 break
-            time.sleep(_LOOK / 20)
+            time.sleep(_POLL_INTERVAL_S / 20)
         return error
 
 
-class Feeder:
+class SubmissionQueue:
     """A queue of operations that are submitted to a channel when it can take them.
 
     ``callbacks`` is given for operations issued in callbacks; None: they keep the order of ``submit``.
     """
 
-    def __init__(self, channel: DataChannel, name: str, callbacks: Callbacks | None = None) -> None:
+    def __init__(self, channel: DataChannel, name: str, callbacks: CallbackHooks | None = None) -> None:
         self.channel = channel
         self._name, self._callbacks = name, callbacks
         #: Operations of callbacks that were submitted to the channel and may be pending.
-        self._begun: list[_Queued] = []
+        self._submitted: list[_Queued] = []
         self._condition = threading.Condition()
         self._queue: deque[_Queued] = deque()
-        self._ready = not channel.collective
+        self._connected = not channel.collective
         self._failure: GroupError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
         with self._condition:
-            if self._callbacks is None and self._ready and not self._queue:
+            if self._callbacks is None and self._connected and not self._queue:
                 return self.channel.submit(operation)
             queued = _Queued(operation, self._callbacks)
             if self._closed:
@@ -279,16 +281,16 @@ class Feeder:
         ended: GroupError
         try:
             while (queued := self._next()) is not None:
-                if not self._ready:
+                if not self._connected:
                     self._connect(queued.operation.timeout)
-                    self._ready = True
+                    self._connected = True
                 # Removed from the queue afterwards: operations submitted meanwhile must not overtake it.
                 queued.start(self.channel)
                 with self._condition:
                     self._queue.remove(queued)
                 if self._callbacks is not None:
-                    self._begun.append(queued)
-                    self._callbacks.order.go_on()
+                    self._submitted.append(queued)
+                    self._callbacks.order.advance()
                 del queued
             ended = GroupClosed(f"{self._name} was closed; make a new group to go on")
         except Exception as error:
@@ -300,7 +302,7 @@ class Feeder:
                 if self._callbacks is not None:
                     self._callbacks.failed(ended)
                 self.channel.abort(str(ended))
-            self._begun.clear()
+            self._submitted.clear()
         with self._condition:
             queue, self._queue = self._queue, deque()
             self._thread = None
@@ -314,7 +316,7 @@ class Feeder:
         connected, failure_of_other = threading.Event(), self._callbacks.failure
 
         def watch() -> None:
-            while not connected.wait(_LOOK):
+            while not connected.wait(_POLL_INTERVAL_S):
                 if (failure := failure_of_other()) is not None:
                     self.channel.abort(str(failure))
                     break
@@ -331,7 +333,7 @@ class Feeder:
         """Return the next operation; None when the thread can end."""
         while True:
             # Before the check for failures, since an operation that has failed is complete.
-            self._begun = [each for each in self._begun if not each.done()]
+            self._submitted = [each for each in self._submitted if not each.done()]
             other = None if self._callbacks is None else self._callbacks.failure()
             if (failure := other or self.channel.failure()) is not None:
                 raise failure
@@ -339,7 +341,7 @@ class Feeder:
                 if not (self._queue or self._closed):
                     if self._callbacks is None:
                         return None  # from now on operations are submitted directly
-                    self._condition.wait(_LOOK if self._begun else None)
+                    self._condition.wait(_POLL_INTERVAL_S if self._submitted else None)
                     continue
                 if self._closed:
                     return None
@@ -358,38 +360,38 @@ class Feeder:
                     )
             with self._condition:
                 if key is not None and len(self._queue) == len(queue) and not self._closed:
-                    self._condition.wait(_LOOK)
+                    self._condition.wait(_POLL_INTERVAL_S)
 
 
 class _Queued:
     """An operation that is submitted later; the source of its future."""
 
-    def __init__(self, operation: Operation, callbacks: Callbacks | None) -> None:
+    def __init__(self, operation: Operation, callbacks: CallbackHooks | None) -> None:
         self.operation = operation
         self._callbacks = callbacks
         self.deadline = time.monotonic() + operation.timeout
         #: Device work that the caller has enqueued and on which the operation depends.
-        self._before = events_behind((operation.inputs, operation.outputs), None, None)
+        self._caller_events = completion_events((operation.inputs, operation.outputs), None, None)
         self._lock = threading.Lock()
         self._started = threading.Event()
         self._inner: Future[Any] | None = None
         self._listeners: list[Callable[[], None]] = []
 
     def future(self) -> Future[Any]:
-        return Future(self, finish=lambda: self._given().value(), keep=self.operation)
+        return Future(self, finish=lambda: self._inner_future().value(), keep=self.operation)
 
     def start(self, channel: DataChannel) -> None:
         """Submit the operation to ``channel``."""
         tensors = (self.operation.inputs, self.operation.outputs)
-        with nullcontext() if self._before is None else self._before.streams_behind(tensors):
-            self._go_on(channel.submit(self.operation))
+        with nullcontext() if self._caller_events is None else self._caller_events.ordered_streams(tensors):
+            self._set_inner(channel.submit(self.operation))
 
     def fail(self, error: BaseException) -> None:
         failed: Future[Any] = Future()
         failed.set_exception(error)
-        self._go_on(failed)
+        self._set_inner(failed)
 
-    def _go_on(self, inner: Future[Any]) -> None:
+    def _set_inner(self, inner: Future[Any]) -> None:
         with self._lock:
             self._inner = inner
             listeners, self._listeners = self._listeners, []
@@ -397,7 +399,7 @@ class _Queued:
         for listener in listeners:
             self.notify(listener)
 
-    def _given(self) -> Future[Any]:
+    def _inner_future(self) -> Future[Any]:
         assert self._inner is not None
         return self._inner
 
@@ -407,19 +409,19 @@ class _Queued:
         begun = time.monotonic()
         if not self._started.wait(timeout):
             return False
-        inner = self._given()
+        inner = self._inner_future()
         left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         return inner.done() or inner._complete(left)
 
     def done(self) -> bool:
-        return self._started.is_set() and self._given().done()
+        return self._started.is_set() and self._inner_future().done()
 
     def exception(self) -> BaseException | None:
-        error = self._given().exception()
+        error = self._inner_future().exception()
         return error if error is None or self._callbacks is None else self._callbacks.cause_of(error)
 
     def events(self) -> tuple[DeviceEvents | None, object]:
-        return self._given()._device, self._given()._payload()
+        return self._inner_future()._device, self._inner_future()._payload()
 
     def notify(self, fn: Callable[[], None]) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from shoal.errors import (
     UnsupportedOperation,
 )
 from shoal.future import Future, wait_all
-from shoal.group import ProcessGroup, in_order
+from shoal.group import ProcessGroup, ordered_channel
 from shoal.spec import Operation
 from shoal.testing import run_threads
 from tests.support.waiting import until
@@ -67,7 +67,7 @@ def _busy(group: ProcessGroup, rounds: int) -> list[float]:
 def test_operations_of_callbacks_come_in_one_order_on_all_ranks(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_order, "_PAGE", 8)
+    monkeypatch.setattr(ordered_channel, "_KEYS_PER_PAGE", 8)
     values = run_threads(_busy, 3, 12, backend="ordered", timeout=60)
     assert values[0] == values[1] == values[2]
     assert values[0] == [9.0 * n * w + w for n in range(12) for w in (1, 2, 3, 5)]
@@ -79,7 +79,7 @@ def test_operations_of_callbacks_come_in_one_order_on_all_ranks(
 
 
 def test_the_keys_of_the_past_are_removed_from_the_store(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_order, "_PAGE", 8)
+    monkeypatch.setattr(ordered_channel, "_KEYS_PER_PAGE", 8)
 
     def count(group: ProcessGroup) -> None:
         _busy(group, 6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple, Protocol
 
+from ..spec import TextEnum
+
 
 class WitnessRequest(NamedTuple):
     """A leader's request to the witness.
@@ -18,19 +20,19 @@ class WitnessRequest(NamedTuple):
     proposal: bytes | None
 
 
-class Op(enum.Enum):
+class AgreementOp(TextEnum):
     """The operation that makes one value of the votes."""
 
-    DIFFERS = enum.auto()  # only of a decision: the ranks called with different ones
-    AND = enum.auto()
-    OR = enum.auto()
-    MIN = enum.auto()
-    MAX = enum.auto()
-    SUM = enum.auto()
-    COMMON = enum.auto()
-    GATHER = enum.auto()
-    REBUILD = enum.auto()  # as GATHER, for a call of ``rebuild``
-    GROW = enum.auto()  # as AND, for ranks that admit others: waits for every surviving rank
+    DIFFERS = "differs"  # only of a decision: the ranks called with different ones
+    AND = "and"
+    OR = "or"
+    MIN = "min"
+    MAX = "max"
+    SUM = "sum"
+    COMMON = "common"
+    GATHER = "gather"
+    REBUILD = "rebuild"  # as GATHER, for a call of ``rebuild``
+    GROW = "grow"  # as AND, for ranks that admit others: waits for every surviving rank
 
 
 class AgreementOutcome(enum.Enum):
@@ -43,7 +45,7 @@ class AgreementOutcome(enum.Enum):
     CLOSED = enum.auto()  # this rank has closed the group
 
 
-class News(NamedTuple):
+class AgreementState(NamedTuple):
     """The current state of an agreement.
 
     Attributes:
@@ -51,18 +53,18 @@ class News(NamedTuple):
         value: of the decision.
         called: if ``op`` is DIFFERS, the operation that each of ``ranks`` called.
         ranks: of the decision: the ranks that continue.
-        request: for the witness; its answer goes to :meth:`Agreeing.tell_witness`.
+        request: for the witness; its answer goes to :meth:`PendingAgreement.tell_witness`.
     """
 
     outcome: AgreementOutcome
-    op: Op | None
+    op: AgreementOp | None
     value: bytes
-    called: tuple[Op, ...]
+    called: tuple[AgreementOp, ...]
     ranks: tuple[int, ...]
     request: WitnessRequest | None
 
 
-class Agreeing(Protocol):
+class PendingAgreement(Protocol):
     """An agreement in which this rank has voted.  Thread-safe.
 
     Attributes:
@@ -71,7 +73,7 @@ class Agreeing(Protocol):
 
     number: int
 
-    def wait(self, timeout: float) -> News:
+    def wait(self, timeout: float) -> AgreementState:
         """Wait for an outcome or a request, for at most ``timeout`` seconds.  Each is returned once."""
 
     def ask_witness(self, request: WitnessRequest, kept: bytes) -> bytes | None:

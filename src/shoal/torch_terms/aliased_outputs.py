@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from ..future import Future
-from ..group.submission import mapped
+from ..group.submission import map_future
 from ..group.validation.arguments import has_memory
-from ..group.validation.overlap import TooHard, overlaps_itself
+from ..group.validation.overlap import SearchLimitExceeded, overlaps_itself
 
 
-def in_turn(
+def with_distinct_outputs(
     outputs: Sequence[torch.Tensor],
     operation: Callable[[Sequence[torch.Tensor]], Future[Any]],
     *,
@@ -35,7 +35,7 @@ def in_turn(
     if not _share_memory(outputs):
         return operation(outputs)
     with torch.no_grad():
-        apart = [_stand_in(x, keep) for x in outputs]
+        apart = [_temporary_output(x, keep) for x in outputs]
 
     def copy_back(_: Any) -> list[torch.Tensor]:
         # In inference mode, leaves that require gradients and inference tensors can both be written.
@@ -44,13 +44,13 @@ def in_turn(
                 x.copy_(y)
         return list(outputs)
 
-    return mapped(operation(apart), copy_back)
+    return map_future(operation(apart), copy_back)
 
 
-def _stand_in(x: torch.Tensor, keep: bool) -> torch.Tensor:
+def _temporary_output(x: torch.Tensor, keep: bool) -> torch.Tensor:
     try:
         refused = overlaps_itself(x)
-    except TooHard:
+    except SearchLimitExceeded:
         refused = True
     if refused:
         return x  # the group raises a detailed error

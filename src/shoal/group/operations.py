@@ -1,26 +1,29 @@
-"""The collective operations, which every rank of the group calls in the same order.
+"""The operations of a group on tensors: collectives and point-to-point messages.
 
 They return a :class:`~shoal.Future` immediately; invalid arguments raise before anything is sent.  ``op=`` is
 a :class:`~shoal.ReduceOp`, its name, or torch's.  ``timeout=`` is in seconds from the call and defaults to
 the group's; a timeout breaks the group.  ``docs/operations.md`` lists arguments, values and legal dtypes.
+
+Every rank of the group calls collectives in the same order.  Messages are not numbered with them, and may be
+sent at any time, from any thread; they are matched by sender and tag, in the order in which they were sent.
+Each message contains its dtype and shape, so the receiver need not know them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 
-from ..common.arguments import explain_unknown_keywords
+from ..common.arguments import explain_unknown_keywords, keyword_names, unknown_keyword_error
 from ..common.formatting import counted
 from ..future import Future
-from ..spec import PREMUL_SUM, SUM, OpKind, ReduceOp, ReduceOpLike
-from .premultiplied import multiply, products
-from .staging import Staging, readable, readable_beside
-from .submission import Submitter, called, mapped
-from .validation.arguments import warn_of_gradients
+from ..spec import ANY_SOURCE, PREMUL_SUM, SUM, Operation, OpKind, ReduceOp, ReduceOpLike
+from .staging import Staging, multiply, products, readable, readable_beside
+from .submission import OperationSubmitter, map_future
+from .validation.arguments import OperationCall, warn_of_gradients
 
 # Looking up a member of an enumeration takes longer than a small message.
 _ALL_REDUCE = OpKind.ALL_REDUCE
@@ -32,11 +35,53 @@ _BARRIER = OpKind.BARRIER
 _PREMUL_SUM = PREMUL_SUM.code
 
 
-class Collectives(Submitter):
-    """The collective operations of a group."""
+def operation_label(name: str, group: TensorOperations, *_: object) -> str:
+    """Return operation and rank, for errors about keyword arguments."""
+    return f"{name} on rank {group._rank}"
+
+
+class Message(NamedTuple):
+    """The result of ``recv_message``: a tensor, the rank that sent it, and its tag."""
+
+    tensor: torch.Tensor
+    source: int
+    tag: int
+
+
+class TensorOperations:
+    """The operations of a group on tensors, which it checks and passes to its submitter."""
 
     #: False for torch's functions over a group
     _warns_of_gradients = True
+
+    def __init__(self, submitter: OperationSubmitter) -> None:
+        self._submitter = submitter
+        # Read by every operation, so not through the submitter.
+        self._shortcut = submitter.shortcut
+        self._timeout = submitter.timeout
+        self._spec = submitter.spec
+        self._channel = submitter.channel
+        self._rank = submitter.spec.rank
+        self._size = len(submitter.spec.ranks)
+        self._calls: dict[str, OperationCall] = {}
+
+    def _call(self, name: str) -> OperationCall:
+        call = self._calls.get(name)
+        if call is None:
+            call = self._calls[name] = OperationCall(name, self._rank, self._size, self._channel.devices)
+        return call
+
+    def _raise_unknown_keywords(self, name: str, unknown: Iterable[str]) -> NoReturn:
+        """Raise for unknown keywords, in latency-critical operations, which avoid the decorator's cost."""
+        raise unknown_keyword_error(
+            operation_label(name, self), unknown, keyword_names(getattr(type(self), name))
+        )
+
+    @property
+    def _scratch_device(self) -> torch.device:
+        """The device of the small tensors of composed operations."""
+        devices = self._channel.devices
+        return torch.device("cpu" if "cpu" in devices else min(devices))
 
     def _warn_of_gradients(self, name: str, *inputs: torch.Tensor) -> None:
         if self._warns_of_gradients and any(x.requires_grad for x in inputs):
@@ -60,7 +105,7 @@ class Collectives(Submitter):
             GroupError: through the future; CollectiveMismatch, PeerLost, OperationTimeout and others.
         """
         if unknown:
-            self._refuse_keywords("all_reduce", unknown)
+            self._raise_unknown_keywords("all_reduce", unknown)
         if getattr(x, "requires_grad", False):
             self._warn_of_gradients("all_reduce", x)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
@@ -73,7 +118,7 @@ class Collectives(Submitter):
         call.reduction(reduction, x.dtype)
         return self._in_place(OpKind.ALL_REDUCE, x, timeout, reduction)
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def reduce(
         self,
         x: torch.Tensor,
@@ -101,9 +146,9 @@ class Collectives(Submitter):
         reduction = call.reduction(op, x.dtype)
         sources = [readable(x)]
         if reduction.code == _PREMUL_SUM:
-            self._check_usable(timeout)
+            self._submitter.check_operation(timeout)
             sources, reduction = products(sources, reduction.factor, self._channel), PREMUL_SUM
-        return self._submit(OpKind.REDUCE, sources, (), timeout, reduction, root)
+        return self._submitter.submit(OpKind.REDUCE, sources, (), timeout, reduction, root)
 
     def broadcast(
         self,
@@ -123,7 +168,7 @@ class Collectives(Submitter):
             A future of ``x``.
         """
         if unknown:
-            self._refuse_keywords("broadcast", unknown)
+            self._raise_unknown_keywords("broadcast", unknown)
         if src is not None:
             root = self._call("broadcast").named_root(root, "src", src)
         if root.__class__ is int and root >= 0:
@@ -139,27 +184,35 @@ class Collectives(Submitter):
             return self._in_place(OpKind.BROADCAST, x, timeout, SUM, root)
         call.tensor(x, "x")
         source = readable(x)
-        submitted = self._submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
-        return submitted if source is x else mapped(submitted, lambda _: x)
+        submitted = self._submitter.submit(OpKind.BROADCAST, (source,), (source,), timeout, SUM, root)
+        return submitted if source is x else map_future(submitted, lambda _: x)
 
-    @explain_unknown_keywords(called)
+    @overload
     def all_gather(
-        self,
-        x: torch.Tensor,
-        out: Sequence[torch.Tensor] | None = None,
-        *,
-        timeout: float | None = None,
+        self, x: torch.Tensor, /, *, timeout: float | None = None
+    ) -> Future[list[torch.Tensor]]: ...
+
+    @overload
+    def all_gather(
+        self, out: Sequence[torch.Tensor], x: torch.Tensor, *, timeout: float | None = None
+    ) -> Future[list[torch.Tensor]]: ...
+
+    @explain_unknown_keywords(operation_label)
+    def all_gather(
+        self, out: Any = None, x: Any = None, *, timeout: float | None = None
     ) -> Future[list[torch.Tensor]]:
-        """Gather the tensors of all ranks on all ranks.
+        """Gather the tensors of all ranks on all ranks: ``all_gather(x)`` or ``all_gather(out, x)``.
 
         Args:
+            out: one tensor per rank, as large as that rank's part; sizes may differ between ranks.  Without
+                it, tensors like ``x`` are allocated: all parts must have the same shape.
             x: this rank's part.
-            out: one tensor per rank, as large as that rank's part; sizes may differ between ranks.  None:
-                allocate tensors like ``x``, if all parts have the same shape.
 
         Returns:
             A future of the list ``out``: element *r* is the part of rank *r*.
         """
+        if x is None:
+            out, x = None, out
         call = self._call("all_gather")
         call.tensor(x, "x")
         self._warn_of_gradients(call.name, x)
@@ -185,7 +238,7 @@ class Collectives(Submitter):
             A future of ``out``.
         """
         if unknown:
-            self._refuse_keywords("all_gather_single", unknown)
+            self._raise_unknown_keywords("all_gather_single", unknown)
         if getattr(x, "requires_grad", False):
             self._warn_of_gradients("all_gather_single", x)
         seconds = self._timeout if timeout is None else timeout
@@ -200,7 +253,7 @@ class Collectives(Submitter):
         sizes = [x.numel()] * self._size
         return self._scatter_gather(OpKind.ALL_GATHER, [x], [out], out, timeout, sizes=sizes)
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def reduce_scatter(
         self,
         out: torch.Tensor,
@@ -252,7 +305,7 @@ class Collectives(Submitter):
             A future of ``out``.
         """
         if unknown:
-            self._refuse_keywords("reduce_scatter_single", unknown)
+            self._raise_unknown_keywords("reduce_scatter_single", unknown)
         if getattr(x, "requires_grad", False):
             self._warn_of_gradients("reduce_scatter_single", x)
         reduction = ReduceOp.of(op)
@@ -269,7 +322,7 @@ class Collectives(Submitter):
         sizes = [out.numel()] * self._size
         return self._scatter_gather(OpKind.REDUCE_SCATTER, [x], [out], out, timeout, reduction, sizes=sizes)
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def gather(
         self,
         x: torch.Tensor,
@@ -312,7 +365,7 @@ class Collectives(Submitter):
                 call.count(part, f"out[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.GATHER, [x], out, list(out), timeout, root=root, sizes=counts)
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def scatter(
         self,
         out: torch.Tensor,
@@ -354,13 +407,9 @@ class Collectives(Submitter):
                 call.count(part, f"inputs[{i}]", counts[i], "the part of that rank")
         return self._scatter_gather(OpKind.SCATTER, inputs, [out], out, timeout, root=root, sizes=counts)
 
-    @explain_unknown_keywords(called)
+    @explain_unknown_keywords(operation_label)
     def all_to_all(
-        self,
-        out: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        *,
-        timeout: float | None = None,
+        self, out: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], *, timeout: float | None = None
     ) -> Future[list[torch.Tensor]]:
         """Send ``inputs[r]`` to rank *r*, and receive from rank *r* in ``out[r]``.
 
@@ -401,7 +450,7 @@ class Collectives(Submitter):
             A future of ``out``.
         """
         if unknown:
-            self._refuse_keywords("all_to_all_single", unknown)
+            self._raise_unknown_keywords("all_to_all_single", unknown)
         if getattr(x, "requires_grad", False):
             self._warn_of_gradients("all_to_all_single", x)
         if output_splits is None and input_splits is None:
@@ -431,10 +480,62 @@ class Collectives(Submitter):
     def barrier(self, *, timeout: float | None = None, **unknown: NoReturn) -> Future[None]:
         """Return a future that completes when every rank of the group has called this."""
         if unknown:
-            self._refuse_keywords("barrier", unknown)
+            self._raise_unknown_keywords("barrier", unknown)
         seconds = self._timeout if timeout is None else timeout
         future = self._shortcut.submit(_BARRIER, None, None, 0, -1, seconds)
-        return self._submit(_BARRIER, (), (), timeout) if future is None else future
+        return self._submitter.submit(_BARRIER, (), (), timeout) if future is None else future
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @explain_unknown_keywords(operation_label)
+    def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
+        """Send ``x`` to rank ``dst``.
+
+        Args:
+            x: any dense tensor.  It must not be changed before the future completes.
+            dst: a rank of the group, other than this one.
+            tag: 0 to 2**30 - 1; the receiver must pass the same tag.
+
+        Returns:
+            A future that completes when ``x`` may be changed; the message may not have arrived yet.
+        """
+        return self._submitter.submit_messages(
+            [self._send_operation(self._call("send"), x, dst, tag, timeout)]
+        )[0]
+
+    @explain_unknown_keywords(operation_label)
+    def recv(
+        self,
+        x: torch.Tensor | None = None,
+        src: int = ANY_SOURCE,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+    ) -> Future[torch.Tensor]:
+        """Receive a tensor from rank ``src``.
+
+        Args:
+            x: the tensor to fill, with the dtype and number of elements of the message.  None: allocate a
+                tensor with the dtype and shape of the message.
+            src: a rank of the group, other than this one, or ANY_SOURCE (-1).
+            tag: the tag of the message.
+
+        Returns:
+            A future of the tensor.  :meth:`recv_message` also returns the rank of the sender.
+        """
+        return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
+
+    @explain_unknown_keywords(operation_label)
+    def recv_message(
+        self,
+        x: torch.Tensor | None = None,
+        src: int = ANY_SOURCE,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+    ) -> Future[Message]:
+        """Receive like :meth:`recv`; the future's value is a :class:`Message` with the sender's rank."""
+        return self._recv("recv_message", x, src, tag, timeout, lambda message: message)
 
     # -- shared --------------------------------------------------------------------------------
 
@@ -444,10 +545,12 @@ class Collectives(Submitter):
         staging = Staging()
         y = staging.writable(x, keep=True)
         if op.code == _PREMUL_SUM:
-            self._check_usable(timeout)
+            self._submitter.check_operation(timeout)
             multiply(y, op.factor)
             op = PREMUL_SUM
-        future = self._submit(kind, [y] if kind is not OpKind.BROADCAST else [], [y], timeout, op, root)
+        future = self._submitter.submit(
+            kind, [y] if kind is not OpKind.BROADCAST else [], [y], timeout, op, root
+        )
         return _staged(future, staging, x) if staging.needed else future
 
     def _scatter_gather(
@@ -467,22 +570,56 @@ class Collectives(Submitter):
         staging = staging or Staging()
         targets = [staging.writable(x) for x in outputs]
         if op.code == _PREMUL_SUM:
-            self._check_usable(timeout)
+            self._submitter.check_operation(timeout)
             plain = [readable(x) for x in inputs]
             sources, op = products(plain, op.factor, self._channel), PREMUL_SUM
         else:
             sources = readable_beside(inputs, targets)
-        future = self._submit(kind, sources, targets, timeout, op, root, sizes)
+        future = self._submitter.submit(kind, sources, targets, timeout, op, root, sizes)
         if staging.needed or not (value is None or value is targets[0]):
             return _staged(future, staging, value)
         return future
 
-    def _check_usable(self, timeout: float | None) -> None:
-        """Raise the errors of a submission before tensors are multiplied for it."""
-        if timeout is not None:
-            self._checked_timeout(timeout)
-        if self._state != "open" or self._channel.failure() is not None:
-            self._raise_refusal()
+    # The next three are for batches too.
+
+    def _recv(
+        self, name: str, x: torch.Tensor | None, src: int, tag: int, timeout: float | None, value: Any
+    ) -> Future[Any]:
+        staging = Staging()
+        operation = self._recv_operation(self._call(name), x, src, tag, timeout, staging)
+        return self._received(self._submitter.submit_messages([operation])[0], x, staging, value)
+
+    def _send_operation(
+        self, call: OperationCall, x: torch.Tensor, dst: int, tag: int, timeout: float | None
+    ) -> Operation:
+        call.tensor(x, "x")
+        peer = call.peer(dst, "dst")
+        return self._submitter.message(OpKind.SEND, (readable(x),), (), timeout, peer, call.tag(tag))
+
+    def _recv_operation(
+        self,
+        call: OperationCall,
+        x: torch.Tensor | None,
+        src: int,
+        tag: int,
+        timeout: float | None,
+        staging: Staging,
+    ) -> Operation:
+        outputs: tuple[torch.Tensor, ...] = ()
+        if x is not None:
+            call.output(x, "x")
+            outputs = (staging.writable(x),)
+        peer = src if src == ANY_SOURCE else call.peer(src, "src")
+        return self._submitter.message(OpKind.RECV, (), outputs, timeout, peer, call.tag(tag))
+
+    @staticmethod
+    def _received(future: Future[Any], x: torch.Tensor | None, staging: Staging, value: Any) -> Future[Any]:
+        def finish(arrived: tuple[torch.Tensor, int, int]) -> Any:
+            staging.copy_back()
+            tensor, source, tag = arrived
+            return value(Message(tensor if x is None else x, source, tag))
+
+        return map_future(future, finish)
 
 
 def _staged(future: Future[Any], staging: Staging, value: Any) -> Future[Any]:
@@ -490,4 +627,4 @@ def _staged(future: Future[Any], staging: Staging, value: Any) -> Future[Any]:
         staging.copy_back()
         return value
 
-    return mapped(future, finish)
+    return map_future(future, finish)

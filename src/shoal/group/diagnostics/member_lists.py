@@ -3,7 +3,7 @@
 ``subgroup`` does not communicate, so ranks that pass different lists make different groups, and wait in vain.
 So while the first collective or receive of a subgroup is pending, each rank publishes its subgroups in the
 parent's store, and reads those of the other members.  Correct programs only pay for a sleeping thread: the
-store is not used before an operation has waited for :data:`PATIENCE` seconds.
+store is not used before an operation has waited for :data:`CHECK_DELAY_S` seconds.
 
 A rank passed a different list if it waits in a subgroup that has this rank as a member and that this rank has
 not made, and has not made the subgroup in which this rank waits.  As members make their common subgroups in
@@ -18,22 +18,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ...common.decoding import from_json
 from ...errors import ShoalError, UsageError
 from ...future import Future
-from .watched import Watched
+from ...spec import GroupState
+from ..submission import OperationSubmitter
+
+if TYPE_CHECKING:
+    from ..process_group import ProcessGroup
 
 #: Seconds for which a first operation is pending before the first check, and between the first two checks.
-PATIENCE = 0.5
-_LONGEST_INTERVAL = 8.0
+CHECK_DELAY_S = 0.5
+_MAX_CHECK_INTERVAL_S = 8.0
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments of a call of ``subgroup``, the ``count``-th with these, and the text of its choices."""
+class SubgroupCall:
+    """The arguments of a call of ``subgroup``, the ``count``-th with these, and the text of its options."""
 
     name: str | None
     choices: str
@@ -45,43 +49,45 @@ class Given:
 
 
 @dataclass
-class _Wait:
+class _PendingConnect:
     """A wait of this rank for the other members of a subgroup to connect."""
 
-    parent: Watched
-    given: Given
+    parent: ProcessGroup
+    given: SubgroupCall
 
     def abort(self, reason: str) -> None:
         """Do nothing, as there is no group yet: the call that connects raises."""
 
 
 @dataclass
-class _FirstOperation(_Wait):
+class _FirstOperation(_PendingConnect):
     """A pending first operation of a subgroup, which the thread checks at the time ``due``."""
 
-    group: Watched
+    group: OperationSubmitter
     future: ref[Future[Any]]
     due: float
-    interval: float = PATIENCE
+    interval: float = CHECK_DELAY_S
 
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         future = self.future()
-        return future is None or self.group.state != "open" or future.done()
+        return future is None or self.group.state is not GroupState.OPEN or future.done()
 
     def abort(self, reason: str) -> None:
         self.group.abort(reason)
 
 
-class ListWatch:
+class MemberListChecker:
     """Checks the subgroups of one world on one rank, in a thread that runs while any of them waits."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._connecting: list[_Wait] = []
+        self._connecting: list[_PendingConnect] = []
         self._pending: list[_FirstOperation] = []
         self._thread: threading.Thread | None = None
 
-    def first_operation(self, parent: Watched, given: Given, group: Watched, future: Future[Any]) -> None:
+    def watch_operation(
+        self, parent: ProcessGroup, given: SubgroupCall, group: OperationSubmitter, future: Future[Any]
+    ) -> None:
         """Check the first operation of ``group``, made by ``parent.subgroup``, until ``future`` is done."""
         with self._condition:
             if self._thread is None:
@@ -91,11 +97,11 @@ class ListWatch:
                 except RuntimeError:
                     return  # no more threads: the operation still has its timeout
                 self._thread = thread
-            due = time.monotonic() + PATIENCE
+            due = time.monotonic() + CHECK_DELAY_S
             self._pending.append(_FirstOperation(parent, given, group, ref(future), due))
             self._condition.notify()  # the thread may sleep beyond ``due``
 
-    def forget(self, group: Watched, timeout: float) -> None:
+    def unwatch(self, group: OperationSubmitter, timeout: float) -> None:
         """Stop checking ``group``, which is closed; the thread ends with the last wait."""
         with self._condition:
             self._pending = [wait for wait in self._pending if wait.group is not group]
@@ -116,12 +122,12 @@ class ListWatch:
                     return
                 now = time.monotonic()
                 due = [wait for wait in self._pending if wait.due <= now]
-            finished = [wait for wait in due if wait.over() or self._look(wait)]
+            finished = [wait for wait in due if wait.is_finished() or self._check(wait)]
             with self._condition:
                 self._pending = [wait for wait in self._pending if not any(wait is each for each in finished)]
             del due, finished  # so that they do not keep groups alive
 
-    def _look(self, wait: _FirstOperation) -> bool:
+    def _check(self, wait: _FirstOperation) -> bool:
         """Compare with the subgroups of the other members; return whether the checks are finished."""
         try:
             others = self._exchange(wait)
@@ -129,13 +135,13 @@ class ListWatch:
             return True  # the store is not reachable; the operation still has its timeout
         difference = _difference(wait, others)
         if difference is None:
-            wait.interval = min(2 * wait.interval, _LONGEST_INTERVAL)
+            wait.interval = min(2 * wait.interval, _MAX_CHECK_INTERVAL_S)
             wait.due = time.monotonic() + wait.interval
             return False
-        self._end(wait, *difference)
+        self._abort_both(wait, *difference)
         return True
 
-    def _end(self, wait: _Wait, reason: str, theirs: Given) -> None:
+    def _abort_both(self, wait: _PendingConnect, reason: str, theirs: SubgroupCall) -> None:
         """Abort the group of ``wait`` and the one of ``theirs`` with the reason."""
         # The other group is made first, as this rank may leave as soon as its own group is aborted.  It is
         # aborted last: its ranks may leave then, so this rank's group must have received the reason before.
@@ -150,22 +156,22 @@ class ListWatch:
                 foreign.abort(reason)
         if foreign is not None:
             with contextlib.suppress(ShoalError):
-                foreign.close(PATIENCE)
+                foreign.close(CHECK_DELAY_S)
 
     @contextlib.contextmanager
-    def connecting(self, parent: Watched, given: Given) -> Iterator[Callable[[], None]]:
+    def watch_connect(self, parent: ProcessGroup, given: SubgroupCall) -> Iterator[Callable[[], None]]:
         """Yield a function to poll while members connect, which raises if their lists differ."""
-        wait = _Wait(parent, given)
+        wait = _PendingConnect(parent, given)
         with self._condition:
             self._connecting.append(wait)
         began = time.monotonic()
 
         def look() -> None:
-            if time.monotonic() - began < PATIENCE:
+            if time.monotonic() - began < CHECK_DELAY_S:
                 return
             difference = _difference(wait, self._exchange(wait))
             if difference is not None:
-                self._end(wait, *difference)
+                self._abort_both(wait, *difference)
                 raise UsageError(difference[0])
 
         try:
@@ -174,14 +180,14 @@ class ListWatch:
             with self._condition:
                 self._connecting = [each for each in self._connecting if each is not wait]
 
-    def _exchange(self, wait: _Wait) -> dict[int, Any]:
+    def _exchange(self, wait: _PendingConnect) -> dict[int, Any]:
         """Publish the subgroups of this rank, and return those that the other members have published."""
-        self._tell(wait)
+        self._publish(wait)
         store, me = wait.parent.store, wait.parent.rank
         members = [rank for rank in wait.given.members if rank != me and store.check([_key(rank)])]
-        return {rank: from_json(store.get(_key(rank), timeout=PATIENCE), dict) for rank in members}
+        return {rank: from_json(store.get(_key(rank), timeout=CHECK_DELAY_S), dict) for rank in members}
 
-    def _tell(self, wait: _Wait) -> None:
+    def _publish(self, wait: _PendingConnect) -> None:
         with self._condition:
             waits = [other for other in (*self._connecting, *self._pending) if other.parent is wait.parent]
         made = [[*identity, count] for identity, count in wait.parent._made.copy().items()]
@@ -196,11 +202,11 @@ def _key(rank: int) -> str:
     return f"subgroups of rank {rank}"
 
 
-def _parsed(entries: Iterable[list[Any]]) -> list[Given]:
-    return [Given(name, choices, tuple(members), count) for name, choices, *members, count in entries]
+def _parsed(entries: Iterable[list[Any]]) -> list[SubgroupCall]:
+    return [SubgroupCall(name, choices, tuple(members), count) for name, choices, *members, count in entries]
 
 
-def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None:
+def _difference(wait: _PendingConnect, others: dict[int, Any]) -> tuple[str, SubgroupCall] | None:
     """Return an error message and another rank's different list; None if no list differs."""
     parent, given = wait.parent, wait.given
     for rank, theirs in others.items():
@@ -218,5 +224,5 @@ def _difference(wait: _Wait, others: dict[int, Any]) -> tuple[str, Given] | None
     return None
 
 
-def _same(one: Given, other: Given) -> bool:
+def _same(one: SubgroupCall, other: SubgroupCall) -> bool:
     return (one.name, one.choices, one.members) == (other.name, other.choices, other.members)
