@@ -112,7 +112,7 @@ def work(url: str, name: str) -> None:
     """Run a worker until the chief has left; the main function of the started processes."""
     torch.set_num_threads(1)
     with shoal.rpc.join(name, url=url) as agent:
-        agent.serve(until="chief")
+        agent.wait(until="chief")
 
 
 class Chief:

@@ -144,8 +144,9 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
 
 def test_few_modules_import_the_core() -> None:
     importers = {
-        "backend.native.channel", "backend.native.errors",
-        "controller.commands.interrupts", "future.state", "parallel.core", "recorder", "rpc.connection.post",
+        "backend.native.agreement", "backend.native.channel", "backend.native.codes", "backend.native.errors",
+        "controller.commands.interrupts", "future.state", "parallel.core", "recorder",
+        "rpc.connection.endpoint",
     }  # fmt: skip
     assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}
 

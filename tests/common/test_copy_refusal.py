@@ -60,7 +60,7 @@ def test_an_agent_and_what_belongs_to_it_refuse_and_go_on() -> None:
                     duplicate(each)
         gc.collect()
         assert call.wait() == 3
-        assert reference.fetch().wait() == 2
+        assert reference.to_here() == 2
 
 
 def test_stores_and_their_servers_refuse_and_go_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from shoal.elastic.membership import admission
 from shoal.elastic.membership.admission import JoiningProcess
 from shoal.elastic.membership.candidates import CandidateRegistry
 from shoal.elastic.membership.members import SessionMembers
+from shoal.group.agreement import AgreementClient
 from shoal.testing import no_leaks, processes
 
 from .test_newcomers import PATIENCE, logs_of, training

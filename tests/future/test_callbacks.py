@@ -155,7 +155,7 @@ def test_callbacks_start_in_the_order_of_registration() -> None:
 
 def test_a_callback_may_wait_for_what_a_later_callback_completes() -> None:
     assert pool.shutdown(10)
-    assert pool.thread_count() == 0
+    assert len(pool._threads) == 0
     future: Future[None] = Future()
     inner: Future[int] = Future()
     waiting = future.then(lambda _: inner.wait(30))
@@ -204,9 +204,9 @@ def test_a_pool_ends_its_idle_threads_and_starts_again() -> None:
         child = future.then(lambda _: threading.current_thread().daemon)
         future.set_result(None)
         assert child.wait(10)
-        assert pool.thread_count() > 0
+        assert len(pool._threads) > 0
         assert pool.shutdown(10)
-        assert pool.thread_count() == 0
+        assert len(pool._threads) == 0
         assert set(threading.enumerate()) <= before
 
 

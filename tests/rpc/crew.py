@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import random
 import re
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from shoal.errors import AgentClosed, RpcError, WorkerLost
-from shoal.future import Future, pool
+from shoal.future import Future
 from shoal.rpc import Agent, Peer, RRef, current, executor
 from shoal.rpc.calls import call, holds
 from shoal.store.tcp import client as tcp
@@ -27,6 +28,8 @@ from shoal.testing import Agents
 from shoal.testing.leaks import inventory
 from tests.rpc.handlers import PATIENCE
 
+#: the module; ``shoal.future.pool`` is also the name of the pool
+pool: Any = importlib.import_module("shoal.future.pool")
 #: seconds that the holds of a dead worker last here: longer than others need to take up what it passed on
 LEASE_S = 6.0
 #: elements of a transfer that a signal can meet in the middle
@@ -55,7 +58,7 @@ def hasten(
 ) -> None:
     """Let what waits for its end in this process wait for less, and keep fewer connections to the store."""
     holds.LEASE_S, call.LEASE_S = lease, call_lease
-    executor._IDLE_TIMEOUT_S, pool._idle_seconds = idle, pool_idle
+    executor.IDLE_TIMEOUT_S, pool.IDLE_TIMEOUT_S = idle, pool_idle
     tcp._MAX_IDLE_CONNECTIONS = kept
 
 
@@ -66,8 +69,8 @@ class Crew(Agents):
         self._was = (
             holds.LEASE_S,
             call.LEASE_S,
-            executor._IDLE_TIMEOUT_S,
-            pool._idle_seconds,
+            executor.IDLE_TIMEOUT_S,
+            pool.IDLE_TIMEOUT_S,
             tcp._MAX_IDLE_CONNECTIONS,
         )
         hasten()
@@ -111,9 +114,9 @@ class Crew(Agents):
         self.kill(name)
         return at
 
-    def standing(self) -> dict[str, dict[str, Any]]:
+    def describe_held(self) -> dict[str, dict[str, Any]]:
         """What each survivor has, of itself and of others."""
-        return {name: self.ask(name, standing) for name in SURVIVORS}
+        return {name: self.ask(name, describe_held) for name in SURVIVORS}
 
     def settle(self, before: dict[str, Counter[str]] | None = None) -> dict[str, Counter[str]]:
         """Wait until all survivors have nothing of anybody's, and no more than ``before``; what they have."""
@@ -121,7 +124,7 @@ class Crew(Agents):
         while True:
             more, found = {}, {}
             for name in SURVIVORS:
-                theirs, found[name] = self.ask(name, standing)
+                theirs, found[name] = self.ask(name, describe_held)
                 theirs += found[name] - before[name] if before else Counter()
                 if theirs:
                     more[name] = dict(theirs)
@@ -134,7 +137,7 @@ class Crew(Agents):
 # -- what the survivors have ---------------------------------------------------------------------------
 
 
-def standing() -> tuple[Counter[str], Counter[str]]:
+def describe_held() -> tuple[Counter[str], Counter[str]]:
     """What this worker has only because of others, and what it has in any case."""
     agent = current().agent
     kept.clear()  # a victim's last messages may have come after the trial

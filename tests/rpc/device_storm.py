@@ -52,8 +52,8 @@ def storm(a: Agent, b: Peer, held_call: HeldCall) -> None:
             if choose.random() < 0.05:
                 stream.fail(RuntimeError("it burnt"))
             stream.release()
-        if number % 20 == 19 and (line := a.links.existing("b")) is not None:
-            a.endpoint.post.disconnect(line.number)
+        if number % 20 == 19 and (connection := a.connections.existing("b")) is not None:
+            a.endpoint.post.disconnect(connection.number)
     for stream in streams:
         stream.release()
     kept = 0

@@ -253,7 +253,7 @@ def a_lost_peer_fails_a_held_call_at_once(a: Agent, b: Peer) -> None:
     going = a.peer("going")
     going.call(note, "there").wait(PATIENCE)
     held, streams = held_call(lambda: going.call(note_sum, on_device(1)))
-    a.endpoint.post.disconnect(a.line("going", PATIENCE).number)
+    a.endpoint.post.disconnect(a.connection("going", PATIENCE).number)
     with expects(WorkerLost):
         held.wait(PATIENCE)
     release(streams)

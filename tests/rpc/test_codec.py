@@ -253,13 +253,13 @@ def test_a_programs_own_functions_go_by_name_to_those_that_run_it(
 def test_rebuilding_finds_the_route() -> None:
     end = End()
     assert sent(Traveller(), end) is end
-    assert codec.route() is None
+    assert codec.current_route() is None
 
 
 class Traveller:
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        assert codec.route() is not None
-        return codec.route, ()
+        assert codec.current_route() is not None
+        return codec.current_route, ()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")

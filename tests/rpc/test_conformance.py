@@ -93,10 +93,10 @@ def test_closures_go_by_value(b: Peer) -> None:
 
 def test_a_function_goes_by_number_once_the_other_end_has_it(a: Agent, b: Peer) -> None:
     b.call(handlers.pid).wait()
-    sent = a.line("b", PATIENCE).sent
-    number, known, ticket = sent.use(handlers.pid)
-    sent.over(ticket)
-    assert known
+    sent = a.connection("b", PATIENCE).sent_functions
+    number, confirmed, ticket = sent.use(handlers.pid)
+    sent.release(ticket)
+    assert confirmed
     assert number < 4096
     assert b.call(handlers.pid).wait() == b.call(handlers.pid).wait()
 

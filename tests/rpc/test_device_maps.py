@@ -40,7 +40,7 @@ def test_a_map_says_where_tensors_go_and_its_inverse_where_results_go() -> None:
     assert [target(there, CUDA[i]) for i in (0, 1)] == [CUDA[1], CUDA[0]]
     assert target(there, CPU) == CPU
     assert there.here == (CUDA[0], CUDA[1])
-    back = inverse(there.words(), "a", "ps")
+    back = inverse(there.as_text(), "a", "ps")
     assert back is not None
     assert [target(back, CUDA[i]) for i in (0, 1)] == [CUDA[1], CUDA[0]]
 
@@ -51,7 +51,7 @@ def test_a_map_may_move_tensors_between_the_cpu_and_a_device() -> None:
     assert there.maps_cpu
     assert there.here == ()
     assert target(there, CPU) == CUDA[1]
-    back = inverse(there.words(), "a", "ps")
+    back = inverse(there.as_text(), "a", "ps")
     assert back is not None
     assert (target(back, CUDA[1]), back.here, back.maps_cpu) == (CPU, (CUDA[1],), False)
 
@@ -62,7 +62,7 @@ def test_a_device_that_is_not_in_the_map_is_refused_with_the_map_to_add() -> Non
     with pytest.raises(UsageError, match=r"shape \(2, 3\) is on cuda:1, which has no device of 'ps'") as told:
         target(there, CUDA[1])
     assert "join 'a' with device_maps={'ps': {'cuda:1': 'cuda:1'}}" in str(told.value)
-    back = inverse(there.words(), "a", "ps")
+    back = inverse(there.as_text(), "a", "ps")
     assert back is not None
     with pytest.raises(UsageError, match=r"to which 'a' maps none of its devices: send x\.cpu") as told:
         target(back, CUDA[0])

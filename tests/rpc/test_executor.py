@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from shoal.errors import AgentClosed
-from shoal.rpc.executor import CALLS, THREAD_START_DELAY_S, Executor
+from shoal.future.pool import STALL_TIMEOUT_S
+from shoal.rpc.executor import CALLS, Executor
 from shoal.testing import no_leaks
 
 Job = Callable[[], Any]
 _LONG = 20.0
 
 
-class Inbox:
+class MessageSource:
     """Letters are functions; as the endpoint does, it tells of those that wait while no thread is free."""
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class Inbox:
         self._boxes: dict[int, deque[Job]] = defaultdict(deque)
         self._free = 0
         self._closed = False
-        self.grow: Callable[[], None] = lambda: None
+        self.add_thread: Callable[[], None] = lambda: None
         self.watcher = threading.Thread(target=self._watch)
 
     def open(self, mailbox: int) -> None:
@@ -55,21 +56,21 @@ class Inbox:
 
     def _watch(self) -> None:
         while not self._closed:
-            time.sleep(THREAD_START_DELAY_S)
+            time.sleep(STALL_TIMEOUT_S)
             if self._boxes[CALLS] and not self._free:
-                self.grow()
+                self.add_thread()
 
 
 @pytest.fixture
-def inbox() -> Inbox:
-    return Inbox()
+def inbox() -> MessageSource:
+    return MessageSource()
 
 
 @pytest.fixture
-def executor(inbox: Inbox) -> Iterator[Executor]:
+def executor(inbox: MessageSource) -> Iterator[Executor]:
     with no_leaks():
         executor = Executor(inbox, lambda job: job(), 8, "a")
-        inbox.grow = executor.grow
+        inbox.add_thread = executor.add_thread
         executor.start()
         inbox.watcher.start()
         yield executor
@@ -79,7 +80,7 @@ def executor(inbox: Inbox) -> Iterator[Executor]:
         assert executor.thread_count() == 0
 
 
-def test_short_calls_take_few_threads(inbox: Inbox, executor: Executor) -> None:
+def test_short_calls_take_few_threads(inbox: MessageSource, executor: Executor) -> None:
     done = [threading.Event() for _ in range(50)]
     for event in done:
         inbox.put(event.set)
@@ -87,7 +88,7 @@ def test_short_calls_take_few_threads(inbox: Inbox, executor: Executor) -> None:
     assert executor.thread_count() <= 5, "one would do, and a busy machine may stop it within a call"
 
 
-def test_calls_that_wait_for_one_another_get_a_thread_each(inbox: Inbox, executor: Executor) -> None:
+def test_calls_that_wait_for_one_another_get_a_thread_each(inbox: MessageSource, executor: Executor) -> None:
     barrier = threading.Barrier(8)
     ended = threading.Semaphore(0)
 
@@ -100,7 +101,7 @@ def test_calls_that_wait_for_one_another_get_a_thread_each(inbox: Inbox, executo
     assert all(ended.acquire(timeout=_LONG) for _ in range(8))
 
 
-def test_no_more_handlers_run_than_allowed(inbox: Inbox, executor: Executor) -> None:
+def test_no_more_handlers_run_than_allowed(inbox: MessageSource, executor: Executor) -> None:
     full, go, late = threading.Semaphore(0), threading.Event(), threading.Event()
 
     def block() -> None:
@@ -112,15 +113,15 @@ def test_no_more_handlers_run_than_allowed(inbox: Inbox, executor: Executor) -> 
     assert all(full.acquire(timeout=_LONG) for _ in range(8))
     inbox.put(late.set)
     for _ in range(5):
-        executor.grow()
+        executor.add_thread()
     assert executor.thread_count() == 8
     assert not late.is_set()
     go.set()
     assert late.wait(_LONG)
 
 
-def test_a_mailbox_is_served_in_order_by_one_thread(inbox: Inbox, executor: Executor) -> None:
-    executor.consume(5)
+def test_a_mailbox_is_served_in_order_by_one_thread(inbox: MessageSource, executor: Executor) -> None:
+    executor.start_mailbox(5)
     seen: list[tuple[int, int]] = []
     for i in range(200):
         inbox.put(lambda i=i: seen.append((i, threading.get_ident())), 5)
@@ -131,7 +132,7 @@ def test_a_mailbox_is_served_in_order_by_one_thread(inbox: Inbox, executor: Exec
     assert len({thread for _, thread in seen}) == 1
 
 
-def test_coroutines_share_a_loop_and_end_with_it(inbox: Inbox, executor: Executor) -> None:
+def test_coroutines_share_a_loop_and_end_with_it(inbox: MessageSource, executor: Executor) -> None:
     loops, ended = set(), threading.Semaphore(0)
 
     async def turn() -> int:
@@ -162,7 +163,7 @@ def test_a_coroutine_is_cancelled_from_outside(executor: Executor) -> None:
 
 
 def test_a_coroutine_that_comes_to_a_closed_executor_is_refused_and_leaves_nothing(
-    inbox: Inbox, executor: Executor
+    inbox: MessageSource, executor: Executor
 ) -> None:
     inbox.close()
     assert executor.close(_LONG)
@@ -173,14 +174,14 @@ def test_a_coroutine_that_comes_to_a_closed_executor_is_refused_and_leaves_nothi
 
 
 def test_a_call_that_cannot_be_answered_ends_no_thread(
-    inbox: Inbox, executor: Executor, caplog: pytest.LogCaptureFixture
+    inbox: MessageSource, executor: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise SystemExit(3)
 
     for mailbox in (CALLS, 5):
         if mailbox != CALLS:
-            executor.consume(mailbox)
+            executor.start_mailbox(mailbox)
         before, done = executor.thread_count(), threading.Event()
         inbox.put(fail, mailbox)
         inbox.put(done.set, mailbox)

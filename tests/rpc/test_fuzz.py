@@ -25,7 +25,7 @@ from shoal.net import Connection, Handshake
 from shoal.rpc.calls.call import FAILURE, FUNCTION
 from shoal.rpc.codec import plain
 from shoal.rpc.codec.pickled import encode
-from shoal.rpc.connection.post import Endpoint
+from shoal.rpc.connection.endpoint import Endpoint
 from shoal.testing import Agents, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -74,7 +74,7 @@ class Attack:
         assert not self._wrong
         if kind is None:
             # Its threads live, and a new connection works as the first did.
-            for acceptor in self.target.links._threads:
+            for acceptor in self.target.connections._threads:
                 assert acceptor.is_alive()
             assert self.evil.peer("target").call(handlers.echo, torch.ones(100_000)).wait().sum() == 100_000
 
@@ -89,7 +89,7 @@ class Attack:
 
     def proved(self, choose: random.Random) -> Connection:
         """A connection on which the handshake is over."""
-        worker, how = self.target.worker, {"secret": self.evil.links._secret, "purpose": "rpc"}
+        worker, how = self.target.worker, {"secret": self.evil.secret, "purpose": "rpc"}
         if choose.random() < 0.5:
             return wire.connect(worker.address, worker.port, timeout=PATIENCE, **how)  # type: ignore[arg-type]
         return wire.connect_unix(worker.unix, timeout=PATIENCE, **how)  # type: ignore[arg-type]
@@ -97,9 +97,9 @@ class Attack:
     def introduced(self, choose: random.Random) -> socket.socket:
         """A connection on which letters are expected."""
         with contextlib.closing(self.proved(choose)) as connection:
-            hello = self.evil.links._hello(self.target.worker.incarnation, {})
+            hello = self.evil.connections._hello(self.target.worker.incarnation, {})
             hello.lends = False  # or descriptors were expected
-            wire.introduce(connection, hello, PATIENCE)
+            wire.send_hello(connection, hello, PATIENCE)
             sock = socket.socket(fileno=connection.detach())
         sock.settimeout(PATIENCE)
         return sock
@@ -142,7 +142,7 @@ def test_strangers_say_anything_and_an_honest_worker_is_served(attack: Attack, a
     choose = random.Random(amount)
     silent = []
     for number in range(amount // 2):  # two messages each
-        greeting = Handshake(connecting=True, secret=attack.evil.links._secret, purpose="rpc").greeting
+        greeting = Handshake(connecting=True, secret=attack.evil.secret, purpose="rpc").greeting
         sock = attack.dial(choose)
         first = spoilt(greeting, choose) if choose.random() < 0.5 else greeting
         say(sock, first, choose.randbytes(choose.choice((1, 31, 32, 33, 1000))))
@@ -157,7 +157,7 @@ def test_strangers_say_anything_and_an_honest_worker_is_served(attack: Attack, a
 @amounts
 def test_introductions_in_other_words_are_cut_off(attack: Attack, amount: int) -> None:
     choose = random.Random(amount)
-    hello = msgspec.msgpack.encode(attack.evil.links._hello(attack.target.worker.incarnation, {}))
+    hello = msgspec.msgpack.encode(attack.evil.connections._hello(attack.target.worker.incarnation, {}))
     others = [
         msgspec.msgpack.encode(each)
         for each in (
@@ -247,7 +247,7 @@ def malformed(choose: random.Random) -> bytes:
 @amounts
 def test_a_malformed_call_fails_alone(attack: Attack, amount: int) -> None:
     choose = random.Random(amount)
-    line = attack.evil.line("target", PATIENCE)
+    connection = attack.evil.connection("target", PATIENCE)
     post = attack.evil.endpoint.post
     threads = 2  # those that a busy machine has added may end
     calls = []
@@ -257,9 +257,9 @@ def test_a_malformed_call_fails_alone(attack: Attack, amount: int) -> None:
         parts = [(memory.data_ptr(), memory.numel())] * choose.choice((0, 0, 1, 3))
         head = malformed(choose)
         if choose.random() < 0.1:
-            post.post(line.number, mailbox, head, parts, memory, PATIENCE)
+            post.post(connection.number, mailbox, head, parts, memory, PATIENCE)
         else:
-            calls.append(post.request(line.number, mailbox, head, parts, memory, PATIENCE))
+            calls.append(post.request(connection.number, mailbox, head, parts, memory, PATIENCE))
         if number % 50 == 0:
             assert attack.evil.peer("target").call(handlers.echo, 3).wait() == 3
     failed = 0
@@ -283,7 +283,7 @@ def test_a_restricted_worker_answers_every_malformed_call(amount: int, caplog: A
         honest = stage.join("honest", timeout=PATIENCE).peer("target")
         evil = stage.join("evil", timeout=PATIENCE)
         messages = [plain.encode_call(name, arguments[:n], {}, "a test") for name, n in TAKES.items()]
-        number, post = evil.line("target", PATIENCE).number, evil.endpoint.post
+        number, post = evil.connection("target", PATIENCE).number, evil.endpoint.post
         threads, calls = 2, []  # threads that a busy machine has added may end
         for turn in range(amount):
             message = choose.choice(messages)
@@ -325,9 +325,9 @@ def malformed_reply(choose: random.Random) -> tuple[bytes, bool]:
 def test_a_malformed_reply_fails_its_call_alone(attack: Attack, amount: int) -> None:
     choose = random.Random(amount)
 
-    def answer(letter: Any) -> None:
+    def answer(message: Any) -> None:
         head, failed = malformed_reply(choose)
-        attack.evil.endpoint.post.reply(letter, head, [], None, failed, choose.randrange(2))
+        attack.evil.endpoint.post.reply(message, head, [], None, failed, choose.randrange(2))
 
     attack.evil.executor.handle = answer
     evil = attack.target.peer("evil")

@@ -11,7 +11,7 @@ from shoal import Future
 from shoal.errors import WorkerLost
 from shoal.rpc import Agent, Peer, RRef
 from shoal.rpc.calls import call, holds
-from shoal.rpc.calls.leases import Ledger
+from shoal.rpc.calls.objects import ObjectTable
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -19,39 +19,39 @@ from tests.rpc.test_references import Table, become, keep, let_go, pull, use_kep
 
 
 def test_a_use_that_overtakes_the_making_of_an_object_waits_for_it() -> None:
-    ledger = Ledger(lambda mailbox: None)
-    early = ledger.hold("maker/1", "")
-    ledger.drop("maker/1", "")  # the reference that came with the use has gone
-    assert ledger.begin("maker/1", "maker", "Table") is early
+    objects = ObjectTable(lambda mailbox: None)
+    early = objects.hold("maker/1", "")
+    objects.drop("maker/1", "")  # the reference that came with the use has gone
+    assert objects.begin("maker/1", "maker", "Table") is early
     early.value.set_result(None)
-    ledger.drop("maker/1", "maker")
-    assert not ledger.held()
+    objects.drop("maker/1", "maker")
+    assert not objects.held()
 
 
 def test_an_object_that_nobody_will_make_is_lost_with_who_asked_for_it() -> None:
-    ledger = Ledger(lambda mailbox: None)
-    early = ledger.hold("maker/1", "")
-    ledger.drop("maker/1", "")
-    ledger.forget("another")
+    objects = ObjectTable(lambda mailbox: None)
+    early = objects.hold("maker/1", "")
+    objects.drop("maker/1", "")
+    objects.forget("another")
     assert not early.value.done()
-    ledger.forget("maker")
+    objects.forget("maker")
     with pytest.raises(WorkerLost, match="maker/1 was never made"):
         early.value.wait()
-    assert not ledger.held()
+    assert not objects.held()
 
 
 def test_who_comes_again_holds_what_it_says_and_what_it_has_told_since() -> None:
-    ledger = Ledger(lambda mailbox: None)
+    objects = ObjectTable(lambda mailbox: None)
     for ident in ("x/1", "x/2", "x/3"):
-        ledger.begin(ident, "holder", "Table", line=1)
-    ledger.hold("x/2", "another", 1)
-    ledger.hold("x/3", "holder", 2)
-    ledger.begin("holder/4", "holder", "Table", line=2)
-    ledger.resume("holder", ["x/1", "x/2"], 2)
-    assert ledger.held().keys() == {"x/1", "x/2", "x/3", "holder/4"}
-    ledger.resume("holder", ["x/1"], 3)
-    assert ledger.held().keys() == {"x/1", "x/2"}
-    assert ledger.held()["x/2"].holders.keys() == {"another"}
+        objects.begin(ident, "holder", "Table", connection=1)
+    objects.hold("x/2", "another", 1)
+    objects.hold("x/3", "holder", 2)
+    objects.begin("holder/4", "holder", "Table", connection=2)
+    objects.replace_holds("holder", ["x/1", "x/2"], 2)
+    assert objects.held().keys() == {"x/1", "x/2", "x/3", "holder/4"}
+    objects.replace_holds("holder", ["x/1"], 3)
+    assert objects.held().keys() == {"x/1", "x/2"}
+    assert objects.held()["x/2"].holders.keys() == {"another"}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent]]:
 
 def cut(agent: Agent) -> None:
     """Break all connections of an agent."""
-    for number in list(agent.links._lines):
+    for number in list(agent.connections._by_number):
         agent.endpoint.post.disconnect(number)
 
 
@@ -77,15 +77,15 @@ def test_a_hold_that_was_given_back_while_the_connection_broke_ends(
     first, second = holder.peer("owner").remote(Table), holder.peer("owner").remote(Table)
     assert pull(first) == pull(second) == [0, 0]
     given: list[Any] = []
-    tell = holder.tell
+    tell = holder.post_to_owner
 
     def breaks(*told: Any) -> None:
         given.append(told)
-        monkeypatch.setattr(holder, "tell", tell)
+        monkeypatch.setattr(holder, "post_to_owner", tell)
         cut(owner)
         raise WorkerLost("it was cut on its way", "owner")
 
-    monkeypatch.setattr(holder, "tell", breaks)
+    monkeypatch.setattr(holder, "post_to_owner", breaks)
     del second
     become(1, lambda: len(given))
     become([1, True], lambda: [len(owner.leaks()), not owner.references._losses])
@@ -96,7 +96,7 @@ def test_a_hold_is_told_again_when_its_connection_breaks(
     pair: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, holder = pair
-    ask = holder.ask
+    ask = holder.call_owner
     asked: list[Any] = []
 
     def breaks_once(to: Any, *told: Any) -> Any:
@@ -109,21 +109,21 @@ def test_a_hold_is_told_again_when_its_connection_breaks(
         failed.set_exception(WorkerLost("it was cut on its way", "owner"))
         return failed
 
-    monkeypatch.setattr(holder, "ask", breaks_once)
+    monkeypatch.setattr(holder, "call_owner", breaks_once)
     ref = RRef(Table(5.0), owner)
     owner.peer("holder").post(keep, ref)
     handlers.wait_for("kept")
     assert len(asked) > 1
     mine = ref.ident
     del ref
-    become([[mine], ["holder"]], lambda: [list(owner.references.ledger.held()), holders(owner, mine)])
+    become([[mine], ["holder"]], lambda: [list(owner.references.objects.held()), holders(owner, mine)])
     assert use_kept() == [5, 5]
     let_go()
     become([], owner.leaks)
 
 
 def holders(owner: Agent, ident: str) -> list[str]:
-    owned = owner.references.ledger.held().get(ident)
+    owned = owner.references.objects.held().get(ident)
     names = {worker.incarnation: worker.name for worker in owner.directory.workers()}
     return [] if owned is None or owned.local else [names[each] for each in owned.holders]
 
@@ -166,17 +166,17 @@ def test_the_holds_of_a_lost_worker_end_with_their_lease(monkeypatch: pytest.Mon
         assert holder.call(use_kept).wait() == [1, 1]
         become(["RRef of Table: held by 'holder'"], owner.leaks)
         # Only the connections break: the holder comes again, so the end of a lease takes nothing from it.
-        for number in list(owner.links._lines):
+        for number in list(owner.connections._by_number):
             owner.endpoint.post.disconnect(number)
         become([1, 1], lambda: _tried(holder))
-        again = owner.line("holder", PATIENCE).worker
+        again = owner.connection("holder", PATIENCE).worker
         become(True, lambda: again.incarnation in owner.references._losses)
         owner.references._end_lease(again.incarnation, owner.references._losses[again.incarnation])
         assert holder.call(use_kept).wait() == [1, 1]
         # Nor does the end of an earlier one when it has just been lost once more.
         owner.references._losses[again.incarnation] = earlier = object()
         owner.references.lost(again)
-        monkeypatch.setattr(owner.links, "connected", lambda _: False)
+        monkeypatch.setattr(owner.connections, "is_connected", lambda _: False)
         owner.references._end_lease(again.incarnation, earlier)
         assert holder.call(use_kept).wait() == [1, 1]
         monkeypatch.undo()

@@ -95,7 +95,7 @@ def test_a_call_whose_time_is_up_before_it_is_connected_is_late_and_its_worker_n
     with Agents() as stage:
         a = stage.join("a")
         stage.join("b")
-        connecting = a.links._making.setdefault("b", threading.Lock())  # as if another call were
+        connecting = a.connections._making.setdefault("b", threading.Lock())  # as if another call were
         with connecting, pytest.raises(CallTimeout, match="could not be reached within"):
             a.peer("b").options(timeout=0.05).call(int).wait()
         with connecting, pytest.raises(CallTimeout, match="could not be reached within"):

@@ -15,7 +15,7 @@ from shoal._core import Post
 from shoal.errors import RpcError, WorkerLost
 from shoal.rpc import Agent
 from shoal.rpc.calls.call import reads_arguments
-from shoal.rpc.connection.post import Endpoint
+from shoal.rpc.connection.endpoint import Endpoint
 from shoal.testing import Agents, faults, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -120,8 +120,8 @@ def test_a_worker_that_is_cut_off_keeps_what_it_has(meeting: Agents, a: Agent) -
     b = a.peer("b")
     b.call(keep, "x", torch.ones(LARGE)).wait()
     before = lent(a)
-    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
-    becomes(lambda: not a.links.connected(b._agent.directory.look("b").incarnation))  # type: ignore[union-attr]
+    a.endpoint.post.disconnect(a.connection("b", PATIENCE).number)
+    becomes(lambda: not a.connections.is_connected(b._agent.directory.look("b").incarnation))  # type: ignore[union-attr]
     for _ in range(10):
         assert b.call(torch.sum, torch.zeros(LARGE)).wait() == 0
     assert b.call(kept_sum, "x").wait() == LARGE
@@ -198,8 +198,8 @@ def test_what_is_on_its_way_outlives_an_agent_that_leaves() -> None:
             right.sendall(data)
         letters = b.post.take(0, PATIENCE, 1)
         assert letters is not None
-        (letter,) = letters
-        assert torch.equal(torch.frombuffer(letter.parts[0], dtype=torch.float32), x)
+        (message,) = letters
+        assert torch.equal(torch.frombuffer(message.parts[0], dtype=torch.float32), x)
     b.close(0.0)
 
 

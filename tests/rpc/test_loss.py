@@ -25,8 +25,8 @@ from shoal.errors import (
     WorkerLost,
 )
 from shoal.rpc import Agent, Peer
-from shoal.rpc import closing as ends
-from shoal.rpc.connection.post import CallEnd
+from shoal.rpc import agent as agent_module
+from shoal.rpc.connection.endpoint import CallEnd
 from shoal.testing import Agents, no_leaks
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -94,7 +94,7 @@ def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
     meeting.join("b", **how)
     b = a.peer("b")
     future = blocked(b, "x")
-    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
+    a.endpoint.post.disconnect(a.connection("b", PATIENCE).number)
     with pytest.raises(WorkerLost, match=r"wait_for at 'b'"):
         future.wait(PATIENCE)
     assert b.call(handlers.echo, 1).wait() == 1
@@ -103,8 +103,8 @@ def test_a_connection_that_is_cut_ends_its_calls_and_is_made_again(
 
 def incoming(agent: Agent, name: str) -> list[int]:
     """The connections for the calls of a worker, as the one that is called has them."""
-    lines = list(agent.links._lines.values())
-    return [each.number for each in lines if each.worker.name == name and not (each.calls or each.ended)]
+    lines = list(agent.connections._by_number.values())
+    return [each.number for each in lines if each.worker.name == name and not (each.is_caller or each.ended)]
 
 
 def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
@@ -114,10 +114,10 @@ def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
     b = meeting.join("b")
     log = a.peer("b").actor(Log)
     log.note(1).wait()
-    old = a.line("b", PATIENCE)
+    old = a.connection("b", PATIENCE)
     letter, _ = a.endpoint.post.hold(old.number, log._mailbox, 0, None)
     (before,) = incoming(b, "a")
-    del a.links._out["b"]  # as if its end were known here, and had yet to be heard there
+    del a.connections._out["b"]  # as if its end were known here, and had yet to be heard there
     log.note(2).wait()
     (after,) = incoming(b, "a")
     assert before < after
@@ -128,14 +128,12 @@ def test_nothing_comes_any_more_on_a_connection_that_its_caller_has_replaced(
 
 def test_an_introduction_that_comes_late_replaces_nothing(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
-    early = a.links._hello(b.worker.incarnation, {})
+    early = a.connections._hello(b.worker.incarnation, {})
     early.lends = False  # or descriptors were expected
     pending = blocked(a.peer("b"), "go")
     lines = incoming(b, "a")
-    with wire.connect_unix(
-        b.worker.unix, secret=a.links._secret, purpose="rpc", timeout=PATIENCE
-    ) as connection:
-        wire.introduce(connection, early, PATIENCE)
+    with wire.connect_unix(b.worker.unix, secret=a.secret, purpose="rpc", timeout=PATIENCE) as connection:
+        wire.send_hello(connection, early, PATIENCE)
         with pytest.raises(WireError, match="closed"):
             connection.recv(PATIENCE)
     assert incoming(b, "a") == lines
@@ -172,17 +170,17 @@ def test_who_serves_stays_until_another_worker_has_ended(meeting: Agents, a: Age
     else:
         chief = meeting.join("chief")
     ended = threading.Event()
-    serving = threading.Thread(target=lambda: (a.serve(until="chief"), ended.set()), daemon=True)
+    serving = threading.Thread(target=lambda: (a.wait(until="chief"), ended.set()), daemon=True)
     serving.start()
-    while "chief" not in a.links._out:
+    while "chief" not in a.connections._out:
         time.sleep(0.001)
     if end == "dies":
         meeting.kill("chief")
     else:
         if end != "leaves":
-            line = a.line("chief", PATIENCE)
-            a.endpoint.post.disconnect(line.number)
-            while a.links.existing("chief") in (None, line):
+            connection = a.connection("chief", PATIENCE)
+            a.endpoint.post.disconnect(connection.number)
+            while a.connections.existing("chief") in (None, connection):
                 time.sleep(0.001)
             assert not ended.is_set()
         chief.close()
@@ -192,7 +190,7 @@ def test_who_serves_stays_until_another_worker_has_ended(meeting: Agents, a: Age
 
 def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b")
-    serving = threading.Thread(target=b.serve, daemon=True)
+    serving = threading.Thread(target=b.wait, daemon=True)
     serving.start()
     a.peer("b").post(close)
     serving.join(PATIENCE)
@@ -200,7 +198,7 @@ def test_who_serves_stays_until_its_agent_is_closed(meeting: Agents, a: Agent) -
     c = meeting.join("c", timeout=PATIENCE)
     c.timeout = 0.05  # not that of joining
     with pytest.raises(UnknownWorker, match="no worker has joined as 'nobody'"):
-        c.serve(until="nobody")
+        c.wait(until="nobody")
 
 
 def test_a_value_of_too_many_parts_is_refused_and_ends_no_thread(meeting: Agents, a: Agent) -> None:
@@ -230,7 +228,7 @@ def test_calls_of_a_lost_caller_that_have_not_begun_never_run(meeting: Agents, a
     a.peer("b").post(handlers.note, "posted")
     while b.stats()["letters"] < 6:
         time.sleep(0.001)
-    a.endpoint.post.disconnect(a.line("b", PATIENCE).number)
+    a.endpoint.post.disconnect(a.connection("b", PATIENCE).number)
     for future in (running, *queued):
         with pytest.raises(WorkerLost):
             future.wait()
@@ -287,7 +285,7 @@ def test_closing_serves_as_long_as_what_was_there_takes_and_then_refuses_calls(
     closing = threading.Thread(target=b.close, kwargs={"timeout": 4 * PATIENCE})
     waits = threading.Event()
     sleep = lambda seconds: (waits.set(), time.sleep(seconds))  # noqa: E731
-    monkeypatch.setattr(ends, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     closing.start()
     assert waits.wait(PATIENCE)  # it has noted what was there
     second = peer.call(handlers.blocked, "two")

@@ -64,21 +64,21 @@ def no_agent(meeting: WorkerMeeting) -> None:
 
 
 def impatient(meeting: WorkerMeeting) -> None:
-    until(lambda: meeting._there(1))  # the other that comes
+    until(lambda: meeting._entry_of_running(1))  # the other that comes
     meeting.gather(Deadline(0.3))
 
 
 @pytest.fixture
 def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Rank 1 reads what the others say of themselves when this is set, and not before."""
-    go, there = threading.Event(), WorkerMeeting._there
+    go, there = threading.Event(), WorkerMeeting._entry_of_running
 
     def wait_first(self: Any, rank: int, timeout: float = 0.0) -> Any:
         if self._rank == 1 and rank == 0:
             go.wait(PATIENCE)
         return there(self, rank, timeout)
 
-    monkeypatch.setattr(WorkerMeeting, "_there", wait_first)
+    monkeypatch.setattr(WorkerMeeting, "_entry_of_running", wait_first)
     yield go
     go.set()
 
@@ -86,13 +86,13 @@ def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_all_hear_of_two_with_one_name_though_one_of_them_serves_the_store(
     slow_reader: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed_on = WorkerMeeting._pass_on
+    passed_on = WorkerMeeting._propagate_failure
 
     def then_go(self: Any, reason: str) -> None:
         threading.Timer(0.05, slow_reader.set).start()
         passed_on(self, reason)
 
-    monkeypatch.setattr(WorkerMeeting, "_pass_on", then_go)
+    monkeypatch.setattr(WorkerMeeting, "_propagate_failure", then_go)
     for error in outcomes(("w", both), ("w", both)):
         assert isinstance(error, UsageError), repr(error)
         assert "name='w' is not unique: ranks 0, 1 have it" in str(error)
@@ -115,7 +115,7 @@ def test_a_worker_that_ended_as_soon_as_it_had_joined_keeps_nobody_waiting(
 
     def slow(meeting: WorkerMeeting) -> None:
         meeting.gather(Deadline(PATIENCE))
-        meeting.come()
+        meeting.announce_joined()
         assert died.wait(PATIENCE)
         meeting.join(Deadline(PATIENCE))
 

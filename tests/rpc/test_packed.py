@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.rpc.codec.pickled import decode, encode
-from shoal.rpc.connection.post import pack, unpack
+from shoal.rpc.connection.endpoint import pack, unpack
 
 
 def packed(value: Any) -> bytes:

@@ -46,7 +46,7 @@ def test_a_result_that_cannot_be_rebuilt_names_its_call(pair: tuple[Agent, Agent
     peer = a.peer("b")
     for future, name in (
         (peer.call(Unbuildable), r"tests\.rpc\.test_rebuilding\.Unbuildable"),
-        (peer.remote(Unbuildable).fetch(), "a copy of an object"),
+        (peer.remote(Unbuildable)._value(), "a copy of an object"),
         (peer.actor(Holder).give(), "method give of an object"),
     ):
         with pytest.raises(
@@ -141,6 +141,6 @@ def test_what_no_letter_can_hold_is_refused_by_name(
 
 def test_a_name_that_no_worker_can_have_is_refused_by_whom_was_asked(pair: tuple[Agent, Agent]) -> None:
     a, _ = pair
-    for ask in (lambda: a.peer("\udce9"), lambda: a.serve("\udce9"), lambda: a.barrier(["a", "\udce9"])):
+    for ask in (lambda: a.peer("\udce9"), lambda: a.wait("\udce9"), lambda: a.barrier(["a", "\udce9"])):
         with pytest.raises(UsageError, match="worker 'a': "):
             ask()

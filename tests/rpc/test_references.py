@@ -171,7 +171,7 @@ def test_an_object_stays_there_and_its_methods_are_called(b: Peer) -> None:
     assert ref.remote().pull().to_here().tolist() == [2, 2]
     copy = ref.to_here()
     copy.x += 1
-    assert ref.fetch().wait().x.tolist() == [2, 2]
+    assert ref.to_here().x.tolist() == [2, 2]
     assert ref.confirmed_by_owner()
     with pytest.raises(
         UsageError, match=r"worker 'a': <shoal.rpc.RRef .* at 'b'> is not owned by this worker"
@@ -198,7 +198,7 @@ def test_an_actor_is_made_by_functions_that_need_not_be_waited_for(b: Peer) -> N
 
 def test_what_making_an_object_raises_its_users_hear(b: Peer) -> None:
     ref = b.remote(Table, -1.0)
-    for use in (ref.to_here, lambda: ref.rpc_sync().pull(), lambda: ref.fetch().wait()):
+    for use in (ref.to_here, lambda: ref.rpc_sync().pull(), lambda: ref.to_here()):
         with pytest.raises(ValueError, match="less than nothing"):
             use()
 
@@ -317,8 +317,7 @@ def note_many(actor: Any, who: str, n: int) -> None:
 
 def threads_there() -> int:
     """Those of actors: others come and go with the load."""
-    executor = current().agent.executor
-    return executor.thread_count() - executor._serving
+    return len(current().agent.executor._other_threads)
 
 
 def test_an_actor_that_nobody_holds_ends_with_its_thread(b: Peer) -> None:
@@ -438,7 +437,7 @@ def test_the_use_of_an_object_that_has_ended_raises(b: Peer) -> None:
 def end_leases() -> None:
     """As when the caller was cut off for longer than its holds last."""
     agent = current().agent
-    agent.references.ledger.forget(agent.directory.look(current().caller).incarnation)
+    agent.references.objects.forget(agent.directory.look(current().caller).incarnation)
 
 
 def push_at(table: RRef[Table]) -> None:

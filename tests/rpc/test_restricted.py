@@ -145,7 +145,7 @@ class Evil:
 
 def test_whatever_comes_is_answered_and_never_unpickled(stage: Any, a: Agent) -> None:
     """Letters of a caller that holds the secret and keeps to no rules, the caller's end being honest."""
-    line = a.line("r", PATIENCE)
+    connection = a.connection("r", PATIENCE)
     letters = [mutated(seed) for seed in range(400)]
     letters += [(pickle.dumps(Evil()), []), (b"\0\0\0\0\1\0\0\0\0" + pickle.dumps((Evil(), (), {})), [])]
     calls = []
@@ -154,7 +154,7 @@ def test_whatever_comes_is_answered_and_never_unpickled(stage: Any, a: Agent) ->
         memory = [(x.data_ptr(), x.numel()) for x in tensors]
         mailbox = 1 if number % 50 == 7 else 0
         calls.append(
-            (a.endpoint.post.request(line.number, mailbox, head, memory, tensors, PATIENCE), mailbox)
+            (a.endpoint.post.request(connection.number, mailbox, head, memory, tensors, PATIENCE), mailbox)
         )
     refused = 0
     for call, mailbox in calls:
@@ -174,7 +174,7 @@ def test_a_reply_that_nobody_packed_is_an_error_at_the_caller(
 
     def lie(self: Any, message: Any, failed: bool = False) -> None:
         service = self._service
-        service._endpoint.post.reply(self._letter, lies[-1][0], [], [], lies[-1][1], 1)
+        service._endpoint.post.reply(self._message, lies[-1][0], [], [], lies[-1][1], 1)
 
     monkeypatch.setattr("shoal.rpc.calls.serving._ServedCall._reply", lie)
     for head in heads:

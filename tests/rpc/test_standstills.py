@@ -45,7 +45,7 @@ def test_who_stands_still_for_a_moment_answers_when_it_goes_on(
     meeting: Agents, a: Agent, how: dict[str, Any]
 ) -> None:
     b = start(meeting, a, how)
-    line = a.line("b", PATIENCE)
+    connection = a.connection("b", PATIENCE)
     pid = meeting.pids["b"]
     for _ in range(5):
         faults.stop(pid)
@@ -54,12 +54,12 @@ def test_who_stands_still_for_a_moment_answers_when_it_goes_on(
         assert not any(future.done() for future in futures)
         faults.resume(pid)
         assert [future.wait() for future in futures] == list(range(20))
-    assert a.line("b", PATIENCE) is line
+    assert a.connection("b", PATIENCE) is connection
 
 
 def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Agents, a: Agent) -> None:
     b = start(meeting, a, {})
-    line, ref = a.line("b", PATIENCE), b.remote(Thing, 3)
+    connection, ref = a.connection("b", PATIENCE), b.remote(Thing, 3)
     assert ref.rpc_sync().get() == 3
     pid = meeting.pids["b"]
     faults.stop(pid)
@@ -69,7 +69,7 @@ def test_who_stands_still_on_the_same_host_is_late_and_not_lost(meeting: Agents,
     faults.resume(pid)
     assert b.call(handlers.echo, 1).wait() == 1
     assert ref.rpc_sync().get() == 3
-    assert a.line("b", PATIENCE) is line
+    assert a.connection("b", PATIENCE) is connection
 
 
 def test_a_host_that_stands_still_for_too_long_is_lost_and_comes_again(meeting: Agents, a: Agent) -> None:
@@ -100,7 +100,7 @@ def test_a_worker_that_runs_no_python_lives(
     meeting: Agents, a: Agent, how: dict[str, Any], seconds: float
 ) -> None:
     b = start(meeting, a, how)
-    line = a.line("b", PATIENCE)
+    connection = a.connection("b", PATIENCE)
     waiting = b.options(timeout=seconds + PATIENCE).call(handlers.blocked, "go on")
     held = b.options(timeout=seconds + PATIENCE).call(hold_gil, seconds)
     longest = 0.0
@@ -112,7 +112,7 @@ def test_a_worker_that_runs_no_python_lives(
     assert longest > seconds / 2, "it held nothing"
     b.call(handlers.note, "go on", 7).wait()
     assert waiting.wait() == 7
-    assert a.line("b", PATIENCE) is line
+    assert a.connection("b", PATIENCE) is connection
 
 
 def fork_and_use() -> list[str]:

@@ -12,9 +12,10 @@ import psutil
 import pytest
 import torch
 
-from shoal.rpc import Agent, RRef, barrier, current, join
-from shoal.rpc.calls import call, holds, leases
-from shoal.rpc.connection import links
+from shoal.rpc import Agent, RRef, current, join
+from shoal.rpc.calls import call, holds, objects
+from shoal.rpc.connection import manager
+from shoal.rpc.connection import meeting as meeting_module
 from shoal.store.tcp import replies
 from shoal.testing import Agents
 from tests.rpc import handlers
@@ -31,15 +32,22 @@ def _short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of the dead is soon as much as it ever gets."""
     for module in (holds, call):
         monkeypatch.setattr(module, "LEASE_S", 0.1)
-    monkeypatch.setattr(links, "_MAX_LOST_CONNECTIONS", 2)
-    monkeypatch.setattr(barrier, "_PRUNE_COUNTS_FROM", 2)
-    monkeypatch.setattr(leases, "_MAX_RELEASED", 2)
+    monkeypatch.setattr(manager, "_MAX_LOST_CONNECTIONS", 2)
+    monkeypatch.setattr(meeting_module, "_PRUNE_COUNTS_FROM", 2)
+    monkeypatch.setattr(objects, "_MAX_RELEASED", 2)
     monkeypatch.setattr(replies, "CHANNEL_TTL_S", 0.1)
 
 
 def kept(agent: Agent) -> Counter[str]:
     """How many things each container of an agent's has."""
-    parts = (agent, agent.links, agent.references, agent.references.ledger, agent.endpoint, agent.executor)
+    parts = (
+        agent,
+        agent.connections,
+        agent.references,
+        agent.references.objects,
+        agent.endpoint,
+        agent.executor,
+    )
     return Counter(
         {
             f"{type(part).__name__}.{name}": len(value)
@@ -122,6 +130,6 @@ def test_thousands_of_workers_come_and_go_in_constant_memory(meeting: Agents, a:
     print(f"descriptors, objects and bytes: {rounds}")
     assert rounds[-1][0] == rounds[0][0]
     # What is kept of each guest grows in every round; a cache that fills does so in one.
-    objects, size = (min(after[what] - before[what] for before, after in pairwise(rounds)) for what in (1, 2))
-    assert objects < MANY / 2  # one object of each guest would be MANY
+    count, size = (min(after[what] - before[what] for before, after in pairwise(rounds)) for what in (1, 2))
+    assert count < MANY / 2  # one object of each guest would be MANY
     assert size < max(2_000 * MANY, 1_000_000)  # the allocator takes some at a time

@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import CallCancelled, RpcError, UsageError, WorkerLost
 from shoal.rpc import Agent, RRef
 from shoal.rpc.calls import call, holds
-from shoal.rpc.calls.leases import Ledger
+from shoal.rpc.calls.objects import ObjectTable
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
@@ -61,7 +61,7 @@ def occupy(agent: Agent, key: str) -> Any:
 
 def wait_until_known(owner: Agent, ref: RRef[Any]) -> None:
     """Wait until the owner has heard of a holder."""
-    become(True, lambda: ref.ident in owner.references.ledger.held())
+    become(True, lambda: ref.ident in owner.references.objects.held())
 
 
 def cancel(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
@@ -72,8 +72,8 @@ def cancel(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
 
 
 def cut_off(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
-    for number, line in list(owner.links._lines.items()):
-        if line.worker.name == "maker":
+    for number, connection in list(owner.connections._by_number.items()):
+        if connection.worker.name == "maker":
             owner.endpoint.post.disconnect(number)
     assert ref.created is not None
     with pytest.raises(WorkerLost):
@@ -138,7 +138,7 @@ def test_a_making_that_comes_too_late_makes_nothing(three: tuple[Agent, Agent, A
     maker.peer("user").call(handlers.note, "kept", ref).wait()
     cancel(maker, owner, ref)
     ident = ref.ident
-    become(True, lambda: ident in owner.references.ledger._ended)
+    become(True, lambda: ident in owner.references.objects._ended)
     handlers.note("arrive", 1.0)
     handlers.wait_for("arrived")
     with pytest.raises(CallCancelled, match="was cancelled"):
@@ -170,7 +170,7 @@ def test_an_object_that_a_worker_asks_itself_for_may_never_be_made(three: tuple[
     busy = occupy(user, "go on")
     ref = owner.peer("owner").options(timeout=0.1).remote(make)
     seen = owner.peer("user").call(RRef.to_here, ref)
-    become(True, ref.fetch().done)
+    become(True, ref._value().done)
     handlers.note("go on")
     busy.wait()
     for use in (seen.wait, ref.to_here):
@@ -227,15 +227,15 @@ def test_an_actor_whose_maker_is_lost_meanwhile_leaves_no_thread(
 
 
 def test_the_ledger_refuses_to_make_what_was_called_off() -> None:
-    ledger = Ledger(lambda mailbox: None)
-    early = ledger.hold("maker/1", "user")
-    ledger.call_off("maker/1", CallCancelled, "it was cancelled")
-    for value in (early.value, ledger.hold("maker/1", "another").value):
+    objects = ObjectTable(lambda mailbox: None)
+    early = objects.hold("maker/1", "user")
+    objects.cancel_creation("maker/1", CallCancelled, "it was cancelled")
+    for value in (early.value, objects.hold("maker/1", "another").value):
         with pytest.raises(CallCancelled, match="it was cancelled"):
             value.wait()
     with pytest.raises(CallCancelled, match="it was cancelled"):
-        ledger.begin("maker/1", "maker", "Table")
-    assert not ledger.held()
-    begun = ledger.begin("maker/2", "maker", "Table")
-    ledger.call_off("maker/2", CallCancelled, "it was cancelled")
+        objects.begin("maker/1", "maker", "Table")
+    assert not objects.held()
+    begun = objects.begin("maker/2", "maker", "Table")
+    objects.cancel_creation("maker/2", CallCancelled, "it was cancelled")
     assert not begun.value.done(), "it is being made: how that ends, its maker says"

@@ -40,7 +40,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "when it has its rank": (Rendezvous, "_await_completion"),
     "before it says where it listens": (mesh._MeshBuilder, "_exchange_addresses"),
     "before it connects": (mesh._MeshBuilder, "_connect_to"),
-    "while it connects": (mesh._MeshBuilder, "_introduce_and_add"),
+    "while it connects": (mesh._MeshBuilder, "_introduce"),
     "before it says that it is connected": (mesh._MeshBuilder, "_exchange_shared_memory_ranks"),
 }
 
@@ -88,13 +88,13 @@ class Start:
         self._ends: list[End] | None = None
         self.processes = []
         for rank in range(size) if ranks is None else ranks:
-            ours, theirs = Pipe(duplex=False)
+            ours, peer_hello = Pipe(duplex=False)
             pause = pauses[rank] if pauses else 0.0
             spoil = ((dies or {}).get(rank), pause, hears_late if rank else 0.0)
-            arguments = (way, where, rank, size, spoil, leave, {"timeout": timeout, **options}, theirs)
+            arguments = (way, where, rank, size, spoil, leave, {"timeout": timeout, **options}, peer_hello)
             process = fork_server().Process(target=_come, args=arguments)
             process.start()
-            theirs.close()
+            peer_hello.close()
             self._reports.append(ours)
             self.processes.append(process)
 

@@ -34,7 +34,7 @@ def fail(agent: Agent) -> None:
 
 
 def fail_when_closed(agent: Agent) -> None:
-    agent.serve()
+    agent.wait()
     fail(agent)
 
 
@@ -59,7 +59,7 @@ def note_begun() -> None:
 
 def hang(agent: Agent) -> None:
     agent.peer("a").call(note_begun).wait()
-    agent.serve()
+    agent.wait()
 
 
 def note_begun_and_wait() -> None:

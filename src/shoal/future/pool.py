@@ -1,4 +1,4 @@
-"""The thread pool for the callbacks of futures.
+"""The thread pool for the callbacks of futures, and the groups of threads of this and other pools.
 
 Callbacks never run on the thread that completes a future (often an engine's only progress thread), since a
 callback that waits for another operation would block its progress.  The pool of daemon threads has no upper
@@ -13,44 +13,103 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+from ..common.deadline import Deadline
 
 _logger = logging.getLogger("shoal")
 
 Job = Callable[[], None]
 
+#: seconds after which an idle thread ends
+IDLE_TIMEOUT_S = 5.0
+#: seconds in which no queued job starts, after which another thread is added
+STALL_TIMEOUT_S = 0.002
+#: number of callbacks that run at once while none is considered blocked
+_MAX_UNBLOCKED = 4
 
-class CallbackPool:
-    """A thread pool for callbacks that grows when they block.
+
+class ThreadGroup:
+    """Daemon threads, tracked until they end.
 
     Args:
-        eager: number of jobs that run at once while none is taken to be blocked.
-        idle_seconds: time after which an idle thread ends.
-        stall_seconds: time in which no queued job starts after which another thread runs one.
+        name: prefix of their names.
+        lock: held while a thread is added; a thread that decides under it to end may call :meth:`discard`.
     """
 
-    def __init__(self, eager: int = 4, idle_seconds: float = 5.0, stall_seconds: float = 0.002) -> None:
-        self._eager = eager
-        self._idle_seconds = idle_seconds
-        self._stall_seconds = stall_seconds
-        self.forget()
+    def __init__(self, name: str, lock: threading.RLock) -> None:
+        self._name = name
+        self._lock = lock
+        self._threads: set[threading.Thread] = set()
+        self._ending: set[threading.Thread] = set()
+        self._numbers = itertools.count(1)
 
-    def forget(self) -> None:
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self, target: Callable[..., None], *args: Any) -> None:
+        """Run ``target(*args)`` in a new thread; raise RuntimeError if the system has no more threads."""
+        with self._lock:
+            name = f"{self._name}-{next(self._numbers)}"
+            thread = threading.Thread(target=self._run, args=(target, *args), name=name, daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except BaseException:
+                if thread.ident is None:
+                    self._threads.discard(thread)
+                raise
+
+    def discard(self) -> None:
+        """Stop counting the calling thread, which ends."""
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+            self._ending = {thread for thread in self._ending if thread.is_alive()}
+            self._ending.add(threading.current_thread())
+
+    def join(self, timeout: float) -> bool:
+        """Wait until all threads but the calling one have ended; return whether they have."""
+        deadline = Deadline(timeout)
+        while True:
+            with self._lock:  # the last jobs may have started further threads
+                threads = {thread for thread in self._threads | self._ending if thread.is_alive()}
+            threads.discard(threading.current_thread())
+            if not threads:
+                return True
+            thread = threads.pop()
+            thread.join(deadline.remaining())
+            if thread.is_alive():
+                return False
+
+    def _run(self, target: Callable[..., None], *args: Any) -> None:
+        try:
+            target(*args)
+        finally:
+            self.discard()
+
+
+class CallbackPool:
+    """A thread pool for callbacks that grows when they block."""
+
+    def __init__(self) -> None:
+        self.reset_after_fork()
+
+    def reset_after_fork(self) -> None:
         """Reset the pool, as a forked child must: it has neither the threads nor the owner of the lock."""
         # Also used by futures.  Re-entrant, because a finalizer run by the garbage collector in a critical
         # section may complete a future or submit a job.
         self.lock = threading.RLock()
         self._condition = threading.Condition(self.lock)
         self._queue: deque[Job] = deque()
-        self._threads: set[threading.Thread] = set()
+        self._threads = ThreadGroup("shoal-callback", self.lock)
         self._running = 0
         self._started = 0
-        self._named = 0
         self._closing = False
 
     def submit(self, job: Job) -> None:
@@ -62,43 +121,24 @@ class CallbackPool:
             else:
                 self._spawn()
 
-    def thread_count(self) -> int:
-        """The current number of threads."""
-        return len(self._threads)
-
     def shutdown(self, timeout: float = 10.0) -> bool:
         """End all threads after the queued jobs; the next ``submit`` starts new ones.
 
         Returns:
             False if a thread was still busy after ``timeout`` seconds.
         """
-        deadline = time.monotonic() + timeout
         with self._condition:
             self._closing = True
-            threads = list(self._threads)
             self._condition.notify_all()
-        while threads:
-            threads[0].join(max(0.0, deadline - time.monotonic()))
-            if threads[0].is_alive():
-                break
-            threads = threads[1:]
-            if not threads:
-                with self._condition:  # the last jobs may have started further threads
-                    threads = list(self._threads)
+        ended = self._threads.join(timeout)
         self._closing = False
-        return not threads
+        return ended
 
     def _spawn(self) -> None:
-        self._named += 1
-        thread = threading.Thread(target=self._work, name=f"shoal-callback-{self._named}", daemon=True)
-        self._threads.add(thread)
         try:
-            thread.start()
-        except BaseException as error:
-            if thread.ident is None:
-                self._threads.discard(thread)
-            # If the system has no more threads, an existing one runs the job later.
-            if not isinstance(error, RuntimeError) or not self._threads:
+            self._threads.start(self._work)
+        except RuntimeError:
+            if not self._threads:  # otherwise an existing thread runs the job later
                 raise
 
     def _work(self) -> None:
@@ -117,14 +157,14 @@ class CallbackPool:
         """The next job, or None when this thread must end."""
         with self._condition:
             stalled = False
-            while not (self._queue and (self._running < self._eager or stalled)):
+            while not (self._queue and (self._running < _MAX_UNBLOCKED or stalled)):
                 if self._closing and not self._queue:
-                    self._threads.discard(threading.current_thread())
+                    self._threads.discard()
                     return None
                 started = self._started
-                if not self._condition.wait(self._stall_seconds if self._queue else self._idle_seconds):
+                if not self._condition.wait(STALL_TIMEOUT_S if self._queue else IDLE_TIMEOUT_S):
                     if not self._queue:
-                        self._threads.discard(threading.current_thread())
+                        self._threads.discard()
                         return None
                     stalled = started == self._started
             self._running += 1
@@ -137,7 +177,7 @@ class CallbackPool:
 
 #: The pool of this process.
 pool = CallbackPool()
-os.register_at_fork(after_in_child=pool.forget)
+os.register_at_fork(after_in_child=pool.reset_after_fork)
 
 
 @atexit.register

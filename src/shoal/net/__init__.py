@@ -25,13 +25,14 @@ from .acceptor import MAX_PENDING, Acceptor
 from .addresses import format_address, parse_address
 from .authentication import PendingHandshake
 from .client_connection import ClientConnection
-from .connection import DEFAULT_LIMIT, Connection, be_introduced, introduce
+from .connection import DEFAULT_LIMIT, Connection
 from .frames import FrameReader, frame_header
 from .handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Handshake, build_version
+from .peers import PeerConnection, PeerTransport, receive_hello, resource_error, send_hello
 from .server import Server, raise_descriptor_limit
 from .sockets import connect, connect_unix, has_listener, listen, listen_unix
 from .stream import ByteStream, close_in_forked_child
-from .unix import SharedMemory, peer_pid, recv_fds, send_fds, share_memory
+from .unix import peer_pid, recv_fds, send_fds
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -45,10 +46,10 @@ __all__ = [
     "Deadline",
     "FrameReader",
     "Handshake",
+    "PeerConnection",
+    "PeerTransport",
     "PendingHandshake",
     "Server",
-    "SharedMemory",
-    "be_introduced",
     "build_version",
     "close_in_forked_child",
     "connect",
@@ -56,13 +57,14 @@ __all__ = [
     "format_address",
     "frame_header",
     "has_listener",
-    "introduce",
     "listen",
     "listen_unix",
     "parse_address",
     "peer_pid",
     "raise_descriptor_limit",
+    "receive_hello",
     "recv_fds",
+    "resource_error",
     "send_fds",
-    "share_memory",
+    "send_hello",
 ]

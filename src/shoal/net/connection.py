@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
 from ..common.deadline import Deadline
-from ..common.decoding import MalformedMessage, from_msgpack
 from ..common.formatting import format_seconds
 from ..errors import UsageError, WireError, WireTimeout
 from .addresses import peer_name
@@ -208,26 +206,3 @@ class Connection:
         if isinstance(error, WireError):  # the stream (TLS) raised a more specific error
             return type(error)(f"{self.peer}: {error}")
         return WireError(f"lost the connection to {self.peer}: {error.strerror or error}")
-
-
-def introduce(connection: Connection, mine: H, timeout: float) -> H:
-    """Send the hello ``mine`` on a connection that this side made; return that of the other side.
-
-    Raises like ``Connection.recv``, and WireError for an invalid hello.
-    """
-    connection.send(msgspec.msgpack.encode(mine), timeout)
-    return _receive_hello(connection, type(mine), timeout)
-
-
-def be_introduced(connection: Connection, kind: type[H], answer: Callable[[H], H], timeout: float) -> H:
-    """Receive the hello of the connecting side, send the hello ``answer(it)``, and return the former."""
-    theirs = _receive_hello(connection, kind, timeout)
-    connection.send(msgspec.msgpack.encode(answer(theirs)), timeout)
-    return theirs
-
-
-def _receive_hello(connection: Connection, kind: type[H], timeout: float) -> H:
-    try:
-        return from_msgpack(connection.recv(timeout), kind)
-    except MalformedMessage as error:
-        raise WireError(f"received an invalid hello from {connection.peer}: {error}") from error

@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..common.deadline import Deadline
 from ..errors import UsageError, WireError
@@ -92,24 +91,3 @@ def _recvmsg(connection: Connection, count: int) -> tuple[bytes, list[int]]:
         full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise WireError(f"cannot receive descriptors from {connection.peer}: {full.strerror}") from full
     return data, list(fds)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Shared memory of another process on this host: its descriptor here, and the id of the process."""
-
-    fd: int
-    pid: int
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def share_memory(connection: Connection, fd: int, timeout: float) -> SharedMemory | None:
-    """Send the descriptor ``fd``, which is not closed here; return the other side's memory; None over TCP."""
-    if connection.socket.family != socket.AF_UNIX:
-        return None
-    pid = peer_pid(connection)
-    send_fds(connection, [fd], timeout)
-    (theirs,) = recv_fds(connection, 1, timeout)
-    return SharedMemory(theirs, pid)

@@ -5,7 +5,7 @@
         future = ps.call(torch.add, torch.ones(2), 1)  # a shoal.Future
 
 - ``functional``: the functions of torch.distributed.rpc, with one agent per process.
-- ``connection``: the directory of workers and their connections; ``post.py`` is the native endpoint, which
+- ``connection``: the directory of workers and their connections; ``endpoint.py`` wraps the native one, which
   sends and receives the bytes.
 - ``codec``: encodes and decodes values.
 - ``calls``: the caller (``call.py``), the callee (``serving.py``; its threads are in ``executor.py``), and
@@ -16,7 +16,7 @@ A process that can call a worker can run any code there; see ``docs/security.md`
 
 from . import functions
 from .agent import Agent
-from .calls.current import Current, current
+from .calls.context import Current, current
 from .calls.reference import Actor, RRef
 from .calls.serving import async_execution
 from .functional import (

@@ -30,27 +30,26 @@ from ..errors import (
     WorkerLost,
 )
 from ..future import Future, pool
+from ..future.pool import STALL_TIMEOUT_S
 from ..net import Deadline
 from ..store import Store
-from .barrier import Barriers
 from .calls import call
-from .calls.current import served_by
-from .calls.default import call_timeout
-from .calls.holds import HOLDS, References, unpin
+from .calls.context import call_timeout, served_by
+from .calls.holds import HOLDS, ReferenceTable, unpin
 from .calls.serving import Service
-from .closing import finish
 from .codec.devices import EventWatcher
 from .connection.device_maps import DeviceMaps, checked
 from .connection.directory import Directory, Worker, incarnation, is_name
-from .connection.line import WorkerConnection
-from .connection.links import ConnectionManager
-from .connection.meeting import WorkerMeeting
-from .connection.post import Endpoint
-from .executor import THREAD_START_DELAY_S, Executor
+from .connection.endpoint import Endpoint, Message
+from .connection.manager import ConnectionManager
+from .connection.meeting import Barriers, WorkerMeeting
+from .connection.worker_connection import WorkerConnection
 from .peer import Peer
 from .recorder import CallRecorder
 
 _logger = logging.getLogger("shoal")
+#: prefix of the keys of the directory; part of the identity that both ends of a connection compare
+_NAMESPACE = "workers"
 #: seconds for closing each open agent when the process exits
 _EXIT_TIMEOUT_S = 5.0
 #: seconds for handlers to end after a close that is not graceful
@@ -82,7 +81,6 @@ class Agent:
         identity: ProcessIdentity,
         host: str,
         store: Store,
-        namespace: str,
         *,
         secret: bytes,
         interface: str,
@@ -108,44 +106,35 @@ class Agent:
         self._pid = os.getpid()
         self._on_lost: list[Callable[[str], Any]] = []
         #: notified when a connection has ended, and when the agent is closed
-        self._ended = threading.Condition()
-        self.directory = Directory(store, namespace)
+        self._connection_ended = threading.Condition()
+        self.directory = Directory(store, _NAMESPACE)
         maps = checked(device_maps, name)
         self.endpoint = Endpoint(name, memory, heartbeat)
         self.watch = EventWatcher(self.endpoint)
         try:
-            self.links = ConnectionManager(
-                self,
-                self.endpoint,
-                secret=secret,
-                place=f"{job}/{epoch}/{namespace}",
-                interface=interface,
-                restricted=serve is not None,
-                device_maps=maps,
-                lost=self._heard_lost,
+            self.connections = ConnectionManager(
+                self, f"{job}/{epoch}/{_NAMESPACE}", serve is not None, maps, self._on_connection_lost
             )
         except BaseException:
             self.endpoint.close(0.0)
             raise
         self.worker = Worker(
             machine=identity.machine, process=identity.process, name=name, incarnation=incarnation(),
-            rank=rank, host=host, unix=self.links.unix, address=interface, port=self.links.port,
+            rank=rank, host=host, unix=self.connections.unix, address=interface, port=self.connections.port,
         )  # fmt: skip
-        self._barriers = Barriers(self.worker, self.directory, store, namespace)
-        self.service = Service(self, name, os.getpid(), identity.hostname, self.endpoint, self.links, serve)
+        self._barriers = Barriers(self.worker, self.directory, store, _NAMESPACE)
+        self.service = Service(self, serve, handlers)
         self.recorder = CallRecorder(self, job)
-        self.executor = self.service.executor = Executor(
-            self.endpoint.post, self.service.handle, handlers, name
-        )
-        self.references = References(self, self.executor.release)
+        self.executor = self.service.executor
+        self.references = ReferenceTable(self, self.executor.release)
         try:
             self.executor.start()
-            self.executor.consume(HOLDS)
-            self.endpoint.watch(THREAD_START_DELAY_S, self.executor.grow)
-            self.links.start(self.worker)
+            self.executor.start_mailbox(HOLDS)
+            self.endpoint.watch(STALL_TIMEOUT_S, self.executor.add_thread)
+            self.connections.start(self.worker)
             self.directory.claim(self.worker)
         except BaseException:
-            self.links.close()
+            self.connections.close()
             self.endpoint.close(0.0)
             self.executor.close(1.0)
             raise
@@ -172,14 +161,14 @@ class Agent:
         name = worker
         if isinstance(name, int):
             name = self.directory.name_of_rank(name, deadline.remaining(), self.name)
-        line = self.links.existing(name)
+        connection = self.connections.existing(name)
         if name == self.name:
             found = self.worker
-        elif line is not None:
-            found = line.worker
+        elif connection is not None:
+            found = connection.worker
         else:
             waits = timeout is not None
-            found = self.directory.find(name, deadline.remaining(), self.name, after_death=waits)
+            found = self.directory.find(name, deadline.remaining(), self.name, wait_for_replacement=waits)
         return Peer(self, name, self.timeout, found.rank)
 
     def peers(self) -> list[Peer]:
@@ -203,8 +192,8 @@ class Agent:
         self._check_open()
         self._barriers.wait(names, Deadline(self._seconds(timeout)))
 
-    def serve(self, until: str | None = None) -> None:
-        """Block, serving calls, until a worker has left or failed.  A broken connection to it is restored.
+    def wait(self, until: str | None = None) -> None:
+        """Block until a worker has left or failed; serve calls meanwhile.  A broken connection is restored.
 
         Args:
             until: its name; None: block until this agent is closed, by one of its handlers or another thread.
@@ -217,18 +206,18 @@ class Agent:
                 self.peer(until)
         awaited = None
         while not self._closed:
-            line = None
+            connection = None
             if until is not None:
                 try:
-                    line = self.line(until, self.timeout, awaited)
+                    connection = self.connection(until, self.timeout, awaited)
                 except CallTimeout:
                     continue  # it may still run
                 except (AgentClosed, UnknownWorker, WorkerLost):
                     return
-                awaited = line.worker
-            with self._ended:
-                while not self._closed and not (line is not None and line.ended):
-                    self._ended.wait()
+                awaited = connection.worker
+            with self._connection_ended:
+                while not self._closed and not (connection is not None and connection.ended):
+                    self._connection_ended.wait()
 
     def on_lost(self, fn: Callable[[str], Any]) -> None:
         """Call ``fn(name)`` whenever a connection to a worker has ended, for any reason."""
@@ -261,7 +250,7 @@ class Agent:
         return [
             f"{owned.made}: held by "
             + (", ".join(repr(names.get(each, each)) for each in owned.holders) or "nobody else")
-            for owned in self.references.ledger.held().values()
+            for owned in self.references.objects.held().values()
         ]
 
     # -- closing -------------------------------------------------------------------------------
@@ -287,38 +276,23 @@ class Agent:
         deadline = Deadline(checked_seconds("timeout", timeout))
         try:
             if self._pid == os.getpid():
-                graceful = self._part(deadline, graceful)
+                with self._closing:
+                    meeting, self._meeting = self._meeting, None
+                if meeting is not None:
+                    meeting.leave(self, deadline, graceful)
         except BaseException:
             graceful = False
             raise
         finally:
             self._close(deadline, graceful)
 
-    def _part(self, deadline: Deadline, graceful: bool) -> bool:
-        """Wait for the other agents of the group, or announce that this one leaves; return ``graceful``."""
-        with self._closing:
-            meeting, self._meeting = self._meeting, None
-        if meeting is None:
-            return graceful
-        try:
-            if graceful:
-                meeting.part(self, deadline)
-        except BaseException:
-            graceful = False
-            raise
-        finally:
-            if not graceful:
-                with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
-                    meeting.leave()
-        return graceful
-
     def _close(self, deadline: Deadline, graceful: bool) -> None:
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-        with self._ended:
-            self._ended.notify_all()
+        with self._connection_ended:
+            self._connection_ended.notify_all()
         _open.discard(self)
         if self._pid != os.getpid():
             return
@@ -328,13 +302,50 @@ class Agent:
             linger = math.inf if graceful else _UNGRACEFUL_TIMEOUT_S
             steps.callback(lambda: self.executor.close(min(max(deadline.remaining(), 0.5), linger)))
             steps.callback(self.watch.close)
-            steps.callback(self._end, deadline, graceful)
-            steps.callback(self.links.close)
+            steps.callback(self._close_endpoint, deadline, graceful)
+            steps.callback(self.connections.close)
             if graceful:
-                steps.callback(finish, self, deadline)
+                steps.callback(self._finish_calls, deadline)
             steps.callback(self.directory.withdraw, self.worker)
 
-    def _end(self, deadline: Deadline, graceful: bool) -> None:
+    def _finish_calls(self, deadline: Deadline) -> None:
+        """Finish the calls that are served and queued now, and this worker's own; serve new ones meanwhile.
+
+        Then finish only the running handlers and refuse calls that have not begun.  Otherwise callers that
+        keep calling would delay the close until its timeout.
+        """
+        post, service = self.endpoint.post, self.service
+        mine = served_by(self)  # a handler that closes its agent does not wait for itself
+
+        def served(begun: bool) -> set[tuple[int, int]]:
+            calls = [(peer, call) for peer, call, _, at in post.handled() if not begun or at is not None]
+            return set(calls) - {mine}
+
+        def made() -> set[tuple[int, int]]:
+            return {(peer, call) for peer, call, *_ in post.pending()}
+
+        def wait_while(unfinished: Callable[[], object]) -> None:
+            while unfinished() and not deadline.expired:
+                time.sleep(_POLL_INTERVAL_S)
+
+        def handle(message: Message) -> None:
+            service.handle(message)
+            finished.append(message.call)
+
+        def queued() -> int:
+            return post.stats()["letters"]  # includes posts, which are counted nowhere else
+
+        finished: list[int] = []
+        self.executor.handle = handle
+        count, there, own = queued(), served(begun=False), made()
+        wait_while(
+            lambda: there & served(begun=False) or own & made() or (len(finished) < count and queued())
+        )
+        self.executor.handle = service.refuse
+        running = served(begun=True)
+        wait_while(lambda: running & served(begun=True))
+
+    def _close_endpoint(self, deadline: Deadline, graceful: bool) -> None:
         """Close the endpoint; report the workers that it could not send everything to."""
         late = self.endpoint.close(max(deadline.remaining(), 0.5))
         if not late:
@@ -342,7 +353,7 @@ class Agent:
         names = set()
         for number in late:
             with contextlib.suppress(KeyError):  # lost, and forgotten
-                names.add(self.links.line(number).worker.name)
+                names.add(self.connections.by_number(number).worker.name)
         text = (
             f"worker {self.name!r}: {', '.join(map(repr, sorted(names)))} did not take all that was queued "
             f"within the {format_seconds(deadline.timeout)} of close(): calls and posts that were not sent "
@@ -352,7 +363,7 @@ class Agent:
             raise CallTimeout(text)
         _logger.warning("%s", text)
 
-    def settle(self, deadline: Deadline) -> int | None:
+    def wait_until_idle(self, deadline: Deadline) -> int | None:
         """Wait until no call is pending, served or queued.
 
         Returns:
@@ -367,19 +378,16 @@ class Agent:
                 return None
             time.sleep(_POLL_INTERVAL_S)
 
-    def reach(self, name: str, timeout: float) -> None:
+    def check_reachable(self, name: str, timeout: float) -> None:
         """Raise WorkerLost if a worker cannot be connected to; a timeout is not an error."""
         with contextlib.suppress(CallTimeout):
-            self.line(name, timeout)
+            self.connection(name, timeout)
 
     def __enter__(self) -> Agent:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(graceful=error is None)
 
@@ -388,19 +396,19 @@ class Agent:
 
     # -- for peers -----------------------------------------------------------------------------
 
-    def line(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection:
+    def connection(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection:
         """Return the connection for calls to ``name``; with ``owner``, only to this incarnation."""
         self._check_open()
-        line = self.links.existing(name)
-        if line is None:
+        connection = self.connections.existing(name)
+        if connection is None:
             seconds = self.timeout if timeout == math.inf else timeout
-            line = self.links.to(name, self.directory, min(seconds, 1e9), owner)
-        self.links.check(line.worker, owner)
-        return line
+            connection = self.connections.connect_to(name, self.directory, min(seconds, 1e9), owner)
+        self.connections.check_incarnation(connection.worker, owner)
+        return connection
 
     def alive(self, name: str) -> bool:
         """Whether ``name`` is connected, or in the directory and not known to have ended."""
-        return self.links.existing(name) is not None or any(
+        return self.connections.existing(name) is not None or any(
             worker.name == name for worker in self.directory.workers()
         )
 
@@ -408,19 +416,19 @@ class Agent:
         """Return the owner of an object as a peer."""
         return Peer(self, owner.name, call_timeout(timeout, self.timeout), owner.rank)
 
-    def ask(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call_owner(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn`` at an owner, in order with the other messages about holds."""
         return Peer(self, owner.name, self.timeout)._call(HOLDS, fn, args, {}, owner=owner)
 
-    def tell(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> None:
-        """Like :meth:`ask`, without a reply."""
-        line = self.line(owner.name, self.timeout, owner)
-        call.post(self.endpoint, line, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
+    def post_to_owner(self, owner: Worker, fn: Callable[..., Any], *args: Any) -> None:
+        """Like :meth:`call_owner`, without a reply."""
+        connection = self.connection(owner.name, self.timeout, owner)
+        call.post(connection, HOLDS, fn, args, {}, self.timeout, f"worker {self.name!r}")
 
-    def acknowledge(self, line: WorkerConnection, *numbers: int) -> None:
+    def acknowledge(self, connection: WorkerConnection, *numbers: int) -> None:
         """Notify the callee that the references in these replies are held, or were discarded."""
         with contextlib.suppress(ShoalError):
-            call.post(self.endpoint, line, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
+            call.post(connection, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -433,14 +441,14 @@ class Agent:
         if self._closed:
             raise AgentClosed(f"worker {self.name!r}: the agent is closed")
 
-    def _heard_lost(self, line: WorkerConnection) -> None:
-        self.references.unpin_line(line.number)
-        with self._ended:
-            self._ended.notify_all()
+    def _on_connection_lost(self, connection: WorkerConnection) -> None:
+        self.references.unpin_all_of(connection.number)
+        with self._connection_ended:
+            self._connection_ended.notify_all()
         if not self._closed:
-            self.references.lost(line.worker)
+            self.references.lost(connection.worker)
         for fn in list(self._on_lost):
-            pool.submit(partial(fn, line.worker.name))
+            pool.submit(partial(fn, connection.worker.name))
 
 
 #: the agents of this process that are not closed

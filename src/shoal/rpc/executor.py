@@ -1,7 +1,7 @@
 """The threads that run handlers, and the event loop for handlers that are coroutines.
 
 Threads of unordered calls block in the endpoint, which hands each message directly to one of them.  At first
-there is one thread.  When a message has waited for :data:`THREAD_START_DELAY_S` with no thread free, the
+there is one thread.  When a message has waited for 2 ms (``STALL_TIMEOUT_S``) with no thread free, the
 endpoint reports it and another thread starts: the running ones are probably blocked, for example in a nested
 call.  No thread is added while messages are taken at the rate of short calls.  So a burst of short calls uses
 one thread, and no set of calls can deadlock for lack of threads.  An added thread ends after it has been idle
@@ -17,73 +17,59 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
+from ..common.deadline import Deadline
 from ..errors import AgentClosed
+from ..future.pool import IDLE_TIMEOUT_S, ThreadGroup
+from .connection.endpoint import Post
 
 _logger = logging.getLogger("shoal")
 
-#: seconds that a message waits for a free thread before another thread is started
-THREAD_START_DELAY_S = 0.002
-#: seconds of idleness after which an added thread ends
-_IDLE_TIMEOUT_S = 5.0
 #: mailbox of unordered calls
 CALLS = 0
 
 
-class Inbox(Protocol):
-    """The source of messages; implemented by the native endpoint."""
-
-    def take(self, mailbox: int, timeout: float | None, most: int) -> list[Any] | None: ...
-
-    def open(self, mailbox: int) -> None: ...
-
-    def release(self, mailbox: int) -> None: ...
-
-
 class Executor:
-    """Runs ``handle(letter)`` for every message.
+    """Runs ``handle(message)`` for every message.
 
     Args:
-        inbox: source of the messages; when ``take`` returns None the threads end.
+        inbox: the native endpoint; when its ``take`` returns None the threads end.
         handle: must not raise.
         most: maximum number of handlers of unordered calls that run at once.
         name: of the agent, for the names of threads.
     """
 
-    def __init__(self, inbox: Inbox, handle: Callable[[Any], None], most: int, name: str) -> None:
+    def __init__(self, inbox: Post, handle: Callable[[Any], None], most: int, name: str) -> None:
         self._inbox = inbox
         #: replaced when the agent closes
         self.handle = handle
         self._most = most
         self._name = name
         self._lock = threading.RLock()
-        self._threads: set[threading.Thread] = set()
-        self._serving = 0
-        self._named = 0
+        self._call_threads = ThreadGroup(f"shoal-rpc-{name}", self._lock)
+        self._other_threads = ThreadGroup(f"shoal-rpc-{name}-ordered", self._lock)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Start the first thread."""
-        self._spawn(self._serve, None)
+        self._spawn(self._call_threads, self._serve, CALLS, None)
 
-    def grow(self) -> None:
+    def add_thread(self) -> None:
         """Add a thread, up to the limit: a message has waited and no thread is free."""
-        with self._lock:
-            if self._serving >= self._most:
-                return
+        if len(self._call_threads) >= self._most:
+            return
         try:
-            self._spawn(self._serve, _IDLE_TIMEOUT_S)
+            self._spawn(self._call_threads, self._serve, CALLS, IDLE_TIMEOUT_S)
         except RuntimeError:  # no more threads: an existing one takes the message later
             _logger.warning("worker %r: cannot start another thread for a waiting call", self._name)
 
-    def consume(self, mailbox: int) -> None:
+    def start_mailbox(self, mailbox: int) -> None:
         """Open ``mailbox``, and handle its messages in order in a separate thread."""
         self._inbox.open(mailbox)
-        self._spawn(self._consume, mailbox)
+        self._spawn(self._other_threads, self._serve, mailbox, None)
 
     def release(self, mailbox: int) -> None:
         """End the thread of ``mailbox``, to which no worker sends any more."""
@@ -91,7 +77,7 @@ class Executor:
 
     def thread_count(self) -> int:
         """Return the number of threads, including those of mailboxes."""
-        return len(self._threads)
+        return len(self._call_threads) + len(self._other_threads)
 
     def run_coroutine(
         self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
@@ -117,60 +103,29 @@ class Executor:
 
         The inbox must have been closed.
         """
-        deadline = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._lock:
             self._closed = True
-            threads, loop = list(self._threads), self._loop
+            loop = self._loop
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
+        ended = self._call_threads.join(deadline.remaining())
+        return self._other_threads.join(deadline.remaining()) and ended
 
     # -- threads -------------------------------------------------------------------------------
 
-    def _spawn(self, target: Callable[[Any], None], argument: Any) -> None:
+    def _spawn(self, threads: ThreadGroup, target: Callable[..., None], *args: Any) -> None:
         with self._lock:
-            if self._closed:
-                return
-            self._named += 1
-            thread = threading.Thread(
-                target=self._run,
-                args=(target, argument),
-                name=f"shoal-rpc-{self._name}-{self._named}",
-                daemon=True,
-            )
-            self._threads.add(thread)
-            self._serving += target == self._serve
+            if not self._closed:
+                threads.start(target, *args)
+
+    def _serve(self, mailbox: int, idle: float | None) -> None:
+        while messages := self._inbox.take(mailbox, idle, 1):
+            self._handle(messages)
+
+    def _handle(self, messages: list[Any]) -> None:
         try:
-            thread.start()
-        except BaseException:
-            self._forget(thread, target)
-            raise
-
-    def _run(self, target: Callable[[Any], None], argument: Any) -> None:
-        try:
-            target(argument)
-        finally:
-            self._forget(threading.current_thread(), target)
-
-    def _forget(self, thread: threading.Thread, target: Callable[[Any], None]) -> None:
-        with self._lock:
-            self._threads.discard(thread)
-            self._serving -= target == self._serve
-
-    def _serve(self, idle: float | None) -> None:
-        while letters := self._inbox.take(CALLS, idle, 1):
-            self._handle(letters)
-
-    def _consume(self, mailbox: int) -> None:
-        while letters := self._inbox.take(mailbox, None, 1):
-            self._handle(letters)
-
-    def _handle(self, letters: list[Any]) -> None:
-        try:
-            self.handle(letters.pop())
+            self.handle(messages.pop())
         except BaseException:
             with contextlib.suppress(BaseException):  # raised by a user's logging handler
                 _logger.exception("worker %r: a call could not be answered", self._name)
@@ -181,14 +136,14 @@ class Executor:
         if self._loop is None:
             loop = asyncio.new_event_loop()
             try:
-                self._spawn(self._turn, loop)
+                self._spawn(self._other_threads, self._run_loop, loop)
             except BaseException:
                 loop.close()
                 raise
             self._loop = loop
         return self._loop
 
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
             while True:

@@ -11,7 +11,6 @@ Names, arguments and their order are torch's; futures are :class:`shoal.Future`.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -24,18 +23,18 @@ import torch
 from .. import config
 from ..common.arguments import checked_count
 from ..distributed.lifecycle import rendezvous_address
-from ..errors import ShoalError, UsageError
+from ..errors import UsageError
 from ..future import Future
 from ..net import Deadline
 from ..rendezvous.launcher_variables import read
 from ..rendezvous.point import RendezvousPoint, checked_request, open_request
 from ..torch_terms.arguments import CLOSE_TIMEOUT_S
 from .agent import Agent
-from .calls.default import UNSET, call_timeout, default_agent, state
+from .calls.context import UNSET, call_timeout, default_agent, state
 from .calls.reference import RRef
 from .connection.directory import checked_name
 from .connection.meeting import WorkerMeeting, keys_of
-from .join import HANDLERS, at_place, checked_settings
+from .join import HANDLERS, checked_settings, join_at
 from .options import BackendType, TensorPipeRpcBackendOptions
 from .peer import Peer, WorkerInfo
 
@@ -104,15 +103,12 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
             raise UsageError("shutdown: RPC has not been initialized in this process")
         deadline = Deadline(call_timeout(timeout, math.inf))
         try:
-            if graceful and meeting is not None:
-                meeting.part(agent, deadline)
+            if meeting is not None:
+                meeting.leave(agent, deadline, graceful)
         except BaseException:
             graceful = False
             raise
         finally:
-            if not graceful and meeting is not None:
-                with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
-                    meeting.leave()
             seconds = deadline.remaining() if graceful else min(deadline.remaining(), CLOSE_TIMEOUT_S)
             try:
                 agent.close(max(seconds, _MIN_CLOSE_S), graceful=graceful)
@@ -231,7 +227,7 @@ def _joined(
     place: RendezvousPoint, name: str, size: int | None, settings: dict[str, Any], deadline: Deadline
 ) -> tuple[Agent, WorkerMeeting | None]:
     if size is None:
-        return at_place(place, name, settings), None
+        return join_at(place, name, settings), None
     rank = place.venue.rank
     if rank is None:
         raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method sets it")
@@ -239,7 +235,7 @@ def _joined(
     meeting = WorkerMeeting(store, place.identity, name, rank, size, "shutdown")
     meeting.gather(deadline)
     try:
-        agent = at_place(place, name, settings)
+        agent = join_at(place, name, settings)
     except BaseException as error:
         meeting.fail(error)
         raise

@@ -78,10 +78,10 @@ def join(
             raise UsageError(
                 "group= determines url, store, secret, job and host_id: do not pass these arguments"
             )
-        return _of_group(name, group, settings)
+        return _join_group(name, group, settings)
     place = open_point(url, store=store, timeout=settings["timeout"], secret=secret, host=host_id, job=job)
     try:
-        return at_place(place, _named(name, place.venue.rank), settings)
+        return join_at(place, _name_or_default(name, place.venue.rank), settings)
     except BaseException:
         place.close()
         raise
@@ -104,22 +104,22 @@ def checked_settings(
         "memory": config.RPC_MEMORY.get() if memory is None else checked_count("memory", memory),
         "handlers": checked_count("handlers", handlers),
         "heartbeat": config.HEARTBEAT_TIMEOUT.get(),
-        "serve": None if serve is None else _served(serve),
+        "serve": None if serve is None else _checked_serve(serve),
         "device_maps": device_maps,  # checked by the agent, which knows its name
     }
 
 
-def at_place(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Agent:
+def join_at(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Agent:
     """Make a worker with an open rendezvous point, which it closes when it is closed."""
     rank = place.venue.rank
     return Agent(
-        name, place.job, place.epoch, place.identity, place.host, place.store, "workers",
+        name, place.job, place.epoch, place.identity, place.host, place.store,
         secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
-        release=partial(_leave, place), **settings,
+        release=partial(_close_store, place), **settings,
     )  # fmt: skip
 
 
-def _leave(place: RendezvousPoint, timeout: float) -> None:
+def _close_store(place: RendezvousPoint, timeout: float) -> None:
     """Close the store; if this process serves it, first wait (at most ``timeout``) until others left."""
     deadline = Deadline(timeout)
     while place.venue.others_disconnected is not None and not (
@@ -129,9 +129,9 @@ def _leave(place: RendezvousPoint, timeout: float) -> None:
     place.close()
 
 
-def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -> Agent:
+def _join_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -> Agent:
     membership = group.world.membership
-    name = _named(name, group.rank)
+    name = _name_or_default(name, group.rank)
     with _lock:
         count = _joined[group] = _joined.get(group, 0) + 1
     store = group.store.clone()
@@ -147,7 +147,7 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
     meeting = WorkerMeeting(keys_of(store, "group", count), identity, name, group.rank, group.size, "close")
     try:
         agent = Agent(
-            name, membership.job, membership.epoch, identity, membership.host, store, "workers",
+            name, membership.job, membership.epoch, identity, membership.host, store,
             secret=membership.secret, interface=membership.interface, rank=group.rank,
             release=release, meeting=meeting, **settings,
         )  # fmt: skip
@@ -155,7 +155,7 @@ def _of_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -
         release(0.5)
         raise
     try:
-        meeting.come()
+        meeting.announce_joined()
         return agent
     except BaseException:
         agent.close(0.5, graceful=False)
@@ -167,13 +167,13 @@ _joined: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionar
 _lock = threading.Lock()
 
 
-def _served(serve: object) -> dict[str, Callable[..., Any]]:
+def _checked_serve(serve: object) -> dict[str, Callable[..., Any]]:
     if isinstance(serve, Mapping) and all(isinstance(k, str) and k and callable(v) for k, v in serve.items()):
         return dict(serve)
     raise UsageError(f"serve={serve!r}: expected functions by the names that callers use")
 
 
-def _named(name: str | None, rank: int | None) -> str:
+def _name_or_default(name: str | None, rank: int | None) -> str:
     if name is not None:
         return checked_name(name)
     if rank is None:

@@ -9,13 +9,11 @@ from typing import Any, Protocol, TypeVar, overload
 from ..common.arguments import checked_seconds
 from ..errors import AgentClosed, CallTimeout, ShoalError, UsageError, WorkerLost
 from ..future import Future
-from .calls import call, profiling
-from .calls.holds import References
-from .calls.reference import Actor, RRef, create, create_actor, new
+from .calls import call
+from .calls.reference import Actor, RRef, create, create_actor, request_object
 from .codec import pickled as codec
 from .connection.directory import Worker, checked_name
-from .connection.line import WorkerConnection
-from .connection.post import Endpoint
+from .connection.worker_connection import WorkerConnection
 from .executor import CALLS
 
 T = TypeVar("T")
@@ -25,13 +23,11 @@ class LocalWorker(Protocol):
     """The part of an agent that :class:`Peer` uses."""
 
     name: str
-    endpoint: Endpoint
-    references: References
 
     @property
     def closed(self) -> bool: ...
 
-    def line(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection: ...
+    def connection(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection: ...
 
     def alive(self, name: str) -> bool: ...
 
@@ -126,13 +122,13 @@ class Peer(WorkerInfo):
             CallTimeout: it could not be reached in time, or did not receive in time.
             AgentClosed: the agent was closed before the call was sent.
         """
-        shown = self._shown(fn, args)
+        description = self._description(fn, args)
         try:
-            line = self._agent.line(self.name, self.timeout)
-            call.post(self._agent.endpoint, line, CALLS, fn, args, kwargs, self._limit, shown)
+            connection = self._agent.connection(self.name, self.timeout)
+            call.post(connection, CALLS, fn, args, kwargs, self._limit, description)
         except (CallTimeout, WorkerLost):
             if self._agent.closed:
-                raise AgentClosed(f"{shown} was not sent: the agent is closed") from None
+                raise AgentClosed(f"{description} was not sent: the agent is closed") from None
             raise
 
     def remote(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> RRef[T]:
@@ -172,7 +168,7 @@ class Peer(WorkerInfo):
     __hash__ = WorkerInfo.__hash__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if codec.route() is None:
+        if codec.current_route() is None:
             raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
         return _arrived, (self.name, self.timeout, self.id)
 
@@ -182,8 +178,8 @@ class Peer(WorkerInfo):
         self, how: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[RRef[Any], Future[Any]]:
         agent = self._agent
-        owner = agent.line(self.name, self.timeout).worker
-        return new(
+        owner = agent.connection(self.name, self.timeout).worker
+        return request_object(
             agent,
             owner,
             lambda ident, holder: self._call(CALLS, how, (ident, holder, fn, args, kwargs), {}, owner=owner),
@@ -193,7 +189,7 @@ class Peer(WorkerInfo):
     def _limit(self) -> float | None:
         return None if self.timeout == math.inf else self.timeout
 
-    def _shown(self, fn: Callable[..., Any] | str, args: tuple[Any, ...]) -> str:
+    def _description(self, fn: Callable[..., Any] | str, args: tuple[Any, ...]) -> str:
         if not (callable(fn) or isinstance(fn, str)):
             raise UsageError(f"worker {self._agent.name!r}: {fn!r} cannot be called at {self.name!r}")
         before, after = self._words
@@ -209,15 +205,15 @@ class Peer(WorkerInfo):
         owner: Worker | None = None,
     ) -> Future[Any]:
         """Like :meth:`call`; with ``owner``, only this incarnation of the worker may be called."""
-        agent, shown = self._agent, self._shown(fn, args)
+        agent, description = self._agent, self._description(fn, args)
         try:
-            line = agent.line(self.name, self.timeout, owner)
-            how = (mailbox, fn, args, kwargs, self._limit, shown, self.high_priority)
-            if profiling.is_on():
+            connection = agent.connection(self.name, self.timeout, owner)
+            how = (mailbox, fn, args, kwargs, self._limit, description, self.high_priority)
+            if call.profiler_is_on():
                 name = fn if isinstance(fn, str) else call.name_of(fn, args)
-                with profiling.span(name, agent.name, self.name):
-                    return call.request(agent.endpoint, line, *how)
-            return call.request(agent.endpoint, line, *how)
+                with call.profiler_range(name, agent.name, self.name):
+                    return call.request(connection, *how)
+            return call.request(connection, *how)
         except UsageError:
             raise
         except ShoalError as error:
@@ -225,13 +221,13 @@ class Peer(WorkerInfo):
             failed.set_exception(error)
             return failed
 
-    def over_line(self, mailbox: int, fn: Callable[..., Any]) -> Callable[..., Future[Any]]:
+    def bound_call(self, mailbox: int, fn: Callable[..., Any]) -> Callable[..., Future[Any]]:
         """Return a function that calls ``fn`` in a mailbox, always over the current connection."""
-        agent, shown = self._agent, self._shown(fn, ())
-        line, limit = agent.line(self.name, self.timeout), self._limit
-        return lambda *args: call.request(agent.endpoint, line, mailbox, fn, args, {}, limit, shown)
+        agent, description = self._agent, self._description(fn, ())
+        connection, limit = agent.connection(self.name, self.timeout), self._limit
+        return lambda *args: call.request(connection, mailbox, fn, args, {}, limit, description)
 
 
 def _arrived(name: str, timeout: float, id: int) -> Peer:
     """Rebuild a peer at the worker that receives it."""
-    return Peer(codec.route().agent, name, timeout, id)
+    return Peer(codec.current_route().agent, name, timeout, id)

@@ -71,22 +71,18 @@ class Served:
         return f"{self.call or 'a call'} of {self.caller!r} {for_long}"
 
 
-@refuses_copies(
-    "a CallRecorder",
-    "the records of a running agent",
-    "Copy what entries() returns",
-)
+@refuses_copies("a CallRecorder", "the records of a running agent", "Copy what entries() returns")
 class CallRecorder:
     """Lists the calls of one agent.  Thread-safe."""
 
     def __init__(self, agent: Any, job: str) -> None:
         self._agent = agent
         self._job = job
-        self._words = ""
-        self._words_at = -_SUMMARY_CACHE_S
+        self._summary = ""
+        self._summary_at = -_SUMMARY_CACHE_S
         self._dumped = threading.Lock()
         #: further fields of a dump: name -> function that returns the value
-        self.also: dict[str, Callable[[], Any]] = {}
+        self.extra_fields: dict[str, Callable[[], Any]] = {}
 
     def pending(self) -> list[PendingCall]:
         """Return all calls without a reply, the oldest first."""
@@ -118,10 +114,12 @@ class CallRecorder:
             parts.append("served here:\n" + table(("call", "of", "running ms"), rows))
         return "\n".join(parts)
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """Return the oldest pending and served calls as text for an error; "" if there are none."""
-        if time.monotonic() - self._words_at > _SUMMARY_CACHE_S:  # cached for the case of many errors at once
-            self._words = "".join(
+        if (
+            time.monotonic() - self._summary_at > _SUMMARY_CACHE_S
+        ):  # cached for the case of many errors at once
+            self._summary = "".join(
                 f"; {what}: {', '.join(map(str, some))}" + (f" and {more} more" if more > 0 else "")
                 for what, some, more in (
                     ("also pending here", *_oldest(self.pending())),
@@ -129,8 +127,8 @@ class CallRecorder:
                 )
                 if some
             )
-            self._words_at = time.monotonic()
-        return self._words
+            self._summary_at = time.monotonic()
+        return self._summary
 
     # -- files ---------------------------------------------------------------------------------
 
@@ -149,7 +147,7 @@ class CallRecorder:
             "pending": self.pending(),
             "served": self.served(),
             "stacks": dumps.stacks(),
-            **{name: give() for name, give in list(self.also.items())},
+            **{name: give() for name, give in list(self.extra_fields.items())},
         }
 
     def write(self, path: str | os.PathLike[str] | None, error: BaseException | None = None) -> Path:
@@ -180,7 +178,7 @@ class CallRecorder:
 
     def _worker(self, peer: int) -> str:
         try:
-            name: str = self._agent.links.line(peer).worker.name
+            name: str = self._agent.connections.by_number(peer).worker.name
         except KeyError:  # lost, and its connection was discarded long ago
             name = ""
         return name

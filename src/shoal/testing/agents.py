@@ -228,7 +228,7 @@ class Agents:
         pairs = [(self._local[one], two) for one, two in ((name, other), (other, name)) if one in self._local]
         if not pairs:
             return faults.cut(self._process(name).child.pid, self._process(other).child.pid, local=True)
-        lines = [line for agent, two in pairs for line in agent.links.with_worker(two)]
+        lines = [line for agent, two in pairs for line in agent.connections.connections_of(two)]
         count = faults.disconnect(*pairs[0])
         end = time.monotonic() + _PATIENCE
         while not all(line.ended for line in lines) and time.monotonic() < end:  # the agents notice it

@@ -100,7 +100,7 @@ def disconnect(whose: ProcessGroup | Agent, other: int | str) -> int:
         The number of connections that were broken.
     """
     if isinstance(whose, Agent):
-        lines = whose.links.with_worker(str(other))
+        lines = whose.connections.connections_of(str(other))
         for line in lines:
             whose.endpoint.post.disconnect(line.number)
         return len(lines)

@@ -68,7 +68,7 @@ def left_at(agent: Agent) -> set[str]:
     """Describe the objects, references and calls (with replies being sent) that a worker keeps."""
     stats, name = agent.stats(), agent.name
     found = {f"worker {name!r} keeps {each}" for each in agent.leaks()}
-    found |= {f"worker {name!r} {each}" for each in agent.references.standing()}
+    found |= {f"worker {name!r} {each}" for each in agent.references.describe_held()}
     for count, what in (("calls", "waits for calls"), ("letters", "has calls that wait for a thread"),
                         ("handled", "serves calls")):  # fmt: skip
         if stats[count]:

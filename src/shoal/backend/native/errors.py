@@ -21,7 +21,7 @@ from ...errors import (
     ProtocolError,
     ShoalError,
 )
-from .mesh import resource_error
+from ...net import resource_error
 
 _EXCEPTIONS: dict[_core.ErrorCode, type[GroupError | ForkedProcess]] = {
     _core.ErrorCode.PEER_LOST: PeerLost,

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import select
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -36,11 +34,10 @@ from ...errors import (
     WireError,
     WireTimeout,
 )
-from ...net import Connection, Deadline
+from ...net import Connection, Deadline, PeerConnection, PeerTransport, resource_error
 from ..base import Membership
 
 _PURPOSE = "mesh"
-_RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _ACCEPT_POLL_INTERVAL_S = 0.02  # seconds between checks whether accepting is still needed
 _PEER_CHECK_INTERVAL_S = 0.25  # seconds between checks whether the awaited ranks are still running
 _LOSS_REASON_TIMEOUT_S = 1.0  # seconds to wait for the reason why a rank was lost
@@ -82,14 +79,6 @@ class LocalPeer:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Arena(wire.SharedMemory):
-    """The shared memory of another rank on this host, and the offset of the ring for this rank."""
-
-    capacity: int
-    ring: int
-
-
 @dataclass(slots=True)
 class Mesh:
     """The connections of one rank, ready for the core.
@@ -119,13 +108,16 @@ class Mesh:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
 class OfferedMemory:
-    """The shared memory of this rank, owned by the native core."""
+    """The shared memory of this rank, owned by the native core.
 
-    def __init__(self, fd: int, capacity: int, rings: list[int]) -> None:
-        self.fd = fd
-        self.capacity = capacity
-        self.rings = rings  # the offset of the ring for each rank; unused rings cost nothing
+    ``rings`` has the offset of the ring for each rank; unused rings cost nothing.
+    """
+
+    fd: int
+    capacity: int
+    rings: list[int]
 
 
 def connect(membership: Membership, memory: OfferedMemory, *, transport: str, timeout: float) -> Mesh:
@@ -142,91 +134,80 @@ class _MeshBuilder:
     def __init__(
         self, membership: Membership, memory: OfferedMemory, transport: str, deadline: Deadline
     ) -> None:
-        self._me = membership
+        self._membership = membership
+        self._rank, self._size = membership.rank, membership.size
         self._memory = memory
         self._transport = transport
         self._deadline = deadline
-        self._connections: dict[int, Connection] = {}
-        self._memories: dict[int, _Arena] = {}
+        self._peers: dict[int, PeerConnection[_Hello]] = {}
         self._addresses: list[_Address] = []
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
     def run(self) -> Mesh:
-        me = self._me
-        name = f"shoal-{secrets.token_hex(12)}"
-        with wire.listen_unix(name) as unix, wire.listen(me.interface, secret=me.secret) as tcp:
-            mine = _Address(me.host, self._transport, name, me.interface, tcp.getsockname()[1])
+        me = self._membership
+        max_pending = max(wire.MAX_PENDING, 2 * self._size)
+        with PeerTransport(
+            me.interface, secret=me.secret, purpose=_PURPOSE, max_pending=max_pending
+        ) as transport:
+            mine = _Address(me.host, self._transport, transport.unix, me.interface, transport.port)
             self._addresses = self._exchange_addresses(mine)
             self._check_transports()
-            acceptors = [
-                threading.Thread(target=self._accept_all, args=(listener,), daemon=True)
-                for listener in (unix, tcp)
+            threads = [
+                threading.Thread(target=self._accept_all, args=(acceptor,), daemon=True)
+                for acceptor in transport.acceptors
             ]
             try:
-                for acceptor in acceptors:
-                    _start(acceptor)
+                for thread in threads:
+                    _start(thread)
                 for rank in range(me.rank):
-                    self._connect_to(rank)
+                    self._connect_to(rank, transport)
             except BaseException as error:
                 self._failure = error
-            for acceptor in acceptors:
-                if acceptor.ident is not None:
-                    acceptor.join()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
         try:
             if self._failure is not None:
                 raise self._failure
             hosts = self._partition(self._exchange_shared_memory_ranks())
         except BaseException:
-            self._close()
+            for peer in self._peers.values():
+                peer.close()
             raise
-        return self._hand_over(hosts)
-
-    def _hand_over(self, hosts: list[int]) -> Mesh:
         mesh = Mesh(hosts=hosts)
-        for rank, link in self._connections.items():
-            memory = self._memories.get(rank)
-            if memory is None:
-                mesh.remote[rank] = link.detach()
+        for rank, peer in self._peers.items():
+            fd, memory_fd = peer.detach()
+            if memory_fd < 0:
+                mesh.remote[rank] = fd
             else:
                 mesh.local[rank] = LocalPeer(
-                    link.detach(),
-                    memory.fd,
-                    memory.capacity,
-                    self._memory.rings[rank],
-                    memory.ring,
-                    memory.pid,
+                    fd, memory_fd, peer.hello.capacity, self._memory.rings[rank], peer.hello.ring, peer.pid
                 )
         return mesh
-
-    def _close(self) -> None:
-        for link in self._connections.values():
-            link.close()
-        for memory in self._memories.values():
-            memory.close()
 
     # -- store ---------------------------------------------------------------------------------
 
     def _exchange_addresses(self, mine: _Address) -> list[_Address]:
         """Publish this rank's address and collect the others'.  The store is used for nothing else."""
-        store = self._me.store
-        keys = [f"mesh/{rank}" for rank in range(self._me.size)]
+        store = self._membership.store
+        keys = [f"mesh/{rank}" for rank in range(self._size)]
         try:
-            store.set(f"mesh/{self._me.rank}", msgspec.msgpack.encode(mine))
+            store.set(f"mesh/{self._rank}", msgspec.msgpack.encode(mine))
             while True:
                 with contextlib.suppress(StoreTimeout):
                     values = store.multi_get(keys, min(_PEER_CHECK_INTERVAL_S, self._deadline.remaining()))
                     return [self._address(rank, value) for rank, value in enumerate(values)]
-                self._me.check()
+                self._membership.check()
                 if self._deadline.expired:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise RendezvousTimeout(
-                        f"rank {self._me.rank}: {ranks_named(missing)} did not connect within "
+                        f"rank {self._rank}: {ranks_named(missing)} did not connect within "
                         f"{format_seconds(self._deadline.timeout)}; they are late or hang"
                     )
         except StoreError:
             # The store may have been in a failed rank, whose sockets close shortly before its process ends.
-            self._raise_known_cause(range(self._me.size))
+            self._raise_known_cause(range(self._size))
             raise
 
     def _address(self, rank: int, raw: bytes) -> _Address:
@@ -234,7 +215,7 @@ class _MeshBuilder:
             return from_msgpack(raw, _Address)
         except MalformedMessage as error:
             raise RendezvousError(
-                f"rank {self._me.rank}: the address of rank {rank} in the store cannot be read ({error}); "
+                f"rank {self._rank}: the address of rank {rank} in the store cannot be read ({error}); "
                 "does another program use the same keys?"
             ) from error
 
@@ -242,7 +223,7 @@ class _MeshBuilder:
         for rank, address in enumerate(self._addresses):
             if address.transport != self._transport:
                 raise RendezvousError(
-                    f"rank {self._me.rank} uses transport={self._transport!r}, but rank {rank} "
+                    f"rank {self._rank} uses transport={self._transport!r}, but rank {rank} "
                     f"{address.transport!r}: give all ranks the same (SHOAL_TRANSPORT)"
                 )
 
@@ -253,30 +234,32 @@ class _MeshBuilder:
         the store or another rank, and returns when all lists are here: from then on every rank can complete
         connecting even if this one fails.
         """
-        mine = sorted(self._memories)
-        self._me.connected()
-        shared_memory_ranks = {self._me.rank: set(mine)}
+        mine = sorted(rank for rank, peer in self._peers.items() if peer.memory_fd >= 0)
+        self._membership.connected()
+        shared_memory_ranks = {self._rank: set(mine)}
         poll = select.poll()
         rank_of = {}
-        for rank, link in self._connections.items():
+        for rank, peer in self._peers.items():
+            if self._deadline.expired:
+                raise self._timeout_error()
             try:
-                link.send(msgspec.msgpack.encode(mine), self._remaining(rank))
+                peer.connection.send(msgspec.msgpack.encode(mine), self._deadline.remaining())
             except WireError as error:
                 raise self._lost(rank) from error
-            rank_of[link.fileno()] = rank
-            poll.register(link.fileno(), select.POLLIN)
+            rank_of[peer.connection.fileno()] = rank
+            poll.register(peer.connection.fileno(), select.POLLIN)
         while rank_of:
             for fd, _ in poll.poll(self._deadline.milliseconds()):
                 rank = rank_of.pop(fd)
                 poll.unregister(fd)
                 try:
-                    message = self._connections[rank].recv(self._deadline.remaining())
+                    message = self._peers[rank].connection.recv(self._deadline.remaining())
                     shared_memory_ranks[rank] = set(from_msgpack(message, list[int]))
                 except (WireError, MalformedMessage) as error:
                     raise self._lost(rank) from error
             if rank_of and self._deadline.expired:
                 raise RendezvousTimeout(
-                    f"rank {self._me.rank}: {ranks_named([*rank_of.values()])} were not connected to all "
+                    f"rank {self._rank}: {ranks_named([*rank_of.values()])} were not connected to all "
                     f"others within {format_seconds(self._deadline.timeout)}"
                 )
         return shared_memory_ranks
@@ -286,7 +269,7 @@ class _MeshBuilder:
         hosts: dict[str, list[int]] = {}
         for rank, address in enumerate(self._addresses):
             hosts.setdefault(address.host, []).append(rank)
-        indices = [-1] * self._me.size
+        indices = [-1] * self._size
         count = 0
         for members in hosts.values():
             whole = all(set(members) - {rank} <= shared[rank] for rank in members)
@@ -301,32 +284,17 @@ class _MeshBuilder:
 
     # -- connections ---------------------------------------------------------------------------
 
-    def _local(self, rank: int) -> bool:
-        return self._transport != "tcp" and self._addresses[rank].host == self._me.host
-
-    def _connect_to(self, rank: int) -> None:
+    def _connect_to(self, rank: int, transport: PeerTransport) -> None:
         address = self._addresses[rank]
-        if self._local(rank):
-            try:
-                connection = wire.connect_unix(
-                    address.unix, secret=self._me.secret, purpose=_PURPOSE, timeout=self._remaining(rank)
-                )
-                self._introduce_and_add(connection, rank)
-                return
-            except WireError as error:
-                if resource_error(error):
-                    raise
-                # Otherwise the pair cannot share memory: use TCP.
         try:
-            connection = wire.connect(
+            transport.connect(
+                address.unix,
                 address.address,
                 address.port,
-                secret=self._me.secret,
-                purpose=_PURPOSE,
-                timeout=self._remaining(rank),
-                plain=True,
+                local=self._transport != "tcp" and address.host == self._membership.host,
+                deadline=self._deadline,
+                establish=lambda connection: self._introduce(connection, rank),
             )
-            self._introduce_and_add(connection, rank)
         except (AuthenticationError, VersionMismatch):
             raise
         except WireTimeout as error:
@@ -336,134 +304,97 @@ class _MeshBuilder:
                 raise
             raise self._lost(rank) from error
 
-    def _accept_all(self, listener: socket.socket) -> None:
+    def _accept_all(self, acceptor: wire.Acceptor) -> None:
         """Accept the higher ranks on one of the two listeners, until all are connected through either."""
         looked = Deadline(_PEER_CHECK_INTERVAL_S)
         try:
-            with wire.Acceptor(
-                listener,
-                secret=self._me.secret,
-                purpose=_PURPOSE,
-                most_pending=max(wire.MAX_PENDING, 2 * self._me.size),
-                plain=True,  # the core takes over the bare sockets
-            ) as acceptor:
-                while self._missing_ranks(range(self._me.rank + 1, self._me.size)) and self._failure is None:
-                    if self._deadline.remaining() <= 0:
-                        raise self._timeout_error(acceptor.refused)
-                    if looked.expired:
-                        self._me.check()
-                        looked = Deadline(_PEER_CHECK_INTERVAL_S)
-                    try:
-                        self._introduce_and_add(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
-                    except WireError as error:
-                        if resource_error(error):
-                            raise
-                        # Ignore strangers, and peers that will retry over the other transport.
+            while self._missing_ranks(range(self._rank + 1, self._size)) and self._failure is None:
+                if self._deadline.expired:
+                    raise self._timeout_error(acceptor.refused)
+                if looked.expired:
+                    self._membership.check()
+                    looked = Deadline(_PEER_CHECK_INTERVAL_S)
+                try:
+                    self._introduce(acceptor.accept(_ACCEPT_POLL_INTERVAL_S), None)
+                except WireError as error:
+                    if resource_error(error):
+                        raise
+                    # Ignore strangers, and peers that will retry over the other transport.
         except BaseException as error:
             self._failure = self._failure or error
 
     def _missing_ranks(self, ranks: range) -> list[int]:
         with self._lock:
-            return [rank for rank in ranks if rank not in self._connections]
+            return [rank for rank in ranks if rank not in self._peers]
 
-    def _introduce_and_add(self, connection: Connection, expected: int | None) -> None:
+    def _introduce(self, connection: Connection, expected: int | None) -> None:
         """Exchange ranks, and memory over a unix socket; then add the connection to the mesh."""
-        try:
-            peer_hello, memory = self._exchange_hellos(connection, expected)
-        except BaseException:
-            connection.close()
-            raise
-        self._add_connection(peer_hello, connection, memory)
-
-    def _exchange_hellos(self, connection: Connection, expected: int | None) -> tuple[int, _Arena | None]:
         timeout = self._deadline.remaining()
         if expected is not None:
-            peer_hello = wire.introduce(connection, self._hello(expected), timeout)
-            self._check(connection, peer_hello, expected)
+            peer = wire.send_hello(connection, self._hello(expected), timeout)
         else:
             timeout = min(timeout, wire.HANDSHAKE_TIMEOUT_S)  # others wait to be accepted
 
-            def answer(peer_hello: _Hello) -> _Hello:
-                self._check(connection, peer_hello, None)
-                return self._hello(peer_hello.rank)
+            def answer(hello: _Hello) -> _Hello:
+                self._check(hello, None, connection.peer)
+                return self._hello(hello.rank)
 
-            peer_hello = wire.be_introduced(connection, _Hello, answer, timeout)
-        memory = wire.share_memory(connection, self._memory.fd, timeout)
-        if memory is None:
-            return peer_hello.rank, None
-        return peer_hello.rank, _Arena(memory.fd, memory.pid, peer_hello.capacity, peer_hello.ring)
-
-    def _check(self, connection: Connection, peer_hello: _Hello, expected: int | None) -> None:
-        """Raise WireError if the peer belongs to another job or epoch, or is not the expected rank."""
-        me = self._me
-        if (peer_hello.job, peer_hello.epoch) != (me.job, me.epoch):
-            raise WireError(
-                f"rank {peer_hello.rank} of job {peer_hello.job!r}, epoch {peer_hello.epoch}, came to "
-                "another job"
-            )
-        if not 0 <= peer_hello.rank < me.size or (expected is not None and peer_hello.rank != expected):
-            raise WireError(f"{connection.peer} says that it is rank {peer_hello.rank}")
-
-    def _add_connection(self, rank: int, link: Connection, memory: _Arena | None) -> None:
-        """Add a connection to the mesh.  If a rank connects twice, it failed to share memory: use TCP."""
-        with self._lock:
-            spare: tuple[Connection, _Arena | None] | None = None
-            if rank not in self._connections or memory is None:
-                if rank in self._connections:
-                    spare = self._connections[rank], self._memories.pop(rank, None)
-                self._connections[rank] = link
-                if memory is not None:
-                    self._memories[rank] = memory
+            peer = wire.receive_hello(connection, _Hello, answer, timeout)
+        try:
+            self._check(peer.hello, expected, connection.peer)
+            if peer.is_local:
+                peer.share_memory(self._memory.fd, timeout)
+        except BaseException:
+            peer.close()
+            raise
+        with self._lock:  # a rank that connects twice could not share memory at first: it uses TCP
+            spare = self._peers.get(peer.hello.rank)
+            if spare is None or peer.memory_fd < 0:
+                self._peers[peer.hello.rank] = peer
             else:
-                spare = link, memory
+                spare = peer
         if spare is not None:
-            spare[0].close()
-            if spare[1] is not None:
-                spare[1].close()
+            spare.close()
+
+    def _check(self, hello: _Hello, expected: int | None, peer: str) -> None:
+        """Raise WireError if the peer belongs to another job or epoch, or is not the expected rank."""
+        me = self._membership
+        if (hello.job, hello.epoch) != (me.job, me.epoch):
+            raise WireError(
+                f"rank {hello.rank} of job {hello.job!r}, epoch {hello.epoch}, came to another job"
+            )
+        if not 0 <= hello.rank < me.size or (expected is not None and hello.rank != expected):
+            raise WireError(f"{peer} says that it is rank {hello.rank}")
 
     def _hello(self, to: int) -> _Hello:
-        me = self._me
+        me = self._membership
         return _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
 
     def _lost(self, rank: int) -> RendezvousError:
         """Return the error for a ``rank`` lost before all were connected, or raise its known cause."""
         self._raise_known_cause([rank])
-        failure_report.notified([rank], self._me.meeting)
+        failure_report.notified([rank], self._membership.meeting)
         return RendezvousError(
-            f"rank {self._me.rank}: rank {rank} went away before all ranks were connected; look at what it "
-            f"prints, and {self._me.advice}"
+            f"rank {self._rank}: rank {rank} went away before all ranks were connected; look at what it "
+            f"prints, and {self._membership.advice}"
         )
 
     def _raise_known_cause(self, ranks: Sequence[int]) -> None:
         """Raise the reason why one of the ranks was lost, if it is found in ``_LOSS_REASON_TIMEOUT_S``."""
         patience = Deadline(min(_LOSS_REASON_TIMEOUT_S, self._deadline.remaining()))
         while True:
-            self._me.check(ranks)
+            self._membership.check(ranks)
             if patience.expired:
                 return
             time.sleep(_ACCEPT_POLL_INTERVAL_S)
 
-    def _remaining(self, rank: int) -> float:
-        remaining = self._deadline.remaining()
-        if remaining <= 0:
-            raise self._timeout_error()
-        return remaining
-
     def _timeout_error(self, refused: str = "") -> RendezvousTimeout:
-        missing = [rank for rank in self._missing_ranks(range(self._me.size)) if rank != self._me.rank]
+        missing = [rank for rank in self._missing_ranks(range(self._size)) if rank != self._rank]
         return RendezvousTimeout(
-            f"rank {self._me.rank}: {ranks_named(missing)} were not connected within "
+            f"rank {self._rank}: {ranks_named(missing)} were not connected within "
             f"{format_seconds(self._deadline.timeout)}"
             + (f"; the last that tried was refused: {refused}" if refused else "")
         )
-
-
-def resource_error(error: BaseException) -> OSError | None:
-    """Return the system's error for a lack of descriptors or memory, if ``error`` is or was caused by one."""
-    for cause in (error, error.__cause__):
-        if isinstance(cause, OSError) and cause.errno in _RESOURCE_ERRNOS:
-            return cause
-    return None
 
 
 def _start(thread: threading.Thread) -> None:

@@ -243,7 +243,7 @@ class Master(Seeing):
                     self._imports,
                 )  # fmt: skip
                 mailbox, gpus, within = begun.wait()
-                send = partial(peer.over_line(mailbox, sessions.run), self.name, 0)
+                send = partial(peer.bound_call(mailbox, sessions.run), self.name, 0)
                 break
             except WorkerLost:
                 continue  # it failed before it became a node
@@ -461,7 +461,7 @@ class Master(Seeing):
         """Treat a worker as lost although the connection to it is open."""
         self._lost(name, why)
         agent = self._workers.agent
-        connection = agent.links.existing(name)
+        connection = agent.connections.existing(name)
         if connection is not None:  # dropping it ends all waits for the worker
             agent.endpoint.post.drop(connection.number, why)
 

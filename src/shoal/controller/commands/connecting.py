@@ -34,4 +34,4 @@ def _called(peer: Peer, session: str, fn: Callable[..., Any], *args: Any) -> Fut
 def _opened(peer: Peer, session: str, index: int, stream: int) -> Send:
     """Open a further stream on the node; return the function that sends its batches."""
     mailbox = peer.call(sessions.open_stream, session, stream, index).wait()
-    return partial(peer.over_line(mailbox, sessions.run), session, stream)
+    return partial(peer.bound_call(mailbox, sessions.run), session, stream)

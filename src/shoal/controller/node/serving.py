@@ -28,7 +28,7 @@ from ...errors import (
 )
 from ...net import Deadline
 from ...rendezvous.point import RendezvousPoint, open_point
-from ...rpc.join import HANDLERS, at_place, checked_settings
+from ...rpc.join import HANDLERS, checked_settings, join_at
 from ..protocol.joining import arrive
 from ..protocol.naming import MASTER, node_name, worker_name
 from . import sessions
@@ -48,7 +48,7 @@ _LONG = 3600.0
 def join(place: RendezvousPoint, name: str) -> rpc.Agent:
     """Join as a worker at an open rendezvous point, which the agent closes when it closes."""
     try:
-        return at_place(place, name, checked_settings(None, None, HANDLERS))
+        return join_at(place, name, checked_settings(None, None, HANDLERS))
     except BaseException:
         place.close()
         raise
@@ -81,7 +81,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
         if asked:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
-        agent.reach(MASTER, _LOOK)
+        agent.check_reachable(MASTER, _LOOK)
     except WorkerLost:  # frees its name for the next master; on other machines nobody else can
         if there is not None:
             agent.directory.withdraw(there)

@@ -33,8 +33,8 @@ class _SessionStream:
         self.outcome = BatchReply(number, memory.poisons, Tensors.run.__code__)
         self._batches = 0
         self._executor = agent.executor
-        self.mailbox: int = agent.references.ledger.new_mailbox()
-        self._executor.consume(self.mailbox)
+        self.mailbox: int = agent.references.objects.new_mailbox()
+        self._executor.start_mailbox(self.mailbox)
 
     def run(self, segments: Sequence[Segment]) -> Reply:
         """Execute the segments of a batch in order."""
@@ -75,7 +75,7 @@ class _Session:
         self.streams: dict[int, _SessionStream] = {}
         self.timing: Timing | None = None
         self.open(0)
-        current().agent.recorder.also["nodes"] = _nodes
+        current().agent.recorder.extra_fields["nodes"] = _nodes
 
     def open(self, number: int) -> int:
         """Create a stream; return the number of its mailbox."""

@@ -233,7 +233,9 @@ class Teams:
         while names is not None and len(found) < len(names):
             seconds = min(_LOOK, deadline.remaining())
             try:
-                found.append(agent.directory.find(names[len(found)], seconds, agent.name, after_death=False))
+                found.append(
+                    agent.directory.find(names[len(found)], seconds, agent.name, wait_for_replacement=False)
+                )
             except WorkerLost as error:
                 raise Elsewhere(team.members[len(found)], LOST) from error
             except UnknownWorker:

@@ -85,6 +85,6 @@ class Roster:
 
     def _post(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(session, *args)`` on a node if it is connected, without waiting."""
-        if self._agent.links.existing(peer.name) is not None:
+        if self._agent.connections.existing(peer.name) is not None:
             with contextlib.suppress(ShoalError):
                 peer.post(fn, self._session, *args)

@@ -64,5 +64,5 @@ class Standstills:
                     )
 
     def _is_stopped(self, name: str) -> bool:
-        line = self._agent.links.existing(name)
+        line = self._agent.connections.existing(name)
         return line is not None and line.worker.is_stopped()

@@ -11,11 +11,13 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
 import msgspec
+from torch.autograd import profiler
 
 from ...common.copy_refusal import refuses_copies
 from ...common.decoding import MalformedMessage, from_msgpack
@@ -26,10 +28,10 @@ from ...future import Future, pool
 from ...streams import DeviceEvents
 from ..codec import devices, plain
 from ..codec.pickled import EncodedValue, decode, encode
-from ..connection.line import WorkerConnection
-from ..connection.numbering import NONE
-from ..connection.post import Call, CallEnd, Endpoint, Letter
-from .leases import LEASE_S
+from ..connection.endpoint import Call, CallEnd, Endpoint, Message
+from ..connection.function_table import NO_NUMBER
+from ..connection.worker_connection import WorkerConnection
+from .objects import LEASE_S
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,9 +39,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 FUNCTION = struct.Struct("<IB")
 FAILURE = struct.Struct("<I")
 #: flag of a reply: the callee knows the number of the call's function now (others: ``codec/devices.py``)
-LEARNED = 1
+NUMBER_CONFIRMED = 1
 #: flag of a reply: it contains references, which the callee keeps until the caller sends ``unpin``
-PINS = 4
+HAS_REFERENCES = 4
 
 #: types of objects that can be found in a module by name
 _LASTING = frozenset({FunctionType, type})
@@ -66,7 +68,7 @@ class CallFailure(msgspec.Struct):
     fatal: bool
 
 
-def shown_as(words: Callable[..., str]) -> Callable[[F], F]:
+def described_as(words: Callable[..., str]) -> Callable[[F], F]:
     """Decorate an internal function that is called remotely: errors name its calls ``words(*args)``."""
 
     def mark(fn: F) -> F:
@@ -102,60 +104,70 @@ def _name(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return f"{module}.{name}" if module and module not in ("builtins", "__main__", "__mp_main__") else name
 
 
+def profiler_is_on() -> bool:
+    """Whether torch's profiler is running in this process."""
+    return profiler._is_profiler_enabled
+
+
+def profiler_range(name: str, caller: str, callee: str) -> AbstractContextManager[Any]:
+    """Return a range of torch's profiler for a call or a handler."""
+    return profiler.record_function(f"rpc:{name}({caller}->{callee})")
+
+
 def request(
-    endpoint: Endpoint,
-    line: WorkerConnection,
+    connection: WorkerConnection,
     mailbox: int,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float | None,
-    shown: str,
+    description: str,
     high_priority: bool = False,
 ) -> Future[Any]:
-    """Call ``fn`` at the other end of ``line``; return a future of its result.
+    """Call ``fn`` at the other end of ``connection``; return a future of its result.
 
     Args:
         fn: a function, or a name that a restricted worker serves.
         timeout: seconds; None: no limit.
-        shown: text that names the call in errors.
+        description: text that names the call in errors.
         high_priority: whether streams on devices have high priority.
 
     Raises:
         UsageError: the arguments cannot be sent.
     """
-    message, number, ticket = _message(line, fn, args, kwargs, shown)
+    encoded, number, ticket = _encode_call(connection, fn, args, kwargs, description)
+    endpoint, on_devices = connection.agent.endpoint, connection.devices is not None
     try:
-        used = -1 if number == NONE else number
-        if line.devices is None:
+        function = -1 if number == NO_NUMBER else number
+        flags = devices.HIGH_PRIORITY if high_priority and on_devices else 0
+        if encoded.device_parts:
+            call, _ = devices.send(connection, mailbox, encoded, timeout, flags, description, function)
+        else:
             try:
                 call = endpoint.post.request(
-                    line.number, mailbox, message.head, message.parts, message.keep, timeout, 0, shown, used
-                )
+                    connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout, flags,
+                    description, function,
+                )  # fmt: skip
             except ValueError as error:  # too large for a message
-                raise UsageError(f"{shown} cannot be sent: {error}") from error
-            source = _CallSource(endpoint, line, call, number, shown, timeout)
-            future: Future[Any] = Future(source, finish=source.result)
-        else:
-            call = devices.request(endpoint, line, mailbox, message, timeout, high_priority, shown, used)
-            landing = _Landing(endpoint, line, call, number, shown, timeout, high_priority)
-            future = Future(landing, finish=landing.result)
+                raise UsageError(f"{description} cannot be sent: {error}") from error
+        kind = _DeviceCallSource if on_devices else _CallSource
+        source = kind(connection, call, number, description, timeout, high_priority)
+        future: Future[Any] = Future(source, finish=source.result)
     finally:
-        line.sent.over(ticket)
-    if message.travellers:
-        future.add_done_callback(partial(_let_go, endpoint, message.travellers))
+        connection.sent_functions.release(ticket)
+    if encoded.references:
+        future.add_done_callback(partial(_release_references, endpoint, encoded.references))
     return future
 
 
 def post(
-    endpoint: Endpoint,
-    line: WorkerConnection,
+    connection: WorkerConnection,
     mailbox: int,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float | None,
-    shown: str,
+    description: str,
 ) -> None:
     """Like :func:`request`, without a reply.
 
@@ -164,52 +176,54 @@ def post(
         WorkerLost: the worker or the connection to it is lost.
         CallTimeout: the worker did not receive in time.
     """
-    message, _, ticket = _message(line, fn, args, kwargs, shown, post=True)
+    encoded, _, ticket = _encode_call(connection, fn, args, kwargs, description, post=True)
+    endpoint = connection.agent.endpoint
     try:
-        if message.staged:
-            sent = devices.post(endpoint, line, mailbox, message, timeout)
+        if encoded.device_parts:
+            _, sent = devices.send(connection, mailbox, encoded, timeout, 0, one_way=True)
         else:
             try:
                 sent = endpoint.post.post(
-                    line.number, mailbox, message.head, message.parts, message.keep, timeout
+                    connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout
                 )
             except ValueError as error:  # too large for a message
-                raise UsageError(f"{shown} cannot be sent: {error}") from error
+                raise UsageError(f"{description} cannot be sent: {error}") from error
     finally:
-        line.sent.over(ticket)
-    if message.travellers:
-        endpoint.keep(LEASE_S, message.travellers)
-    if not sent:
-        why = endpoint.post.lost(line.number)
-        if why is not None:
-            why = why or "the connection has ended"
-            raise WorkerLost(f"{shown} was not sent: {why}", line.worker.name)
-        raise CallTimeout(f"{shown} was not sent: the worker did not receive within the timeout")
+        connection.sent_functions.release(ticket)
+    if encoded.references:
+        endpoint.keep(LEASE_S, encoded.references)
+    if sent:
+        return
+    why = endpoint.post.lost(connection.number)
+    if why is not None:
+        why = why or "the connection has ended"
+        raise WorkerLost(f"{description} was not sent: {why}", connection.worker.name)
+    raise CallTimeout(f"{description} was not sent: the worker did not receive within the timeout")
 
 
-def _message(
-    line: WorkerConnection,
+def _encode_call(
+    connection: WorkerConnection,
     fn: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    shown: str,
+    description: str,
     post: bool = False,
 ) -> tuple[EncodedValue, int, int]:
-    """Encode a call; return it, the number of its function, and a ticket for ``Sent.over`` after sending."""
-    if line.plain:
-        return plain.encode_call(fn, args, kwargs, shown), NONE, 0
+    """Encode a call; return it, the number of its function, and a ticket to release after sending."""
+    if connection.restricted:
+        return plain.encode_call(fn, args, kwargs, description), NO_NUMBER, 0
     if isinstance(fn, str):
         raise UsageError(
-            f"{shown}: only a restricted worker, join(serve=), is called by name; pass a function"
+            f"{description}: only a restricted worker, join(serve=), is called by name; pass a function"
         )
-    number, known, ticket = line.sent.use(fn, post=post)
+    number, known, ticket = connection.sent_functions.use(fn, post=post)
     try:
-        message = encode((args, kwargs) if known else (fn, args, kwargs), line, shown)
-        message.head = FUNCTION.pack(number, not known) + message.head
+        encoded = encode((args, kwargs) if known else (fn, args, kwargs), connection, description)
+        encoded.head = FUNCTION.pack(number, not known) + encoded.head
     except BaseException:
-        line.sent.over(ticket)
+        connection.sent_functions.release(ticket)
         raise
-    return message, number, ticket
+    return encoded, number, ticket
 
 
 def reads_arguments(future: Future[Any]) -> bool:
@@ -218,37 +232,30 @@ def reads_arguments(future: Future[Any]) -> bool:
     return isinstance(source, _CallSource) and source.reads()
 
 
-@refuses_copies(
-    "a call",
-    "an operation in progress",
-    "Wait for it and copy its value",
-)
+@refuses_copies("a call", "an operation in progress", "Wait for it and copy its value")
 class _CallSource:
     """The source of a future: one call."""
 
-    __slots__ = ("_call", "_endpoint", "_letters", "_line", "_number", "_shown", "_timeout")
+    __slots__ = (
+        "_call", "_connection", "_description", "_high_priority", "_messages", "_number", "_timeout"
+    )  # fmt: skip
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        line: WorkerConnection,
-        call: Call,
-        number: int,
-        shown: str,
-        timeout: float | None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._line = line
+        self, connection: WorkerConnection, call: Call, number: int, description: str,
+        timeout: float | None, high_priority: bool,
+    ) -> None:  # fmt: skip
+        self._connection = connection
         self._call = call
         self._number = number
-        self._shown = shown
+        self._description = description
         self._timeout = timeout
-        self._letters: list[Letter] = []
+        self._high_priority = high_priority
+        self._messages: list[Message] = []
 
     @never_compile
     def __del__(self) -> None:
-        if not self._letters:  # the reply was not taken, and may contain references
-            self._line.agent.references.unread(self._line, self._call)
+        if not self._messages:  # the reply was not taken, and may contain references
+            self._connection.agent.references.unread(self._connection, self._call)
 
     def wait(self, timeout: float | None) -> bool:
         return self._call.wait(timeout)
@@ -265,7 +272,7 @@ class _CallSource:
 
     def notify(self, fn: Callable[[], None]) -> None:
         # Not in the dispatcher's thread: ``fn`` may unpickle the value.
-        self._endpoint.when(self._call.announce, partial(pool.submit, fn))
+        self._connection.agent.endpoint.when(self._call.announce, partial(pool.submit, fn))
 
     def notify_failure(self, ticket: int) -> bool:
         """Trigger a lasting ticket of the endpoint if the call fails; return whether it already has ended."""
@@ -275,108 +282,91 @@ class _CallSource:
         failed = self._call.error()
         if failed is None:
             return None
-        text = failed.text
-        worker = self._line.worker
+        what, text, worker = self._description, failed.text, self._connection.worker
         if failed.end is CallEnd.TIMEOUT:
-            recorder = self._line.agent.recorder
-            late = CallTimeout(
-                f"{self._shown} had no reply within {format_seconds(self._timeout or 0.0)}: {text}"
-                + recorder.words()
-            )
+            recorder = self._connection.agent.recorder
+            within = format_seconds(self._timeout or 0.0)
+            late = CallTimeout(f"{what} had no reply within {within}: {text}{recorder.summary()}")
             recorder.timed_out(late)
             return late
         if failed.end is CallEnd.CANCELLED:
-            return CallCancelled(f"{self._shown} was cancelled")
+            return CallCancelled(f"{what} was cancelled")
         if failed.end is CallEnd.CLOSED:
-            return AgentClosed(f"{self._shown} ended with the agent of this worker, which was closed")
+            return AgentClosed(f"{what} ended with the agent of this worker, which was closed")
         if failed.end is CallEnd.UNSENT:
-            return RpcError(f"{self._shown} was not sent: {text}")
+            return RpcError(f"{what} was not sent: {text}")
         if failed.end is CallEnd.REFUSED:
-            return RpcError(f"{self._shown} was refused: {text}")
+            return RpcError(f"{what} was refused: {text}")
         return WorkerLost(
-            f"{self._shown}: the worker (process {worker.pid}) was lost before it replied: {text}",
-            worker.name,
+            f"{what}: the worker (process {worker.pid}) was lost before it replied: {text}", worker.name
         )
 
-    def reply(self) -> Letter:
+    def reply(self) -> Message:
         """Take the reply, which is possible once, and keep it in case Ctrl-C interrupts :meth:`result`."""
-        if not self._letters:
+        if not self._messages:
             # A single C call takes and stores the reply, so that Ctrl-C cannot lose it in between.
-            self._letters.extend(map(Call.reply, (self._call,)))
-        return self._letters[0]
+            self._messages.extend(map(Call.reply, (self._call,)))
+        return self._messages[0]
 
     def result(self) -> Any:
         """Decode the reply: return the value of the call or raise the exception of its function."""
-        line, letter = self._line, self.reply()
-        if letter.flags & LEARNED and self._number != NONE:
-            line.sent.answered(self._number)
+        connection, message = self._connection, self.reply()
+        if message.flags & NUMBER_CONFIRMED and self._number != NO_NUMBER:
+            connection.sent_functions.confirm(self._number)
         value, error = None, None
-        if letter.failed:
-            error = failure(letter, line, self._shown)
+        if message.failed:
+            error = failure(message, connection, self._description)
         else:
             try:
-                if line.plain:
-                    return plain.decode(letter.head, letter.parts)
-                value = decode(letter.head, letter.parts, line)
+                if connection.restricted:
+                    return plain.decode(message.head, message.parts)
+                value = decode(message.head, message.parts, connection)
             except Exception as why:
                 error = RpcError(
-                    f"{self._shown} has a result that cannot be rebuilt here: {describe_error(why)}"
+                    f"{self._description} has a result that cannot be rebuilt here: {describe_error(why)}"
                 )
                 error.__cause__ = why
-        if letter.flags & PINS:
-            line.agent.acknowledge(line, self._call.number)
+        if message.flags & HAS_REFERENCES:
+            connection.agent.acknowledge(connection, self._call.number)
         if error is not None:
             raise error
         return value
 
 
-class _Landing(_CallSource):
+class _DeviceCallSource(_CallSource):
     """A call on a connection with a device map: tensors of its result may arrive on devices."""
 
-    __slots__ = ("_high_priority",)
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        line: WorkerConnection,
-        call: Call,
-        number: int,
-        shown: str,
-        timeout: float | None,
-        high_priority: bool,
-    ) -> None:
-        super().__init__(endpoint, line, call, number, shown, timeout)
-        self._high_priority = high_priority
+    __slots__ = ()
 
     def events(self) -> tuple[DeviceEvents | None, object]:
         """Return events of the devices that the result is copied to."""
-        return devices.landing(self._line, self.reply(), self._high_priority), None
+        return devices.result_events(self._connection, self.reply(), self._high_priority), None
 
 
-def _let_go(endpoint: Endpoint, travellers: Sequence[Any], future: Future[Any]) -> None:
+def _release_references(endpoint: Endpoint, references: Sequence[Any], future: Future[Any]) -> None:
     """Release the references in a call's arguments when it has ended; after a reply the callee holds them."""
     if isinstance(future.exception(), (CallTimeout, CallCancelled)):
-        endpoint.keep(LEASE_S, travellers)  # the callee may be receiving them
+        endpoint.keep(LEASE_S, references)  # the callee may be receiving them
 
 
-def failure(letter: Letter, line: WorkerConnection, shown: str) -> BaseException:
+def failure(message: Message, connection: WorkerConnection, description: str) -> BaseException:
     """Return the exception of a failed reply."""
-    head = memoryview(letter.head)
+    head = memoryview(message.head)
     try:
         (length,) = FAILURE.unpack_from(head)
         at = FAILURE.size + length
         told = from_msgpack(head[FAILURE.size : at], CallFailure)
     except (struct.error, MalformedMessage) as why:
-        return RpcError(f"{shown} failed, and its error report cannot be read: {describe_error(why)}")
+        return RpcError(f"{description} failed, and its error report cannot be read: {describe_error(why)}")
     where = f"{told.worker!r} (process {told.pid} on {told.host})"
     if told.fatal:
-        return RemoteError(f"{shown}: {where} ended with {told.error}", told.worker, told.traceback)
-    text = f"{shown} raised at {where}: {told.error}; the traceback there:\n{told.traceback}"
+        return RemoteError(f"{description}: {where} ended with {told.error}", told.worker, told.traceback)
+    text = f"{description} raised at {where}: {told.error}; the traceback there:\n{told.traceback}"
     remote = RemoteError(text, told.worker, told.traceback)
-    if line.plain or at == len(head):
+    if connection.restricted or at == len(head):
         return remote
     try:
-        error = decode(head[at:], letter.parts, line)
+        error = decode(head[at:], message.parts, connection)
     except Exception as why:
         return RemoteError(
             f"{text}(it cannot be rebuilt here: {describe_error(why)})", told.worker, told.traceback

@@ -27,11 +27,10 @@ from ..codec import devices
 from ..codec import pickled as codec
 from ..connection.directory import Worker
 from . import call
-from .current import current
-from .default import call_timeout, default_agent
+from .context import call_timeout, current, default_agent
 from .holds import ObjectHold
-from .leases import Owned
-from .serving import Later, async_execution, deferred
+from .objects import OwnedObject
+from .serving import FutureResult, async_execution, deferred
 
 T = TypeVar("T")
 
@@ -53,13 +52,13 @@ class RRef(Generic[T]):
 
     _agent: Any
     _held: ObjectHold | None
-    _owned: Owned | None
+    _owned: OwnedObject | None
 
     def __init__(self, value: T, agent: Any = None) -> None:
         agent = default_agent("RRef(value)") if agent is None else agent
         references = agent.references
         self._begin(agent, agent.worker, references.new_ident())
-        owned = references.ledger.begin(self._ident, "", f"RRef of {type(value).__name__}")
+        owned = references.objects.begin(self._ident, "", f"RRef of {type(value).__name__}")
         owned.value.set_result(value)
 
     @classmethod
@@ -76,14 +75,14 @@ class RRef(Generic[T]):
     @never_compile
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # __init__ failed, or the interpreter is shutting down
-            self._agent.references.gone(self._ident)
+            self._agent.references.release_later(self._ident)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        way = codec.route()
-        if way is None or way.agent is not self._agent:
+        route = codec.current_route()
+        if route is None or route.agent is not self._agent:
             raise UsageError(f"{self!r} can only be sent to other workers of its job, in a call or a result")
-        codec.traveller(self)
-        return arrive, (self._owner, self._ident)
+        codec.note_reference(self)
+        return rebuild_reference, (self._owner, self._ident)
 
     @property
     def ident(self) -> str:
@@ -97,15 +96,6 @@ class RRef(Generic[T]):
 
     # -- the object ----------------------------------------------------------------------------
 
-    def fetch(self) -> Future[T]:
-        """Return a future of the object at its owner, elsewhere of a copy."""
-        if self._owned is not None:
-            return self._owned.value
-        created = self.created
-        if created is not None and created.done() and created.exception() is not None:
-            return created
-        return self._call(_fetch, None, (self,), {})
-
     def to_here(self, timeout: float | None = None) -> T:
         """Return the object at its owner, elsewhere a copy; raise the exception of its creation if it failed.
 
@@ -114,11 +104,8 @@ class RRef(Generic[T]):
         """
         if self._owned is not None:
             seconds = call_timeout(timeout, math.inf)
-            return self.fetch().wait(None if seconds == math.inf else seconds)
-        if timeout is None:
-            return self.fetch().wait()
-        future: Future[T] = self._call(_fetch, timeout, (self,), {})
-        return future.wait()
+            return self._value().wait(None if seconds == math.inf else seconds)
+        return self._value(timeout).wait()
 
     def local_value(self) -> T:
         """Return the object itself, at its owner.
@@ -131,7 +118,7 @@ class RRef(Generic[T]):
                 f"worker {self._agent.name!r}: {self!r} is not owned by this worker, and only its owner has "
                 "the object itself; to_here() returns a copy"
             )
-        return self.fetch().wait()
+        return self._value().wait()
 
     def owner(self) -> Any:
         """Return the owner of the object, a :class:`Peer`."""
@@ -171,6 +158,15 @@ class RRef(Generic[T]):
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _value(self, timeout: float | None = None) -> Future[T]:
+        """Return a future of the object at its owner, elsewhere of a copy."""
+        if self._owned is not None:
+            return self._owned.value
+        created = self.created
+        if timeout is None and created is not None and created.done() and created.exception() is not None:
+            return created
+        return self._call(_copy, timeout, (self,), {})
+
     def _invoke(
         self, timeout: float | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
@@ -189,7 +185,9 @@ class RRef(Generic[T]):
         return future
 
 
-def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tuple[RRef[Any], Future[Any]]:
+def request_object(
+    agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]
+) -> tuple[RRef[Any], Future[Any]]:
     """Return a reference to an object that ``owner`` creates, and the call that creates it.
 
     Args:
@@ -199,16 +197,16 @@ def new(agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]) -> tu
     ref = RRef._to(agent, owner, references.new_ident())
     holder = ""
     if ref._held is not None:
-        ref._held.told = ref._held.mine = True
+        ref._held.announced = ref._held.announced_by_creation = True
         holder = agent.worker.incarnation
     try:
         made = ask(ref._ident, holder)
-        references.making(ref._ident, ref._held, made)
+        references.track_creation(ref._ident, ref._held, made)
     except BaseException as error:
         # Nothing was sent, or it was and Ctrl-C has interrupted before the future was stored.
         failed: Future[Any] = Future()
         failed.set_exception(RpcError(f"worker {agent.name!r} could not request it: {describe_error(error)}"))
-        references.making(ref._ident, ref._held, failed)
+        references.track_creation(ref._ident, ref._held, failed)
         raise
     return ref, made
 
@@ -253,13 +251,12 @@ class Actor:
 # -- called remotely, at an owner or at a receiver of a reference --------------------------------------
 
 
-def arrive(owner: Worker, ident: str) -> RRef[Any]:
+def rebuild_reference(owner: Worker, ident: str) -> RRef[Any]:
     """Rebuild a received reference, and register its hold with the owner."""
-    agent = codec.route().agent
+    agent = codec.current_route().agent
     ref = RRef._to(agent, owner, ident)
     if ref._held is not None:
         agent.references.confirm(ident, ref._held)
-    codec.traveller(ref)
     return ref
 
 
@@ -269,7 +266,7 @@ def _making(
     return call.name_of(fn, args)
 
 
-@call.shown_as(_making)
+@call.described_as(_making)
 def create(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -283,21 +280,21 @@ def create(
         owned.value.set_exception(error)
         return None
     except BaseException as error:
-        owned.value.set_exception(_unmade(ident, error))
+        owned.value.set_exception(_creation_error(ident, error))
         raise
     if inspect.iscoroutine(result):
-        return _finish(ident, owned.value, result, devices.of_handler())
+        return _complete_from_coroutine(ident, owned.value, result, devices.handler_events())
     if future is not None:
-        before = devices.of_handler()
+        before = devices.handler_events()
         if before is not None:
             before.complete(None)  # records the work that the handler has enqueued
-        future.add_done_callback(partial(_pass_on, owned.value, before))
+        future.add_done_callback(partial(_complete_from_future, owned.value, before))
     else:
-        _made(owned.value, result, devices.of_handler())
+        _complete_object(owned.value, result, devices.handler_events())
     return None
 
 
-def _made(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
+def _complete_object(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
     """Complete ``value``; uses of the object wait for the work that its creation has enqueued on devices.
 
     Args:
@@ -307,19 +304,19 @@ def _made(value: Future[Any], result: Any, device: DeviceEvents | None) -> None:
     value.set_result(result)
 
 
-async def _finish(
+async def _complete_from_coroutine(
     ident: str, value: Future[Any], result: Coroutine[Any, Any, Any], device: DeviceEvents | None
 ) -> None:
     try:
-        _made(value, await result, device)
+        _complete_object(value, await result, device)
     except Exception as error:
         value.set_exception(error)
     except BaseException as error:  # the call that creates it was cancelled or timed out
-        value.set_exception(_unmade(ident, error))
+        value.set_exception(_creation_error(ident, error))
         raise
 
 
-def _unmade(ident: str, error: BaseException) -> RpcError:
+def _creation_error(ident: str, error: BaseException) -> RpcError:
     """Return the error for uses of an object whose creation ended with an interrupt, exit or cancellation."""
     words = f"the object {ident} was never made: "
     if isinstance(error, asyncio.CancelledError):
@@ -327,16 +324,16 @@ def _unmade(ident: str, error: BaseException) -> RpcError:
     return RpcError(f"{words}its making ended with {describe_error(error)}")
 
 
-def _pass_on(value: Future[Any], before: DeviceEvents | None, result: Future[Any]) -> None:
+def _complete_from_future(value: Future[Any], before: DeviceEvents | None, result: Future[Any]) -> None:
     error = result.exception()
     if error is None:
         events = [each for each in (before, result._device) if each is not None]
-        _made(value, result.value(), DeviceEvents.merged(events) if events else None)
+        _complete_object(value, result.value(), DeviceEvents.merged(events) if events else None)
     else:
         value.set_exception(error)
 
 
-@call.shown_as(_making)
+@call.described_as(_making)
 def create_actor(
     ident: str, holder: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
@@ -349,14 +346,16 @@ def create_actor(
         result.close()
         raise UsageError(f"{call.name_of(fn)} is an async def: an actor must be created by a plain function")
     future = deferred(fn, result)
-    _made(owned.value, result if future is None else _awaited(future, made), devices.of_handler())
-    mailbox: int = references.ledger.mailbox(ident, owned, executor.consume)
+    _complete_object(
+        owned.value, result if future is None else _wait_within_call(future, made), devices.handler_events()
+    )
+    mailbox: int = references.objects.mailbox(ident, owned, executor.start_mailbox)
     if not mailbox:
         raise RpcError(f"{made}, was created after its last holder had released it")
     return mailbox
 
 
-def _awaited(future: Future[T], what: str) -> T:
+def _wait_within_call(future: Future[T], what: str) -> T:
     """Return the value of a future; raise CallTimeout if the current call times out first."""
     try:
         return future.wait(current().remaining())
@@ -373,16 +372,16 @@ def _method(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, 
     return f"method {name} of an object"
 
 
-@call.shown_as(_method)
+@call.described_as(_method)
 def invoke(ref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the object, at its owner."""
-    method = getattr(_awaited(ref.fetch(), f"method {name} of an object"), name)
+    method = getattr(_wait_within_call(ref._value(), f"method {name} of an object"), name)
     result = method(*args, **kwargs)
     future = deferred(method, result)
-    return result if future is None else Later(future)
+    return result if future is None else FutureResult(future)
 
 
-@call.shown_as(lambda ref: "a copy of an object")
+@call.described_as(lambda ref: "a copy of an object")
 @async_execution
-def _fetch(ref: RRef[Any]) -> Future[Any]:
-    return ref.fetch()
+def _copy(ref: RRef[Any]) -> Future[Any]:
+    return ref._value()

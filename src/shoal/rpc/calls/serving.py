@@ -21,14 +21,22 @@ from ...errors import AgentClosed, RpcError, UsageError
 from ...future import Future
 from ..codec import devices, plain
 from ..codec.pickled import EncodedValue, decode, encode
-from ..connection.line import WorkerConnection
-from ..connection.links import ConnectionManager
-from ..connection.numbering import NONE
-from ..connection.post import Endpoint, Letter
+from ..connection.endpoint import Endpoint, Message
+from ..connection.function_table import NO_NUMBER
+from ..connection.manager import ConnectionManager
+from ..connection.worker_connection import WorkerConnection
 from ..executor import CALLS, Executor
-from . import profiling
-from .call import FAILURE, FUNCTION, LEARNED, PINS, CallFailure, name_of
-from .current import Current, enter_call, leave_call
+from .call import (
+    FAILURE,
+    FUNCTION,
+    HAS_REFERENCES,
+    NUMBER_CONFIRMED,
+    CallFailure,
+    name_of,
+    profiler_is_on,
+    profiler_range,
+)
+from .context import Current, current_call
 from .holds import HOLDS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +69,7 @@ def deferred(fn: Callable[..., Any], result: object) -> Future[Any] | None:
     )
 
 
-class Later:
+class FutureResult:
     """Returned by an internal handler instead of its result: a future of the result."""
 
     def __init__(self, future: Future[Any]) -> None:
@@ -72,47 +80,40 @@ class Service:
     """Serves the calls of one agent.
 
     Args:
-        agent: the agent.
-        name, pid, host: of the agent, for reports of failures.
-        links: the connections.
         served: functions of a restricted agent by name; None: it runs any function that it receives.
+        handlers: maximum number of calls served at once.
     """
 
-    def __init__(
-        self, agent: Any, name: str, pid: int, host: str, endpoint: Endpoint, links: ConnectionManager,
-        served: Mapping[str, Callable[..., Any]] | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, agent: Any, served: Mapping[str, Callable[..., Any]] | None, handlers: int) -> None:
         self._agent = agent
-        self._name = name
-        self._pid = pid
-        self._host = host
-        self._endpoint = endpoint
-        self._links = links
+        self._name: str = agent.name
+        self._host: str = agent.worker.hostname
+        self._endpoint: Endpoint = agent.endpoint
+        self._connections: ConnectionManager = agent.connections
         self._served = served or {}
-        #: set by the agent
-        self.executor: Executor
+        self.executor = Executor(self._endpoint.post, self.handle, handlers, self._name)
 
-    def handle(self, letter: Letter, on_streams: bool = False) -> None:
+    def handle(self, message: Message, on_streams: bool = False) -> None:
         """Serve one call.
 
         Args:
             on_streams: whether this thread has current streams of the connection's devices for the call.
         """
         try:
-            line = self._links.line(letter.peer)
+            connection = self._connections.by_number(message.peer)
         except KeyError:  # the connection was lost and discarded long ago: no caller waits
             return
-        if line.devices is not None and not on_streams:
-            with devices.handling(line, letter):
-                self.handle(letter, True)
+        if connection.devices is not None and not on_streams:
+            with devices.handling(connection, message):
+                self.handle(message, True)
             return
-        served = _ServedCall(self, letter, line)
+        served = _ServedCall(self, message, connection)
         try:
             fn, args, kwargs = served.unpack()
-            token = enter_call(Current(self._agent, line.worker.name, letter))
+            token = current_call.set(Current(self._agent, connection.worker.name, message))
             try:
-                if profiling.is_on():
-                    with profiling.span(served._name, line.worker.name, self._name):
+                if profiler_is_on():
+                    with profiler_range(served._name, connection.worker.name, self._name):
                         result = fn(*args, **kwargs)
                 else:
                     result = fn(*args, **kwargs)
@@ -120,16 +121,16 @@ class Service:
                     ended = served.ended = threading.Event()
                     end: Callable[[Any], None] = served.end_task
                     if on_streams:
-                        result, end = devices.on_current_streams(line, result, end)
+                        result, end = devices.bind_to_current_streams(connection, result, end)
                     task = self.executor.run_coroutine(result, end)
-                    forget = self._endpoint.when(letter.announce, task.cancel)
+                    forget = self._endpoint.when(message.announce, task.cancel)
                     task.add_done_callback(lambda _: forget())
-                    if letter.mailbox != CALLS:
+                    if message.mailbox != CALLS:
                         ended.wait()  # in an ordered mailbox calls run one at a time
                     return
             finally:
-                leave_call(token)
-            future = result.future if isinstance(result, Later) else deferred(fn, result)
+                current_call.reset(token)
+            future = result.future if isinstance(result, FutureResult) else deferred(fn, result)
             if future is not None:
                 future.add_done_callback(served.end_future)
                 return
@@ -139,84 +140,88 @@ class Service:
         else:
             served.answer(result)
 
-    def refuse(self, letter: Letter) -> None:
+    def refuse(self, message: Message) -> None:
         """Fail a call with AgentClosed because the agent is closing; serve posts and messages about holds."""
-        if not letter.call or letter.mailbox == HOLDS:
-            self.handle(letter)
+        if not message.call or message.mailbox == HOLDS:
+            self.handle(message)
             return
         with contextlib.suppress(KeyError):  # as in handle()
-            served = _ServedCall(self, letter, self._links.line(letter.peer))
+            served = _ServedCall(self, message, self._connections.by_number(message.peer))
             served.fail(AgentClosed(f"worker {self._name!r}: its agent was closed before the call began"))
 
 
 class _ServedCall:
     """One call while it is served."""
 
-    __slots__ = ("_flags", "_letter", "_line", "_name", "_service", "ended")
+    __slots__ = ("_connection", "_flags", "_message", "_name", "_service", "ended")
 
-    def __init__(self, service: Service, letter: Letter, line: WorkerConnection) -> None:
+    def __init__(self, service: Service, message: Message, connection: WorkerConnection) -> None:
         self._service = service
-        self._letter = letter
-        self._line = line
+        self._message = message
+        self._connection = connection
         self._flags = 0
         self._name = "a call"
         #: if the handler is a coroutine: set when it has ended
         self.ended: threading.Event | None = None
 
     def unpack(self) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any]]:
-        if self._line.plain:
+        if self._connection.restricted:
             return self._unpack_plain()
-        letter, known = self._letter, self._line.received
-        head = memoryview(letter.head)
+        message, known = self._message, self._connection.received_functions
+        head = memoryview(message.head)
         number, comes = FUNCTION.unpack_from(head)
         try:
-            value = decode(head[FUNCTION.size :], letter.parts, self._line)
+            value = decode(head[FUNCTION.size :], message.parts, self._connection)
         except Exception as error:
             raise RpcError(
-                f"{self._name} from {self._line.worker.name!r} cannot be rebuilt at {self._service._name!r}: "
-                f"{describe_error(error)}"
+                f"{self._name} from {self._connection.worker.name!r} cannot be rebuilt at "
+                f"{self._service._name!r}: {describe_error(error)}"
             ) from error
         if comes:
             fn, args, kwargs = value
-            if number != NONE:
+            if number != NO_NUMBER:
                 known.learn(number, fn)
-                self._flags = LEARNED
+                self._flags = NUMBER_CONFIRMED
         else:
             fn, (args, kwargs) = known.function(number), value
         self._name = name_of(fn, args)
-        letter.describe(self._name)
+        message.describe(self._name)
         return fn, args, kwargs
 
     def _unpack_plain(self) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-        letter, served = self._letter, self._service._served
-        if letter.mailbox != CALLS:
+        message, served = self._message, self._service._served
+        if message.mailbox != CALLS:
             raise UsageError(
                 f"{self._service._name!r} has no references or actors on connections with restricted workers"
             )
-        name, args, kwargs = plain.decode_call(letter.head, letter.parts)
+        name, args, kwargs = plain.decode_call(message.head, message.parts)
         self._name = repr(name)
-        letter.describe(self._name)
+        message.describe(self._name)
         if name not in served:
             there = ", ".join(map(repr, served)) or "nothing"
             raise UsageError(f"{self._service._name!r} does not serve {name!r}; it serves {there} by name")
         return served[name], args, kwargs
 
     def answer(self, result: Any) -> None:
-        if not self._letter.call:
+        if not self._message.call:
             return
         try:
             where = f"the result of {self._name} at {self._service._name!r}"
-            message = plain.encode(result, where) if self._line.plain else encode(result, self._line, where)
+            encoded = (
+                plain.encode(result, where)
+                if self._connection.restricted
+                else encode(result, self._connection, where)
+            )
         except BaseException as error:
             self.fail(error)
             return
-        if self._line.devices is None:
-            self._reply(message)
+        if self._connection.devices is None:
+            self._reply(encoded)
             return
-        if message.lands:
-            self._flags |= devices.LANDS
+        if encoded.arrives_on_device:
+            self._flags |= devices.ARRIVES_ON_DEVICE
         try:
-            devices.reply(self._line, message, self._letter, partial(self._reply, message), self.fail)
+            devices.reply(self._connection, encoded, self._message, partial(self._reply, encoded), self.fail)
         except Exception as failure:
             self.fail(failure)
 
@@ -225,23 +230,21 @@ class _ServedCall:
         fatal = isinstance(error, (KeyboardInterrupt, SystemExit))
         # The first frame is that of ``handle``.
         trace = traceback_of(error, error.__traceback__ and error.__traceback__.tb_next)
-        if not self._letter.call:
+        if not self._message.call:
             _logger.error(
                 "worker %r: %s, which %r posted, raised:\n%s",
-                service._name, self._name, self._line.worker.name, trace,
+                service._name, self._name, self._connection.worker.name, trace,
             )  # fmt: skip
         else:
-            told = CallFailure(
-                service._name, service._pid, service._host, describe_error(error), trace, fatal
-            )
+            told = CallFailure(service._name, os.getpid(), service._host, describe_error(error), trace, fatal)
             words = msgspec.msgpack.encode(told)
             said = EncodedValue(FAILURE.pack(len(words)) + words)
-            if not (fatal or self._line.plain):
+            if not (fatal or self._connection.restricted):
                 with contextlib.suppress(BaseException):  # raised by user-defined pickling; the text suffices
-                    message = encode(error, self._line, "an exception")
-                    if not message.staged:
+                    encoded = encode(error, self._connection, "an exception")
+                    if not encoded.device_parts:
                         said = EncodedValue(
-                            said.head + message.head, message.parts, message.keep, message.travellers
+                            said.head + encoded.head, encoded.parts, encoded.keep, encoded.references
                         )
             self._reply(said, failed=True)
         if fatal:
@@ -270,16 +273,16 @@ class _ServedCall:
         else:
             self.answer(result)
 
-    def _reply(self, message: EncodedValue, failed: bool = False) -> None:
-        letter, service, travellers = self._letter, self._service, message.travellers
-        if travellers:
-            service._agent.references.pin_reply(letter.peer, letter.call, travellers)
-            self._flags |= PINS
+    def _reply(self, encoded: EncodedValue, failed: bool = False) -> None:
+        message, service, references = self._message, self._service, encoded.references
+        if references:
+            service._agent.references.pin_reply(message.peer, message.call, references)
+            self._flags |= HAS_REFERENCES
         sent = service._endpoint.post.reply(
-            letter, message.head, message.parts, message.keep, failed, self._flags
+            message, encoded.head, encoded.parts, encoded.keep, failed, self._flags
         )
-        if travellers and not sent:
-            service._agent.references.unpin(letter.peer, letter.call)
+        if references and not sent:
+            service._agent.references.unpin(message.peer, message.call)
 
 
 def _end_this_process() -> None:

@@ -23,17 +23,17 @@ from ...common.formatting import describe_error
 from ...errors import RpcError
 from ...streams import DeviceEvents, current_streams, runtime_of, use_streams
 from ..connection.device_maps import DeviceMap
-from ..connection.line import WorkerConnection
-from ..connection.post import Call, Endpoint, Letter
+from ..connection.endpoint import Call, Endpoint, Message
+from ..connection.worker_connection import WorkerConnection
 from ..executor import CALLS
 from .pickled import EncodedValue
 
 _logger = logging.getLogger("shoal")
 
 #: flag of a call: its handler's streams have high priority
-HIGH = 1
+HIGH_PRIORITY = 1
 #: flag of a reply: it has tensors that arrive on devices
-LANDS = 2
+ARRIVES_ON_DEVICE = 2
 #: seconds between two polls of events: doubled while none has occurred, and longer when polling is slow
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 50e-6, 1e-3
 
@@ -45,7 +45,7 @@ class EventWatcher:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._waiting: list[tuple[DeviceEvents, Callable[[Exception | None], None]]] = []
-        self._asking = False
+        self._polling = False
         self._closed = False
 
     def close(self) -> None:
@@ -63,23 +63,23 @@ class EventWatcher:
             if self._closed:
                 return
             self._waiting.append((events, fn))
-            begins, self._asking = not self._asking, True
+            begins, self._polling = not self._polling, True
         if begins:
-            self._endpoint.after(0.0, partial(self._ask, _MIN_POLL_INTERVAL_S))
+            self._endpoint.after(0.0, partial(self._poll, _MIN_POLL_INTERVAL_S))
 
-    def _ask(self, pause: float) -> None:
+    def _poll(self, pause: float) -> None:
         begun = time.monotonic()
         with self._lock:
             asked, self._waiting = self._waiting, []
         left = [each for each in asked if not _call_if_occurred(*each)]
         with self._lock:
             self._waiting[:0] = left if not self._closed else ()
-            self._asking = bool(self._waiting)
-            if not self._asking:
+            self._polling = bool(self._waiting)
+            if not self._polling:
                 return
         pause = _MIN_POLL_INTERVAL_S if len(left) < len(asked) else min(2 * pause, _MAX_POLL_INTERVAL_S)
         spent = time.monotonic() - begun
-        self._endpoint.after(max(pause, 4 * spent), partial(self._ask, pause))
+        self._endpoint.after(max(pause, 4 * spent), partial(self._poll, pause))
 
 
 def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
@@ -99,62 +99,75 @@ def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], Non
 # -- sending ------------------------------------------------------------------------------------
 
 
-def request(
-    endpoint: Endpoint,
-    line: WorkerConnection,
+def send(
+    connection: WorkerConnection,
     mailbox: int,
-    message: EncodedValue,
+    encoded: EncodedValue,
     timeout: float | None,
-    high: bool,
-    shown: str,
-    function: int,
-) -> Call:
-    """Send a call on a connection with a device map.
+    flags: int,
+    description: str = "",
+    function: int = -1,
+    *,
+    one_way: bool = False,
+) -> tuple[Call, bool]:
+    """Send a call, or a post (``one_way``), that has device tensors, when these have been copied to the host.
 
     Like every call, this blocks only while too much data for the callee is in flight.
 
     Args:
-        shown, function: see ``Post.request``.
+        description, function: see ``Post.request``.
+
+    Returns:
+        the call, and whether it was accepted for sending.
     """
-    if not message.staged:
-        flags = HIGH if high else 0
-        call = endpoint.post.request(
-            line.number, mailbox, message.head, message.parts, message.keep, timeout, flags, shown, function
-        )
+    post, sources = connection.agent.endpoint.post, _sources(encoded)
+    size = sum(source.numel() for source in sources.values())
+    held, room = post.hold(connection.number, mailbox, size, timeout, one_way, description, function)
+    if room is None or (one_way and held.done()):
+        return held, False
+
+    def fill(failure: BaseException | None) -> None:
+        try:
+            if failure is None:
+                keep = (room, encoded.keep)
+                post.fill(held, mailbox, encoded.head, encoded.parts, keep, one_way, flags)
+                return
+        except ValueError as error:  # too large for a message
+            failure = error
+        if one_way:
+            _logger.error(
+                "a post to %r was not sent, its device failed: %s",
+                connection.worker.name,
+                describe_error(failure),
+            )
+        post.give_up(held, f"its device failed before its tensors were copied: {describe_error(failure)}")
+
+    devices = {source.device for source in sources.values()}
+    events = DeviceEvents(devices, high_priority=bool(flags & HIGH_PRIORITY))
+    try:
+        events.complete(None)
+        done = _staged(encoded, events)
+    except Exception as error:
+        fill(error.with_traceback(None))
     else:
-        call, room = endpoint.post.hold(
-            line.number, mailbox, _bytes(message), timeout, False, shown, function
-        )
-        if room is not None:
-            _send_held(endpoint, line, call, room, mailbox, message, high, False)
-    return call
+        connection.agent.watch.when(done, fill)
+    return held, True
 
 
-def landing(line: WorkerConnection, letter: Letter, high: bool) -> DeviceEvents | None:
+def result_events(connection: WorkerConnection, message: Message, high: bool) -> DeviceEvents | None:
     """Return recorded events of the devices that tensors of a reply are copied to; None: no tensors."""
-    if not letter.flags & LANDS:
+    if not message.flags & ARRIVES_ON_DEVICE:
         return None
-    events = DeviceEvents(_map(line).here, high_priority=high)
+    events = DeviceEvents(_map(connection).here, high_priority=high)
     with events.ordered_streams(None):
         events.complete(None)
     return events
 
 
-def post(
-    endpoint: Endpoint, line: WorkerConnection, mailbox: int, message: EncodedValue, timeout: float | None
-) -> bool:
-    """Send a message without a reply; return whether it was accepted for sending."""
-    held, room = endpoint.post.hold(line.number, mailbox, _bytes(message), timeout, one_way=True)
-    if room is None or held.done():
-        return False
-    _send_held(endpoint, line, held, room, mailbox, message, False, True)
-    return True
-
-
 def reply(
-    line: WorkerConnection,
-    message: EncodedValue,
-    letter: Letter,
+    connection: WorkerConnection,
+    encoded: EncodedValue,
+    message: Message,
     send: Callable[[], None],
     fail: Callable[[BaseException], None],
 ) -> None:
@@ -162,9 +175,9 @@ def reply(
 
     So the work that a handler has enqueued is done when its caller receives the reply.
     """
-    events = DeviceEvents(_map(line).here, high_priority=bool(letter.flags & HIGH))
+    events = DeviceEvents(_map(connection).here, high_priority=bool(message.flags & HIGH_PRIORITY))
     events.complete(None)
-    done = _staged(message, events)
+    done = _staged(encoded, events)
 
     def go(failure: Exception | None) -> None:
         if failure is None:
@@ -173,71 +186,30 @@ def reply(
             fail(RpcError(f"the device failed before the result was ready: {describe_error(failure)}"))
 
     if not _call_if_occurred(done, go):
-        line.agent.watch.when(done, go)
+        connection.agent.watch.when(done, go)
 
 
-def _send_held(
-    endpoint: Endpoint,
-    line: WorkerConnection,
-    held: Call,
-    room: object,
-    mailbox: int,
-    message: EncodedValue,
-    high: bool,
-    one_way: bool,
-) -> None:
-    """Copy the device tensors to the host, and send the message when that is done."""
-    post, flags = endpoint.post, HIGH if high else 0
-
-    def fill(failure: BaseException | None) -> None:
-        try:
-            if failure is None:
-                keep = (room, message.keep)
-                post.fill(held, mailbox, message.head, message.parts, keep, one_way, flags)
-                return
-        except ValueError as error:  # too large for a message
-            failure = error
-        if one_way:
-            _logger.error(
-                "a post to %r was not sent, its device failed: %s", line.worker.name, describe_error(failure)
-            )
-        post.give_up(held, f"its device failed before its tensors were copied: {describe_error(failure)}")
-
-    events = DeviceEvents({source.device for source in _sources(message).values()}, high_priority=high)
-    try:
-        events.complete(None)
-        done = _staged(message, events)
-    except Exception as error:
-        fill(error.with_traceback(None))
-    else:
-        line.agent.watch.when(done, fill)
-
-
-def _staged(message: EncodedValue, events: DeviceEvents) -> DeviceEvents:
+def _staged(encoded: EncodedValue, events: DeviceEvents) -> DeviceEvents:
     """Enqueue, after ``events``, copies of the device tensors to host parts; return their events."""
-    parts, keep = list(message.parts), list(message.keep)
+    parts, keep = list(encoded.parts), list(encoded.keep)
     with events.ordered_streams(None):
-        for number, source in _sources(message).items():
+        for number, source in _sources(encoded).items():
             buffer = runtime_of(source.device).host_memory(source.numel())
             buffer.copy_(source, non_blocking=True)
             parts[number] = (buffer.data_ptr(), source.numel())
             keep.append(buffer)
         done = events.successor()
         done.complete(None)
-    message.parts, message.keep = parts, keep
+    encoded.parts, encoded.keep = parts, keep
     return done
 
 
-def _sources(message: EncodedValue) -> Mapping[int, torch.Tensor]:
-    return message.staged or {}
+def _sources(encoded: EncodedValue) -> Mapping[int, torch.Tensor]:
+    return encoded.device_parts or {}
 
 
-def _bytes(message: EncodedValue) -> int:
-    return sum(source.numel() for source in _sources(message).values())
-
-
-def _map(line: WorkerConnection) -> DeviceMap:
-    return cast(DeviceMap, line.devices)
+def _map(connection: WorkerConnection) -> DeviceMap:
+    return cast(DeviceMap, connection.devices)
 
 
 # -- handling -------------------------------------------------------------------------------------
@@ -254,18 +226,18 @@ _local = _DeviceLocal()
 
 
 @contextmanager
-def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
+def handling(connection: WorkerConnection, message: Message) -> Iterator[None]:
     """A context for one handler, in which each device of the connection's map has a new current stream.
 
     The work of handlers of an ordered mailbox is in the same order on the devices.
     """
-    ordered = letter.mailbox != CALLS
-    before = [DeviceEvents(_map(line).here)]
+    ordered = message.mailbox != CALLS
+    before = [DeviceEvents(_map(connection).here)]
     if ordered and _local.last is not None:
         before.append(_local.last)
     events = DeviceEvents.merged(before)
-    with events.ordered_streams(None, bool(letter.flags & HIGH)):
-        _local.here = _map(line).here
+    with events.ordered_streams(None, bool(message.flags & HIGH_PRIORITY)):
+        _local.here = _map(connection).here
         try:
             yield
         finally:
@@ -275,16 +247,16 @@ def handling(line: WorkerConnection, letter: Letter) -> Iterator[None]:
                 _local.last.complete(None)
 
 
-def of_handler() -> DeviceEvents | None:
+def handler_events() -> DeviceEvents | None:
     """Return events for the devices of this thread's handler, for objects that it makes; None: no devices."""
     return DeviceEvents(_local.here) if _local.here else None
 
 
-def on_current_streams(
-    line: WorkerConnection, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
+def bind_to_current_streams(
+    connection: WorkerConnection, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]
 ) -> tuple[Coroutine[Any, Any, Any], Callable[[Any], None]]:
     """Wrap a coroutine and its done callback so that each step runs on the streams that are current now."""
-    streams = current_streams(_map(line).here)
+    streams = current_streams(_map(connection).here)
 
     async def run() -> Any:
         return await _steps(coroutine, streams)

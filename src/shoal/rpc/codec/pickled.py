@@ -23,15 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...common.formatting import describe_error, text_of
 from ...errors import UsageError
-from ..connection.device_maps import DeviceMap
-from ..connection.post import pack, unpack
-from .tensors import Collected, Part, arrived, check, check_count, kind_of
+from ..connection.endpoint import pack, unpack
+from ..connection.worker_connection import WorkerConnection
+from .tensors import Part, TensorCollector, check, check_count, kind_of, received_storages
 
 _COUNT = struct.Struct("<I")
 #: replaces the number of storages: the value is packed and not pickled
@@ -39,21 +39,6 @@ _PACKED = 0xFFFFFFFF
 _PACKED_HEAD = _COUNT.pack(_PACKED)
 #: module names of the main program; the second one is that of multiprocessing's children
 _MAIN = ("__main__", "__mp_main__")
-
-
-class Route(Protocol):
-    """The part of a connection between two workers that pickling uses."""
-
-    @property
-    def shares_main(self) -> bool:
-        """Whether both ends run the same program, so that its functions and classes are sent by name."""
-
-    @property
-    def devices(self) -> DeviceMap | None:
-        """The device map; None: tensors on devices cannot be sent."""
-
-    def target(self, x: torch.Tensor) -> torch.device:
-        """Return the device of ``x`` at the other end; raise UsageError if there is none."""
 
 
 @dataclass(slots=True)
@@ -64,77 +49,77 @@ class EncodedValue:
         head: the packed or pickled value.
         parts: the memory of tensors and buffers.
         keep: the objects that own the memory.
-        travellers: the objects that called :func:`traveller`.
-        staged: index -> bytes of each part that is in device memory; None: there are none.
-        lands: whether it has tensors that arrive on devices.
+        references: the objects that called :func:`note_reference`.
+        device_parts: index -> bytes of each part that is in device memory; None: there are none.
+        arrives_on_device: whether it has tensors that arrive on devices.
     """
 
     head: bytes
     parts: Sequence[Part] = ()
     keep: Sequence[object] = ()
-    travellers: Sequence[Any] = ()
-    staged: Mapping[int, torch.Tensor] | None = None
-    lands: bool = False
+    references: Sequence[Any] = ()
+    device_parts: Mapping[int, torch.Tensor] | None = None
+    arrives_on_device: bool = False
 
 
 class _PicklerLocal(threading.local):
-    route: Any = None
-    travellers: list[Any] | None = None
+    current_route: Any = None
+    references: list[Any] | None = None
 
 
 _local = _PicklerLocal()
 
 
-def traveller(obj: object) -> None:
-    """Add ``obj`` to the ``travellers`` of the value that this thread is pickling or unpickling."""
-    if _local.travellers is not None:
-        _local.travellers.append(obj)
+def note_reference(obj: object) -> None:
+    """Add ``obj`` to the ``references`` of the value that this thread is pickling or unpickling."""
+    if _local.references is not None:
+        _local.references.append(obj)
 
 
-def route() -> Any:
+def current_route() -> Any:
     """Return the route of the value that this thread is pickling or unpickling; None: it does neither."""
-    return _local.route
+    return _local.current_route
 
 
-class _On:
-    """A context that sets the route of values that this thread pickles or unpickles; gives travellers."""
+class _PicklingContext:
+    """A context that sets the route of values that this thread pickles or unpickles; gives references."""
 
-    __slots__ = ("_before", "_way")
+    __slots__ = ("_before", "_route")
 
-    def __init__(self, way: Any) -> None:
-        self._way = way
+    def __init__(self, route: Any) -> None:
+        self._route = route
 
     def __enter__(self) -> list[Any]:
-        self._before = _local.route, _local.travellers
-        travellers: list[Any] = []
-        _local.route, _local.travellers = self._way, travellers
-        return travellers
+        self._before = _local.current_route, _local.references
+        references: list[Any] = []
+        _local.current_route, _local.references = self._route, references
+        return references
 
     def __exit__(self, *_: object) -> None:
-        _local.route, _local.travellers = self._before
+        _local.current_route, _local.references = self._before
 
 
-def encode(value: object, way: Route | None, where: str) -> EncodedValue:
+def encode(value: object, route: WorkerConnection | None, where: str) -> EncodedValue:
     """Pack or pickle ``value``.
 
     Args:
-        way: the route, returned by :func:`route` during pickling.
+        route: the route, returned by :func:`current_route` during pickling.
         where: prefix of error messages.
 
     Raises:
         UsageError: the value, or something in it, cannot be sent.
     """
-    if way is None or way.devices is None or not way.devices.maps_cpu:
+    if route is None or route.devices is None or not route.devices.maps_cpu:
         packed = pack(value, _PACKED_HEAD)
         if packed is not None:
             return EncodedValue(packed)
-    with _On(way) as travellers:
-        message = _encode(value, where, travellers)
-        message.travellers = travellers
-        return message
+    with _PicklingContext(route) as references:
+        encoded = _encode(value, where, references)
+        encoded.references = references
+        return encoded
 
 
-def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
+def _encode(value: object, where: str, references: list[Any]) -> EncodedValue:
     try:
         return _dump(_Pickler, value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -143,7 +128,7 @@ def _encode(value: object, where: str, travellers: list[Any]) -> EncodedValue:
         refused = error
     except Exception as error:
         raise _refusal(where, error) from error
-    travellers.clear()
+    references.clear()
     by_value = _by_value()
     if by_value is None:
         raise UsageError(
@@ -163,33 +148,28 @@ def _refusal(where: str, error: Exception) -> UsageError:
     return UsageError(f"{where} cannot be sent: {describe_error(error)}")
 
 
-def decode(head: Any, parts: Sequence[Any], way: Route | None, travellers: list[Any] | None = None) -> Any:
+def decode(head: Any, parts: Sequence[Any], route: WorkerConnection | None) -> Any:
     """Return the value that :func:`encode` encoded as ``head`` and ``parts``.
 
     Args:
         parts: writable memory, which becomes the memory of tensors and arrays.
-        travellers: the objects that call :func:`traveller` are appended to it.
     """
     view = memoryview(head)
     (count,) = _COUNT.unpack_from(view)
     if count == _PACKED:
         return unpack(view, _COUNT.size)
-    at = _COUNT.size + 8 * count
     if count > len(parts):
         raise pickle.UnpicklingError(f"{count} storages in {len(parts)} parts")
-    with _On(way) as named:
-        if count:
-            starts = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
-            with arrived(parts[:count], starts):
-                value = pickle.loads(view[at:], buffers=parts[count:])
-        else:
-            value = pickle.loads(view[at:], buffers=parts)
-    if travellers is not None:
-        travellers += named
-    return value
+    pickled = view[_COUNT.size + 8 * count :]
+    with _PicklingContext(route):
+        if not count:
+            return pickle.loads(pickled, buffers=parts)
+        starts = struct.unpack_from(f"<{count}Q", view, _COUNT.size)
+        with received_storages(parts[:count], starts):
+            return pickle.loads(pickled, buffers=parts[count:])
 
 
-def _override(collected: Collected, obj: Any) -> Any:
+def _override(collector: TensorCollector, obj: Any) -> Any:
     """Return how ``obj`` is pickled, as ``reducer_override`` does; NotImplemented: the default way."""
     if isinstance(obj, torch.Tensor):
         check(obj)
@@ -197,8 +177,8 @@ def _override(collected: Collected, obj: Any) -> Any:
         if plain and obj.layout is torch.strided and not (obj.is_quantized or obj.is_meta or obj.is_nested):
             if obj.is_conj() or obj.is_neg():
                 resolved = obj.detach().resolve_conj().resolve_neg()
-                return collected.reduce(resolved.requires_grad_(obj.requires_grad))
-            return collected.reduce(obj)
+                return collector.reduce(resolved.requires_grad_(obj.requires_grad))
+            return collector.reduce(obj)
         if obj.device.type not in ("cpu", "meta"):
             raise UsageError(
                 f"a {type(obj).__name__} {kind_of(obj)} and {obj.layout} is on {obj.device}, "
@@ -209,7 +189,7 @@ def _override(collected: Collected, obj: Any) -> Any:
         and obj.__module__ in _MAIN
         and "<" not in obj.__qualname__  # not a lambda, not local to a function
     ):
-        if _local.route is not None and _local.route.shares_main:
+        if _local.current_route is not None and _local.current_route.shares_main:
             return _of_main, (obj.__qualname__,)
         raise pickle.PicklingError(
             f"{obj.__qualname__} is defined in a program that the other worker does not run"
@@ -218,10 +198,10 @@ def _override(collected: Collected, obj: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    collected: Collected
+    collector: TensorCollector
 
     def reducer_override(self, obj: Any) -> Any:
-        return _override(self.collected, obj)
+        return _override(self.collector, obj)
 
 
 def _by_value() -> type[Any] | None:
@@ -236,7 +216,7 @@ def _by_value() -> type[Any] | None:
         class ByValue(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
             def reducer_override(self, obj: Any) -> Any:
                 try:
-                    reduced = _override(self.collected, obj)
+                    reduced = _override(self.collector, obj)
                 except pickle.PicklingError:
                     reduced = NotImplemented
                 return super().reducer_override(obj) if reduced is NotImplemented else reduced
@@ -253,23 +233,23 @@ def _dump(pickler: type[Any], value: object) -> EncodedValue:
     with io.BytesIO() as file:
         file.write(_NO_STORAGES)
         writer = pickler(file, 5, buffer_callback=buffers.append)
-        collected = writer.collected = Collected(_local.route)
+        collector = writer.collector = TensorCollector(_local.current_route)
         writer.dump(value)
         beside = [_bytes_of(buffer.raw()) for buffer in buffers]
-        parts = [*collected.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
-        keep = [*collected.keep, *beside]
+        parts = [*collector.parts(), *((x.data_ptr(), x.numel()) for x in beside)]
+        keep = [*collector.keep, *beside]
         check_count(parts)
-        if not collected.spans:
+        if not collector.spans:
             return EncodedValue(file.getvalue(), parts, keep)
         starts = struct.pack(
-            f"<I{len(collected.spans)}Q", len(collected.spans), *(s[0] for s in collected.spans)
+            f"<I{len(collector.spans)}Q", len(collector.spans), *(s[0] for s in collector.spans)
         )
         head = b"".join((starts, file.getbuffer()[_COUNT.size :]))
-    message = EncodedValue(head, parts, keep)
-    if collected.on_devices:
-        message.staged = collected.staged()
-    message.lands = collected.lands
-    return message
+    encoded = EncodedValue(head, parts, keep)
+    if collector.on_devices:
+        encoded.device_parts = collector.device_parts()
+    encoded.arrives_on_device = collector.arrives_on_device
+    return encoded
 
 
 def _bytes_of(memory: memoryview) -> torch.Tensor:

@@ -48,16 +48,16 @@ def check_count(parts: Sequence[object]) -> None:
         )
 
 
-class Collected:
+class TensorCollector:
     """The memory of the tensors of one message.
 
     Args:
-        way: the connection, which maps devices; None: tensors on devices are refused.
+        route: the connection, which maps devices; None: tensors on devices are refused.
     """
 
-    def __init__(self, way: Any = None) -> None:
-        self._way = way
-        self._maps_cpu = way is not None and way.devices is not None and way.devices.maps_cpu
+    def __init__(self, route: Any = None) -> None:
+        self._route = route
+        self._maps_cpu = route is not None and route.devices is not None and route.devices.maps_cpu
         #: address of a storage, or (device, address) -> its number
         self.numbers: dict[Any, int] = {}
         #: of each storage, the offsets in bytes of the beginning and the end of the used span
@@ -66,7 +66,7 @@ class Collected:
         #: number of a storage on a device -> its bytes, from the beginning
         self.on_devices: dict[int, torch.Tensor] = {}
         #: whether tensors arrive on devices
-        self.lands = False
+        self.arrives_on_device = False
 
     def reduce(self, x: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return how ``x`` is pickled without its memory, and add its memory to this message."""
@@ -101,19 +101,19 @@ class Collected:
             self.on_devices[number] = _bytes_of(x)
 
     def _target(self, x: torch.Tensor) -> str | None:
-        if self._way is None:
+        if self._route is None:
             raise UsageError(f"a tensor of shape {tuple(x.shape)} is on {x.device}: send x.cpu()")
-        target = self._way.target(x)
+        target = self._route.target(x)
         if target.type == "cpu":
             return None
-        self.lands = True
+        self.arrives_on_device = True
         return str(target)
 
     def parts(self) -> Iterator[Part]:
         for address, (begin, end) in zip(self.numbers, self.spans, strict=True):
             yield (address + begin if isinstance(address, int) else 0), end - begin
 
-    def staged(self) -> dict[int, torch.Tensor]:
+    def device_parts(self) -> dict[int, torch.Tensor]:
         """Return index -> bytes of each part that is in device memory."""
         return {
             number: known[self.spans[number][0] : self.spans[number][1]]
@@ -130,25 +130,29 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
 # -- receiving ----------------------------------------------------------------------------------
 
 
-class _Arrived(threading.local):
+class _ReceivedStorages(threading.local):
     storages: Sequence[torch.UntypedStorage] = ()
     #: number of a storage -> its bytes on the device; None: no storage was copied to a device yet
-    moved: dict[int, torch.Tensor] | None = None
+    device_bytes: dict[int, torch.Tensor] | None = None
     starts: Sequence[int] = ()
 
 
-_arrived = _Arrived()
+_received = _ReceivedStorages()
 
 
 @contextmanager
-def arrived(parts: Sequence[Any], starts: Sequence[int]) -> Iterator[None]:
+def received_storages(parts: Sequence[Any], starts: Sequence[int]) -> Iterator[None]:
     """A context in which this thread unpickles tensors over ``parts``, whose spans began at ``starts``."""
-    before = _arrived.storages, _arrived.starts, _arrived.moved
-    _arrived.storages, _arrived.starts, _arrived.moved = [_storage(part) for part in parts], starts, None
+    before = _received.storages, _received.starts, _received.device_bytes
+    _received.storages, _received.starts, _received.device_bytes = (
+        [_storage(part) for part in parts],
+        starts,
+        None,
+    )
     try:
         yield
     finally:
-        _arrived.storages, _arrived.starts, _arrived.moved = before
+        _received.storages, _received.starts, _received.device_bytes = before
 
 
 def _storage(part: Any) -> torch.UntypedStorage:
@@ -170,13 +174,13 @@ def _tensor(
     if 0 in shape:
         x = torch.empty_strided(shape, stride, dtype=dtype, device=target)
     else:
-        offset -= _arrived.starts[number] // dtype.itemsize
+        offset -= _received.starts[number] // dtype.itemsize
         if target == "cpu":
             x = torch.empty(0, dtype=dtype, device="cpu").set_(
-                _arrived.storages[number], offset, shape, stride
+                _received.storages[number], offset, shape, stride
             )
         else:
-            x = _moved(number, torch.device(target)).view(dtype).as_strided(shape, stride, offset)
+            x = _bytes_on_device(number, torch.device(target)).view(dtype).as_strided(shape, stride, offset)
     if parameter:
         x = torch.nn.Parameter(x, requires_grad)
     elif requires_grad:
@@ -186,17 +190,17 @@ def _tensor(
     return x
 
 
-def _moved(number: int, device: torch.device) -> torch.Tensor:
+def _bytes_on_device(number: int, device: torch.device) -> torch.Tensor:
     """Return the bytes of a storage on a device; the first use enqueues the copy on the current stream."""
-    if _arrived.moved is None:
-        _arrived.moved = {}
-    found = _arrived.moved.get(number)
+    if _received.device_bytes is None:
+        _received.device_bytes = {}
+    found = _received.device_bytes.get(number)
     if found is None:
-        storage = _arrived.storages[number]
+        storage = _received.storages[number]
         bytes = storage.nbytes()
         host = runtime_of(device).host_memory(bytes)
         host.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
         found = torch.empty(-(-bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=device)
         found[:bytes].copy_(host, non_blocking=True)
-        _arrived.moved[number] = found
+        _received.device_bytes[number] = found
     return found

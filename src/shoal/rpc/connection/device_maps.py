@@ -56,7 +56,7 @@ class DeviceMap:
             return _CPU
         raise UsageError(unmapped(x, self._caller, self._callee, self._inverse))
 
-    def words(self) -> dict[str, str]:
+    def as_text(self) -> dict[str, str]:
         """Return the map as text for the hello of a connection."""
         return {str(here): str(there) for here, there in self._pairs.items()}
 
@@ -83,15 +83,14 @@ def checked(device_maps: object, caller: str) -> dict[str, DeviceMap]:
         return {}
     if not isinstance(device_maps, Mapping):
         raise UsageError(f"device_maps={device_maps!r}: expected {{worker: {{device here: device there}}}}")
-    return {checked_name(callee): _checked(pairs, caller, callee) for callee, pairs in device_maps.items()}
-
-
-def _checked(pairs: object, caller: str, callee: str) -> DeviceMap:
-    where = f"device_maps[{callee!r}]"
-    result = checked_pairs(pairs, where)
-    for device in result:
-        _require(device, where)
-    return DeviceMap(result, caller, callee)
+    result = {}
+    for callee, pairs in device_maps.items():
+        where = f"device_maps[{callee!r}]"
+        devices = checked_pairs(pairs, where)
+        for device in devices:
+            _require(device, where)
+        result[checked_name(callee)] = DeviceMap(devices, caller, callee)
+    return result
 
 
 def checked_pairs(pairs: object, where: str) -> dict[torch.device, torch.device]:

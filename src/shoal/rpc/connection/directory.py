@@ -103,19 +103,19 @@ class Directory:
     def withdraw(self, mine: Worker) -> None:
         """Remove ``mine`` if it still has its name.  Errors of the store are ignored."""
         with contextlib.suppress(ShoalError):
-            if self._found(mine.name) == mine:
+            if self.look(mine.name) == mine:
                 self._names.delete(mine.name)
 
-    def find(self, name: str, timeout: float, me: str, *, after_death: bool = True) -> Worker:
+    def find(self, name: str, timeout: float, me: str, *, wait_for_replacement: bool = True) -> Worker:
         """Return the running worker that has ``name``; wait until there is one.
 
         Args:
             me: name of the calling worker, for messages.
-            after_death: whether to wait for a replacement if the worker has ended.
+            wait_for_replacement: whether to wait for a replacement if the worker has ended.
 
         Raises:
             UnknownWorker: no worker joined in time; the message lists the workers that did.
-            WorkerLost: the worker has ended, and not ``after_death``.
+            WorkerLost: the worker has ended, and not ``wait_for_replacement``.
         """
         deadline = Deadline(timeout)
         try:
@@ -123,7 +123,7 @@ class Directory:
                 worker = _decoded(self._names.get(name, deadline.remaining()))
                 if not worker.is_dead():
                     return worker
-                if not after_death:
+                if not wait_for_replacement:
                     raise WorkerLost(
                         f"worker {me!r}: {name!r} (process {worker.pid}) has ended and was not replaced; "
                         f"peer({name!r}, timeout=...) waits for a replacement",
@@ -147,7 +147,10 @@ class Directory:
 
     def look(self, name: str) -> Worker | None:
         """Return the worker that has ``name`` now, running or not; None: there is none."""
-        return self._found(name)
+        try:
+            return _decoded(self._names.get(name, 0.0))
+        except StoreTimeout:
+            return None
 
     def name_of_rank(self, rank: int, timeout: float, me: str) -> str:
         """Wait until the worker with a rank has joined; return its name; raise UnknownWorker if too late."""
@@ -161,14 +164,8 @@ class Directory:
 
     def workers(self) -> list[Worker]:
         """Return all workers that have joined and are not known to have ended."""
-        found = [self._found(name) for name in self._names.list_keys()]
+        found = [self.look(name) for name in self._names.list_keys()]
         return [each for each in found if each is not None and not each.is_dead()]
-
-    def _found(self, name: str) -> Worker | None:
-        try:
-            return _decoded(self._names.get(name, 0.0))
-        except StoreTimeout:
-            return None
 
 
 def _within(timeout: float) -> str:

@@ -1,4 +1,4 @@
-"""Rendezvous and coordinated shutdown of a fixed number of workers with ranks.
+"""Rendezvous, coordinated shutdown and barriers of workers, through the store.
 
 Workers of ``init_rpc`` with a ``world_size`` do both; agents of a group only shut down together.
 
@@ -20,14 +20,16 @@ detection", 1987.)
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections import Counter
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...common.formatting import format_seconds
+from ...common.formatting import counted, format_seconds
 from ...common.process_identity import ProcessIdentity
 from ...errors import (
     RendezvousError,
@@ -41,6 +43,9 @@ from ...errors import (
 )
 from ...net import Deadline
 from ...store import PrefixStore, Store
+from .directory import Directory, Worker, is_name
+
+K = TypeVar("K")
 
 #: seconds between two polls of an entry
 _POLL_INTERVAL_S = 0.005
@@ -48,11 +53,36 @@ _POLL_INTERVAL_S = 0.005
 _LIVENESS_INTERVAL_S = 0.25
 #: seconds for which a failed worker waits until the others have read its reason
 _FAILURE_NOTICE_S = 5.0
+#: number of sets of workers with barriers from which on those with ended workers are removed
+_PRUNE_COUNTS_FROM = 64
 
 
 def keys_of(store: Store, kind: str, count: int) -> Store:
     """Return the part of the store for one meeting, the ``count``-th of its kind."""
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
+
+
+def _wait_for_keys(
+    store: Store, keys: Mapping[K, str], deadline: Deadline, is_awaited: Callable[[K], bool]
+) -> list[K]:
+    """Wait until all keys are set; return those that are missing at the deadline.
+
+    Args:
+        keys: participant -> its key.
+        is_awaited: called repeatedly for each missing participant: whether to wait for it; raises if it has
+            failed.
+    """
+    missing = list(keys)
+    while missing:
+        try:
+            store.wait([keys[each] for each in missing], min(_LIVENESS_INTERVAL_S, deadline.remaining()))
+            return []
+        except StoreTimeout:
+            missing = [each for each in missing if not store.check([keys[each]])]
+        missing = [each for each in missing if is_awaited(each)]
+        if deadline.expired:
+            break
+    return missing
 
 
 class WorkerEntry(ProcessIdentity, frozen=True):
@@ -70,13 +100,13 @@ class WorkerEntry(ProcessIdentity, frozen=True):
     left: bool = False
 
 
-class Working(Protocol):
+class ClosingAgent(Protocol):
     """The part of an agent that a coordinated shutdown uses."""
 
-    def settle(self, deadline: Deadline) -> int | None:
+    def wait_until_idle(self, deadline: Deadline) -> int | None:
         """Wait until no call is pending or served; return the number of calls made; None: timed out."""
 
-    def reach(self, name: str, timeout: float) -> None:
+    def check_reachable(self, name: str, timeout: float) -> None:
         """Raise WorkerLost if a worker is lost."""
 
 
@@ -87,19 +117,21 @@ class WorkerMeeting:
         store: used only by the workers of this meeting.
         me: this process.
         name, rank: of this worker.
-        end: name of the function that all of them call to shut down, for messages.
+        operation: name of the function that all of them call to shut down, for messages.
 
     Attributes:
         names: of the workers, by rank; empty until :meth:`gather` returns.
     """
 
-    def __init__(self, store: Store, me: ProcessIdentity, name: str, rank: int, size: int, end: str) -> None:
+    def __init__(
+        self, store: Store, me: ProcessIdentity, name: str, rank: int, size: int, operation: str
+    ) -> None:
         self._store = store
         self._me = me
         self._name = name
         self._rank = rank
         self._size = size
-        self._end = end
+        self._operation = operation
         #: rank -> the entry that was read last
         self._seen: dict[int, WorkerEntry] = {}
         #: the entries of all ranks that :meth:`gather` has read
@@ -114,7 +146,7 @@ class WorkerMeeting:
             RendezvousError: another worker has failed.
             RendezvousTimeout: a worker's entry is missing.
         """
-        self._tell()
+        self._write_entry()
         self._gathered = [self._await(rank, deadline, False) for rank in range(self._size)]
         self.names = [entry.name for entry in self._gathered]
         twice = [name for name, times in Counter(self.names).items() if times > 1]
@@ -124,62 +156,70 @@ class WorkerMeeting:
                 f"name={twice[0]!r} is not unique: ranks {', '.join(ranks)} have it; give every worker a "
                 "unique name"
             )
-            self._pass_on(str(error))
+            self._propagate_failure(str(error))
             raise error
 
     def fail(self, why: BaseException) -> None:
         """Notify the others that this worker cannot join."""
-        self._pass_on(f"{self._name!r} (rank {self._rank}) could not join: {str(why) or type(why).__name__}")
+        self._propagate_failure(
+            f"{self._name!r} (rank {self._rank}) could not join: {str(why) or type(why).__name__}"
+        )
 
     def join(self, deadline: Deadline) -> None:
         """Announce that this worker has joined, and wait until all have.
 
         Raises RendezvousError if a worker could not join, RendezvousTimeout if one did not join in time.
         """
-        self._tell(joined=True)
+        self._write_entry(joined=True)
         for rank in range(self._size):
             self._await(rank, deadline, True)
 
-    def come(self) -> None:
+    def announce_joined(self) -> None:
         """Announce that this worker has joined, without waiting."""
-        self._tell(joined=True)
+        self._write_entry(joined=True)
 
-    def leave(self) -> None:
-        """Announce that this worker closes without waiting for the others."""
-        self._tell(joined=True, left=True)
+    def leave(self, agent: ClosingAgent, deadline: Deadline, graceful: bool) -> None:
+        """Wait for the others (:meth:`wait_until_all_idle`); if not ``graceful``, or if that fails, announce
+        that this worker closes without them."""
+        waited = False
+        try:
+            if graceful:
+                self.wait_until_all_idle(agent, deadline)
+                waited = True
+        finally:
+            if not waited:
+                with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
+                    self._write_entry(joined=True, left=True)
 
-    def part(self, agent: Working, deadline: Deadline) -> None:
+    def wait_until_all_idle(self, agent: ClosingAgent, deadline: Deadline) -> None:
         """Wait until all have called this, and no call is pending or served at any of them.
 
         Raises WorkerLost if a worker has failed, UnknownWorker after the deadline.
         """
+        number, quiet = 0, False
         try:
-            self._part(agent, deadline)
+            while not quiet:
+                before = agent.wait_until_idle(deadline)
+                self._exchange(f"{number}/idle", b"", agent, deadline)
+                after = agent.wait_until_idle(Deadline(0.0))
+                data = b"1" if before == after is not None else b""
+                quiet = all(self._exchange(f"{number}/quiet", data, agent, deadline))
+                if not quiet and deadline.expired:
+                    raise UnknownWorker(
+                        f"worker {self._name!r}: calls were still pending or served, here or at another "
+                        f"worker, after the {format_seconds(deadline.timeout)} of {self._operation}"
+                    )
+                number += 1
         except (UnknownWorker, WorkerLost):
             raise
         except ShoalError as error:  # the store was lost, perhaps because a worker has failed
             for entry in self._seen.values():
-                self._look(entry, agent, error)
+                self._check_running(entry, agent, error)
             raise
-
-    def _part(self, agent: Working, deadline: Deadline) -> None:
-        number, quiet = 0, False
-        while not quiet:
-            before = agent.settle(deadline)
-            self._come(f"{number}/idle", b"", agent, deadline)
-            after = agent.settle(Deadline(0.0))
-            word = b"1" if before == after is not None else b""
-            quiet = all(self._come(f"{number}/quiet", word, agent, deadline))
-            if not quiet and deadline.expired:
-                raise UnknownWorker(
-                    f"worker {self._name!r}: calls were still pending or served, here or at another worker, "
-                    f"after the {format_seconds(deadline.timeout)} of {self._end}"
-                )
-            number += 1
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _tell(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
+    def _write_entry(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
         entry = WorkerEntry(self._me.machine, self._me.process, self._name, joined, failed, left)
         self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
 
@@ -195,7 +235,7 @@ class WorkerMeeting:
         self._seen[rank] = entry
         return entry
 
-    def _there(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
+    def _entry_of_running(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
         """Return the entry of ``rank``; None: it does not exist, or its process has ended."""
         try:
             entry = self._entry(rank, timeout)
@@ -207,17 +247,17 @@ class WorkerMeeting:
         """Wait for the entry of ``rank``, or until that worker has ``joined``; return the entry."""
         listens = time.monotonic() + _LIVENESS_INTERVAL_S
         while True:
-            entry = self._there(rank, min(_LIVENESS_INTERVAL_S, deadline.remaining()))
+            entry = self._entry_of_running(rank, min(_LIVENESS_INTERVAL_S, deadline.remaining()))
             if entry is None and joined:
                 entry = self._ended(rank)
             if entry is not None and (entry.joined or not joined):
                 return entry
             if deadline.expired:
-                absent = self._absent(deadline)
-                self._pass_on(str(absent))
+                absent = self._timeout_error(deadline)
+                self._propagate_failure(str(absent))
                 raise absent
             if time.monotonic() >= listens or (joined and entry is not None and entry.failed):
-                self._listen(joined)
+                self._check_failed(joined)
                 listens = time.monotonic() + _LIVENESS_INTERVAL_S
             time.sleep(_POLL_INTERVAL_S)
 
@@ -226,26 +266,26 @@ class WorkerMeeting:
         entry, before = self._seen.get(rank), self._gathered[rank]
         return entry if entry is not None and entry.joined and entry.process == before.process else None
 
-    def _listen(self, joined: bool) -> None:
+    def _check_failed(self, joined: bool) -> None:
         """Raise if the meeting has failed; in :meth:`gather` (not ``joined``) only if an entry is missing."""
-        there = [self._there(rank) for rank in range(self._size)]
+        there = [self._entry_of_running(rank) for rank in range(self._size)]
         reasons = [entry.failed for entry in there if entry is not None and entry.failed]
         if reasons and (joined or None in there):
-            self._pass_on(reasons[0])
+            self._propagate_failure(reasons[0])
             raise RendezvousError(f"worker {self._name!r}: {reasons[0]}")
 
-    def _pass_on(self, reason: str) -> None:
+    def _propagate_failure(self, reason: str) -> None:
         """Write the reason of the failure, and wait a moment until all running workers have, too."""
         deadline = Deadline(_FAILURE_NOTICE_S)
         with contextlib.suppress(StoreError):  # the process that serves it knew the reason and has ended
-            self._tell(failed=reason)
+            self._write_entry(failed=reason)
             while not deadline.expired:
-                there = [self._there(rank) for rank in range(self._size)]
+                there = [self._entry_of_running(rank) for rank in range(self._size)]
                 if all(entry is None or entry.failed for entry in there):
                     return
                 time.sleep(_POLL_INTERVAL_S)
 
-    def _absent(self, deadline: Deadline) -> RendezvousTimeout:
+    def _timeout_error(self, deadline: Deadline) -> RendezvousTimeout:
         missing = [str(rank) for rank in range(self._size) if not self._store.check([str(rank)])]
         who = f"ranks {', '.join(missing)}" if missing else "some"
         return RendezvousTimeout(
@@ -253,51 +293,131 @@ class WorkerMeeting:
             f"{format_seconds(deadline.timeout)}"
         )
 
-    def _come(self, where: str, word: bytes, agent: Working, deadline: Deadline) -> list[bytes]:
-        """Write ``word``, wait for those of the other workers that have not left, and return all."""
+    def _exchange(self, where: str, data: bytes, agent: ClosingAgent, deadline: Deadline) -> list[bytes]:
+        """Write ``data``, wait for those of the other workers that have not left, and return all."""
         keys = {rank: f"{where}/{rank}" for rank in range(self._size)}
-        self._store.set(keys[self._rank], word)
-        missing = list(keys)
-        while missing:
-            try:
-                self._store.wait(
-                    [keys[rank] for rank in missing], min(_LIVENESS_INTERVAL_S, deadline.remaining())
-                )
-                break
-            except StoreTimeout:
-                missing = [rank for rank in missing if not self._store.check([keys[rank]])]
-                missing = [rank for rank in missing if self._stays(rank, agent)]
-            if missing and deadline.expired:
-                who = ", ".join(map(self._who, missing))
-                raise UnknownWorker(
-                    f"worker {self._name!r}: {who} did not call {self._end}, or had calls pending, for "
-                    f"{format_seconds(deadline.timeout)}"
-                )
+        self._store.set(keys[self._rank], data)
+        missing = _wait_for_keys(self._store, keys, deadline, lambda rank: self._is_awaited(rank, agent))
+        if missing:
+            who = ", ".join(map(self._described, missing))
+            raise UnknownWorker(
+                f"worker {self._name!r}: {who} did not call {self._operation}, or had calls pending, for "
+                f"{format_seconds(deadline.timeout)}"
+            )
         return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
 
-    def _stays(self, rank: int, agent: Working) -> bool:
+    def _is_awaited(self, rank: int, agent: ClosingAgent) -> bool:
         """Whether to wait for ``rank``, which may have left; raise if it has failed."""
         if not self._store.check([str(rank)]):  # it has not joined yet
             return True
         entry = self._entry(rank, 0.0)
         if not entry.left:
             try:
-                self._look(entry, agent, None)
+                self._check_running(entry, agent, None)
             except (UnknownWorker, WorkerLost):
                 if not self._entry(rank, 0.0).left:  # it did not leave meanwhile
                     raise
                 return False
         return not entry.left
 
-    def _look(self, entry: WorkerEntry, agent: Working, because: BaseException | None) -> None:
+    def _check_running(self, entry: WorkerEntry, agent: ClosingAgent, because: BaseException | None) -> None:
         """Raise if a worker has failed."""
         if entry.is_dead():
             raise WorkerLost(
-                f"worker {self._name!r}: {entry.name!r} ended before {self._end}", entry.name
+                f"worker {self._name!r}: {entry.name!r} ended before {self._operation}", entry.name
             ) from because
         if entry.name != self._name:
-            agent.reach(entry.name, _LIVENESS_INTERVAL_S)
+            agent.check_reachable(entry.name, _LIVENESS_INTERVAL_S)
 
-    def _who(self, rank: int) -> str:
+    def _described(self, rank: int) -> str:
         entry = self._seen.get(rank)
         return f"rank {rank} (which has not joined)" if entry is None else repr(entry.name)
+
+
+class Barriers:
+    """The barriers of one worker.
+
+    Args:
+        me: this worker.
+        directory: of the workers.
+        store: of the job; not closed here.
+        namespace: of the workers.
+    """
+
+    def __init__(self, me: Worker, directory: Directory, store: Store, namespace: str) -> None:
+        self._me = me
+        self._directory = directory
+        self._store = store
+        self._start = f"rpc/{namespace}/barrier"
+        #: number of barriers that this worker has entered, by the incarnations of the members
+        self._counts: dict[tuple[str, ...], int] = {}
+        #: number of counts at which those of workers that have ended are removed
+        self._limit = _PRUNE_COUNTS_FROM
+
+    def wait(self, names: Iterable[str] | None, deadline: Deadline) -> None:
+        """Wait at a barrier of the workers ``names``; see :meth:`Agent.barrier`."""
+        me = self._me.name
+        found = [worker.name for worker in self._directory.workers()] if names is None else names
+        members = [] if isinstance(found, str) else list(set(found))
+        if not members or not all(is_name(name) for name in members):
+            raise UsageError(f"worker {me!r}: barrier of {found!r}: expected the names of workers")
+        members.sort()
+        if me not in members:
+            raise UsageError(f"worker {me!r}: barrier of {members!r}, which must include this worker")
+        there = {member: self._wait_for(member, members, deadline) for member in members}
+        # Keyed by incarnations: when a worker was restarted, the counts of all members start again at 1.
+        who = tuple(there[member].incarnation for member in members)
+        if len(self._counts) >= self._limit:
+            alive = {worker.incarnation for worker in self._directory.workers()}
+            self._counts = {each: count for each, count in self._counts.items() if alive.issuperset(each)}
+            self._limit = max(_PRUNE_COUNTS_FROM, 2 * len(self._counts))
+        number = self._counts[who] = self._counts.get(who, 0) + 1
+        digest = hashlib.blake2b("/".join(who).encode(), digest_size=16).hexdigest()
+        start = f"{self._start}/{digest}/{number}/"
+        try:
+            self._store.set(f"{start}came/{me}", b"")
+            missing = _wait_for_keys(
+                self._store,
+                {member: f"{start}came/{member}" for member in members},
+                deadline,
+                lambda member: self._check_running(there[member]),
+            )
+            if missing:
+                raise self._timeout_error(missing, members, deadline)
+        finally:
+            # A worker that has passed does not read the keys again; the last one removes them.
+            with contextlib.suppress(ShoalError):
+                if self._store.add(f"{start}passed", 1) == len(members):
+                    self._store.delete_prefix(start)
+
+    def _wait_for(self, member: str, members: list[str], deadline: Deadline) -> Worker:
+        """Wait for a worker with the name ``member``."""
+        while True:
+            try:
+                return self._directory.find(
+                    member, min(_LIVENESS_INTERVAL_S, deadline.remaining()), self._me.name
+                )
+            except UnknownWorker:
+                worker = self._directory.look(member)
+                if worker is not None:
+                    self._check_running(worker)
+                if deadline.expired:
+                    raise self._timeout_error([member], members, deadline) from None
+
+    def _check_running(self, worker: Worker) -> bool:
+        """Return True; raise WorkerLost if ``worker`` has ended or was replaced."""
+        now = self._directory.look(worker.name)
+        replaced = now is not None and now.incarnation != worker.incarnation
+        if replaced or worker.is_dead():
+            raise WorkerLost(
+                f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before it reached a "
+                "barrier",
+                worker.name,
+            )
+        return True
+
+    def _timeout_error(self, missing: list[str], members: list[str], deadline: Deadline) -> UnknownWorker:
+        return UnknownWorker(
+            f"worker {self._me.name!r}: {', '.join(map(repr, missing))} did not reach a barrier of "
+            f"{counted(len(members), 'worker')} within {format_seconds(deadline.timeout)}"
+        )

@@ -10,35 +10,35 @@ import pytest
 
 from shoal.errors import RpcError
 from shoal.rpc import Agent
-from shoal.rpc.calls.call import FUNCTION, LEARNED
+from shoal.rpc.calls.call import FUNCTION, NUMBER_CONFIRMED
 from shoal.rpc.codec.pickled import encode
-from shoal.rpc.connection import numbering
-from shoal.rpc.connection.numbering import NONE, Received, Sent
+from shoal.rpc.connection import function_table
+from shoal.rpc.connection.function_table import NO_NUMBER, ReceivedFunctions, SentFunctions
 from shoal.testing import Agents
 from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 
-MOST = 8
+MAX_FUNCTIONS = 8
 FUNCTIONS = 10_000
 
 
 def functions(count: int) -> list[Callable[[], int]]:
     """Functions of this module that others find by their names, ``f0`` and so on."""
-    found = []
+    usable = []
     for i in range(count):
         if f"f{i}" not in globals():
             exec(f"def f{i}(): return {i}", globals())
-        found.append(globals()[f"f{i}"])
-    return found
+        usable.append(globals()[f"f{i}"])
+    return usable
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of few places."""
-    monkeypatch.setattr(numbering, "MOST", MOST)
-    monkeypatch.setattr(numbering, "_SLOTS_FREED_AT_ONCE", 2)
-    monkeypatch.setattr(numbering, "_POSTED", MOST // 2)
-    monkeypatch.setattr(numbering, "_KEPT_IN_ORDER", MOST // 2)
+    monkeypatch.setattr(function_table, "MAX_FUNCTIONS", MAX_FUNCTIONS)
+    monkeypatch.setattr(function_table, "_SLOTS_FREED_AT_ONCE", 2)
+    monkeypatch.setattr(function_table, "_MAX_POSTED", MAX_FUNCTIONS // 2)
+    monkeypatch.setattr(function_table, "_MIN_ORDERED", MAX_FUNCTIONS // 2)
 
 
 class Ends:
@@ -46,29 +46,29 @@ class Ends:
 
     def __init__(self) -> None:
         self.pending: list[int] = []
-        self.sent = Sent(lambda: self.pending)
-        self.received = Received()
+        self.sent = SentFunctions(lambda: self.pending)
+        self.received = ReceivedFunctions()
 
     def call(self, fn: Callable[..., Any]) -> tuple[int, bool]:
         """A call that is pending."""
-        number, known, ticket = self.sent.use(fn)
+        number, confirmed, ticket = self.sent.use(fn)
         self.pending.append(number)
-        self.sent.over(ticket)
-        return number, known
+        self.sent.release(ticket)
+        return number, confirmed
 
-    def serve(self, fn: Callable[..., Any], number: int, known: bool) -> None:
+    def serve(self, fn: Callable[..., Any], number: int, confirmed: bool) -> None:
         """The callee takes up a call and replies."""
-        if not known and number != NONE:
+        if not confirmed and number != NO_NUMBER:
             self.received.learn(number, fn)
-        if known:
+        if confirmed:
             assert self.received.function(number) is fn
         self.pending.remove(number)
-        if number != NONE:
-            self.sent.answered(number)
+        if number != NO_NUMBER:
+            self.sent.confirm(number)
 
     def both(self, fn: Callable[..., Any]) -> int:
-        number, known = self.call(fn)
-        self.serve(fn, number, known)
+        number, confirmed = self.call(fn)
+        self.serve(fn, number, confirmed)
         return number
 
 
@@ -76,12 +76,12 @@ class Ends:
 def test_functions_that_are_called_go_by_number_however_many_there_were() -> None:
     ends = Ends()
     for fn in functions(100):
-        assert ends.both(fn) != NONE
-        number, known = ends.call(fn)
-        assert known
-        ends.serve(fn, number, known)
-    assert len(ends.sent._entries) <= MOST
-    assert len(ends.received._places) <= MOST
+        assert ends.both(fn) != NO_NUMBER
+        number, confirmed = ends.call(fn)
+        assert confirmed
+        ends.serve(fn, number, confirmed)
+    assert len(ends.sent._entries) <= MAX_FUNCTIONS
+    assert len(ends.received._slots) <= MAX_FUNCTIONS
 
 
 @pytest.mark.usefixtures("small")
@@ -103,20 +103,20 @@ def test_a_call_that_is_queued_finds_its_function_whatever_is_called_meanwhile()
     calls = [(fn, *ends.call(fn)) for fn in queued]
     for fn in functions(100)[3:]:
         ends.both(fn)
-    for fn, number, known in calls:
-        assert known
-        ends.serve(fn, number, known)
+    for fn, number, confirmed in calls:
+        assert confirmed
+        ends.serve(fn, number, confirmed)
 
 
 @pytest.mark.usefixtures("small")
 def test_functions_go_by_reference_while_no_place_can_be_given_away() -> None:
     ends = Ends()
-    calls = [(fn, *ends.call(fn)) for fn in functions(MOST)]
-    assert ends.call(functions(MOST + 1)[-1]) == (NONE, False)
-    ends.pending.remove(NONE)
-    for fn, number, known in calls:
-        ends.serve(fn, number, known)
-    assert ends.both(functions(MOST + 1)[-1]) != NONE
+    calls = [(fn, *ends.call(fn)) for fn in functions(MAX_FUNCTIONS)]
+    assert ends.call(functions(MAX_FUNCTIONS + 1)[-1]) == (NO_NUMBER, False)
+    ends.pending.remove(NO_NUMBER)
+    for fn, number, confirmed in calls:
+        ends.serve(fn, number, confirmed)
+    assert ends.both(functions(MAX_FUNCTIONS + 1)[-1]) != NO_NUMBER
 
 
 @pytest.mark.usefixtures("small")
@@ -124,12 +124,12 @@ def test_a_number_that_is_being_used_is_not_given_away() -> None:
     ends = Ends()
     fn, *others = functions(100)
     ends.both(fn)
-    number, known, ticket = ends.sent.use(fn)  # and the call is encoded, which may take long
+    number, confirmed, ticket = ends.sent.use(fn)  # and the call is encoded, which may take long
     for each in others:
         ends.both(each)
-    assert known
+    assert confirmed
     assert ends.received.function(number) is fn
-    ends.sent.over(ticket)
+    ends.sent.release(ticket)
     for each in others:
         ends.both(each)
     assert ends.both(fn) != number
@@ -138,18 +138,18 @@ def test_a_number_that_is_being_used_is_not_given_away() -> None:
 @pytest.mark.usefixtures("small")
 def test_a_posted_function_keeps_its_number_for_nobody_says_when_it_was_taken_up() -> None:
     ends = Ends()
-    few, others = functions(MOST), functions(100)[MOST:]
+    few, others = functions(MAX_FUNCTIONS), functions(100)[MAX_FUNCTIONS:]
     for fn in few:
         ends.both(fn)
     posted = [ends.sent.use(fn, post=True) for fn in few]
-    assert [number for number, _, _ in posted].count(NONE) == MOST // 2
+    assert [number for number, _, _ in posted].count(NO_NUMBER) == MAX_FUNCTIONS // 2
     for _, _, ticket in posted:
-        ends.sent.over(ticket)
-    assert ends.sent.use(others[0], post=True) == (NONE, False, 0), "the other end does not know it"
+        ends.sent.release(ticket)
+    assert ends.sent.use(others[0], post=True) == (NO_NUMBER, False, 0), "the other end does not know it"
     for fn in others:
-        assert ends.both(fn) != NONE
-    for fn, (number, known, _) in zip(few, posted, strict=True):
-        if known:
+        assert ends.both(fn) != NO_NUMBER
+    for fn, (number, confirmed, _) in zip(few, posted, strict=True):
+        if confirmed:
             assert ends.received.function(number) is fn
     assert not ends.sent._making
 
@@ -157,18 +157,18 @@ def test_a_posted_function_keeps_its_number_for_nobody_says_when_it_was_taken_up
 @pytest.mark.usefixtures("small")
 def test_threads_agree_with_the_other_end_whoever_makes_room() -> None:
     ends, wrong = Ends(), []
-    lock, there = threading.Lock(), functions(4 * MOST)
+    lock, there = threading.Lock(), functions(4 * MAX_FUNCTIONS)
 
     def work(seed: int) -> None:
         try:
             for i in range(3000):
                 fn = there[(seed * 7 + i * i) % len(there)]
-                number, known, ticket = ends.sent.use(fn)
+                number, confirmed, ticket = ends.sent.use(fn)
                 with lock:
                     ends.pending.append(number)
-                ends.sent.over(ticket)
+                ends.sent.release(ticket)
                 with lock:
-                    ends.serve(fn, number, known)
+                    ends.serve(fn, number, confirmed)
         except BaseException as error:
             wrong.append(error)
 
@@ -182,24 +182,24 @@ def test_threads_agree_with_the_other_end_whoever_makes_room() -> None:
 
 
 def test_a_peer_that_uses_numbers_as_it_likes_fills_no_more_than_the_table() -> None:
-    received = Received()
-    for number in [*range(0, 100 * numbering.MOST, 7), NONE - 1, 2**31, 5, 5, 5]:
+    received = ReceivedFunctions()
+    for number in [*range(0, 100 * function_table.MAX_FUNCTIONS, 7), NO_NUMBER - 1, 2**31, 5, 5, 5]:
         received.learn(number, int)
-    assert len(received._places) <= numbering.MOST
-    received.learn(numbering.MOST, str)
+    assert len(received._slots) <= function_table.MAX_FUNCTIONS
+    received.learn(function_table.MAX_FUNCTIONS, str)
     received.learn(0, float)  # an old number does not come back
-    assert received.function(NONE - 1) is int
-    for number in (0, 3, 2**32 - 2 - numbering.MOST):
+    assert received.function(NO_NUMBER - 1) is int
+    for number in (0, 3, 2**32 - 2 - function_table.MAX_FUNCTIONS):
         with pytest.raises(RpcError, match=f"number {number}, which is unknown here"):
             received.function(number)
 
 
 def test_a_number_that_ran_out_is_none() -> None:
     ends = Ends()
-    for place in range(numbering.MOST):
-        ends.sent._places.append(None)
-        ends.sent._free.append(NONE + place)
-    assert ends.call(int) == (NONE, False)
+    for slot in range(function_table.MAX_FUNCTIONS):
+        ends.sent._slots.append(None)
+        ends.sent._free.append(NO_NUMBER + slot)
+    assert ends.call(int) == (NO_NUMBER, False)
 
 
 # -- over a connection --------------------------------------------------------------------------------
@@ -212,15 +212,15 @@ def test_ten_thousand_functions_are_called_over_one_connection(meeting: Agents, 
         for _ in range(2):
             futures = [peer.call(fn) for fn in there[begin : begin + 500]]
             assert [future.wait() for future in futures] == list(range(begin, begin + 500))
-    sent = a.line("b", PATIENCE).sent
-    assert len(sent._entries) <= numbering.MOST
+    sent = a.connection("b", PATIENCE).sent_functions
+    assert len(sent._entries) <= function_table.MAX_FUNCTIONS
     assert not sent._making
-    number, known, ticket = sent.use(there[-1])
-    sent.over(ticket)
-    assert known
-    assert number >= numbering.MOST
-    (line,) = b.links.with_worker("a")
-    assert len(line.received._places) <= numbering.MOST
+    number, confirmed, ticket = sent.use(there[-1])
+    sent.release(ticket)
+    assert confirmed
+    assert number >= function_table.MAX_FUNCTIONS
+    (connection,) = b.connections.connections_of("a")
+    assert len(connection.received_functions._slots) <= function_table.MAX_FUNCTIONS
 
 
 @pytest.mark.usefixtures("small")
@@ -242,16 +242,16 @@ def test_functions_change_places_while_calls_wait_and_connections_break(meeting:
 def test_a_call_with_a_number_that_was_never_told_runs_nothing(meeting: Agents, a: Agent) -> None:
     b = meeting.join("b", timeout=PATIENCE)
     a.peer("b").call(int).wait()
-    line = a.line("b", PATIENCE)
-    message = encode(((), {}), line, "a call")
+    connection = a.connection("b", PATIENCE)
+    encoded = encode(((), {}), connection, "a call")
     replies = []
-    for number in (numbering.MOST - 1, numbering.MOST, NONE, NONE - 1):
-        head = FUNCTION.pack(number, 0) + message.head
-        call = a.endpoint.post.request(line.number, 0, head, [], None, PATIENCE)
+    for number in (function_table.MAX_FUNCTIONS - 1, function_table.MAX_FUNCTIONS, NO_NUMBER, NO_NUMBER - 1):
+        head = FUNCTION.pack(number, 0) + encoded.head
+        call = a.endpoint.post.request(connection.number, 0, head, [], None, PATIENCE)
         assert call.wait(PATIENCE)
-        letter = call.reply()
-        assert not letter.flags & LEARNED
-        replies.append((letter.failed, b"is unknown here" in letter.head))
+        message = call.reply()
+        assert not message.flags & NUMBER_CONFIRMED
+        replies.append((message.failed, b"is unknown here" in message.head))
     assert replies == [(True, True)] * 4
     assert a.peer("b").call(int, "7").wait() == 7
     assert b.stats()["handled"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ...errors import UsageError
 from .device_maps import DeviceMap, unmapped
 from .directory import Worker
-from .numbering import Received, Sent
+from .function_table import ReceivedFunctions, SentFunctions
 
 
 class WorkerHello(msgspec.Struct):
@@ -44,6 +45,7 @@ class WorkerHello(msgspec.Struct):
     refused: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class WorkerConnection:
     """This end of one connection, for the codec and for calls.
 
@@ -52,49 +54,28 @@ class WorkerConnection:
         number: of the peer in the endpoint.
         worker: the other end.
         shares_main: whether both ends run the same program.
-        plain: whether one of the two is restricted, so that nothing is pickled.
-        sent, received: the functions that have numbers on it.
+        restricted: whether one of the two is restricted, so that nothing is pickled.
+        sent_functions, received_functions: the functions that have numbers on it.
         ended: whether it is lost.
         devices: the device map; None: tensors on devices are not sent.
-        calls: whether this end is the caller.
-        nth: of the other end's hello; orders the connections that it has made.
+        is_caller: whether this end is the caller.
+        hello_number: ``nth`` of the other end's hello; orders the connections that it has made.
     """
 
-    __slots__ = (
-        "agent",
-        "calls",
-        "devices",
-        "ended",
-        "nth",
-        "number",
-        "plain",
-        "received",
-        "sent",
-        "shares_main",
-        "worker",
-    )
+    agent: Any
+    worker: Worker
+    shares_main: bool
+    restricted: bool
+    devices: DeviceMap | None
+    is_caller: bool
+    hello_number: int
+    number: int = -1
+    ended: bool = False
+    sent_functions: SentFunctions = field(init=False)
+    received_functions: ReceivedFunctions = field(default_factory=ReceivedFunctions)
 
-    def __init__(
-        self,
-        agent: Any,
-        worker: Worker,
-        shares_main: bool,
-        plain: bool,
-        devices: DeviceMap | None,
-        calls: bool,
-        nth: int,
-    ) -> None:
-        self.agent = agent
-        self.plain = plain
-        self.number = -1
-        self.worker = worker
-        self.shares_main = shares_main
-        self.sent = Sent(self._in_use)
-        self.received = Received()
-        self.ended = False
-        self.devices = devices
-        self.calls = calls
-        self.nth = nth
+    def __post_init__(self) -> None:
+        self.sent_functions = SentFunctions(self._in_use)
 
     def _in_use(self) -> list[int]:
         numbers: list[int] = self.agent.endpoint.post.functions_in_use(self.number)
@@ -105,9 +86,9 @@ class WorkerConnection:
         if self.devices is not None:
             return self.devices.target(x)
         caller, callee = self.agent.name, self.worker.name
-        if not self.calls:
+        if not self.is_caller:
             caller, callee = callee, caller
-        raise UsageError(unmapped(x, caller, callee, not self.calls))
+        raise UsageError(unmapped(x, caller, callee, not self.is_caller))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -14,13 +15,13 @@ import pytest
 from shoal.errors import WireError
 from shoal.net import (
     Connection,
-    be_introduced,
+    PeerConnection,
     connect,
     connect_unix,
-    introduce,
     listen,
     listen_unix,
-    share_memory,
+    receive_hello,
+    send_hello,
 )
 from shoal.testing import no_leaks
 
@@ -56,27 +57,25 @@ def over(
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])
 def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: str) -> None:
-    def exchanged(connection: Connection, text: bytes) -> bytes | None:
-        fd = os.memfd_create("mine")
-        try:
-            os.write(fd, text)
-            theirs = share_memory(connection, fd, 20)
-        finally:
-            os.close(fd)
-        if theirs is None:
-            return None
-        assert theirs.pid == os.getpid()
-        try:
-            return os.pread(theirs.fd, 100, 0)
-        finally:
-            theirs.close()
+    def exchanged(peer: PeerConnection[Name], text: bytes) -> tuple[Name, bytes | None]:
+        with contextlib.closing(peer):
+            if not peer.is_local:
+                return peer.hello, None
+            fd = os.memfd_create("mine")
+            try:
+                os.write(fd, text)
+                peer.share_memory(fd, 20)
+            finally:
+                os.close(fd)
+            assert peer.pid == os.getpid()
+            return peer.hello, os.pread(peer.memory_fd, 100, 0)
 
     def left(connection: Connection) -> tuple[Name, bytes | None]:
-        return introduce(connection, Name("left"), 20), exchanged(connection, b"of left")
+        return exchanged(send_hello(connection, Name("left"), 20), b"of left")
 
     def right(connection: Connection) -> tuple[Name, bytes | None]:
-        heard = be_introduced(connection, Name, lambda theirs: Name(f"answers {theirs.name}"), 20)
-        return heard, exchanged(connection, b"of right")
+        peer = receive_hello(connection, Name, lambda theirs: Name(f"answers {theirs.name}"), 20)
+        return exchanged(peer, b"of right")
 
     with no_leaks():
         seen = over(family, left, right)
@@ -90,6 +89,6 @@ def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: st
 def test_whoever_speaks_in_other_words_is_refused() -> None:
     def right(connection: Connection) -> None:
         with pytest.raises(WireError, match="received an invalid hello from"):
-            be_introduced(connection, Name, lambda theirs: theirs, 20)
+            receive_hello(connection, Name, lambda theirs: theirs, 20)
 
     over("tcp", lambda connection: connection.send(b"\x01", 20), right)

@@ -24,7 +24,8 @@ _logger = logging.getLogger("shoal")
 
 Call = _core.Call
 CallEnd = _core.CallEnd
-Letter = _core.Letter
+Message = _core.Letter
+Post = _core.Post
 pack = _core.pack
 unpack = _core.unpack
 
@@ -89,9 +90,9 @@ class Endpoint:
         """Keep references to ``objects`` for ``seconds``."""
         self.after(seconds, partial(id, objects))
 
-    def watch(self, patience: float, fn: Callable[[], None]) -> None:
-        """Call ``fn()`` each time a call has waited for ``patience`` seconds with no thread free."""
-        self.post.watch(self.lasting(fn), patience)
+    def watch(self, delay: float, fn: Callable[[], None]) -> None:
+        """Call ``fn()`` each time a call has waited for ``delay`` seconds with no thread free."""
+        self.post.watch(self.lasting(fn), delay)
 
     def memory(self) -> int:
         """Return a new file descriptor of the memory that is lent to peers; the caller must close it.

@@ -1,4 +1,11 @@
-"""The default agent of the process and default timeouts of calls."""
+"""The context of a thread or task: the call that it serves, and the default agent of the process.
+
+def slow(x):
+    for batch in x:
+        if shoal.rpc.current().cancelled():
+            return None
+        ...
+"""
 
 from __future__ import annotations
 
@@ -7,15 +14,70 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ...common.arguments import checked_seconds
 from ...errors import UsageError
+from ..connection.endpoint import Message
 from ..connection.meeting import WorkerMeeting
-from .current import current
 
 #: torch's value for "use the timeout of the agent"
 UNSET = -1.0
+
+
+class Current:
+    """The call that a handler serves.
+
+    Attributes:
+        caller: name of the worker that called.
+        agent: the agent that was called.
+        peer: number of the connection on which the call arrived.
+    """
+
+    __slots__ = ("_message", "agent", "caller", "peer")
+
+    def __init__(self, agent: Any, caller: str, message: Message) -> None:
+        self.agent = agent
+        self.caller = caller
+        self.peer = message.peer
+        self._message = message
+
+    def remaining(self) -> float | None:
+        """Return seconds until the call times out, at least 0.0; None: no timeout, or no reply expected."""
+        return self._message.remaining()
+
+    def cancelled(self) -> bool:
+        """Whether the caller no longer waits: it cancelled the call, timed out, or is lost."""
+        return self._message.cancelled()
+
+
+#: the call that this thread or asyncio task serves
+current_call: ContextVar[Current | None] = ContextVar("shoal_rpc_current", default=None)
+
+
+def current() -> Current:
+    """Return the call that this thread or asyncio task serves.
+
+    Raises:
+        UsageError: it does not serve a call.
+    """
+    found = current_call.get()
+    if found is None:
+        raise UsageError("shoal.rpc.current(): this code was not called by another worker")
+    return found
+
+
+def served_by(agent: object) -> tuple[int, int] | None:
+    """Return the call to ``agent`` that this thread or asyncio task serves, if a reply to it is expected.
+
+    Returns:
+        the numbers of the connection and of the call.
+    """
+    found = current_call.get()
+    if found is None or found.agent is not agent or not found._message.call:
+        return None
+    return found.peer, found._message.call
 
 
 class _DefaultAgent:

@@ -1,9 +1,9 @@
-"""The owner's ledger of objects that other workers use: their holders, and the end of holds.
+"""The owner's table of objects that other workers use: their holders, and the end of holds.
 
 A worker that receives a reference sends ``hold`` to the owner before it uses the reference, and ``drop`` when
 its last reference to the object was released.  They arrive in order, so duplicates do no harm.  The holds of
 a lost worker last for another :data:`LEASE_S` seconds: the receivers of references that it passed on shortly
-before can still send ``hold``, and if only a connection broke, it reconnects and sends ``resume``.
+before can still send ``hold``, and if only a connection broke, it reconnects and sends ``replace_holds``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIRST_MAILBOX = 16
 
 
 @dataclass(slots=True)
-class Owned:
+class OwnedObject:
     """An object that this worker owns.
 
     Attributes:
@@ -49,7 +49,7 @@ class Owned:
     made: str = ""
 
 
-class Ledger:
+class ObjectTable:
     """The objects of one owner.
 
     Args:
@@ -59,45 +59,45 @@ class Ledger:
     def __init__(self, release: Callable[[int], None]) -> None:
         self._release = release
         self.lock = threading.RLock()
-        self._owned: dict[str, Owned] = {}
+        self._owned: dict[str, OwnedObject] = {}
         #: objects that were released or never created, the oldest first -> the error for their uses
         self._ended: dict[str, tuple[type[RpcError], str]] = {}
         self._mailboxes = itertools.count(_FIRST_MAILBOX)
 
-    def entry(self, ident: str) -> Owned:
+    def entry(self, ident: str) -> OwnedObject:
         """Return the object ``ident``, perhaps not yet created; if it was released, one whose use raises."""
         with self.lock:
             if ident not in self._ended:
-                return self._owned.setdefault(ident, Owned())
-            ended = Owned()
+                return self._owned.setdefault(ident, OwnedObject())
+            ended = OwnedObject()
             kind, why = self._ended[ident]
             ended.value.set_exception(kind(f"the object {ident} {why}"))
             return ended
 
-    def begin(self, ident: str, holder: str, made: str, line: int = 0) -> Owned:
+    def begin(self, ident: str, holder: str, made: str, connection: int = 0) -> OwnedObject:
         """Begin to create the object ``ident`` for ``holder``; "" is this process.
 
         Args:
             made: description of the call that creates it.
-            line: the connection of that call.
+            connection: number of the connection of that call.
 
         Raises:
             RpcError: its creation was cancelled before.
         """
         with self.lock:
-            owned = self.hold(ident, holder, line) if holder else self.entry(ident)
+            owned = self.hold(ident, holder, connection) if holder else self.entry(ident)
             if owned.value.done():
                 owned.value.value()  # raises the error
             owned.begun = True
             owned.made = made
             return owned
 
-    def hold(self, ident: str, holder: str, line: int = 0) -> Owned:
-        """Add a holder, which sent ``hold`` on ``line``; "" adds a reference of this process."""
+    def hold(self, ident: str, holder: str, connection: int = 0) -> OwnedObject:
+        """Add a holder, which sent ``hold`` on ``connection``; "" adds a reference of this process."""
         with self.lock:
             owned = self.entry(ident)
             if holder:
-                owned.holders[holder] = max(line, owned.holders.get(holder, 0))
+                owned.holders[holder] = max(connection, owned.holders.get(holder, 0))
             else:
                 owned.local += 1
             return owned
@@ -114,13 +114,13 @@ class Ledger:
                 owned.local -= 1
             self._end_unless_held(ident, owned)
 
-    def resume(self, holder: str, held: Collection[str], line: int) -> None:
-        """Replace the holds of ``holder`` from before its new connection ``line`` by ``held``."""
+    def replace_holds(self, holder: str, held: Collection[str], connection: int) -> None:
+        """Replace the holds of ``holder`` from before its new connection ``connection`` by ``held``."""
         with self.lock:
             for ident, owned in list(self._owned.items()):
                 if ident in held:
-                    self.hold(ident, holder, line)
-                elif owned.holders.get(holder, line) < line:
+                    self.hold(ident, holder, connection)
+                elif owned.holders.get(holder, connection) < connection:
                     self.drop(ident, holder)
 
     def forget(self, holder: str) -> None:
@@ -130,9 +130,9 @@ class Ledger:
                 if owned.holders.pop(holder, None) is not None:
                     self._end_unless_held(ident, owned)
                 if ident.startswith(f"{holder}/"):
-                    self.call_off(ident, WorkerLost, "the worker that asked for it is lost")
+                    self.cancel_creation(ident, WorkerLost, "the worker that asked for it is lost")
 
-    def call_off(self, ident: str, kind: type[RpcError], why: str) -> None:
+    def cancel_creation(self, ident: str, kind: type[RpcError], why: str) -> None:
         """Cancel the creation of an object whose call failed; no effect if the creation has begun.
 
         Args:
@@ -146,24 +146,24 @@ class Ledger:
         if owned is not None:
             owned.value.set_exception(kind(f"the object {ident} was never made: {why}"))
 
-    def mailbox(self, ident: str, owned: Owned, consume: Callable[[int], None]) -> int:
-        """Return a mailbox for the calls of an actor, opened by ``consume``; 0: it has no holders left."""
+    def mailbox(self, ident: str, owned: OwnedObject, start_mailbox: Callable[[int], None]) -> int:
+        """Return a mailbox for the calls of an actor; 0: it has no holders left."""
         with self.lock:
             if self._owned.get(ident) is owned:
                 owned.mailbox = self.new_mailbox()
-                consume(owned.mailbox)
+                start_mailbox(owned.mailbox)
             return owned.mailbox
 
     def new_mailbox(self) -> int:
         """Return an unused mailbox number."""
         return next(self._mailboxes)
 
-    def held(self) -> dict[str, Owned]:
+    def held(self) -> dict[str, OwnedObject]:
         """Return the owned objects by identity."""
         with self.lock:
             return dict(self._owned)
 
-    def _end_unless_held(self, ident: str, owned: Owned) -> None:
+    def _end_unless_held(self, ident: str, owned: OwnedObject) -> None:
         if not owned.holders and not owned.local and owned.begun:
             self._end(ident, RpcError, _ENDED)
             if owned.mailbox:
