@@ -301,7 +301,7 @@ Call& used(const Pending& self) {
 void bind_post(nb::module_& m) {
   nb::class_<Part>(m, "Part", nb::type_slots(part_slots), "One received buffer.");
 
-  nb::class_<Received>(m, "Letter", "A received letter.")
+  nb::class_<Received>(m, "Packet", "A received packet.")
       .def_prop_ro("peer", [](const Received& self) { return self.packet->peer; })
       .def_prop_ro("call", [](const Received& self) { return self.packet->call; })
       .def_prop_ro("mailbox", [](const Received& self) { return self.packet->header.packet.mailbox; })
@@ -385,7 +385,7 @@ void bind_post(nb::module_& m) {
 
   nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
 
-  nb::class_<OwnedEndpoint>(m, "Post", "The native endpoint of one agent.")
+  nb::class_<OwnedEndpoint>(m, "RpcEndpoint", "The native endpoint of one agent.")
       .def_static(
           "make",
           [](std::uint64_t budget, double heartbeat) {
@@ -423,7 +423,7 @@ void bind_post(nb::module_& m) {
            nb::arg("function") = -1)
       .def("post", &send, nb::arg("peer"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
            nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0)
-      .def("reply", &reply, nb::arg("letter"), nb::arg("head"), nb::arg("parts"), nb::arg("keep").none(),
+      .def("reply", &reply, nb::arg("packet"), nb::arg("head"), nb::arg("parts"), nb::arg("keep").none(),
            nb::arg("failed") = false, nb::arg("flags") = 0)
       .def("hold", &hold, nb::arg("peer"), nb::arg("mailbox"), nb::arg("bytes"), nb::arg("timeout").none(),
            nb::arg("one_way") = false, nb::arg("shown") = "", nb::arg("function") = -1)

@@ -390,7 +390,7 @@ def pack(value: object, prefix: bytes) -> bytes | None:
 def unpack(packed: bytes | memoryview, start: int) -> Any:
     """The value that :func:`pack` packed, which begins at ``start``.  Raises ValueError for anything else."""
 
-# -- cpp/post -----------------------------------------------------------------------------------
+# -- cpp/rpc ------------------------------------------------------------------------------------
 
 class Part:
     """One received buffer: writable, owned by whoever holds this object, alive as long as a view of it.
@@ -403,12 +403,12 @@ class Part:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class Letter:
-    """A received letter: a call, a post (one way), or the reply to a call.  Any thread may use it."""
+class Packet:
+    """A received packet: a call, a post (one way), or the reply to a call.  Any thread may use it."""
 
     @property
     def peer(self) -> int:
-        """The peer that sent it, as :meth:`Post.attach` named it."""
+        """The peer that sent it, as :meth:`RpcEndpoint.attach` named it."""
 
     @property
     def call(self) -> int:
@@ -437,7 +437,7 @@ class Letter:
     def announce(self, ticket: int) -> bool:
         """Ask for the ticket among the completions once when :meth:`cancelled` becomes true.
 
-        True if it is so already; the ticket then never appears.  It does not appear either once the letter
+        True if it is so already; the ticket then never appears.  It does not appear either once the packet
         was replied to.
         """
 
@@ -451,8 +451,8 @@ class CallEnd(enum.Enum):
     CANCELLED = ...  # by Call.cancel
     LOST = ...  # the peer ended, or was dropped
     CLOSED = ...  # the endpoint was closed
-    REFUSED = ...  # the mailbox is closed at the callee, or one of the two has no memory for the letter
-    UNSENT = ...  # by Post.give_up
+    REFUSED = ...  # the mailbox is closed at the callee, or one of the two has no memory for the packet
+    UNSENT = ...  # by RpcEndpoint.give_up
 
 class CallFailure:
     """Why a call has no reply."""
@@ -494,12 +494,12 @@ class Call:
     def error(self) -> CallFailure | None:
         """The failure of the call; None while it is pending, or if it has a reply.  Does not block.
 
-        The text of a timeout is what the callee's post knew of the call, if it has answered ("never
+        The text of a timeout is what the callee's endpoint knew of the call, if it has answered ("never
         received", "queued behind 3", "running for 3.2 s in fn"), else what is known here ("takes nothing for
         5 s, 812 packets queued").
         """
 
-    def reply(self) -> Letter:
+    def reply(self) -> Packet:
         """The reply; its memory is the caller's from now on.
 
         Raises:
@@ -515,25 +515,25 @@ class Call:
     def cancel(self) -> bool:
         """End the call now with ``CANCELLED`` and tell the callee; False if it had ended.  Does not block.
 
-        A callee that has not begun drops the letter; else :meth:`Letter.cancelled` is true there.
+        A callee that has not begun drops the packet; else :meth:`Packet.cancelled` is true there.
         """
 
 class Room:
     """Room among what is on its way to a peer, given back when this is let go."""
 
-class Post:
-    """The native endpoint of one agent: a thread of its own carries letters to and from any number of peers.
+class RpcEndpoint:
+    """The native endpoint of one agent: a thread of its own carries packets to and from any number of peers.
 
     Every method may be called by any thread at any time, also after :meth:`close`: what sends then fails with
     ConnectionError.  The thread never runs Python.  In a forked child every method raises RuntimeError, but
     :meth:`close`, which does nothing; the child's copies of all descriptors are closed by the fork itself.
 
-    Letters from one peer to one mailbox other than 0 are taken in the order in which they were sent; those to
+    Packets from one peer to one mailbox other than 0 are taken in the order in which they were sent; those to
     mailbox 0 as they become complete.
     """
 
     @staticmethod
-    def make(budget: int, heartbeat: float) -> Post:
+    def make(budget: int, heartbeat: float) -> RpcEndpoint:
         """An endpoint without peers.
 
         Args:
@@ -558,11 +558,11 @@ class Post:
 
         Args:
             fd: a connected, authenticated stream socket (TCP or unix) with nothing of the handshake left
-                unread.  The post takes the descriptor, also if it raises.
+                unread.  The endpoint takes the descriptor, also if it raises.
             pid: of a peer on this host whose death is watched, else 0.
             ticket: appears among the completions once when the peer is lost, leaves or is dropped, after
                 everything that it had sent can be taken and its pending calls have ended.
-            memory: a descriptor of the peer's :meth:`memory`, which the post takes over too, where both
+            memory: a descriptor of the peer's :meth:`memory`, which the endpoint takes over too, where both
                 ends have exchanged them: large parts are then lent in both directions; -1: none are.
 
         Raises:
@@ -593,14 +593,14 @@ class Post:
     ) -> Call:
         """Send a call.
 
-        Blocks, without the GIL, only while the peer takes nothing and 64 MiB of letters are queued for it;
+        Blocks, without the GIL, only while the peer takes nothing and 64 MiB of packets are queued for it;
         then until there is room, at most until the call's own timeout.
 
         Args:
             parts: (address, bytes) of each, at most 65,535.  Those up to 16 KiB are copied before this
                 returns; larger ones are read until the call has ended.
             keep: kept alive as long as the memory of the parts is read.  It is let go in a thread that calls
-                a method of this post, with the GIL.
+                a method of this endpoint, with the GIL.
             timeout: seconds from now until the call fails with ``TIMEOUT``; None: never.
             shown: the call, as :meth:`pending` shows it.
             function: a number of at least 0 that is in use until the call has ended; -1: none.
@@ -618,7 +618,7 @@ class Post:
         timeout: float | None,
         flags: int = 0,
     ) -> bool:
-        """Send a letter that nobody replies to; arguments and blocking as :meth:`request`.
+        """Send a packet that nobody replies to; arguments and blocking as :meth:`request`.
 
         Whether it was sent or queued: False if the peer is lost, or took nothing until ``timeout``.
         """
@@ -635,7 +635,7 @@ class Post:
     ) -> tuple[Call, Room | None]:
         """Take the place of a call, or of a post, whose contents come later, by :meth:`fill`.
 
-        Later letters to the same mailbox wait behind it, unless that is mailbox 0; others pass.  The call may
+        Later packets to the same mailbox wait behind it, unless that is mailbox 0; others pass.  The call may
         fail meanwhile as every call can.  Blocks as :meth:`request` does, until there is room for ``bytes``.
 
         Returns:
@@ -660,7 +660,7 @@ class Post:
 
     def reply(
         self,
-        letter: Letter,
+        packet: Packet,
         head: bytes,
         parts: Sequence[tuple[int, int]],
         keep: object,
@@ -669,32 +669,33 @@ class Post:
     ) -> bool:
         """Answer a call, once.  Never blocks: large parts are queued.
 
-        Whether it was sent or queued: False if nobody wants it any more, the letter was replied to already or
+        Whether it was sent or queued: False if nobody wants it any more, the packet was replied to already or
         is a post.
         """
 
-    def take(self, mailbox: int, timeout: float | None, most: int) -> list[Letter] | None:
-        """The next letters of a mailbox, at most ``most``; [] if none came in ``timeout`` seconds.
+    def take(self, mailbox: int, timeout: float | None, most: int) -> list[Packet] | None:
+        """The next packets of a mailbox, at most ``most``; [] if none came in ``timeout`` seconds.
 
-        None once the post or the mailbox is closed.  Blocks without the GIL; signals as in :meth:`Call.wait`.
-        Cancelled and overdue calls are never among the letters.  Several threads may take from one mailbox
-        (of those blocked the last to come is served first); a mailbox whose letters are ordered wants one.
+        None once the endpoint or the mailbox is closed.  Blocks without the GIL; signals as in
+        :meth:`Call.wait`.
+        Cancelled and overdue calls are never among the packets.  Several threads may take from one mailbox
+        (of those blocked the last to come is served first); a mailbox whose packets are ordered wants one.
         """
 
     def waiting(self, mailbox: int) -> int:
-        """How many letters of a mailbox wait to be taken."""
+        """How many packets of a mailbox wait to be taken."""
 
     def open(self, mailbox: int) -> None:
-        """Let letters come to a mailbox.  Mailbox 0 is always open."""
+        """Let packets come to a mailbox.  Mailbox 0 is always open."""
 
     def release(self, mailbox: int) -> None:
-        """Close a mailbox other than 0: :meth:`take` of it returns None, its letters are dropped.
+        """Close a mailbox other than 0: :meth:`take` of it returns None, its packets are dropped.
 
         Calls to it that come later fail with ``REFUSED``; those that it held are not answered.
         """
 
     def watch(self, ticket: int, patience: float) -> None:
-        """From now on the ticket appears among the completions each time a letter of mailbox 0 has waited
+        """From now on the ticket appears among the completions each time a packet of mailbox 0 has waited
         ``patience`` seconds while no thread was blocked in :meth:`take`; at most once in that time.
         """
 
@@ -709,7 +710,7 @@ class Post:
         """
 
     def stats(self) -> dict[str, int]:
-        """What is held: peers, calls, letters not taken, calls handled, bytes queued, granted, lent, kept.
+        """What is held: peers, calls, packets not taken, calls handled, bytes queued, granted, lent, kept.
 
         And ``made``: how many calls were ever made to the peers that are there.
         """
@@ -720,7 +721,7 @@ class Post:
     def handled(self) -> list[tuple[int, int, str, float | None]]:
         """The calls that others made and that have no reply yet.
 
-        Peer, number on its connection, what :meth:`Letter.describe` said, and seconds since it was taken;
+        Peer, number on its connection, what :meth:`Packet.describe` said, and seconds since it was taken;
         None: it waits for a thread, or has not come as a whole.
         """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shoal._core import Post
+from shoal._core import RpcEndpoint
 from shoal.errors import RpcError, WorkerLost
 from shoal.rpc import Agent
 from shoal.rpc.calls.call import reads_arguments
@@ -263,7 +263,7 @@ def test_what_a_worker_lent_and_was_lent_returns_when_it_is_killed_between() -> 
 
 def test_memory_that_could_be_cut_is_refused() -> None:
     with no_leaks():
-        post = Post.make(1 << 20, 10.0)
+        post = RpcEndpoint.make(1 << 20, 10.0)
         unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
         os.ftruncate(unsealed, 1 << 20)
         for memory in (unsealed, os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)):

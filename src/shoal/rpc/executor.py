@@ -23,7 +23,7 @@ from typing import Any
 from ..common.deadline import Deadline
 from ..errors import AgentClosed
 from ..future.pool import IDLE_TIMEOUT_S, ThreadGroup
-from .connection.endpoint import Post
+from .connection.endpoint import RpcEndpoint
 
 _logger = logging.getLogger("shoal")
 
@@ -41,7 +41,7 @@ class Executor:
         name: of the agent, for the names of threads.
     """
 
-    def __init__(self, inbox: Post, handle: Callable[[Any], None], most: int, name: str) -> None:
+    def __init__(self, inbox: RpcEndpoint, handle: Callable[[Any], None], most: int, name: str) -> None:
         self._inbox = inbox
         #: replaced when the agent closes
         self.handle = handle

@@ -115,7 +115,7 @@ def send(
     Like every call, this blocks only while too much data for the callee is in flight.
 
     Args:
-        description, function: see ``Post.request``.
+        description, function: see ``RpcEndpoint.request``.
 
     Returns:
         the call, and whether it was accepted for sending.

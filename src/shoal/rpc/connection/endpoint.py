@@ -24,8 +24,8 @@ _logger = logging.getLogger("shoal")
 
 Call = _core.Call
 CallEnd = _core.CallEnd
-Message = _core.Letter
-Post = _core.Post
+Message = _core.Packet
+RpcEndpoint = _core.RpcEndpoint
 pack = _core.pack
 unpack = _core.unpack
 
@@ -44,7 +44,7 @@ class Endpoint:
     def __init__(self, name: str, memory: int, heartbeat: float) -> None:
         self._name = name
         try:
-            self.post = _core.Post.make(memory, heartbeat)
+            self.post = _core.RpcEndpoint.make(memory, heartbeat)
         except OSError as error:
             raise OutOfResources(f"worker {name!r} cannot start: {error}") from error
         self._tickets = itertools.count(1)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shoal._core import Call, CallEnd, Letter, Part, Post
+from shoal._core import Call, CallEnd, Packet, Part, RpcEndpoint
 from shoal.testing.leaks import no_leaks
 from tests.support.waiting import until
 
@@ -50,8 +50,8 @@ class Two:
     """Two posts and what each calls the other; the ticket of a loss is 1."""
 
     def __init__(self, kind: str, budget: int = 1 << 30, heartbeat: float = BACKSTOP, pid: int = 0) -> None:
-        self.caller = Post.make(budget, heartbeat)
-        self.callee = Post.make(budget, BACKSTOP)  # only the caller listens for silence
+        self.caller = RpcEndpoint.make(budget, heartbeat)
+        self.callee = RpcEndpoint.make(budget, BACKSTOP)  # only the caller listens for silence
         there, here = connected(kind)
         self.to = self.caller.attach(there, pid, 1)
         self.back = self.callee.attach(here, pid, 1)
@@ -62,7 +62,7 @@ class Two:
     def call(self, head: bytes = b"", timeout: float | None = BACKSTOP, mailbox: int = 0) -> Call:
         return self.caller.request(self.to, mailbox, head, [], None, timeout)
 
-    def serve(self, answer: Callable[[Letter], Any] | None = None) -> None:
+    def serve(self, answer: Callable[[Packet], Any] | None = None) -> None:
         """Answers each call with what it says, backwards."""
 
         def handle() -> None:
@@ -76,7 +76,7 @@ class Two:
         self._threads.append(threading.Thread(target=handle, daemon=True))
         self._threads[-1].start()
 
-    def taken(self, mailbox: int = 0) -> Letter:
+    def taken(self, mailbox: int = 0) -> Packet:
         letters = self.callee.take(mailbox, BACKSTOP, 1)
         assert letters, "no letter came"
         return letters[0]
@@ -419,8 +419,8 @@ def test_a_forked_child_has_no_use_of_the_post_and_none_of_its_descriptors(two: 
 
 CHILD = """
 import socket, sys, time
-from shoal._core import Post
-post = Post.make(1 << 30, 30.0)
+from shoal._core import RpcEndpoint
+post = RpcEndpoint.make(1 << 30, 30.0)
 peer = post.attach(int(sys.argv[1]), int(sys.argv[2]), 1)
 letter = post.take(0, None, 1)[0]
 post.post(peer, 8, b"last words", [], None, None)
@@ -430,7 +430,7 @@ time.sleep(600)
 
 def test_a_killed_peer_fails_its_calls_after_its_last_words() -> None:
     with no_leaks():
-        post = Post.make(1 << 30, BACKSTOP)
+        post = RpcEndpoint.make(1 << 30, BACKSTOP)
         post.open(8)
         here, there = connected("unix")
         child = subprocess.Popen(
