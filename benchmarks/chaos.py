@@ -62,7 +62,7 @@ class Row:
 def store_dies(seed: int) -> tuple[chaos.Harm, ...]:
     """The store dies; processes join before, meanwhile and later; sometimes a rank dies too, even rank 0."""
     choose = random.Random(seed)
-    harms = [chaos.Harm(chaos.NOBODY, "store", choose.uniform(0.0, 0.5))]
+    harms = [chaos.Harm(chaos.NO_RANK, "store", choose.uniform(0.0, 0.5))]
     harms += [chaos.Harm(RANKS + n, "join", choose.uniform(0.0, 1.8)) for n in range(choose.choice((1, 2)))]
     if choose.random() < 0.5:
         harms.append(chaos.Harm(choose.randrange(RANKS), "kill", choose.uniform(0.0, 1.6)))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from . import errors as _errors
 from .common import torch_release as _torch_release
 
 if TYPE_CHECKING:
@@ -89,9 +88,53 @@ _PUBLIC = {
     "backend.registry": ["register_backend"],
     "controller": ["Event", "Stream", "init_master_worker"],
     "errors": [
-        name
-        for name, value in vars(_errors).items()
-        if isinstance(value, type) and issubclass(value, _errors.ShoalError)
+        "AgentClosed",
+        "AuthenticationError",
+        "CallCancelled",
+        "CallTimeout",
+        "CollectiveMismatch",
+        "ConfigurationError",
+        "DeviceMismatch",
+        "Evicted",
+        "ForkedProcess",
+        "GroupAborted",
+        "GroupClosed",
+        "GroupError",
+        "InvalidFutureState",
+        "LaunchError",
+        "ModelMismatch",
+        "NodeLost",
+        "OperationCancelled",
+        "OperationTimeout",
+        "OutOfResources",
+        "OutOfSharedMemory",
+        "OutOfStep",
+        "PeerLost",
+        "ProtocolError",
+        "QuorumLost",
+        "RebuildCalled",
+        "RecordingMismatch",
+        "RemoteError",
+        "RemoteOpError",
+        "RendezvousError",
+        "RendezvousTimeout",
+        "RpcError",
+        "ShoalError",
+        "StateDiverged",
+        "StateLost",
+        "StoreError",
+        "StoreTimeout",
+        "TooFewRanks",
+        "UnevenInputs",
+        "UnknownWorker",
+        "UnsupportedOperation",
+        "UnusedParameterError",
+        "UsageError",
+        "VersionMismatch",
+        "WaitTimeout",
+        "WireError",
+        "WireTimeout",
+        "WorkerLost",
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt"],

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from shoal.controller.node.memory import StreamProgress
+from shoal.controller.node.session_state import StreamProgress
 
 _library = torch.library.Library("shoal_tests", "DEF")  # type: ignore[no-untyped-call]
 _library.define("nap(Tensor x, float seconds) -> Tensor")  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.controller.commands import line
+from shoal.controller.commands import connection
 from tests.controller import delays
 from tests.controller.nodes import BACKSTOP
 from tests.support.quick_workers import start_python
@@ -172,13 +172,13 @@ def closes_beside_a_fork(tell: Connection) -> None:
 def closes_while_a_node_is_busy(tell: Connection) -> None:
     """Close while a node does nothing any more, and more was issued than it takes ahead."""
     with shoal.init_master_worker(workers=1) as master:
-        (node,) = master._lines
+        (node,) = master._nodes
         node.call(delays.know_naps).wait()
         x = delays.held(torch.ones(2, device="node:0"))
-        while len(node.batches) < line.AHEAD:
+        while len(node.streams[0].batches) < connection.MAX_UNACKNOWLEDGED_BATCHES:
             x = x + 1
             with master._lock:
-                node.flush()
+                node.streams[0].flush()
     tell.send("closed")
 
 

@@ -109,7 +109,7 @@ def test_arguments_that_are_other_objects_in_every_call_are_refused(
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-    monkeypatch.setattr("shoal.controller.recording.recorded.KINDS", 8)
+    monkeypatch.setattr("shoal.controller.recording.recorded_function.MAX_ARGUMENT_KINDS", 8)
     step = master.recorded(lambda batch: batch.x * 2)
     batches = [Batch(torch.full((2,), float(value), device=NODE)) for value in range(9)]
     for batch in batches[:8]:

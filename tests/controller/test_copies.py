@@ -13,7 +13,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.commands import line
+from shoal.controller.commands import connection
 from tests.controller import copying
 from tests.controller.test_deaths import Program, start  # noqa: F401  # a fixture
 
@@ -23,8 +23,8 @@ Start = Callable[[Callable[[Connection], None]], Program]
 @pytest.fixture
 def direct(master: Master, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Whatever waits for a node, or fetches from it, fails until the patch is undone."""
-    for name in ("settle", "_settle", "answers"):
-        monkeypatch.setattr(line.NodeConnection, name, _waits)
+    for name in ("wait_batch", "_wait_batch", "values_of"):
+        monkeypatch.setattr(connection.StreamConnection, name, _waits)
     return monkeypatch
 
 
@@ -108,12 +108,12 @@ def test_a_failure_that_was_copied_is_unseen_until_somebody_looks(master: Master
 def test_copies_are_bounded_by_what_the_receiver_has_taken(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "COPIES", 1 << 20)
+    monkeypatch.setattr(connection, "MAX_COPY_BYTES", 1 << 20)
     x, busy = torch.ones(100_000, device="node:0"), torch.zeros(300, 300, device="node:1")
     for _ in range(20):
         busy = busy @ busy
         y = x.to("node:1")
-        assert master._lines[1]._expected <= 1 << 20
+        assert master._nodes[1].streams[0].transfers.expected <= 1 << 20
     assert y.sum().item() == 100_000
 
 

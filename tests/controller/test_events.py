@@ -18,7 +18,7 @@ NODE = "node:0"
 
 @pytest.fixture(autouse=True)
 def _nodes_know_naps(master: Master) -> None:
-    for each in master._lines:
+    for each in master._nodes:
         each.call(delays.know_naps).wait()
 
 
@@ -105,7 +105,7 @@ def test_an_event_of_a_place_has_passed_when_all_its_nodes_have(master: Master) 
     assert torch.ones(1, device=NODE).item() == 1
     assert not event.query()
     assert not after.query()
-    master._lines[1].call(delays.let_go).wait()
+    master._nodes[1].call(delays.let_go).wait()
     after.synchronize()
     assert event.query()
     assert waited.item() == 1

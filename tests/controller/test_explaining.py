@@ -13,9 +13,9 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.commands import history
-from shoal.controller.node.execute import Tensors
-from shoal.controller.node.memory import NodeMemory
-from shoal.controller.node.outcome import BatchReply
+from shoal.controller.node.execute import SpaceExecutor
+from shoal.controller.node.history import BatchReply
+from shoal.controller.node.session_state import SessionState
 from shoal.controller.protocol.commands import FIRST, WIDTHS
 from tests.controller import delays
 from tests.controller.delays import held
@@ -82,7 +82,7 @@ def test_what_no_operation_made_is_explained_too(master: Master) -> None:
 
 
 def test_what_waits_is_pending_and_explained_without_a_wait(master: Master) -> None:
-    line = master._lines[0]
+    line = master._nodes[0]
     line.call(delays.know_naps).wait()
     x = torch.ones(3, device=NODE)
     master.synchronize()
@@ -93,7 +93,7 @@ def test_what_waits_is_pending_and_explained_without_a_wait(master: Master) -> N
     held(x)  # the node does nothing after this
     y = y * 2
     try:
-        until(lambda: not line._waiting)  # all is sent
+        until(lambda: not line.streams[0].waiting)  # all is sent
         told = master.explain(y)
         assert (told.state, told.operator, told.age) == ("pending", "aten.mul.Tensor", 0)
     finally:
@@ -130,7 +130,7 @@ def _settled(master: Master) -> None:
 
 def test_what_was_long_ago_is_not_known(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # the freeing of many tensors, of other tests, would be what was done last
-    monkeypatch.setattr(history, "KEPT", 100)
+    monkeypatch.setattr(history, "MAX_HISTORY_OPERATIONS", 100)
     x = torch.ones(3, device=NODE)
     y = x
     for _ in range(600):
@@ -145,7 +145,7 @@ def test_what_was_long_ago_is_not_known(master: Master, monkeypatch: pytest.Monk
 def test_the_numbers_of_calls_may_stand_for_others_after_a_while(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 8)
+    monkeypatch.setattr("shoal.controller.tensor.calls.MAX_INTERNED_CALLS", 8)
     x = torch.arange(64.0, device=NODE)
     made = [(x[:length] * length, "aten.mul.Tensor") for length in range(1, 12)]
     made += [(x[:length].sum(), "aten.sum") for length in range(1, 12)]
@@ -213,10 +213,9 @@ def test_an_id_that_another_stream_had_is_explained_by_its_last_maker(master: Ma
 
 
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
-    memory = NodeMemory(0)
-    calls = Tensors(
-        torch.device("cpu"), BatchReply(0, memory.poisons, Tensors.run.__code__), memory, 0, 0
-    ).calls
+    memory = SessionState(0)
+    reply = BatchReply(0, memory.poisons, SpaceExecutor.run.__code__)
+    calls = SpaceExecutor(reply, memory, 0, 0).calls
     assert {number: width for number, (_, width, _) in calls.items()} == WIDTHS
     assert max(WIDTHS) < FIRST
 
@@ -236,8 +235,8 @@ def test_a_lost_tensor_says_so(start: Callable[..., Program], tmp_path: Path) ->
 def test_what_asks_for_elements_is_not_remembered_for_ever(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "KEPT", 100)
+    monkeypatch.setattr(history, "MAX_HISTORY_OPERATIONS", 100)
     x = torch.ones(3, device=NODE)
     for _ in range(200):
         x.tolist()  # a batch without an operation
-    assert sum(1 for _ in master._lines[0].history.newest_first()) < 100
+    assert sum(1 for _ in master._nodes[0].streams[0].history.newest_first()) < 100

@@ -69,14 +69,14 @@ def test_a_ctrl_c_comes_at_once_where_torch_has_no_part_in_it() -> None:
         list(in_c([pressed, partial(str, os)]))
 
 
-@interrupts.uncut
+@interrupts.defer_interrupt
 def _makes_an_effort(done: list[str], fn: Callable[[], Any]) -> None:
     pressed()
     fn()
     done.append("all")
 
 
-@interrupts.waiting
+@interrupts.interruptible
 def _waits() -> None:
     wait()
 
@@ -128,7 +128,7 @@ def test_a_handler_that_a_program_sets_later_stays() -> None:
         interrupts.protect()
         signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
         own = signal.getsignal(signal.SIGINT)
-        interrupts.undisturbed(partial(os.kill, os.getpid(), signal.SIGINT))
+        interrupts.call_without_interrupt(partial(os.kill, os.getpid(), signal.SIGINT))
         assert called == [signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) is own
         interrupts.unprotect()
@@ -146,7 +146,7 @@ def test_each_cell_of_a_notebook_is_protected(monkeypatch: pytest.MonkeyPatch) -
     usual = signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is usual
     interrupts.protect()
-    for again in (partial(registered["pre_run_cell"], None), partial(interrupts.undisturbed, int)):
+    for again in (partial(registered["pre_run_cell"], None), partial(interrupts.call_without_interrupt, int)):
         signal.signal(signal.SIGINT, usual)  # as kernels do before each cell
         again()
         assert signal.getsignal(signal.SIGINT) is not usual
@@ -169,7 +169,7 @@ def test_a_fork_has_no_part_in_a_ctrl_c_that_is_to_come_again_and_is_protected_i
         finally:
             os._exit(status)
 
-    @interrupts.uncut
+    @interrupts.defer_interrupt
     def forked() -> int:
         pressed()
         return os.fork()

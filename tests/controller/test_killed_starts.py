@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller.start import launching
+from shoal.controller.start import processes as node_processes
 from shoal.errors import LaunchError
 from shoal.store import TCPStoreServer
 from shoal.testing import no_leaks
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.usefixtures("no_master")
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that masters start, as they do."""
     processes: list[Any] = []
-    popen = launching.subprocess.Popen
+    popen = node_processes.subprocess.Popen
 
     def noted(*args: Any, **how: Any) -> Any:
         processes.append(popen(*args, **how))
         return processes[-1]
 
-    monkeypatch.setattr(launching.subprocess, "Popen", noted)
+    monkeypatch.setattr(node_processes.subprocess, "Popen", noted)
     return processes
 
 
@@ -46,7 +46,7 @@ def test_the_end_of_a_process_is_told_while_another_one_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the other one, which hears nothing, is not waited for at the end."""
-    popen, pids = launching.subprocess.Popen, list[int]()
+    popen, pids = node_processes.subprocess.Popen, list[int]()
 
     def hindered(*args: Any, **how: Any) -> Any:
         made = popen(*args, **how)
@@ -54,7 +54,7 @@ def test_the_end_of_a_process_is_told_while_another_one_is_waited_for(
         os.kill(made.pid, signal.SIGKILL if len(pids) == 2 else signal.SIGSTOP)
         return made
 
-    monkeypatch.setattr(launching.subprocess, "Popen", hindered)
+    monkeypatch.setattr(node_processes.subprocess, "Popen", hindered)
     with (
         no_leaks(),
         pytest.raises(LaunchError, match="the process of node 1 ended with -9 before it joined"),

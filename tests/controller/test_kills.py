@@ -167,7 +167,7 @@ def test_many_killed_nodes_are_named_and_replaced(start: Start, url: str) -> Non
 def _left(master: Master) -> list[tuple[int, int, int]]:
     """What each node has of sessions, threads and descriptors, with what this master needs."""
     agent = master._workers.agent
-    return sorted(agent.peer(name, BACKSTOP).call(_inventory).wait() for name in master._roster.living)
+    return sorted(agent.peer(name, BACKSTOP).call(_inventory).wait() for name in master._roster.surviving)
 
 
 def _inventory() -> tuple[int, int, int]:

@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shoal.controller.node.peers import Elsewhere, Peers
+from shoal.controller.node.peers import Peers, RemoteFailure
 from shoal.controller.protocol.commands import LOST
-from shoal.controller.tensor import copies
+from shoal.controller.tensor import transfer
 from shoal.controller.tensor.dispatch import dispatch
 from shoal.errors import NodeLost
 from tests.controller.nodes import BACKSTOP, Crew, crews, programs
@@ -119,7 +119,7 @@ def test_what_a_place_lost_in_the_middle_of_a_copy_leaves_no_other_copy_wrong(
         return result
 
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "dispatch", losing)
+        patched.setattr(transfer, "dispatch", losing)
         with pytest.raises(NodeLost, match="node 2 was lost"):
             x.to(place.device)
     assert y.to("node:1").tolist() == [2, 2, 2]
@@ -134,7 +134,7 @@ def _lost(peers: Peers, channel: int) -> tuple[int, int]:
     try:
         while True:
             peers.receive(1, channel)
-    except Elsewhere as why:
+    except RemoteFailure as why:
         return why.node, why.number
 
 
@@ -143,8 +143,8 @@ def test_deaths_and_replacements_may_be_heard_of_in_any_order(order: tuple[int, 
     peers = _peers(0, 3)
     peers.deliver((1, 3, 0), torch.ones(1))  # what came before its death was sent
     heard = [
-        lambda: peers.lose(1, 0), lambda: peers.meet(1, "c", 1), lambda: peers.lose(1, 1),
-        lambda: peers.meet(1, "d", 2),
+        lambda: peers.lose_node(1, 0), lambda: peers.add_node(1, "c", 1), lambda: peers.lose_node(1, 1),
+        lambda: peers.add_node(1, "d", 2),
     ]  # fmt: skip
     for each in order[:3]:
         heard[each]()
@@ -170,9 +170,9 @@ def test_who_is_sent_to_is_waited_for_until_it_is_known() -> None:
     ]
     for each in threads:
         each.start()
-    peers.meet(2, "e", 0)
+    peers.add_node(2, "e", 0)
     assert not found
-    peers.meet(1, "c", 1)
+    peers.add_node(1, "c", 1)
     for each in threads:
         each.join(BACKSTOP)
     assert sorted(found, key=str) == [["me", "c", "e"], "c"]

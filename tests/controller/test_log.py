@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.controller import Master
-from shoal.controller.commands import line
+from shoal.controller.commands import connection
 
 NODE = "node:0"
 
@@ -30,7 +30,7 @@ def test_commands_reach_an_idle_node_without_a_wait_for_them(master: Master) -> 
 
 
 def test_a_node_that_is_slow_holds_the_program_back(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "LIMIT", 2000)
+    monkeypatch.setattr(connection, "MAX_PENDING_COMMANDS", 2000)
     x = torch.zeros(300, 300, device=NODE)
     for _ in range(60):
         x = x @ x  # a millisecond each
@@ -38,7 +38,7 @@ def test_a_node_that_is_slow_holds_the_program_back(master: Master, monkeypatch:
     y = torch.zeros(3, device=NODE)
     for _ in range(6000):
         y = y + 1
-        most = max(most, master._lines[0].pending)
+        most = max(most, master._nodes[0].pending)
     assert most <= 2000 + 128
     assert y[0].item() == 6000
 
@@ -68,7 +68,7 @@ def test_threads_issue_operations_side_by_side(master: Master) -> None:
 def test_calls_that_are_known_are_forgotten_when_there_are_too_many(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 8)
+    monkeypatch.setattr("shoal.controller.tensor.calls.MAX_INTERNED_CALLS", 8)
     x = torch.arange(64.0, device=NODE)
     for length in range(1, 40):
         assert x[:length].sum().item() == length * (length - 1) / 2
@@ -94,13 +94,13 @@ def test_values_come_though_ids_are_freed_right_after_something_was_sent(
 ) -> None:
     x = torch.arange(3, device=NODE)
     held: list[torch.Tensor] = []
-    look = line.NodeConnection.look
+    look = connection.StreamConnection.poll
 
-    def look_and_free(looking: line.NodeConnection) -> None:
+    def look_and_free(looking: connection.StreamConnection) -> None:
         look(looking)
         held.clear()
 
-    monkeypatch.setattr(line.NodeConnection, "look", look_and_free)
+    monkeypatch.setattr(connection.StreamConnection, "poll", look_and_free)
     for _ in range(100):
         held.append(x + 1)
         assert x.tolist() == [0, 1, 2]

@@ -26,18 +26,18 @@ SHORT = os.environ.get("STRESS") == "short"
 _TABLES = (
     "threads",
     "descriptors",
-    "shoal.controller.tensor.ordering.Streams",
+    "shoal.controller.tensor.stream_order.StreamOrder",
     "shoal.controller.api.master.Master",
 )
 #: keep something of the last thousand connections, or workers, that ended; or of the calls that a node knows,
 #: which are forgotten at 65,536: copies to a node that was replaced are other calls, on other channels
 _BOUNDED = (
-    "shoal.rpc.", "shoal.store.", "shoal.controller.start.roster.Roster._gone",
+    "shoal.rpc.", "shoal.store.", "shoal.controller.start.roster.Roster._failed",
     "shoal.controller.tensor.calls.InternedCall", "shoal.controller.commands.history.",
     "shoal.controller.commands.space.Space.calls", "shoal.controller.commands.space.Space.kinds",
     "shoal.controller.protocol.commands.Definition",
-    "shoal.controller.protocol.metadata.WireMetadata", "shoal.controller.node.execute.Tensors",
-    "shoal.controller.node.memory.StreamProgress", "shoal.controller.node.history.",
+    "shoal.controller.protocol.metadata.WireMetadata", "shoal.controller.node.execute.SpaceExecutor",
+    "shoal.controller.node.session_state.StreamProgress", "shoal.controller.node.history.",
 )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _held(crew: Crew) -> tuple[Counter[str], Counter[str], int]:
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(10 if SHORT else 100, marks=pytest.mark.stress)])
 def test_nothing_grows_with_deaths(crew: Crew, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
-    monkeypatch.setattr(history, "KEPT", 50)
+    monkeypatch.setattr(history, "MAX_HISTORY_OPERATIONS", 50)
     _rounds(crew, rounds)
     before = _held(crew)
     _rounds(crew, rounds)

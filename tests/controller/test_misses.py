@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.tensor.calls import MANY, misses_in_words
+from shoal.controller.tensor.calls import MIN_OPERATIONS_TO_WARN, misses_in_words
 
 
 def test_operations_of_new_kinds_are_counted(master: Master) -> None:
@@ -72,11 +72,17 @@ def test_too_many_are_told_of_with_the_worst_operators() -> None:
     def missed(count: int) -> Counter[str]:
         return Counter({"aten.add.Tensor": count - 9, "aten.mm": 6, "aten.exp": 2, "aten.sum": 1})
 
-    assert misses_in_words(MANY - 1, missed(MANY - 1)) is None
-    assert misses_in_words(MANY, missed(MANY // 10)) is None
-    text = misses_in_words(MANY, missed(MANY // 10 + 1))
+    assert misses_in_words(MIN_OPERATIONS_TO_WARN - 1, missed(MIN_OPERATIONS_TO_WARN - 1)) is None
+    assert misses_in_words(MIN_OPERATIONS_TO_WARN, missed(MIN_OPERATIONS_TO_WARN // 10)) is None
+    text = misses_in_words(MIN_OPERATIONS_TO_WARN, missed(MIN_OPERATIONS_TO_WARN // 10 + 1))
     assert text is not None
-    assert f"{MANY // 10 + 1} of {MANY} operations on nodes were the first" in text
-    assert f"aten.add.Tensor ({MANY // 10 - 8} times), aten.mm (6 times), aten.exp (2 times)" in text
+    assert (
+        f"{MIN_OPERATIONS_TO_WARN // 10 + 1} of {MIN_OPERATIONS_TO_WARN} operations on nodes were the first"
+        in text
+    )
+    assert (
+        f"aten.add.Tensor ({MIN_OPERATIONS_TO_WARN // 10 - 8} times), aten.mm (6 times), aten.exp (2 times)"
+        in text
+    )
     assert "aten.sum" not in text
     assert "pad shapes" in text

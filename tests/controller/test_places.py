@@ -15,7 +15,7 @@ from torch import nn
 
 import shoal
 from shoal.controller import Master, Place, RemoteTensor
-from shoal.controller.commands import line
+from shoal.controller.commands import connection
 
 
 def _parts(place: Place, tensor: torch.Tensor) -> list[Any]:
@@ -55,9 +55,9 @@ def test_a_place_of_nodes_that_there_are_not_is_refused(
     for wrong in ([], [0, 3], [-1], "cpu", [torch.device("meta")]):
         with pytest.raises(shoal.UsageError):
             master.place(wrong)
-    monkeypatch.setattr("shoal.controller.api.master._HIGHEST", 3)
-    monkeypatch.setattr(master, "_places", {})
-    monkeypatch.setattr(master, "_spaces", {i: master.space(i) for i in range(3)})
+    monkeypatch.setattr("shoal.controller.api.spaces.MAX_PLACE_INDEX", 3)
+    monkeypatch.setattr(master._spaces, "_places", {})
+    monkeypatch.setattr(master._spaces, "by_index", {i: master.space(i) for i in range(3)})
     assert master.place([0, 1]).device == torch.device("node:3")
     with pytest.raises(shoal.UsageError, match="no index left"):
         master.place([1, 2])
@@ -210,7 +210,7 @@ def test_what_fails_on_one_node_is_poison_there_and_told_with_its_node(master: M
 def test_the_slowest_node_of_a_place_holds_the_program_back(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "LIMIT", 2000)
+    monkeypatch.setattr(connection, "MAX_PENDING_COMMANDS", 2000)
     place = master.place([0, 1])
     x = torch.zeros(300, 300, device="node:1")
     for _ in range(30):
@@ -393,5 +393,7 @@ def test_what_is_freed_is_freed_after_its_last_use_by_another_space(master: Mast
         with master._lock:
             part = _on(x, 0)
             del x
-            master._lines[1].flush()  # as the thread that sends what stays behind may do at any moment
+            master._nodes[1].streams[
+                0
+            ].flush()  # as the thread that sends what stays behind may do at any moment
         assert part.tolist() == [1, 1]

@@ -15,7 +15,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.node.history import KEPT, Recent
+from shoal.controller.node.history import MAX_DUMP_COMMANDS, RecentCommands
 from shoal.launch.cli import invoke
 from shoal.tools.call_dumps import CallDump
 from shoal.tools.dumps import read
@@ -60,18 +60,18 @@ def test_an_error_of_a_function_tells_it_too(master: Master) -> None:
 
 
 def test_no_more_is_kept_than_is_told() -> None:
-    recent = Recent(test_no_more_is_kept_than_is_told.__code__)
+    recent = RecentCommands(test_no_more_is_kept_than_is_told.__code__)
     assert recent.commands() == ([], "")
     seed = torch.tensor([3, 1, 0], dtype=torch.int32).numpy().tobytes()
     calls = {3: (None, 3, 0)}
     for _ in range(1000):
         recent.begin(calls, {}, seed)
-    assert recent.commands() == (["seed"] * KEPT, "")
-    assert len(recent._logs) == KEPT
+    assert recent.commands() == (["seed"] * MAX_DUMP_COMMANDS, "")
+    assert len(recent._logs) == MAX_DUMP_COMMANDS
     for _ in range(3):
         recent.begin(calls, {}, seed * 50_000)
     assert len(recent._logs) == 1
-    assert recent.commands() == (["seed"] * KEPT, "")
+    assert recent.commands() == (["seed"] * MAX_DUMP_COMMANDS, "")
     recent.clear()
     assert recent.commands() == ([], "")
 
@@ -94,7 +94,7 @@ def test_a_node_that_is_asked_by_a_signal_writes_what_it_does(
         assert (told.commands[-2:], told.runs, len(told.commands)) == (
             ["aten.mul.Tensor", "aten.tanh"],
             "",
-            KEPT,
+            MAX_DUMP_COMMANDS,
         )
         calling = threading.Thread(target=master.call, args=("node:0", waits, str(flag)))
         calling.start()

@@ -236,8 +236,8 @@ def test_the_error_of_a_lost_node_tells_what_it_had_not_done(crew: Crew) -> None
         x.mul_(2)
     with side:
         z.sub_(3)
-    for line in (crew.master._lines[0], *crew.master._lines[0].further):
-        line.flush()
+    for connection in crew.master._nodes[0].streams:
+        connection.flush()
     os.kill(crew.master.pids[0], signal.SIGKILL)
     with pytest.raises(NodeLost) as caught:
         x.tolist()

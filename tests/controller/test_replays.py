@@ -13,8 +13,8 @@ from torch import Tensor
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.node.program import Program
-from shoal.controller.recording import recorded
+from shoal.controller.node.compilation import Program
+from shoal.controller.recording import recorded_function
 from shoal.controller.tensor.tensor import TensorHandle
 from tests.controller.trainings import TRAININGS, until_replayed
 
@@ -104,7 +104,7 @@ def _programs() -> int:
 def test_nodes_forget_programs_that_nothing_has_any_more(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "KINDS", 6)
+    monkeypatch.setattr(recorded_function, "MAX_ARGUMENT_KINDS", 6)
     x = torch.ones(3, device=NODE)
 
     def once(factor: float) -> None:
@@ -165,7 +165,7 @@ def test_programs_are_recorded_anew_when_calls_are_forgotten(
     twice = master.recorded(lambda x: x * 2 + 1)
     x = torch.ones(3, device=NODE)
     assert until_replayed(twice, x).tolist() == [3, 3, 3]
-    monkeypatch.setattr("shoal.controller.tensor.calls.LIMIT", 1)
+    monkeypatch.setattr("shoal.controller.tensor.calls.MAX_INTERNED_CALLS", 1)
     assert (x - 5).tolist() == [-4, -4, -4]
     monkeypatch.undo()
     before = twice.recordings

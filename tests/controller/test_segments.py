@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.controller.commands.line import NodeConnection
+from shoal.controller.commands.connection import NodeConnection
 from shoal.controller.commands.space import Space
-from shoal.controller.protocol.commands import FREE, SEED
+from shoal.controller.protocol.commands import FREE, SEED, Segment
 
 #: which nodes each space has
 PLACES = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]
@@ -27,13 +27,13 @@ class Node:
         self.taken: list[tuple[int, int]] = []
         self.futures: list[shoal.Future[Any]] = []
 
-    def send(self, segments: list[Any]) -> shoal.Future[Any]:
-        for space, stream, numbers, scalars, high, payloads in segments:
-            assert (stream, scalars, payloads) == (0, b"", [])
+    def run(self, _: str, of: int, segments: list[Segment]) -> shoal.Future[Any]:
+        for space, stream, numbers, scalars, id_limit, payloads in segments:
+            assert (of, stream, scalars, payloads) == (0, 0, b"", [])
             given = array("I", numbers).tolist()
             while given:
                 if given[0] == FREE:
-                    assert given[1] < high
+                    assert given[1] < id_limit
                     del given[:2]
                 else:
                     assert given[0] == SEED
@@ -62,12 +62,15 @@ class Bench:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.nodes = [Node() for _ in range(3)]
-        self.lines: list[NodeConnection] = []
-        self.lines += [
-            NodeConnection(i, self.lock, node.send, self.lines) for i, node in enumerate(self.nodes)
+        unused: Any = None
+        self.connected: list[NodeConnection] = []
+        self.connected += [
+            NodeConnection(i, self.lock, unused, "session", node.run, self.connected)
+            for i, node in enumerate(self.nodes)
         ]
+        self.connections = [each.streams[0] for each in self.connected]
         self.spaces = [
-            Space(torch.device("cpu", number), tuple(self.lines[i] for i in place), self.lock)
+            Space(torch.device("cpu", number), tuple(self.connections[i] for i in place), self.lock)
             for number, place in enumerate(PLACES)
         ]
 
@@ -78,8 +81,8 @@ def bench() -> Iterator[Bench]:
     yield made
     for node in made.nodes:
         node.reply_to_all()
-    for line in made.lines:
-        line.close(shoal.ShoalError("the test is over"))
+    for connection in made.connected:
+        connection.close(shoal.ShoalError("the test is over"))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,7 +98,7 @@ def test_a_node_gets_the_commands_of_all_its_spaces_in_the_order_of_the_program(
 
     doing: list[tuple[Callable[[], object], float]] = [
         (lambda: bench.nodes[drawn.randrange(3)].reply(), 0.02),
-        (lambda: bench.lines[drawn.randrange(3)].flush(), 0.01),
+        (lambda: bench.connections[drawn.randrange(3)].flush(), 0.01),
         (lambda: held and free(*held.pop(drawn.randrange(len(held)))), 0.1),
     ]
     number = 0
@@ -111,11 +114,11 @@ def test_a_node_gets_the_commands_of_all_its_spaces_in_the_order_of_the_program(
                 bench.spaces[space].seed(number)
                 for i in PLACES[space]:
                     issued[i].append((space, number))
-    for line, node in zip(bench.lines, bench.nodes, strict=True):
+    for connection, node in zip(bench.connections, bench.nodes, strict=True):
         node.reply_to_all()
         with bench.lock:
-            line.reap()
-            line.flush()
+            connection.reap()
+            connection.flush()
         node.reply_to_all()
     assert [node.taken for node in bench.nodes] == issued
 
@@ -124,24 +127,24 @@ def test_spaces_that_share_no_node_do_not_cut_each_other(bench: Bench) -> None:
     with bench.lock:
         for number in range(20):
             bench.spaces[number % 3].seed(number)
-        for line in bench.lines:
-            line.flush()
-            assert line.batches[-1].origins == [[]]
+        for connection in bench.connections:
+            connection.flush()
+            assert connection.batches[-1].origins == [[]]
 
 
 def test_a_lost_node_takes_the_places_that_have_it_and_no_other(bench: Bench) -> None:
     with bench.lock:
         for number, space in enumerate(bench.spaces):
             space.seed(number)
-        bench.lines[0].lose("a test")
+        bench.connected[0].lose("a test")
         for space, place in zip(bench.spaces, PLACES, strict=True):
             if 0 in place:
                 with pytest.raises(shoal.NodeLost, match="node 0"):
                     space.seed(100)
             else:
                 space.seed(100)
-        for line in bench.lines[1:]:
-            line.flush()
+        for connection in bench.connections[1:]:
+            connection.flush()
     assert bench.nodes[1].taken == [(1, 1), (3, 3), (4, 4), (5, 5), (1, 100), (4, 100)]
     assert bench.nodes[2].taken == [(2, 2), (4, 4), (5, 5), (2, 100), (4, 100)]
 
@@ -149,7 +152,7 @@ def test_a_lost_node_takes_the_places_that_have_it_and_no_other(bench: Bench) ->
 def test_what_one_node_is_sent_is_sent_to_the_others_of_the_place_soon(bench: Bench) -> None:
     with bench.lock:
         bench.spaces[5].seed(1)
-        bench.lines[0].flush()
+        bench.connections[0].flush()
     for node in bench.nodes:
         for _ in range(10_000):
             if node.taken:

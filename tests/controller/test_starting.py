@@ -18,7 +18,7 @@ from shoal import rpc
 from shoal.controller import Master
 from shoal.controller.node import sessions
 from shoal.controller.node.serving import serve_masters
-from shoal.controller.protocol.joining import Arrivals
+from shoal.controller.protocol.workers import JoinQueue
 from shoal.errors import AuthenticationError, RendezvousTimeout, UsageError
 from shoal.launch.cli import invoke
 from shoal.rendezvous.launcher_variables import read
@@ -120,7 +120,7 @@ def test_a_ctrl_c_ends_the_wait_for_workers_and_nothing_else(start: Start, url: 
     program = threading.get_ident()
 
     def press() -> None:
-        until(lambda: _runs(program, Arrivals.take.__code__))
+        until(lambda: _runs(program, JoinQueue.take.__code__))
         os.kill(os.getpid(), signal.SIGINT)
 
     with shoal.init_master_worker(url=url, secret=SECRET) as master:

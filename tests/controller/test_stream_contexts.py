@@ -27,7 +27,7 @@ def test_streams_may_be_left_in_another_order_than_they_were_entered_in(master: 
 @pytest.mark.usefixtures("no_master")
 def test_the_first_stream_waits_for_what_was_issued_before_it_was_made() -> None:
     with shoal.init_master_worker(workers=1) as master:
-        (line,) = master._lines
+        (line,) = master._nodes
         line.call(delays.know_naps).wait()
         x = torch.ones(3, device=NODE)
         y = held(x)

@@ -14,8 +14,8 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.api.streams import default_stream
-from shoal.controller.commands import line
-from shoal.controller.tensor import ordering
+from shoal.controller.commands import connection
+from shoal.controller.tensor import stream_order
 from tests.controller import delays
 from tests.controller.delays import held, nap
 
@@ -24,17 +24,17 @@ NODE = "node:0"
 
 @pytest.fixture(autouse=True)
 def _nodes_know_naps(master: Master) -> None:
-    for each in master._lines:
+    for each in master._nodes:
         each.call(delays.know_naps).wait()
 
 
 @pytest.fixture
 def dawdling(master: Master) -> Iterator[None]:
     """Nodes that sleep between commands, at random."""
-    for each in master._lines:
+    for each in master._nodes:
         each.call(delays.dawdle, each.index, 0.05, 0.002).wait()
     yield
-    for each in master._lines:
+    for each in master._nodes:
         each.call(delays.hurry).wait()
 
 
@@ -160,7 +160,7 @@ def test_a_stream_that_is_held_holds_no_other(master: Master) -> None:
     assert x[0].item() == 2001
     del used
     assert not waits.query()
-    master._lines[0].call(delays.let_go).wait()
+    master._nodes[0].call(delays.let_go).wait()
     assert late.tolist() == [1, 1, 1]
     waits.synchronize()
     assert waits.query()
@@ -258,7 +258,7 @@ def test_synchronize_waits_for_all_streams(master: Master) -> None:
 def test_all_streams_count_for_a_program_that_is_too_far_ahead(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line, "LIMIT", 500)
+    monkeypatch.setattr(connection, "MAX_PENDING_COMMANDS", 500)
     streams = _streams(2)
     x = torch.zeros(3, device=NODE)
     most = 0
@@ -267,7 +267,7 @@ def test_all_streams_count_for_a_program_that_is_too_far_ahead(
             x = x + 1
             if i % 200 == 0:
                 x = nap(x, 0.01)
-        most = max(most, master._lines[0].pending)
+        most = max(most, master._nodes[0].pending)
     assert most <= 500 + 3 * 128
     assert x[0].item() == 1500
 
@@ -306,8 +306,8 @@ def test_streams_that_nobody_has_are_used_again_and_many_share_some(master: Mast
     assert kept.stream_id not in numbers
     before = threading.active_count()
     many = [shoal.Stream(NODE) for _ in range(1000)]
-    assert len({each.stream_id for each in (kept, *many)}) == ordering.MOST
-    assert threading.active_count() <= before + ordering.MOST
+    assert len({each.stream_id for each in (kept, *many)}) == stream_order.MAX_STREAMS
+    assert threading.active_count() <= before + stream_order.MAX_STREAMS
     x = torch.zeros(1, device=NODE)
     for each in many[:100]:
         with each:

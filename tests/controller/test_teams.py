@@ -9,8 +9,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from shoal.controller.node.peers import Elsewhere, Peers
-from shoal.controller.node.teams import Teams
+from shoal.controller.node.peers import Peers, RemoteFailure
+from shoal.controller.node.place_groups import PlaceGroups
 from shoal.controller.protocol.commands import LOST
 from shoal.errors import GroupAborted, ShoalError
 from shoal.group import ProcessGroup
@@ -27,12 +27,12 @@ def _summed(group: ProcessGroup) -> float:
     return float(group.all_reduce(torch.ones(1)).wait().item())
 
 
-def _run(work: Callable[[int, Teams], T], options: dict[str, str] | None = None) -> list[T]:
+def _run(work: Callable[[int, PlaceGroups], T], options: dict[str, str] | None = None) -> list[T]:
     """``work(index, teams)`` at three nodes."""
 
     def node(agent: Agent) -> T:
         index = next(i for i, name in NAMES.items() if name == agent.name)
-        teams = Teams(Peers("session", index, 0, agent, NODES), "native", options or {})
+        teams = PlaceGroups(Peers("session", index, 0, agent, NODES), "native", options or {})
         try:
             return work(index, teams)
         finally:
@@ -43,7 +43,7 @@ def _run(work: Callable[[int, Teams], T], options: dict[str, str] | None = None)
 
 
 def test_the_group_has_the_transport_that_the_master_was_given() -> None:
-    def work(index: int, teams: Teams) -> object:
+    def work(index: int, teams: PlaceGroups) -> object:
         def body(group: ProcessGroup) -> object:
             assert _summed(group) == 3
             return group._links.options
@@ -58,8 +58,8 @@ def test_nodes_become_a_group_without_meeting() -> None:
 
 
 def test_a_poisoned_tensor_ends_one_collective_and_no_group() -> None:
-    def work(index: int, teams: Teams) -> tuple[int, int, float]:
-        with pytest.raises(Elsewhere) as caught:
+    def work(index: int, teams: PlaceGroups) -> tuple[int, int, float]:
+        with pytest.raises(RemoteFailure) as caught:
             teams.run(MEMBERS, 0, _summed, (1, 5) if index == 1 else None)
         return caught.value.node, caught.value.number, teams.run(MEMBERS, 0, _summed)
 
@@ -69,7 +69,7 @@ def test_a_poisoned_tensor_ends_one_collective_and_no_group() -> None:
 def test_what_fails_at_one_member_is_an_error_at_all_that_wait_and_the_next_use_makes_a_new_group() -> None:
     """Node 0 has come to the end of its part before, and goes on to the next collective."""
 
-    def work(index: int, teams: Teams) -> list[object]:
+    def work(index: int, teams: PlaceGroups) -> list[object]:
         def body(group: ProcessGroup) -> float | None:
             if index == 2:
                 raise ValueError("bad")
@@ -91,16 +91,16 @@ def test_a_member_that_has_died_is_named_before_and_after_the_group_was_made() -
     met = threading.Barrier(3)
     told: list[Peers] = []
 
-    def work(index: int, teams: Teams) -> list[int]:
+    def work(index: int, teams: PlaceGroups) -> list[int]:
         told.append(teams._peers)
         met.wait()
         if index == 2:
             for peers in told:
-                peers.lose(2, 0)
+                peers.lose_node(2, 0)
             return []
         lost = []
         for _ in range(2):
-            with pytest.raises(Elsewhere) as caught:
+            with pytest.raises(RemoteFailure) as caught:
                 teams.run(MEMBERS, 0, _summed)
             lost.append(caught.value.node)
             assert caught.value.number == LOST

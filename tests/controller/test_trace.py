@@ -16,8 +16,9 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.api import trace
-from shoal.controller.node import trace as at_node
-from shoal.controller.node.outcome import BatchReply
+from shoal.controller.commands import node_trace
+from shoal.controller.node import history as at_node
+from shoal.controller.node.history import BatchReply
 
 
 def _line(text: str) -> str:
@@ -39,14 +40,14 @@ def _traced(master: Master, path: Path) -> dict[str, Any]:
         place.all_reduce_(both)
         moved.sum().item()
         master.synchronize()
-    told: dict[str, Any] = json.loads(path.read_text())
-    return told
+    collected: dict[str, Any] = json.loads(path.read_text())
+    return collected
 
 
 def test_a_trace_has_all_that_happened_with_its_lines(master: Master, tmp_path: Path) -> None:
-    told = _traced(master, tmp_path / "t.json")
+    collected = _traced(master, tmp_path / "t.json")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json"]
-    events = told["traceEvents"]
+    events = collected["traceEvents"]
     names = {each["args"]["name"] for each in events if each["ph"] == "M"}
     assert {"master", "node 0", "node 1", "node 2", threading.current_thread().name} <= names
     found = {(each["pid"], each["name"]): each for each in events if each["ph"] == "X"}
@@ -65,15 +66,15 @@ def test_a_trace_has_all_that_happened_with_its_lines(master: Master, tmp_path: 
             assert found[which]["args"]["line"].startswith(_line(text)), which
     waits = [each["args"]["line"] for each in events if each["name"] == "wait for node 1"]
     assert any(each.startswith(_line("moved.sum().item()")) for each in waits)
-    assert told["otherData"]["lost"] == []
-    assert told["otherData"]["dropped"] == {}
+    assert collected["otherData"]["lost"] == []
+    assert collected["otherData"]["dropped"] == {}
 
 
 def test_events_are_in_one_order_on_one_clock(master: Master, tmp_path: Path) -> None:
     began = time.monotonic_ns()
-    told = _traced(master, tmp_path / "t.json")
+    collected = _traced(master, tmp_path / "t.json")
     took = (time.monotonic_ns() - began) / 1e3
-    timed = [each for each in told["traceEvents"] if each["ph"] != "M"]
+    timed = [each for each in collected["traceEvents"] if each["ph"] != "M"]
     assert timed == sorted(timed, key=lambda each: each["ts"])
     for each in timed:
         assert each["ts"] + each.get("dur", 0) < took
@@ -95,7 +96,7 @@ def test_events_are_in_one_order_on_one_clock(master: Master, tmp_path: Path) ->
         assert done
         for each in done:
             assert any(b["b"] < each["ts"] and each["ts"] + each["dur"] < b["e"] for b in mine), each
-    clocks = told["otherData"]["clocks"]
+    clocks = collected["otherData"]["clocks"]
     assert [each["offset_us"] for each in clocks.values()] == [0, 0, 0]  # they are one
 
 
@@ -113,9 +114,11 @@ def test_each_stream_is_a_track(master: Master, tmp_path: Path) -> None:
     with old:
         z.sin()
     master.synchronize()
-    told = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = {each["tid"]: each["args"]["name"] for each in told if each["pid"] == 1 and each["ph"] == "M"}
-    slices = [each for each in told if each["pid"] == 1 and each["ph"] == "X"]
+    collected = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {
+        each["tid"]: each["args"]["name"] for each in collected if each["pid"] == 1 and each["ph"] == "M"
+    }
+    slices = [each for each in collected if each["pid"] == 1 and each["ph"] == "X"]
     by_operator = {each["name"]: each for each in slices if each["cat"] == "operation"}
     assert {name: each["tid"] for name, each in by_operator.items()} == {
         "aten.neg": old.stream_id,
@@ -133,7 +136,9 @@ def test_each_stream_is_a_track(master: Master, tmp_path: Path) -> None:
         done = each["ts"] + each["dur"]
     waits = [each for each in slices if each["cat"] == "wait"]
     assert {each["tid"] for each in waits} >= {0, new.stream_id}
-    sent = {each["id"].split(".")[1] for each in told if each.get("cat") == "batch" and each["id"][0] == "0"}
+    sent = {
+        each["id"].split(".")[1] for each in collected if each.get("cat") == "batch" and each["id"][0] == "0"
+    }
     assert {str(old.stream_id), str(new.stream_id), "0"} <= sent
 
 
@@ -165,29 +170,29 @@ def test_what_cannot_be_written_is_told_at_once(master: Master, tmp_path: Path) 
         raise ValueError("of the program")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["pipe", "t.json"]
-    assert all(line.watch is None for line in master._lines)
+    assert all(node.trace is None for node in master._nodes)
 
 
 def test_a_long_trace_keeps_its_end(monkeypatch: pytest.MonkeyPatch, master: Master, tmp_path: Path) -> None:
-    monkeypatch.setattr(at_node, "MOST", 3)
+    monkeypatch.setattr(at_node, "MAX_TRACE_EVENTS", 3)
     timing = at_node.Timing()
     outcome = BatchReply(0, itertools.count(), compile("", "", "exec"))
     for each in range(5):
         timing.note(outcome, each, "aten.add", 0)
-    events, dropped = timing.told()
+    events, dropped = timing.collected()
     assert [each[3] for each in events] == [2, 3, 4]
     assert dropped == 2
-    monkeypatch.setattr(trace, "MOST", 100)
+    monkeypatch.setattr(node_trace, "MAX_TRACE_EVENTS", 100)
     with master.trace(tmp_path / "t.json"):
         x = torch.ones(3, device="node:0")
         for _ in range(1000):
             x = x + 1
         x.tolist()
-        watch = master._lines[0].watch
-        assert isinstance(watch, trace.NodeTrace)
+        watch = master._nodes[0].trace
+        assert isinstance(watch, node_trace.NodeTrace)
         assert sum(each.size for each in watch.batches) < 100 + watch.batches[0].size
-    told = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    adds = [each for each in told if each["name"] == "aten.add.Tensor"]
+    collected = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    adds = [each for each in collected if each["name"] == "aten.add.Tensor"]
     assert len(adds) == 1000
     assert "line" in adds[-1]["args"]
     assert "line" not in adds[0]["args"]

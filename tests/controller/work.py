@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.controller import Master
-from shoal.controller.commands import line
+from shoal.controller.commands import connection
 from shoal.controller.node import loader, sessions
 
 
@@ -135,7 +135,7 @@ def fetch_many(master: Master, victim: torch.device, other: torch.device) -> Non
 def many_uploads(master: Master, victim: torch.device, other: torch.device) -> None:
     """The program waits until the node has taken some of them."""
     x = torch.ones(1 << 18)
-    with mock.patch.object(line, "UPLOADS", 3 * x.nbytes):
+    with mock.patch.object(connection, "MAX_UPLOAD_BYTES", 3 * x.nbytes):
         for _ in range(10):
             x.to(victim, non_blocking=True)
 
@@ -143,7 +143,7 @@ def many_uploads(master: Master, victim: torch.device, other: torch.device) -> N
 def far_ahead(master: Master, victim: torch.device, other: torch.device) -> None:
     """The program waits until the node has done some of its operations."""
     x = torch.ones(128, 128, device=victim)
-    with mock.patch.object(line, "LIMIT", 100):
+    with mock.patch.object(connection, "MAX_PENDING_COMMANDS", 100):
         for _ in range(300):
             x = x @ x
 

@@ -42,7 +42,7 @@ def test_newcomers_join_when_a_store_that_died_is_back(killed: int) -> None:
     """One waits while the store dies, and gets its place when a rank has died too; it does what rank 0 did
     until then, if that is the dead one."""
     harms = [
-        chaos.Harm(3, "join", 0.0), chaos.Harm(chaos.NOBODY, "store", 1.0), chaos.Harm(killed, "kill", 1.2)
+        chaos.Harm(3, "join", 0.0), chaos.Harm(chaos.NO_RANK, "store", 1.0), chaos.Harm(killed, "kill", 1.2)
     ]  # fmt: skip
     trial = chaos.play(growing, 3, 3, [3, 2, 3], harms=harms, ready=True, timeout=PATIENCE)
     assert trial.bad == ""
@@ -51,7 +51,7 @@ def test_newcomers_join_when_a_store_that_died_is_back(killed: int) -> None:
 
 
 def test_a_newcomer_that_comes_while_there_is_no_store_joins_when_it_is_back() -> None:
-    harms = [chaos.Harm(chaos.NOBODY, "store", 0.0), chaos.Harm(2, "join", 0.1)]
+    harms = [chaos.Harm(chaos.NO_RANK, "store", 0.0), chaos.Harm(2, "join", 0.1)]
     trial = chaos.play(growing, 2, 3, [2, 3], harms=harms, ready=True, timeout=PATIENCE)
     assert trial.bad == ""
     assert trial.joined == (2,)

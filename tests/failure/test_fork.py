@@ -81,7 +81,7 @@ def use_in_child(group: ProcessGroup) -> list[str]:
 
     def child() -> list[str]:
         return [
-            group.state,
+            str(group.state),
             kind_of(group.barrier),
             kind_of(lambda: group.all_reduce(torch.ones(1))),
             kind_of(lambda: part.send(torch.ones(1), after)),
@@ -231,7 +231,7 @@ def test_forks_in_the_middle_of_collectives_disturb_nothing(topology: str) -> No
 def test_ranks_that_are_threads_survive_a_fork_too() -> None:
     def fn(group: ProcessGroup) -> str:
         still_works(group)
-        text = in_child(lambda: [group.state, mappings()])
+        text = in_child(lambda: [str(group.state), mappings()])
         still_works(group)
         return text
 

@@ -94,7 +94,7 @@ def test_a_rank_that_goes_on_without_others_is_heard_anew() -> None:
 SPEAKERS = """
 import os, subprocess, sys
 from shoal import failure_report
-child = "from shoal import failure_report; print('executed', failure_report._line is not None, flush=True)"
+child = "from shoal import failure_report as r; print('executed', r._descriptor is not None, flush=True)"
 subprocess.run([sys.executable, "-c", child], close_fds=False)
 if os.fork() == 0:
     failure_report.left()

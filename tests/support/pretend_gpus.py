@@ -29,7 +29,7 @@ def installed_in(folder: Path) -> Path:
 
 def load() -> None:
     """What torch calls; only the processes of nodes have the devices."""
-    if any("shoal.controller.node.worker" in each for each in sys.orig_argv):
+    if any("shoal.controller.node.serving" in each for each in sys.orig_argv):
         begin()
 
 

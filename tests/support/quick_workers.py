@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
-from shoal.controller.start import launching
+from shoal.controller.start import processes as node_processes
 from shoal.testing.leaks import ignoring
 from shoal.testing.processes import fork_server, preload
 
@@ -48,7 +48,7 @@ def quick_workers() -> Iterator[None]:
 
 def start_at(address: str) -> None:
     """Have the workers of this process's masters started by a nursery."""
-    launching.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+    node_processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=functools.partial(Worker, address),
         PIPE=subprocess.PIPE,
         TimeoutExpired=subprocess.TimeoutExpired,
@@ -57,7 +57,7 @@ def start_at(address: str) -> None:
 
 def start_python() -> None:
     """Have them started as users do."""
-    launching.subprocess = subprocess  # type: ignore[attr-defined]
+    node_processes.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 @functools.cache

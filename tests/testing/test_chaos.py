@@ -107,7 +107,7 @@ def test_ranks_that_go_on_are_right_whatever_became_of_the_others(tmp_path: Path
 def test_a_rank_that_was_stopped_goes_on() -> None:
     trial = chaos.play(waiting, 2, 10.0, harms=[chaos.Harm(1, "stop", 0.0)], timeout=PATIENCE)
     assert trial.bad == ""
-    assert trial.seconds >= chaos.STANDSTILL - 0.5
+    assert trial.seconds >= chaos.STOP_DURATION_S - 0.5
 
 
 def test_ranks_that_do_not_go_on_are_told() -> None:
@@ -134,7 +134,7 @@ def test_the_time_until_those_that_are_left_go_on_is_measured() -> None:
 def test_two_groups_of_one_epoch_are_told() -> None:
     members = {0: (0, 1), 1: (0,)}, {0: (0, 1), 1: (1,)}
     outcomes = [
-        Outcome(rank, chaos._Told(None, {epoch: (each, 0.0) for epoch, each in marks.items()}))
+        Outcome(rank, chaos._RankReport(None, {epoch: (each, 0.0) for epoch, each in marks.items()}))
         for rank, marks in enumerate(members)
     ]
     assert chaos._verdict(outcomes, {}) == "two groups in epoch 1: [(0,), (1,)]"
@@ -169,10 +169,10 @@ def test_ranks_join_and_leave_and_who_is_not_needed_ends() -> None:
 
 def test_the_store_is_killed_and_served_again() -> None:
     plans = [chaos.plan(seed, 2, ("store", "join"), 3, least=2) for seed in range(20)]
-    assert {harm.rank for plan in plans for harm in plan if harm.kind == "store"} == {chaos.NOBODY}
-    assert all(chaos.plan(seed, 2, ("store",), 1)[0].rank == chaos.NOBODY for seed in range(5))
+    assert {harm.rank for plan in plans for harm in plan if harm.kind == "store"} == {chaos.NO_RANK}
+    assert all(chaos.plan(seed, 2, ("store",), 1)[0].rank == chaos.NO_RANK for seed in range(5))
     trial = chaos.play(
-        waiting, 2, 1.5, harms=[chaos.Harm(chaos.NOBODY, "store", 0.0)], timeout=PATIENCE, join_within=1.0
+        waiting, 2, 1.5, harms=[chaos.Harm(chaos.NO_RANK, "store", 0.0)], timeout=PATIENCE, join_within=1.0
     )
     assert (trial.bad, trial.lost, trial.gone_on) == ("", (), (None,))
 
@@ -184,10 +184,10 @@ def test_newcomers_that_come_late_are_told() -> None:
         chaos.Harm(3, "join", 1.0): 12.0,
     }
     outcomes = [
-        Outcome(0, chaos._Told(None, {})),
-        Outcome(1, chaos._Told(None, {1: ((0, 1), 12.5)}), at=30.0),
-        Outcome(2, chaos._Told(None, {1: ((0, 1), 19.0)}), at=30.0),
-        Outcome(3, chaos._Told(None, {}, returned=False), at=30.0),
+        Outcome(0, chaos._RankReport(None, {})),
+        Outcome(1, chaos._RankReport(None, {1: ((0, 1), 12.5)}), at=30.0),
+        Outcome(2, chaos._RankReport(None, {1: ((0, 1), 19.0)}), at=30.0),
+        Outcome(3, chaos._RankReport(None, {}, returned=False), at=30.0),
     ]
     assert chaos._joined_after(outcomes, done, [13.0]) == (2.5, 6.0, None)
     assert chaos._late(outcomes, done, [13.0], 5.0) == [

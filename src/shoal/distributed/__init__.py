@@ -178,9 +178,9 @@ _TENSOR_KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", 
 
 #: The names of the master-worker mode -> the module of ``shoal.controller`` that defines each.
 _MASTER_WORKER_NAMES = {
-    **dict.fromkeys((f"{kind}Tensor" for kind in _TENSOR_KINDS), "api.spellings"),
-    "init_master_worker": "api.spellings",
-    "node": "tensor.within",
+    **dict.fromkeys((f"{kind}Tensor" for kind in _TENSOR_KINDS), "api.typed_tensors"),
+    "init_master_worker": "api.typed_tensors",
+    "node": "tensor.node_devices",
 }
 
 

@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 from ..errors import UsageError
@@ -21,14 +20,14 @@ from ..store import Store, TCPStore, TCPStoreServer
 from . import faults
 from .leaks import left_at
 from .outcome import Outcome, failed, values
-from .processes import Child, await_ends, give_up, pickled_work
+from .processes import Child, kill_late, pickled_work, wait_for_ends
 from .threads import stack_of
 from .worker import run_worker
 
 #: seconds that a worker gets to end
-_PATIENCE = 5.0
+END_TIMEOUT_S = 5.0
 #: seconds between polls
-_PAUSE = 0.005
+POLL_INTERVAL_S = 0.005
 
 
 def run_agents(
@@ -153,7 +152,7 @@ class Agents:
         there = self._workers.get(name)
         if isinstance(there, _Process):
             if there.ends:
-                there.child.process.join(_PATIENCE)
+                there.child.process.join(END_TIMEOUT_S)
             if there.child.process.is_alive():
                 raise UsageError(f"worker {name!r} is already a running process")
             there.close()
@@ -187,8 +186,8 @@ class Agents:
         deadline, hurried = Deadline(self._timeout), False
         while not deadline.expired and not all(worker.has_ended() for worker in working.values()):
             if not hurried and any(worker.has_failed() for worker in working.values()):
-                deadline, hurried = Deadline(min(_PATIENCE, deadline.remaining())), True
-            time.sleep(_PAUSE)
+                deadline, hurried = Deadline(min(END_TIMEOUT_S, deadline.remaining())), True
+            time.sleep(POLL_INTERVAL_S)
         return {name: worker.outcome(Deadline(0.0)) for name, worker in working.items()}
 
     def leave(self, name: str) -> None:
@@ -196,7 +195,7 @@ class Agents:
         worker = self._process(name)
         worker.ends = True
         with contextlib.suppress(OSError):  # the process has ended
-            worker.orders.send("leave")
+            worker.control.send("leave")
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -230,9 +229,9 @@ class Agents:
             return faults.cut(self._process(name).child.pid, self._process(other).child.pid, local=True)
         lines = [line for agent, two in pairs for line in agent.connections.connections_of(two)]
         count = faults.disconnect(*pairs[0])
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + END_TIMEOUT_S
         while not all(line.ended for line in lines) and time.monotonic() < end:  # the agents notice it
-            time.sleep(_PAUSE)
+            time.sleep(POLL_INTERVAL_S)
         return count
 
     # -- leaks ---------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ class Agents:
         return found
 
     @contextlib.contextmanager
-    def no_leaks(self, patience: float = _PATIENCE) -> Iterator[None]:
+    def no_leaks(self, patience: float = END_TIMEOUT_S) -> Iterator[None]:
         """Fail if the block leaves new objects, references or calls at any worker.
 
         For threads, descriptors and memory of this process use :func:`~shoal.testing.no_leaks` around the
@@ -268,7 +267,7 @@ class Agents:
         while more := self.left() - before:
             if time.monotonic() > end:
                 raise AssertionError("left: " + "; ".join(sorted(more)))
-            time.sleep(_PAUSE)
+            time.sleep(POLL_INTERVAL_S)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -282,19 +281,14 @@ class Agents:
             steps.callback(self._server.close)
             steps.callback(self.store.close)
             for agent in self._local.values():
-                steps.callback(agent.close, _PATIENCE, graceful=graceful)
+                steps.callback(agent.close, END_TIMEOUT_S, graceful=graceful)
             for worker in self._workers.values():
                 steps.callback(worker.close)
 
     def __enter__(self) -> Agents:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:  # otherwise the test's error may have caused these failures
                 rest = [worker for name, worker in self._workers.items() if name not in self._asked]
@@ -354,7 +348,7 @@ class _Thread:
     def close(self) -> None:
         if self._outcome is None:
             self._agent.close(graceful=False)
-        self._thread.join(_PATIENCE)
+        self._thread.join(END_TIMEOUT_S)
 
 
 class _Process:
@@ -367,36 +361,36 @@ class _Process:
         self._name = name
         self._given_up: Outcome | None = None
         self._asking = threading.Lock()
-        self.orders, orders = multiprocessing.Pipe()
+        self.control, control = multiprocessing.Pipe()
         try:
-            self.child = Child(f"worker {name}", run_worker, name, payload, env, settings, orders)
+            self.child = Child(f"worker {name}", run_worker, name, payload, env, settings, control)
         except BaseException:
-            self.orders.close()
+            self.control.close()
             raise
         finally:
-            orders.close()
+            control.close()
 
     def has_ended(self) -> bool:
-        return not await_ends([self.child], Deadline(0.0), reports=True)
+        return not wait_for_ends([self.child], Deadline(0.0), reports=True)
 
     def has_failed(self) -> bool:
         return self.has_ended() and not self.outcome(Deadline(0.0)).ok
 
     def outcome(self, deadline: Deadline) -> Outcome:
         if self._given_up is None:
-            late = await_ends([self.child], deadline, reports=True)
+            late = wait_for_ends([self.child], deadline, reports=True)
             if not late:
                 return self.child.outcome(worker=self._name)
-            stacks = give_up(late)[self.child]
+            stacks = kill_late(late)[self.child]
             self._given_up = Outcome(-1, stacks=stacks, at=time.monotonic(), worker=self._name)
         return self._given_up
 
     def left(self) -> set[str]:
         with self._asking, contextlib.suppress(EOFError, OSError):  # the process has ended
-            self.orders.send("left")
-            return set(self.orders.recv())
+            self.control.send("left")
+            return set(self.control.recv())
         return set()
 
     def close(self) -> None:
         self.child.close()
-        self.orders.close()
+        self.control.close()

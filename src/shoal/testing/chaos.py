@@ -34,13 +34,13 @@ from .processes import Ranks
 Kind: TypeAlias = Literal["kill", "stop", "leave", "join", "store"]
 
 #: seconds until a stopped rank is resumed; long enough for the others to evict it
-STANDSTILL = 3.0
+STOP_DURATION_S = 3.0
 #: seconds until a killed store is served again
-STORE_GONE = 1.0
+STORE_DOWNTIME_S = 1.0
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 _KINDS = (*_SIGNALS, "join", "store")
 #: rank of a fault that concerns no rank
-NOBODY = -1
+NO_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def plan(
     for _ in range(choose.randint(least, most)):
         kind = choose.choice(list(kinds)) if here else "join"
         if kind == "store":
-            harms.append(Harm(NOBODY, kind, after))
+            harms.append(Harm(NO_RANK, kind, after))
         elif kind == "join":
             harms.append(Harm(count, kind, after))
             here.append(count)
@@ -137,31 +137,28 @@ def play(
     """Run one trial with these faults; for the other arguments see :func:`trials`."""
     began = time.monotonic()
     work = _Work(fn, args, tuple(harms), not ready)
-    lost: tuple[int, ...] = ()
     done: dict[Harm, float] = {}
-    gone_on: tuple[float | None, ...] = ()
-    joined: tuple[int, ...] = ()
-    joined_after: tuple[float | None, ...] = ()
     how.setdefault("mortal_store", any(harm.kind == "store" for harm in harms))
     try:
         with no_leaks(), Ranks(work, ranks, timeout=timeout, **how) as running:
             running.store.wait([_ready(rank) for rank in range(ranks)], timeout)
             began = time.monotonic()
             try:
-                done, back = _do(running, work)
+                done, back = _inject(running, work)
                 outcomes = running.join()
             finally:
                 seconds = time.monotonic() - began
-        lost = tuple(each.rank for each in outcomes if not each.ok)
-        bad = _verdict(outcomes, done)
-        gone_on = _gone_on(outcomes, done)
-        joined = tuple(each.rank for each in outcomes[ranks:] if each.ok and each.value.returned)
-        joined_after = _joined_after(outcomes, done, back)
-        if join_within is not None:
-            bad = "\n".join(filter(None, [bad, *_late(outcomes, done, back, join_within)]))
     except AssertionError as error:  # raised by no_leaks
-        seconds, bad = time.monotonic() - began, str(error)
-    return Trial(seed, ranks, tuple(done), lost, seconds, bad, gone_on, joined, joined_after)
+        return Trial(seed, ranks, tuple(done), (), time.monotonic() - began, str(error))
+    lost = tuple(each.rank for each in outcomes if not each.ok)
+    bad = _verdict(outcomes, done)
+    if join_within is not None:
+        bad = "\n".join(filter(None, [bad, *_late(outcomes, done, back, join_within)]))
+    joined = tuple(each.rank for each in outcomes[ranks:] if each.ok and each.value.returned)
+    return Trial(
+        seed, ranks, tuple(done), lost, seconds, bad, _gone_on(outcomes, done), joined,
+        _joined_after(outcomes, done, back),
+    )  # fmt: skip
 
 
 def trials(
@@ -266,7 +263,7 @@ def mark(group: ProcessGroup) -> None:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _RankReport:
     value: Any
     marks: dict[int, tuple[tuple[int, ...], float]] = field(repr=False)
     returned: bool = True
@@ -281,23 +278,23 @@ class _Work:
     harms: tuple[Harm, ...]
     is_ready: bool
 
-    def __call__(self, group: ProcessGroup | None) -> _Told:
+    def __call__(self, group: ProcessGroup | None) -> _RankReport:
         global _planned
         _planned = self.harms
         if self.is_ready and group is not None:
             ready(group)
         try:
-            return _Told(self.fn(group, *self.args), _marks)
+            return _RankReport(self.fn(group, *self.args), _marks)
         except SystemExit as end:
             if end.code or group is not None:
                 raise
-            return _Told(None, _marks, returned=False)
+            return _RankReport(None, _marks, returned=False)
 
 
 # -- injection and verdict ----------------------------------------------------------------------------
 
 
-def _do(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
+def _inject(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
     """Inject faults until all ranks have ended; return the times of the faults and of the store's returns."""
     began = time.monotonic()
     done: dict[Harm, float] = {}
@@ -314,9 +311,9 @@ def _do(running: Ranks, work: _Work) -> tuple[dict[Harm, float], list[float]]:
         for harm in work.harms:
             events.append((harm.after, harm, _SIGNALS.get(harm.kind)))
             if harm.kind == "stop":
-                events.append((harm.after + STANDSTILL, harm, signal.SIGCONT))
+                events.append((harm.after + STOP_DURATION_S, harm, signal.SIGCONT))
             elif harm.kind == "store":
-                events.append((harm.after + STORE_GONE, harm, None))
+                events.append((harm.after + STORE_DOWNTIME_S, harm, None))
         for after, harm, number in sorted(events, key=lambda event: event[0]):
             if running.ended(max(began + after - time.monotonic(), 0.0)):
                 break

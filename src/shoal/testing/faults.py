@@ -27,7 +27,7 @@ from ..rpc import Agent
 #: number of the system call pidfd_getfd (Linux 5.6), the same on all architectures
 _PIDFD_GETFD = 438
 #: seconds that a process gets to react to a signal
-_TAKES_NOTE = 10.0
+SIGNAL_TIMEOUT_S = 10.0
 
 
 def kill(pid: int) -> None:
@@ -40,7 +40,7 @@ def stop(pid: int) -> None:
     """Stop the process (SIGSTOP); return when it is stopped."""
     os.kill(pid, signal.SIGSTOP)
     process = psutil.Process(pid)
-    end = time.monotonic() + _TAKES_NOTE
+    end = time.monotonic() + SIGNAL_TIMEOUT_S
     while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
         if time.monotonic() > end:
             raise TimeoutError(f"process {pid} does not stop")
@@ -89,32 +89,32 @@ def cut(pid: int, other: int, *, local: bool = False) -> int:
     return len(copies)
 
 
-def disconnect(whose: ProcessGroup | Agent, other: int | str) -> int:
+def disconnect(owner: ProcessGroup | Agent, other: int | str) -> int:
     """Break the connections of a group's member, or of an agent, to a peer, like a broken cable.
 
     Args:
-        whose: a group of a backend that supports it (native does), or an agent.
+        owner: a group of a backend that supports it (native does), or an agent.
         other: the peer: its rank in the group, or its worker name.
 
     Returns:
         The number of connections that were broken.
     """
-    if isinstance(whose, Agent):
-        lines = whose.connections.connections_of(str(other))
+    if isinstance(owner, Agent):
+        lines = owner.connections.connections_of(str(other))
         for line in lines:
-            whose.endpoint.post.disconnect(line.number)
+            owner.endpoint.post.disconnect(line.number)
         return len(lines)
-    backend: Any = whose._backend
-    backend.disconnect(whose._links.ranks.index(whose._spec.ranks[int(other)]))
+    backend: Any = owner._backend
+    backend.disconnect(owner._links.ranks.index(owner._spec.ranks[int(other)]))
     return 1
 
 
-def pause_heartbeats(whose: ProcessGroup | Agent, silent: bool = True) -> None:
+def pause_heartbeats(owner: ProcessGroup | Agent, silent: bool = True) -> None:
     """Suppress heartbeats to other hosts, like a hanging host; ``silent=False`` resumes them."""
-    if isinstance(whose, Agent):
-        whose.endpoint.post.pause_heartbeats(silent)
+    if isinstance(owner, Agent):
+        owner.endpoint.post.pause_heartbeats(silent)
         return
-    backend: Any = whose._backend
+    backend: Any = owner._backend
     backend.pause_heartbeats(silent)
 
 

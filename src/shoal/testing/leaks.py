@@ -17,14 +17,14 @@ from ..future import pool
 from ..rpc import Agent
 
 #: default number of seconds that threads and processes get to end
-_PATIENCE = 5.0
+LEAK_TIMEOUT_S = 5.0
 
 #: resources that the fork server of ``processes`` keeps until this process ends
 _ignored: set[str] = set()
 
 
 @contextlib.contextmanager
-def no_leaks(patience: float = _PATIENCE) -> Iterator[None]:
+def no_leaks(patience: float = LEAK_TIMEOUT_S) -> Iterator[None]:
     """Fail if the block leaks resources.
 
     Compares Python threads, native threads of shoal, open descriptors, mapped anonymous files (memfd),

@@ -22,15 +22,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import StoreError, StoreTimeout
 from ..store import Store
 from ..store.requests import Append, Call, CompareSet, KeyTable, Together
 
+T = TypeVar("T")
+
 #: seconds for which ``play`` waits for a missing key
-_PATIENCE = 0.01
+MISSING_KEY_TIMEOUT_S = 0.01
 #: relative frequencies of the kinds of operations
 _KINDS = {"set": 3, "get": 6, "add": 6, "compare_set": 5, "append": 3, "delete": 2, "check": 2, "together": 3}
 #: maximum number of lines, and of bytes of a value, in an error message
@@ -74,45 +77,37 @@ class Recorder:
         self._note("set", key, (value,), lambda: self._store.set(key, value))
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
-        result: bytes = self._note("get", key, (), lambda: self._store.get(key, timeout))
-        return result
+        return self._note("get", key, (), lambda: self._store.get(key, timeout))
 
     def add(self, key: str, amount: int) -> int:
-        result: int = self._note("add", key, (amount,), lambda: self._store.add(key, amount))
-        return result
+        return self._note("add", key, (amount,), lambda: self._store.add(key, amount))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        arguments = (expected, desired)
-        result: bytes = self._note(
-            "compare_set", key, arguments, lambda: self._store.compare_set(key, expected, desired)
-        )
-        return result
+        call = partial(self._store.compare_set, key, expected, desired)
+        return self._note("compare_set", key, (expected, desired), call)
 
     def append(self, key: str, value: bytes) -> None:
         self._note("append", key, (value,), lambda: self._store.append(key, value))
 
     def delete(self, key: str) -> bool:
-        result: bool = self._note("delete", key, (), lambda: self._store.delete(key))
-        return result
+        return self._note("delete", key, (), lambda: self._store.delete(key))
 
     def check(self, key: str) -> bool:
         """Whether ``key`` exists."""
-        result: bool = self._note("check", key, (), lambda: self._store.check([key]))
-        return result
+        return self._note("check", key, (), lambda: self._store.check([key]))
 
     def together(self, key: str, calls: Sequence[Call]) -> list[Any]:
         """``store.together(calls)``; all calls must change ``key``, and the store must accept all."""
         assert all(call.key == key for call in calls)
-        result: list[Any] = self._note("together", key, (tuple(calls),), lambda: self._store.together(calls))
-        return result
+        return self._note("together", key, (tuple(calls),), lambda: self._store.together(calls))
 
-    def _note(self, name: str, key: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    def _note(self, name: str, key: str, arguments: tuple[Any, ...], call: Callable[[], T]) -> T:
         called, returned = time.monotonic_ns(), None
         result: object = None
         try:
-            result = call()
+            result = value = call()
             returned = time.monotonic_ns()
-            return result
+            return value
         except StoreError as error:
             if not isinstance(error, StoreTimeout) and name in ("add", "append"):
                 returned, result = time.monotonic_ns(), RefusedResult(str(error))
@@ -181,7 +176,7 @@ def _work(
             if kind == "set":
                 client.set(key, value)
             elif kind == "get":
-                seen[key] = client.get(key, chance.choice([0.0, _PATIENCE]))
+                seen[key] = client.get(key, chance.choice([0.0, MISSING_KEY_TIMEOUT_S]))
             elif kind == "add":
                 client.add(key, 1 + number % 2)  # some clients add the same amount
             elif kind == "compare_set":
@@ -192,10 +187,8 @@ def _work(
                 client.delete(key)
             elif kind == "together":
                 calls: list[Call] = [
-                    CompareSet(key, seen[key], value),
-                    Append(key, b",1"),
-                    Append(key, b",2"),
-                ]
+                    CompareSet(key, seen[key], value), Append(key, b",1"), Append(key, b",2"),
+                ]  # fmt: skip
                 seen[key] = client.together(key, calls[chance.choice([0, 1]) :])[0] or seen[key]
             else:
                 client.check(key)

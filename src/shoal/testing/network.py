@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ..errors import UsageError
@@ -29,7 +28,7 @@ STORE = "store"
 Hosts: TypeAlias = str | Iterable[str]
 
 _CLONE_NEWNET = 0x40000000
-_MOST = 200
+MAX_HOSTS = 200
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _TABLE = "inet shoal"
 _EMPTY = f"""
@@ -68,12 +67,14 @@ class Network:
 
     def __init__(self, *hosts: str) -> None:
         self._numbers = {name: number for number, name in enumerate([STORE, *hosts])}
-        if not 1 < len(self._numbers) == len(hosts) + 1 <= _MOST:
-            raise UsageError(f"Network{hosts!r}: expected 1 to {_MOST - 1} unique names other than {STORE!r}")
+        if not 1 < len(self._numbers) == len(hosts) + 1 <= MAX_HOSTS:
+            raise UsageError(
+                f"Network{hosts!r}: expected 1 to {MAX_HOSTS - 1} unique names other than {STORE!r}"
+            )
         self.hosts = hosts
         with contextlib.ExitStack() as steps:
-            self._router = _made(steps)
-            self._places = {name: _made(steps) for name in self._numbers}
+            self._router = _new_namespace(steps)
+            self._places = {name: _new_namespace(steps) for name in self._numbers}
             self._connect()
             self._descriptors = steps.pop_all()
 
@@ -84,7 +85,7 @@ class Network:
     @contextlib.contextmanager
     def inside(self, host: str) -> Iterator[None]:
         """Context in which this thread, and the processes that it starts, are on ``host``."""
-        with _inside(self._places[host]):
+        with _in_namespace(self._places[host]):
             yield
 
     def entrance(self, host: str) -> str:
@@ -127,12 +128,7 @@ class Network:
     def __enter__(self) -> Network:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- implementation ------------------------------------------------------------------------
@@ -149,7 +145,7 @@ class Network:
             script = f"link set dev lo up\naddr add {_address(number, 2)}/24 dev eth0\n" + _up(number)
             _run(self._places[name], "ip", "-batch", "-", script=script)
         _run(self._router, "nft", "-f", "-", script=_EMPTY)
-        with _inside(self._router), open("/proc/sys/net/ipv4/ip_forward", "w") as forward:
+        with _in_namespace(self._router), open("/proc/sys/net/ipv4/ip_forward", "w") as forward:
             forward.write("1")
 
     def _checked(self, hosts: Hosts) -> list[str]:
@@ -171,7 +167,7 @@ class Network:
         _run(self._router, "nft", "-f", "-", script=script + "\n")
 
 
-class entering:
+class EnterHost:
     """A picklable function that enters a host by its :meth:`Network.entrance` and calls ``prepare`` there."""
 
     def __init__(self, entrance: str, prepare: Callable[[], Any] | None) -> None:
@@ -187,7 +183,7 @@ def enter(entrance: str) -> None:
     """Move this thread, and the processes that it starts, to the host of a :meth:`Network.entrance`."""
     place = os.open(entrance, os.O_RDONLY)
     try:
-        _set(place)
+        _enter_namespace(place)
     finally:
         os.close(place)
 
@@ -209,7 +205,7 @@ def _path(place: int) -> str:
     return f"/proc/{os.getpid()}/fd/{place}"
 
 
-def _made(steps: contextlib.ExitStack) -> int:
+def _new_namespace(steps: contextlib.ExitStack) -> int:
     """Create a namespace; return its descriptor, which ``steps`` closes."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
@@ -217,7 +213,7 @@ def _made(steps: contextlib.ExitStack) -> int:
         try:
             place = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         finally:
-            _set(home)
+            _enter_namespace(home)
     finally:
         os.close(home)
     steps.callback(os.close, place)
@@ -225,19 +221,19 @@ def _made(steps: contextlib.ExitStack) -> int:
 
 
 @contextlib.contextmanager
-def _inside(place: int) -> Iterator[None]:
+def _in_namespace(place: int) -> Iterator[None]:
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        _set(place)
+        _enter_namespace(place)
         try:
             yield
         finally:
-            _set(home)
+            _enter_namespace(home)
     finally:
         os.close(home)
 
 
-def _set(place: int) -> None:
+def _enter_namespace(place: int) -> None:
     _checked_call("setns", place, _CLONE_NEWNET)
 
 
@@ -248,7 +244,7 @@ def _checked_call(name: str, *args: int) -> None:
 
 
 def _run(place: int, program: str, *args: str, script: str) -> None:
-    with _inside(place):
+    with _in_namespace(place):
         subprocess.run(
             [shutil.which(program, path=_PATH) or program, *args],
             input=script, text=True, capture_output=True, check=True,

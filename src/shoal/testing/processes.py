@@ -10,35 +10,38 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import secrets
 import select
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from multiprocessing.forkserver import ensure_running
-from types import TracebackType
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..common.formatting import counted
-from ..errors import UsageError
+from ..errors import OutOfResources, UsageError
 from ..net import Deadline
 from ..rendezvous import job_record
 from ..rendezvous.records import job_keys, round_keys
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
 from . import faults
 from .leaks import ignoring
-from .network import STORE, Network, entering
+from .network import STORE, EnterHost, Network
 from .outcome import Outcome, reported, values
-from .store_process import StoreProcess
 from .worker import DUMP_SIGNAL, run_newcomer, run_rank
 
 T = TypeVar("T")
 
 #: seconds that a rank gets to write its stacks, and to end after it was killed
-_DUMP_TIME = 2.0
-_END_TIME = 10.0
+STACK_DUMP_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 10.0
 
 
 def run_processes(fn: Callable[..., T], size: int, *args: Any, **how: Any) -> list[T]:
@@ -126,20 +129,16 @@ class Ranks:
         try:
             for rank in range(size):
                 environment = {
-                    "SHOAL_STORE": self._server.url,
-                    "SHOAL_SECRET": secret,
-                    "SHOAL_RANK": str(rank),
-                    "SHOAL_SIZE": str(size),
-                    "SHOAL_LOCAL_RANK": str(rank),
-                    "SHOAL_LOCAL_SIZE": str(size),
+                    "SHOAL_STORE": self._server.url, "SHOAL_SECRET": secret, "SHOAL_RANK": str(rank),
+                    "SHOAL_SIZE": str(size), "SHOAL_LOCAL_RANK": str(rank), "SHOAL_LOCAL_SIZE": str(size),
                     **(env or {}),
-                }
+                }  # fmt: skip
                 if hosts is not None:
                     environment["SHOAL_HOST_ID"] = hosts[rank]
                     environment["SHOAL_LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
                     environment["SHOAL_LOCAL_SIZE"] = str(hosts.count(hosts[rank]))
                     if network is not None:
-                        payload = pickled_work(fn, args, entering(network.entrance(hosts[rank]), prepare))
+                        payload = pickled_work(fn, args, EnterHost(network.entrance(hosts[rank]), prepare))
                 self._ranks.append(Child(f"rank {rank}", run_rank, payload, environment, options))
         except BaseException:
             self.close()
@@ -158,16 +157,12 @@ class Ranks:
         Returns:
             Its index in ``pids`` and in the result of :meth:`join`.
         """
-        variables = {
-            "SHOAL_STORE": self._server.url,
-            "SHOAL_SECRET": self._secret,
-            "SHOAL_JOIN": "1",
-            **environment,
-        }
+        variables = {"SHOAL_STORE": self._server.url, "SHOAL_SECRET": self._secret, "SHOAL_JOIN": "1"}
+        variables.update(environment)
         number = len(self._ranks)
         enters = None
         if self._network is not None:
-            enters = entering(self._network.entrance(environment["SHOAL_HOST_ID"]), None)
+            enters = EnterHost(self._network.entrance(environment["SHOAL_HOST_ID"]), None)
         child = Child(f"newcomer {number}", run_newcomer, pickled_work(fn, args, enters), variables)
         self._ranks.append(child)
         self.pids.append(child.pid)
@@ -208,14 +203,14 @@ class Ranks:
 
     def ended(self, within: float = 0.0) -> bool:
         """Whether every rank has ended; wait for at most ``within`` seconds."""
-        running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
-        return not await_ends(running, Deadline(within))
+        return not wait_for_ends(self._running(), Deadline(within))
+
+    def _running(self) -> list[Child]:
+        return [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
 
     def join(self) -> list[Outcome]:
         """Wait until every rank has ended, at most until the deadline; return the outcomes in rank order."""
-        running = [rank for number, rank in enumerate(self._ranks) if number not in self._outcomes]
-        late = await_ends(running, self._deadline)
-        stacks = give_up(late)
+        stacks = kill_late(wait_for_ends(self._running(), self._deadline))
         for number, rank in enumerate(self._ranks):
             if rank in stacks:
                 self._outcomes[number] = Outcome(number, stacks=stacks[rank], at=time.monotonic())
@@ -233,12 +228,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -272,7 +262,7 @@ class Child:
     def __init__(self, name: str, target: Callable[..., None], *args: Any) -> None:
         self.report: tuple[str, bytes, str, float] | None = None
         self.reports, reports = connection.Pipe(duplex=False)
-        self._dumps, dumps = connection.Pipe(duplex=False)
+        self.dumps, dumps = connection.Pipe(duplex=False)
         self.process = fork_server().Process(target=target, args=(*args, reports, dumps), name=name)
         try:
             self.process.start()
@@ -300,13 +290,9 @@ class Child:
             self.read_report()
         kind, raw, text, at = self.report or ("none", b"", "", 0.0)
         if kind == "none":
-            self.process.join(_END_TIME)
+            self.process.join(END_TIMEOUT_S)
             return Outcome(rank, exitcode=self.process.exitcode, at=at, worker=worker)
         return replace(reported(rank, kind, raw, text, at), worker=worker)
-
-    def read_stacks(self) -> str:
-        """Read the stacks that the process writes; see :func:`read_stacks`."""
-        return read_stacks(self._dumps)
 
     def close(self) -> None:
         """Kill the process if it is running, and close the pipes."""
@@ -315,13 +301,13 @@ class Child:
         self._closed = True
         if self.process.is_alive():
             faults.kill(self.pid)
-        self.process.join(_END_TIME)
+        self.process.join(END_TIMEOUT_S)
         self.process.close()
         self.reports.close()
-        self._dumps.close()
+        self.dumps.close()
 
 
-def await_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool = False) -> list[Child]:
+def wait_for_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool = False) -> list[Child]:
     """Wait for all children (with `reports`, for their reports); return those late at the deadline."""
     running = {child.process.sentinel: child for child in children}
     for sentinel in [key for key, child in running.items() if reports and child.has_reported()]:
@@ -344,21 +330,21 @@ def await_ends(children: Sequence[Child], deadline: Deadline, *, reports: bool =
     return list(running.values())
 
 
-def give_up(late: Sequence[Child]) -> dict[Child, str]:
+def kill_late(late: Sequence[Child]) -> dict[Child, str]:
     """Kill late processes; return their stacks."""
     stacks = {}
     for child in late:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, DUMP_SIGNAL)
     for child in late:
-        stacks[child] = child.read_stacks() or "(no stacks: it is stopped or does not handle signals)"
+        stacks[child] = read_stacks(child.dumps) or "(no stacks: it is stopped or does not handle signals)"
         child.close()
     return stacks
 
 
 def read_stacks(dumps: connection.Connection) -> str:
     """Read the stacks that a rank writes after :data:`DUMP_SIGNAL`, until it stops writing."""
-    descriptor, text, pause = dumps.fileno(), b"", _DUMP_TIME
+    descriptor, text, pause = dumps.fileno(), b"", STACK_DUMP_TIMEOUT_S
     while select.select([descriptor], [], [], pause)[0]:
         part = os.read(descriptor, 65536)
         if not part:
@@ -388,3 +374,69 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
             ensure_running()
         _started = context
     return _started
+
+
+# -- a store in a separate process ---------------------------------------------------------------------
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+MAX_PORT_TRIES = 100
+#: ends with the test process (PR_SET_PDEATHSIG), and imports nothing from the working directory
+_PROGRAM = (
+    "import sys; sys.path[0] or sys.path.pop(0); import ctypes, runpy; "
+    "ctypes.CDLL(None).prctl(1, 9); sys.argv[0] = 'shoal'; "
+    "runpy.run_module('shoal', run_name='__main__')"
+)
+
+
+class StoreProcess:
+    """`shoal store` on a port of 127.0.0.1, which a test can kill; `url`, `host`, `port` are its address."""
+
+    def __init__(self, secret: str, size: int) -> None:
+        self.host = "127.0.0.1"
+        self.port = _free_port()
+        self.url = f"tcp://{self.host}:{self.port}"
+        self._secret, self._size = secret, size
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start serving, with the job's record only; return when clients can connect."""
+        if self._process is not None:
+            return
+        command = [sys.executable, "-c", _PROGRAM, "store", "--listen", f"{self.host}:{self.port}"]
+        self._process = subprocess.Popen(
+            [*command, "--size", str(self._size)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "SHOAL_SECRET": self._secret},
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            self.kill()
+            raise OutOfResources(f"`shoal store` did not start to serve {self.url}")
+
+    def kill(self) -> None:
+        """Kill the process (SIGKILL); the contents of the store are lost."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    close = kill
+
+
+def _free_port() -> int:
+    """Find a port outside the ephemeral range, so that it stays free while the store is down."""
+    first = int(_EPHEMERAL.read_text().split()[0])
+    low, high = (10_000, first) if first > 11_000 else (1024, 65_536)
+    for _ in range(MAX_PORT_TRIES):
+        with socket.socket() as probe:
+            port = random.SystemRandom().randrange(low, high)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OutOfResources("found no free port of 127.0.0.1 for a store")

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _Meet: TypeAlias = Callable[[int], ProcessGroup]
 
 #: seconds that ranks get to end after their groups were aborted
-_AFTER_ABORT = 5.0
+ABORT_TIMEOUT_S = 5.0
 
 
 def run_threads(
@@ -67,7 +67,6 @@ def run_threads(
     """
     if hosts is not None and len(hosts) != size:
         raise ValueError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
-    ranks = [_Rank(rank) for rank in range(size)]
     deadline = Deadline(timeout)
     factory = backend_factory(backend)
     seconds = timeout if op_timeout is None else op_timeout
@@ -75,23 +74,16 @@ def run_threads(
     with MemoryStore(timeout) as store:
 
         def meet(rank: int) -> ProcessGroup:
-            request = Request(
-                urlsplit("memory://"),
-                rank,
-                size,
-                secret,
-                Deadline(deadline.remaining()),
-                environ={},
-                host=None if hosts is None else hosts[rank],
-            )
+            host = None if hosts is None else hosts[rank]
+            left = Deadline(deadline.remaining())
+            request = Request(urlsplit("memory://"), rank, size, secret, left, environ={}, host=host)
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
             membership = rendezvous_at(RendezvousPoint.at(venue, request))
             return world_group(
                 membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
             )
 
-        for rank in ranks:
-            rank.start(meet, fn, args)
+        ranks = [_Rank(rank, meet, fn, args) for rank in range(size)]
         for rank in ranks:
             rank.thread.join(deadline.remaining())
         if any(rank.outcome is None for rank in ranks):
@@ -100,22 +92,17 @@ def run_threads(
 
 
 class _Rank:
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, meet: _Meet, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.rank = rank
         self.group: ProcessGroup | None = None
         self.outcome: Outcome | None = None
-        self.thread = threading.Thread(target=lambda: None)
-
-    def start(self, meet: _Meet, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         # A daemon thread, so that a hanging rank cannot keep the test run from exiting.
         self.thread = threading.Thread(
-            target=self._run, args=(meet, fn, args), name=f"rank {self.rank}", daemon=True
+            target=self._run, args=(meet, fn, args), name=f"rank {rank}", daemon=True
         )
         self.thread.start()
 
-    def _run(
-        self, meet: Callable[[int], ProcessGroup], fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
+    def _run(self, meet: _Meet, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         raised = None
         try:
             self.group = meet(self.rank)
@@ -155,6 +142,6 @@ def _give_up(ranks: Sequence[_Rank], timeout: float) -> None:
     for rank in ranks:
         if rank.group is not None:
             rank.group.world.abort(f"run_threads gave up after {format_seconds(timeout)}")
-    end = time.monotonic() + _AFTER_ABORT
+    end = time.monotonic() + ABORT_TIMEOUT_S
     for rank in late:
         rank.thread.join(max(end - time.monotonic(), 0.0))

@@ -28,6 +28,8 @@ from .leaks import left_at
 #: requests the stacks of all threads
 DUMP_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
+#: kind, pickled value or exception, traceback, time
+_Report = tuple[str, bytes, str, float]
 
 
 def attach(dumps: Connection) -> None:
@@ -37,11 +39,11 @@ def attach(dumps: Connection) -> None:
     gc.freeze()  # otherwise garbage collections would scan torch and unshare its memory pages
     # The fork server ends with the test process, and its ranks with it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _let_the_server_end()
+    _close_server_pipe()
     faulthandler.register(DUMP_SIGNAL, file=dumps.fileno(), all_threads=True, chain=False)
 
 
-def _let_the_server_end() -> None:
+def _close_server_pipe() -> None:
     """Close our copy of the pipe through which the fork server detects that it is no longer needed."""
     server: Any = forkserver._forkserver
     alive = getattr(server, "_forkserver_alive_fd", None)
@@ -93,18 +95,30 @@ def _run(
     work: Callable[[Any, tuple[Any, ...]], Any],
 ) -> None:
     attach(dumps)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
     try:
-        fn, args, prepare = pickle.loads(payload)
-        if prepare is not None:
-            prepare()
-        value = work(fn, args)
-        report = ("value", pickle.dumps(value), "", time.monotonic())
+        report = _value(work(*_unpickled(payload, environment)))
     except BaseException as error:
-        report = ("error", pickled(error), traceback.format_exc(), time.monotonic())
+        report = _error(error)
     reports.send(report)
     reports.close()
+
+
+def _unpickled(payload: bytes, environment: Mapping[str, str]) -> tuple[Any, tuple[Any, ...]]:
+    """Prepare this process; return its function and the arguments."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    fn, args, prepare = pickle.loads(payload)
+    if prepare is not None:
+        prepare()
+    return fn, args
+
+
+def _value(value: object) -> _Report:
+    return "value", pickle.dumps(value), "", time.monotonic()
+
+
+def _error(error: BaseException) -> _Report:
+    return "error", pickled(error), traceback.format_exc(), time.monotonic()
 
 
 def run_worker(
@@ -112,7 +126,7 @@ def run_worker(
     payload: bytes,
     environment: Mapping[str, str],
     settings: Mapping[str, Any],
-    orders: Connection,
+    control: Connection,
     reports: Connection,
     dumps: Connection,
 ) -> None:
@@ -122,32 +136,28 @@ def run_worker(
         name: name of the worker.
         payload, environment, reports, dumps: as for :func:`run_rank`; no report without a function.
         settings: arguments of ``shoal.rpc.join``.
-        orders: see :func:`_obey`.
+        control: see :func:`_serve_control`.
     """
     attach(dumps)
-    os.environ.update(environment)
-    torch.set_num_threads(1)
     try:
-        fn, args, prepare = pickle.loads(payload)
-        if prepare is not None:
-            prepare()
+        fn, args = _unpickled(payload, environment)
         with join(name, **settings) as agent:
             leaving = threading.Event()
-            threading.Thread(target=_obey, args=(agent, orders, leaving), daemon=True).start()
+            threading.Thread(target=_serve_control, args=(agent, control, leaving), daemon=True).start()
             if fn is not None:
-                reports.send(("value", pickle.dumps(fn(agent, *args)), "", time.monotonic()))
+                reports.send(_value(fn(agent, *args)))
             leaving.wait()
     except BaseException as error:
         with contextlib.suppress(OSError):  # the test's process no longer reads
-            reports.send(("error", pickled(error), traceback.format_exc(), time.monotonic()))
+            reports.send(_error(error))
         raise SystemExit(1) from None
 
 
-def _obey(agent: Agent, orders: Connection, leaving: threading.Event) -> None:
+def _serve_control(agent: Agent, control: Connection, leaving: threading.Event) -> None:
     """Execute the orders of the test's process: report leaks, or leave."""
     with contextlib.suppress(EOFError, OSError):
-        while orders.recv() != "leave":
-            orders.send(sorted(left_at(agent)))
+        while control.recv() != "leave":
+            control.send(sorted(left_at(agent)))
     leaving.set()
 
 

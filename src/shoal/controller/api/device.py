@@ -14,13 +14,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation
-from ..commands.interrupts import uncut
+from ..commands.interrupts import defer_interrupt
 from ..commands.space import Space
-from ..protocol.metadata import NESTED, QUANTISED, SPARSE, not_dense
-from ..protocol.operators import fused_on_nodes, named, special
-from ..tensor import composite, current
+from ..protocol.metadata import NESTED, QUANTISED, SPARSE, unsupported_layout
+from ..protocol.operators import find_overload, fused_on_nodes, special
+from ..tensor import composite, current, transfer
 from ..tensor.autograd import DeviceGuard, wrap_engine
 from ..tensor.dispatch import dispatch
+from ..tensor.node_devices import node as on_node
+from ..tensor.node_devices import selected_device
 from ..tensor.tensor import RemoteTensor
 from .streams import Event, Stream, current_stream, default_stream
 
@@ -35,7 +37,7 @@ _NOT_DENSE = {
 }
 
 #: the operator that makes a compressed sparse tensor (CSR, CSC, BSR, BSC) from dense parts
-_COMPRESSED = "_sparse_compressed_tensor_unsafe"
+_COMPRESSED_FACTORY = "_sparse_compressed_tensor_unsafe"
 
 _context = threading.local()
 _registering = threading.Lock()
@@ -46,15 +48,15 @@ _libraries: list[Any] = []
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
     """Callbacks of torch's C++ code for the device."""
 
-    @uncut
+    @defer_interrupt
     def is_available(self) -> bool:
         return current.opened() is not None
 
-    @uncut
+    @defer_interrupt
     def has_primary_context(self, device_index: int) -> bool:
         return True
 
-    @uncut
+    @defer_interrupt
     def is_built(self) -> bool:
         return True
 
@@ -148,27 +150,27 @@ class NodeModule:
 
 
 @never_compile
-def _dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
 @never_compile
 def _run(name: str, *args: Any, **kwargs: Any) -> Any:
-    return dispatch(named(name), args, kwargs)
+    return dispatch(find_overload(name), args, kwargs)
 
 
 @never_compile
-def _composed(name: str, *args: Any, **kwargs: Any) -> Any:
-    return composite.run(named(f"aten::{name}"), args, kwargs)
+def _run_composite(name: str, *args: Any, **kwargs: Any) -> Any:
+    return composite.run(find_overload(f"aten::{name}"), args, kwargs)
 
 
 @never_compile
 def _refuse(form: tuple[str, str], *args: Any, **kwargs: Any) -> Any:
-    raise not_dense("this tensor", form)
+    raise unsupported_layout("this tensor", form)
 
 
 @never_compile
-def _copied_here(x: torch.Tensor, device: object = None) -> torch.Tensor:
+def _unpinned_copy(x: torch.Tensor, device: object = None) -> torch.Tensor:
     """Return a copy in ordinary memory: a device backend written in Python has no pinned memory."""
     return x.clone()
 
@@ -177,7 +179,7 @@ _COMPRESSING = {
     "compressed": "comp_plain", "csr": "crow_col", "csc": "ccol_row", "bsr": "crow_col", "bsc": "ccol_row"
 }  # fmt: skip
 special(
-    f"aten::{_COMPRESSED}",
+    f"aten::{_COMPRESSED_FACTORY}",
     *(
         f"aten::sparse_{form}_tensor.{given}_value{size}"
         for form, given in _COMPRESSING.items()
@@ -207,24 +209,52 @@ def register() -> None:
                 f"this process already registered the device {named!r}, and torch supports one PrivateUse1 "
                 "device per process: use a master in a process without it"
             )
-        from ..tensor import checks, saved, sequences, transfer  # noqa: F401  # some only have special operators
-
-        saved.register()
+        transfer.register_location()
         known: Any = proxy_tensor.HANDLED_TYPES
         proxy_tensor.HANDLED_TYPES = (*known, RemoteTensor)
         _setup_privateuseone_for_python_backend(NAME, NodeModule(), _Hooks(), DeviceGuard())
         fallback: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        fallback.fallback(_dispatched, "PrivateUse1")
+        fallback.fallback(_fallback, "PrivateUse1")
         for key, form in _NOT_DENSE.items():
             fallback.fallback(partial(_refuse, form), key)
         kernels: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels.impl("_copy_from", transfer.copy_from, "PrivateUse1")
         for name in composite.NAMES:
-            kernels.impl(name, partial(_composed, name), "AutogradPrivateUse1")
-        kernels.impl(_COMPRESSED, partial(_refuse, SPARSE), "PrivateUse1")
-        kernels.impl("_pin_memory", _copied_here, "CPU")
+            kernels.impl(name, partial(_run_composite, name), "AutogradPrivateUse1")
+        kernels.impl(_COMPRESSED_FACTORY, partial(_refuse, SPARSE), "PrivateUse1")
+        kernels.impl("_pin_memory", _unpinned_copy, "CPU")
         kernels.impl("_local_scalar_dense", partial(_run, "aten::_local_scalar_dense"), "PrivateUse1")
         for name in fused_on_nodes():
             kernels.impl(name, partial(_run, name), "PrivateUse1")
         _libraries.extend((fallback, kernels))
         wrap_engine(lambda: current.opened() is not None)
+
+
+def dist_send(tensor: torch.Tensor, node: int | None = None, device: int | None = None) -> torch.Tensor:
+    """Return a copy of a tensor on a node, without waiting; a tensor already there is returned itself.
+
+    Args:
+        node: index of the node; None: that of ``with shoal.distributed.node(i)``, or node 0.
+        device: the device within the node; None: that selected for this node, or the node's default.
+
+    Raises:
+        UsageError: there is no such node, or it has no such GPU.
+    """
+    index = selected_device.node if node is None else node
+    within = (
+        device if device is not None else selected_device.device if index == selected_device.node else None
+    )
+    with on_node(index, within):
+        there = tensor.to(current.master().space(index).device)
+    return there if device is None else there.within(device)  # type: ignore[attr-defined]
+
+
+def install_dist_send() -> None:
+    """Add the method to ``torch.Tensor``."""
+    torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
+
+
+def uninstall_dist_send() -> None:
+    """Remove the method."""
+    if "dist_send" in vars(torch.Tensor):
+        del torch.Tensor.dist_send  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ import torch
 
 from ...common.formatting import counted
 from ...errors import NodeLost, RemoteOpError, ShoalError
+from ..commands.connection import NodeConnection
 from ..commands.history import Maker, maker_of
-from ..commands.issuing import shown
-from ..commands.line import NodeConnection
+from ..commands.origin import format_origin
+from ..tensor.node_devices import device_label
 from ..tensor.tensor import RemoteTensor
-from ..tensor.within import shown as device_shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Explanation:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        where = f"{self.place} ({device_shown(self.within)})" if self.within >= 0 else self.place
+        where = f"{self.place} ({device_label(self.within)})" if self.within >= 0 else self.place
         lines = [f"{dtype}[{', '.join(map(str, self.shape))}] on {where}: {self.state}"]
         if self.operator:
             stream = f" on stream {self.stream}" if self.stream else ""
@@ -69,37 +69,30 @@ class Explanation:
 
 #: (node, space, id) -> the failure that poisons the tensor: its number, and the node and number of its cause
 #: if that is another node's failure; None: it is not poisoned
-Ask = Callable[[int, int, int], tuple[int, tuple[int, int] | None] | None]
+AskPoison = Callable[[int, int, int], tuple[int, tuple[int, int] | None] | None]
 
 
-def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
+def explain(tensor: RemoteTensor, ask: AskPoison) -> Explanation:
     """Return the explanation of a tensor."""
     handle, known = tensor.handle, tensor.handle.metadata
     space = handle.space
+    nodes = [connection.node for connection in space.connections]
     with space.lock:
         users = {log.stream for log in handle.memory().past.users} or {0}
-        lines = [
-            each
-            for line in space.lines
-            for each in (line, *line.further)
-            if not line.further or each.stream in users
-        ]
-        for line in lines:
-            line.reap()
-        makers = [
-            (line.stream, maker_of(space.number, handle.id, line.unacknowledged(), line.history))
-            for line in lines
-        ]
+        makers = []
+        for node in nodes:
+            node.reap()
+            for each in node.streams:
+                if len(node.streams) == 1 or each.stream in users:
+                    pending = each.unacknowledged()
+                    makers.append((each.stream, maker_of(space.number, handle.id, pending, each.history)))
         lost = space.lost
-    stream, maker = _of_all(makers)
+    stream, maker = _choose_maker(makers)
     error: ShoalError | None = lost
     state = "lost" if lost is not None else "pending" if maker is not None and maker.pending else "executed"
     if state == "executed":
-        error = _poison(space.lines, space.number, handle.id, ask)
+        error = _find_error(nodes, space.number, handle.id, ask)
         state = "executed" if error is None else "lost" if isinstance(error, NodeLost) else "poisoned"
-    origin = None if maker is None else maker.origin
-    if isinstance(origin, list):
-        origin = origin[0] if origin else None
     return Explanation(
         place=space.nodes,
         device=space.device,
@@ -107,8 +100,8 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
         shape=tuple(known.shape),
         dtype=known.dtype,
         operator="" if maker is None else maker.operator,
-        line="" if maker is None else shown(origin),
-        changed="" if maker is None or maker.changed is None else shown(maker.changed),
+        line="" if maker is None else format_origin(maker.origin),
+        changed="" if maker is None or maker.changed is None else format_origin(maker.changed),
         stream=stream,
         age=None if maker is None else maker.age,
         state=state,
@@ -116,28 +109,28 @@ def explain(tensor: RemoteTensor, ask: Ask) -> Explanation:
     )
 
 
-def _of_all(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | None, Maker | None]:
+def _choose_maker(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | None, Maker | None]:
     """Return a pending maker if a node has one, else the first known one, with its stream."""
     found = [(stream, each) for stream, each in makers if each is not None]
     return next((each for each in found if each[1].pending), found[0] if found else (None, None))
 
 
-def _poison(lines: Sequence[NodeConnection], space: int, id: int, ask: Ask) -> ShoalError | None:
-    for line in lines:
+def _find_error(nodes: Sequence[NodeConnection], space: int, id: int, ask: AskPoison) -> ShoalError | None:
+    for node in nodes:
         try:
-            poison = ask(line.index, space, id)
+            poison = ask(node.index, space, id)
         except ShoalError:
-            with line.lock:
-                if line.lost is None:
+            with node.lock:
+                if node.lost is None:
                     raise
-            return line.lost
+            return node.lost
         if poison is not None:
             number, of = poison
             while of is not None:
-                line, number = line.lines[of[0]], of[1]
-                of = line.failures.elsewhere(number)
-            with line.lock:
-                line.reap()
-                error = line.failures.error(number)
-            return error or RemoteOpError(f"node {line.index}: an operation failed", f"node{line.index}")
+                node, number = node.nodes[of[0]], of[1]
+                of = node.failures.cause(number)
+            with node.lock:
+                node.reap()
+                error = node.failures.error(number)
+            return error or RemoteOpError(f"node {node.index}: an operation failed", f"node{node.index}")
     return None

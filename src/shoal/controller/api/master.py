@@ -3,61 +3,49 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
-import logging
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from ... import config
 from ...backend.native.channel import checked_transport
 from ...backend.registry import NATIVE, backend_factory
 from ...common.arguments import checked_count, checked_seconds
+from ...common.copy_refusal import refuses_copies
 from ...common.formatting import counted
 from ...errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ...future import Future
 from ...net import Deadline
 from ..commands import interrupts
-from ..commands.connecting import connect, disconnect
-from ..commands.line import NodeConnection
+from ..commands.connection import NodeConnection
 from ..commands.space import Space
 from ..node import sessions
-from ..protocol.imports import checked as imports_of_nodes
-from ..protocol.naming import node_name
-from ..recording.recorded import Recorded
+from ..protocol.workers import checked_imports, node_name
+from ..recording.recorded_function import Recorded
 from ..start.roster import Roster
-from ..start.standstills import Standstills
-from ..start.start import NodeWorker, Workers
+from ..start.workers import NodeWorker, WorkerSource
 from ..tensor import current
 from ..tensor.autograd import restore_thread
 from ..tensor.calls import misses_of
-from ..tensor.ordering import Streams
-from ..tensor.swapping import Swapping
-from ..tensor.transfer import fetch_all
+from ..tensor.stream_order import StreamOrder
+from ..tensor.tensor import RemoteTensor
+from ..tensor.transfer import ParameterSwapPatch, fetch_all
 from . import device
-from . import dist_send as sending
-from .forgetting import forget_spaces, forget_what_is_over
-from .functions import call
-from .inspection import Seeing
-from .loader import load
-from .place import Named, Place, indices_of
+from .explain import Explanation, explain
+from .functions import call, load
+from .place import NodesLike, Place
+from .spaces import SpaceTable
+from .trace import Trace
 
-_logger = logging.getLogger("shoal")
 _numbers = itertools.count()
-#: numbers of spaces that replace lost ones; above every device index
-_renewed = itertools.count(1000)
-_ENDED = "its process ended, or its connection broke"
 #: seconds for a node to finish issued operations when the master closes
-_PATIENCE = 5.0
-#: device index of the first place of several nodes; torch's device indices have 8 bits
-_HIGHEST = 126
+CLOSE_TIMEOUT_S = 5.0
+#: timeout in seconds for a node's reply about a tensor's state or its clock
+REPLY_TIMEOUT_S = 30.0
 
 
 def init_master_worker(
@@ -98,7 +86,7 @@ def init_master_worker(
     """
     count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
-    modules = imports_of_nodes(imports)
+    modules = checked_imports(imports)
     options = {} if transport is None else {"transport": checked_transport(transport)}
     if options and backend != NATIVE:
         raise UsageError(f"transport={transport!r} is an option of the native backend, not of {backend!r}")
@@ -106,15 +94,20 @@ def init_master_worker(
         raise UsageError("this process already has an open master: close() it first")
     backend_factory(backend)
     device.register()
-    workers_of_master = Workers(count, None if url == "env://" else url, secret, seconds)
+    workers_of_master = WorkerSource(count, None if url == "env://" else url, secret, seconds)
     master = Master(workers_of_master, seconds, backend, options, modules)
     current.set_master(master)
     interrupts.protect()
-    sending.give()
+    device.install_dist_send()
     return master
 
 
-class Master(Seeing):
+@refuses_copies(
+    "a Master",
+    "connections to its nodes",
+    "Keep it outside of the object that you copy; each process creates one by shoal.init_master_worker()",
+)
+class Master:
     """The master of nodes, made by :func:`init_master_worker`; a context manager that closes it.
 
     Attributes:
@@ -124,54 +117,44 @@ class Master(Seeing):
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerSource,
         timeout: float,
         backend: str,
         options: dict[str, str],
         imports: Sequence[str],
     ) -> None:
         self._workers = workers
-        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = False
         self.strict = False
-        self._on_lost: list[Callable[[int], Any]] = []
-        #: also the seed of nodes that join later, so that all nodes of a place start with the same numbers
-        self._seed = torch.initial_seed(), False
+        self._spaces = SpaceTable()
+        self._lock = self._spaces.lock
+        self._nodes = self._spaces.nodes
         self.name = f"{workers.agent.worker.incarnation}-{next(_numbers)}"
         self._roster = Roster(self.name, workers.agent)
         self._backend = backend
         self._options = options
         self._imports = imports
         self._pids: list[int] = []
-        self._lines: list[NodeConnection] = []
-        #: of nodes and of places of several nodes, by device index
-        self._spaces: dict[int, Space] = {}
-        self._places: dict[tuple[int, ...], Place] = {}
-        self._streams: Streams | None = None
-        workers.agent.on_lost(self._lost)
-        self._standstills = Standstills(
-            workers.agent, self._roster.names, self._give_up, config.HEARTBEAT_TIMEOUT.get()
-        )
         try:
             deadline = Deadline(timeout)
             for index in range(workers.count):
-                self._take(index, workers.first, deadline)
+                self._add_node(index, workers.take_started, deadline)
         except BaseException:
             self._end()
             raise
-        self._swapping = Swapping()
+        self._swapping = ParameterSwapPatch()
         atexit.register(self.close)
 
     @property
     def nodes(self) -> Place:
         """The place of all nodes: a sequence of their devices."""
-        return self.place(range(len(self._lines)))
+        return self.place(range(len(self._nodes)))
 
     @property
     def count(self) -> int:
         """The number of nodes."""
-        return len(self._lines)
+        return len(self._nodes)
 
     def wait_for(self, count: int, timeout: float = 300.0) -> Place:
         """Add workers that join at the master's ``url`` until there are `count` nodes; return all nodes.
@@ -189,8 +172,8 @@ class Master(Seeing):
         """
         checked_count("count", count)
         deadline = Deadline(checked_seconds("timeout", timeout))
-        while len(self._lines) < count:
-            self._take(len(self._lines), self._workers.next, deadline)
+        while len(self._nodes) < count:
+            self._add_node(len(self._nodes), self._workers.take_joining, deadline)
         return self.nodes
 
     def replace(self, node: int | str | torch.device, timeout: float = 300.0) -> torch.device:
@@ -208,33 +191,19 @@ class Master(Seeing):
             LaunchError, RendezvousTimeout: no worker joined within the timeout.
         """
         index = self.space(node if isinstance(node, int) else torch.device(node).index or 0).index
-        if index >= len(self._lines) or self._lines[index].lost is None:
+        if index >= len(self._nodes) or self._nodes[index].lost is None:
             raise UsageError(f"{self.space(index).nodes} was not lost: replace() takes a lost node")
-        self._take(index, self._workers.again, Deadline(checked_seconds("timeout", timeout)))
-        return self._spaces[index].device
+        self._add_node(index, self._workers.take_replacement, Deadline(checked_seconds("timeout", timeout)))
+        return self._spaces.space(index).device
 
-    def _renew(self, index: int) -> None:
-        """Give places that contain a replaced node new spaces; the caller holds the lock."""
-        forget_what_is_over(self._lines, self._streams)
-        for indices, place in self._places.items():
-            if index in indices:
-                place.space = self._spaces[place.space.index] = self._new_space(
-                    place.device, indices, next(_renewed)
-                )
-
-    def _new_space(self, device: torch.device, indices: tuple[int, ...], number: int | None = None) -> Space:
-        parts = tuple(self._spaces[index] for index in indices)
-        if len(parts) == 1:
-            return parts[0]
-        lines = tuple(part.lines[0] for part in parts)
-        return Space(device, lines, self._lock, parts, number)
-
-    def _take(self, index: int, how: Callable[[int, Deadline], NodeWorker], deadline: Deadline) -> None:
-        """Make the worker that ``how(index, deadline)`` returns node `index`."""
+    def _add_node(
+        self, index: int, take_worker: Callable[[int, Deadline], NodeWorker], deadline: Deadline
+    ) -> None:
+        """Make the worker that ``take_worker(index, deadline)`` returns node `index`."""
         if self._pid != os.getpid():
             raise self._forked()
         while True:
-            worker = how(index, deadline)
+            worker = take_worker(index, deadline)
             peer = worker.peer.options(timeout=math.inf)
             epoch, others = self._roster.members(index)
             try:
@@ -243,42 +212,40 @@ class Master(Seeing):
                     self._imports,
                 )  # fmt: skip
                 mailbox, gpus, within = begun.wait()
-                send = partial(peer.bound_call(mailbox, sessions.run), self.name, 0)
+                run = peer.bound_call(mailbox, sessions.run)
                 break
             except WorkerLost:
                 continue  # it failed before it became a node
             except BaseException:  # a Ctrl-C
-                self._workers.give_back(worker)
+                self._workers.requeue(worker)
                 raise
         with self._lock:
-            line = NodeConnection(index, self._lock, send, self._lines, epoch, gpus, within)
-            connect(line, peer, self.name, self._streams)
-            ended = self._lines[index : index + 1]
-            for each in ended:
-                forget_spaces(each)
-            line.before = ended[0].lost if ended else None
-            space = self._spaces[index] = Space(torch.device("node", index), (line,), self._lock)
-            self._lines[index : index + 1] = [line]
+            node = NodeConnection(
+                index,
+                self._lock,
+                peer,
+                self.name,
+                run,
+                self._nodes,
+                epoch,
+                gpus,
+                within,
+                self._spaces.ordering,
+            )
+            lost = self._spaces.add(node)
             self._pids[index : index + 1] = [worker.arrival.pid]
-            died = self._roster.add(line, peer, others)
-            seed, distinct = self._seed
-            with contextlib.suppress(NodeLost):  # it failed just now
-                space.seed(seed + index * distinct)
-            if ended:
-                self._renew(index)
-        for each in ended:
-            each.close(each.lost or NodeLost(_ENDED))
-        if died:
-            self._lost(peer.name)
+            failed = self._roster.add(node, peer, others)
+            self._spaces.begin(node, replaces=bool(lost))
+        for each in lost:
+            each.close(each.lost or NodeLost("its process ended, or its connection broke"))
+        if failed:
+            self._roster.lose(peer.name)
 
     def space(self, index: int) -> Space:
         """Return the space of ``node:index``, a node or a place; raises `UsageError` if there is none."""
-        space = self._spaces.get(index)
-        if space is None:
-            raise UsageError(f"there is no node:{index}: the nodes are 0 to {len(self._lines) - 1}")
-        return space
+        return self._spaces.space(index)
 
-    def place(self, nodes: Named) -> Place:
+    def place(self, nodes: NodesLike) -> Place:
         """Return the place of these nodes; the same object for the same nodes.
 
         Args:
@@ -287,33 +254,11 @@ class Master(Seeing):
         Raises:
             UsageError: there is no such node, none is given, or no torch device index is left.
         """
-        with self._lock:
-            if not self._lines:
-                raise UsageError("no worker has joined yet: call wait_for(n) to wait for n nodes")
-            indices = indices_of(nodes, self.space)
-            place = self._places.get(indices)
-            if place is None:
-                place = self._places[indices] = Place(self._space_of(indices), self.place)
-            return place
+        return self._spaces.place(nodes)
 
-    def _space_of(self, indices: tuple[int, ...]) -> Space:
-        if len(indices) == 1:
-            return self._spaces[indices[0]]
-        index = min([_HIGHEST + 1, *(each for each in self._spaces if each >= len(self._lines))]) - 1
-        if index < len(self._lines):
-            raise UsageError(
-                f"there are {len(self._places)} places, and torch has no index left for another one: places "
-                "are kept until the master is closed"
-            )
-        space = self._spaces[index] = self._new_space(torch.device("node", index), indices)
-        return space
-
-    def streams(self) -> Streams:
+    def streams(self) -> StreamOrder:
         """Return the streams of the nodes, created on the first call."""
-        with self._lock:
-            if self._streams is None:
-                self._streams = Streams(self._spaces.values())
-            return self._streams
+        return self._spaces.streams()
 
     def synchronize(self) -> None:
         """Wait until the nodes have done everything that was issued.
@@ -322,11 +267,11 @@ class Master(Seeing):
             RemoteOpError: an operation failed and its error was not raised before.
             NodeLost: a node was lost.
         """
-        for line in self._lines:
+        for node in self._nodes:
             with self._lock:
-                line.flush()
-        for line in self._lines:
-            line.synchronize()
+                node.streams[0].flush()
+        for node in self._nodes:
+            node.synchronize()
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
         """Request copies of many tensors at once; raises UsageError for a tensor on several nodes.
@@ -337,7 +282,7 @@ class Master(Seeing):
         """
         return fetch_all(tensors)
 
-    def call(self, place: Named, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, place: NodesLike, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``fn(*args, **kwargs)`` on a node, after everything issued before, and wait for the result.
 
         Tensors of the node in the arguments are passed to `fn` as the node's real tensors, which it may
@@ -358,7 +303,7 @@ class Master(Seeing):
         """
         return call(self.place(place).space.parts, fn, args, kwargs)
 
-    def load(self, place: Named, make_loader: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
+    def load(self, place: NodesLike, make_loader: Callable[[int, int], Iterable[Any]]) -> Iterator[Any]:
         """Run a loader on each node; return an iterator over the batches, whose tensors stay on the nodes.
 
         A thread of the node reads two batches ahead, and the master requests the metadata of two, so neither
@@ -387,11 +332,7 @@ class Master(Seeing):
             seed: the seed; nodes then draw the same numbers as torch on the CPU.
             distinct: seed node ``i`` with ``seed + i`` instead.
         """
-        with self._lock:
-            self._seed = seed, distinct
-            for index in range(len(self._lines)):
-                with contextlib.suppress(NodeLost):
-                    self._spaces[index].seed(seed + index * distinct)
+        self._spaces.seed(seed, distinct)
 
     def recorded(self, fn: Callable[..., Any]) -> Recorded:
         """Wrap a function: once its calls issue equal commands, a call is replayed as one command per node.
@@ -400,13 +341,40 @@ class Master(Seeing):
         replayed, not other Python code of the function; see ``docs/controller.md``. A call that cannot be
         replayed raises RecordingMismatch.
         """
-        return Recorded(fn, self._spaces.values)
+        return Recorded(fn, self._spaces.by_index.values)
 
     def on_lost(self, fn: Callable[[int], Any]) -> None:
         """Call ``fn(index)`` once in another thread when a node is lost."""
         if not callable(fn):
             raise UsageError(f"on_lost expects a callable, got {fn!r}")
-        self._on_lost.append(fn)
+        self._roster.callbacks.append(fn)
+
+    def explain(self, tensor: torch.Tensor) -> Explanation:
+        """Return the operator that made a tensor, its program line and age, and the tensor's state.
+
+        Does not wait for issued operations. If the nodes have acknowledged the tensor, they are asked,
+        outside their queues, whether it is poisoned. The history keeps the last 4096 acknowledged
+        operations of each node. Raises `UsageError` if the tensor is not on a node.
+        """
+        if type(tensor) is not RemoteTensor:
+            raise UsageError(f"explain takes a tensor on a node, and this one is on {tensor.device}")
+        return explain(tensor, self._poison_of)
+
+    def stats(self) -> list[dict[str, int]]:
+        """Return counters of each node; ``docs/controller.md`` explains their names."""
+        with self._lock:
+            return [node.stats() for node in self._nodes]
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Return a context manager that writes the activity of master and nodes in its block to a file.
+
+        https://ui.perfetto.dev and Chrome display it; ``docs/controller.md`` describes its content. Nodes
+        that join later are not included. Entering the block raises UsageError if the file cannot be written
+        or another trace is running.
+        """
+        with self._lock:
+            spaces = [self._spaces.space(index) for index in range(len(self._nodes))]
+        return Trace(path, spaces, self._lock, self.name, self._ask)
 
     def close(self) -> None:
         """End the nodes, each after at most 5 seconds for issued operations; their tensors raise NodeLost.
@@ -420,13 +388,13 @@ class Master(Seeing):
         self._swapping.close()
         if current.opened() is self:
             current.set_master(None)
-            sending.take_away()
+            device.uninstall_dist_send()
             restore_thread()  # other threads do so when they start a backward pass
         try:
             unseen = self._end()
         finally:
             interrupts.unprotect()
-        if slow := misses_of(self._spaces.values()):
+        if slow := misses_of(self._spaces.by_index.values()):
             warnings.warn(slow, stacklevel=2)
         if unseen:
             warnings.warn(
@@ -439,42 +407,29 @@ class Master(Seeing):
         reset: Any = self._lock  # a thread of the parent may have held it
         reset._at_fork_reinit()
         why = self._forked()
-        for line in self._lines:
-            disconnect(line, why)
+        for node in self._nodes:
+            node.detach_in_fork(why)
 
     def _forked(self) -> ForkedProcess:
         return ForkedProcess(f"the nodes belong to process {self._pid}; this process is a fork of it")
 
     def _end(self) -> list[str]:
         """End the nodes; return the failures that were not raised."""
-        for line in self._lines:
-            line.finish(_PATIENCE)
-        unseen = [text for line in self._lines for text in line.unseen()]
-        for line in self._lines:
-            why = f"node {line.index} is closed: its master was closed"
-            line.close(NodeLost(why, node_name(line.index), (line.index,)))
-        self._standstills.close()
+        for node in self._nodes:
+            node.finish(CLOSE_TIMEOUT_S)
+        unseen = [text for node in self._nodes for text in node.unseen()]
+        for node in self._nodes:
+            why = f"node {node.index} is closed: its master was closed"
+            node.close(NodeLost(why, node_name(node.index), (node.index,)))
+        self._roster.close()
         self._workers.close()
         return unseen
 
-    def _give_up(self, name: str, why: str) -> None:
-        """Treat a worker as lost although the connection to it is open."""
-        self._lost(name, why)
-        agent = self._workers.agent
-        connection = agent.connections.existing(name)
-        if connection is not None:  # dropping it ends all waits for the worker
-            agent.endpoint.post.drop(connection.number, why)
+    def _ask(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
+        return self._roster.peer(index).options(timeout=REPLY_TIMEOUT_S).call(fn, *args).wait()
 
-    def _lost(self, name: str, why: str = _ENDED) -> None:
-        line = self._roster.lose(name, why)
-        if line is None:
-            return  # already lost by another of its connections, or not a node
-        for fn in list(self._on_lost):
-            try:
-                fn(line.index)
-            except BaseException:
-                with contextlib.suppress(BaseException):  # a user's logging handler may raise
-                    _logger.exception("a callback of Master.on_lost failed for node %d", line.index)
+    def _poison_of(self, index: int, space: int, id: int) -> Any:
+        return self._ask(index, sessions.poison_of, self.name, space, id)
 
     @property
     def pids(self) -> list[int]:
@@ -488,5 +443,5 @@ class Master(Seeing):
         self.close()
 
     def __repr__(self) -> str:
-        nodes = counted(len(self._lines), "node")
+        nodes = counted(len(self._nodes), "node")
         return f"<shoal.controller.Master of {nodes}{', closed' if self._closed else ''}>"

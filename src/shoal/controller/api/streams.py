@@ -12,31 +12,30 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError, WorkerLost
 from ...future import Future
-from ..commands.batch import SegmentBatch
-from ..commands.line import NodeConnection
-from ..commands.losses import anew, lost_by
+from ..commands.batch import SegmentBatch, fresh_copy
+from ..commands.connection import StreamConnection
 from ..commands.space import Space
 from ..node import sessions
 from ..protocol.commands import MARK, WAIT
 from ..protocol.metadata import WireMetadata, metadata
 from ..tensor import current
-from ..tensor.ordering import Streams
+from ..tensor.stream_order import StreamOrder
 from ..tensor.tensor import TensorHandle
 
 #: a device, an object with a ``device``, an index, or None: node 0
-Place = Any
+NodeLike = Any
 
 _MARK = WireMetadata((), (), 0, torch.bool)
 
 
-def _home(place: Place) -> Space:
+def _space_of(place: NodeLike) -> Space:
     device = getattr(place, "device", place)
     if device is None:
         device = 0
@@ -48,11 +47,7 @@ def _home(place: Place) -> Space:
     return current.master().space(device)
 
 
-@refuses_copies(
-    "a Stream",
-    "a queue at each node",
-    "Create another one",
-)
+@refuses_copies("a Stream", "a queue at each node", "Create another one")
 class Stream:
     """A queue of operations on a node, in addition to the node's default stream.
 
@@ -68,15 +63,15 @@ class Stream:
         device: device of the node.
     """
 
-    def __init__(self, place: Place = None) -> None:
-        home = _home(place)
+    def __init__(self, place: NodeLike = None) -> None:
+        home = _space_of(place)
         streams = current.master().streams()
         with home.lock:
             log = streams.open(home)
         self._set(streams, log)
         weakref.finalize(self, streams.give_back, log).atexit = False
 
-    def _set(self, streams: Streams, log: Space) -> None:
+    def _set(self, streams: StreamOrder, log: Space) -> None:
         self._streams = streams
         self.log = log
         self.device = log.home.device
@@ -87,9 +82,9 @@ class Stream:
         return self.log.stream
 
     def __enter__(self) -> Stream:
-        _not_recorded(self.log)
+        _refuse_in_recording(self.log)
         if self.log.lost is not None:
-            raise anew(self.log.lost)
+            raise fresh_copy(self.log.lost)
         self._streams.enter(self.log)
         return self
 
@@ -104,8 +99,8 @@ class Stream:
             NodeLost: a node was lost.
         """
         Event().record(self).synchronize()
-        for line in self.log.lines:
-            line.raise_unseen()
+        for connection in self.log.connections:
+            connection.node.raise_unseen()
 
     def query(self) -> bool:
         """Return whether everything issued to the stream is done, without waiting."""
@@ -133,25 +128,25 @@ class Stream:
         return f"<shoal.Stream {self.stream_id} of {self.device}>"
 
 
-def _not_recorded(log: Space) -> None:
+def _refuse_in_recording(log: Space) -> None:
     """Raise RecordingMismatch if this thread records a step."""
     if log.home.listener is not None:
-        log.home.listener.commanded(log.home, (WAIT,))
+        log.home.listener.command_issued(log.home, (WAIT,))
 
 
-def _of(streams: Streams, log: Space) -> Stream:
+def _stream_of(streams: StreamOrder, log: Space) -> Stream:
     """Wrap an existing log in a stream."""
     stream = Stream.__new__(Stream)
     stream._set(streams, log)
     return stream
 
 
-def default_stream(place: Place = None) -> Stream:
+def default_stream(place: NodeLike = None) -> Stream:
     """Return the stream of a node that operations use outside of ``with stream:``."""
-    return _of(current.master().streams(), _home(place))
+    return _stream_of(current.master().streams(), _space_of(place))
 
 
-def current_stream(place: Place = None) -> Stream:
+def current_stream(place: NodeLike = None) -> Stream:
     """Return the stream of a node that this thread's operations use.
 
     Args:
@@ -159,15 +154,19 @@ def current_stream(place: Place = None) -> Stream:
     """
     streams = current.master().streams()
     if place is None:
-        return _of(streams, streams.innermost() or _home(None))
-    return _of(streams, streams.current(_home(place)))
+        return _stream_of(streams, streams.innermost() or _space_of(None))
+    return _stream_of(streams, streams.current(_space_of(place)))
 
 
-@refuses_copies(
-    "an Event",
-    "a position in the streams of the nodes",
-    "Record another one",
-)
+class _Record(NamedTuple):
+    """A position in the log of a stream, and the batches that it was sent in."""
+
+    log: Space
+    position: int
+    batches: list[tuple[StreamConnection, SegmentBatch]]
+
+
+@refuses_copies("an Event", "a position in the streams of the nodes", "Record another one")
 class Event:
     """An event in a stream; it happens when everything issued to the stream before it is done.
 
@@ -177,7 +176,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._timing = enable_timing
-        self._recorded: tuple[Space, int, list[tuple[NodeConnection, SegmentBatch]]] | None = None
+        self._recorded: _Record | None = None
         self._mark: TensorHandle | None = None
 
     def record(self, stream: Stream | None = None) -> Event:
@@ -190,19 +189,21 @@ class Event:
         """
         given = current_stream() if stream is None else stream
         log, streams = given.log, given._streams
-        _not_recorded(log)
+        _refuse_in_recording(log)
         with log.lock:
             if log.lost is not None:
-                raise anew(log.lost)
-            if self._timing or any(line.accelerators for line in log.lines):
+                raise fresh_copy(log.lost)
+            if self._timing or any(connection.node.accelerators for connection in log.connections):
                 id = log.new_id()
                 with streams.using(log, [], []):
-                    log.note(MARK, id, int(self._timing))
+                    log.append_command(MARK, id, int(self._timing))
                 self._mark = TensorHandle(log.home, id, metadata(log.device, _MARK))
                 self._mark.storage = streams.made(log)
             position = log.position
-            sent = [(line, line.flush()) for line in log.lines]
-            self._recorded = log, position, [(line, batch) for line, batch in sent if batch is not None]
+            sent = [(connection, connection.flush()) for connection in log.connections]
+            self._recorded = _Record(
+                log, position, [(each, batch) for each, batch in sent if batch is not None]
+            )
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -215,13 +216,15 @@ class Event:
         given = current_stream() if stream is None else stream
         if self._recorded is None:
             return
-        (recorded, position, batches), log = self._recorded, given.log
-        _not_recorded(log)
+        recorded, log = self._recorded, given.log
+        _refuse_in_recording(log)
         with log.lock:
-            if {line.main for line in log.lines} == {line.main for line in recorded.lines}:
-                given._streams.wait(log, recorded, position)  # each node for its own part
+            if log.connected_nodes == recorded.log.connected_nodes:
+                given._streams.wait(log, recorded.log, recorded.position)  # each node for its own part
             else:
-                given._streams.expect(log, batches, partial(_passed, recorded, self._mark, True))
+                given._streams.expect(
+                    log, recorded.batches, partial(_query_gpus, recorded.log, self._mark, True)
+                )
 
     def query(self) -> bool:
         """Return whether the event has happened; True if it was not recorded.
@@ -231,13 +234,13 @@ class Event:
         """
         if self._recorded is None:
             return True
-        for line, batch in self._recorded[2]:
+        for connection, batch in self._recorded.batches:
             if not batch.future.done():
-                if line.main.lost is not None:
-                    raise anew(line.main.lost)
+                if connection.node.lost is not None:
+                    raise fresh_copy(connection.node.lost)
                 return False
         self._settle()
-        return all(asked.wait() for asked in _passed(self._recorded[0], self._mark, False))
+        return all(asked.wait() for asked in _query_gpus(self._recorded.log, self._mark, False))
 
     def synchronize(self) -> None:
         """Wait until the event has happened.
@@ -248,14 +251,14 @@ class Event:
         if self._recorded is None:
             return
         self._settle()
-        for asked in _passed(self._recorded[0], self._mark, True):
+        for asked in _query_gpus(self._recorded.log, self._mark, True):
             asked.wait()
 
     def _settle(self) -> None:
         assert self._recorded is not None
-        for line, batch in self._recorded[2]:
+        for connection, batch in self._recorded.batches:
             if not batch.future.done() or batch.future.exception() is not None:
-                line.settle(batch)
+                connection.wait_batch(batch)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds from this event to another one on the same node; waits for both.
@@ -271,27 +274,29 @@ class Event:
         first, second = self._mark, end_event._mark
         assert first is not None
         assert second is not None
-        common = {line.main for line in first.space.lines} & {line.main for line in second.space.lines}
+        common = first.space.connected_nodes & second.space.connected_nodes
         if not common:
             raise UsageError(
                 f"the events are on {first.space.device} and {second.space.device}, whose clocks differ"
             )
-        line = min(common, key=lambda line: line.index)
+        node = min(common, key=lambda node: node.index)
         given = first.space.number, first.id, second.space.number, second.id
         try:
-            return float(line.call(sessions.elapsed, *given).wait())
+            return float(node.call(sessions.elapsed, *given).wait())
         except WorkerLost as error:
-            raise lost_by(line, error) from error
+            raise node.mark_lost(error) from error
 
     def __repr__(self) -> str:
-        where = "not recorded" if self._recorded is None else f"of {self._recorded[0].device}"
+        where = "not recorded" if self._recorded is None else f"of {self._recorded.log.device}"
         return f"<shoal.Event {where}>"
 
 
-def _passed(log: Space, mark: TensorHandle | None, wait: bool) -> list[Future[Any]]:
+def _query_gpus(log: Space, mark: TensorHandle | None, wait: bool) -> list[Future[Any]]:
     """Ask nodes with GPUs whether their GPUs have reached an event; with `wait`, to reply once they have."""
     if mark is None:
         return []
     return [
-        line.main.call(sessions.passed, log.number, mark.id, wait) for line in log.lines if line.accelerators
+        connection.node.call(sessions.event_reached, log.number, mark.id, wait)
+        for connection in log.connections
+        if connection.node.accelerators
     ]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ...common.formatting import counted
 from ..protocol.commands import FIRST, FREE, KEEP, PUT, RELEASE, SHARE, TAKE, WIDTHS
-from .issuing import Origin, issuing_line
+from .origin import CallOrigin, Origin, current_origin, format_origin
 
 #: acknowledged operations kept per node; each segment and each batch counts as one more
-KEPT = 4096
+MAX_HISTORY_OPERATIONS = 4096
 
 _MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
 #: commands below FIRST that make tensors
@@ -23,7 +25,7 @@ MAKING = frozenset({*_MADE_BY, KEEP})
 _NAMING = MAKING | {FREE, RELEASE}
 
 
-class Kind(NamedTuple):
+class CallSignature(NamedTuple):
     """The parts of an interned call that are needed to read a log.
 
     Attributes:
@@ -40,7 +42,7 @@ class Kind(NamedTuple):
     given: tuple[int, ...] = ()
 
 
-class Issued(list[Any]):
+class SegmentOrigins(list[Any]):
     """The origin of each interned call of a segment; for a recorded step, the list of its steps' origins.
 
     Attributes:
@@ -52,14 +54,14 @@ class Issued(list[Any]):
 
     __slots__ = ("kinds", "made", "numbers", "space")
 
-    def __init__(self, space: int, kinds: dict[int, Kind]) -> None:
+    def __init__(self, space: int, kinds: dict[int, CallSignature]) -> None:
         super().__init__()
         self.space = space
         self.kinds = kinds
         self.numbers: Sequence[int] = ()
         self.made: dict[int, tuple[str, Origin | None]] = {}
 
-    def commands(self) -> Iterator[tuple[int, Kind | None, int]]:
+    def commands(self) -> Iterator[tuple[int, CallSignature | None, int]]:
         """Yield each command's position, kind (None: not an interned call) and number of earlier calls.
 
         Stops at a call that was forgotten since, because its length is unknown.
@@ -78,12 +80,12 @@ class Issued(list[Any]):
             calls += 1
             p += 1 + kind.operands + kind.results
 
-    def note(self, at: int, command: int, asked: str) -> None:
+    def add_maker(self, at: int, command: int, asked: str) -> None:
         """Note a command at position `at` that makes a tensor."""
-        self.made[at] = _MADE_BY.get(command, asked), issuing_line()
+        self.made[at] = _MADE_BY.get(command, asked), current_origin()
 
 
-def _size(batch: list[Issued]) -> int:
+def _size(batch: list[SegmentOrigins]) -> int:
     """Return the size of a batch in the history: its operations, plus one per segment and one per batch."""
     return 1 + sum(1 + len(each) for each in batch)
 
@@ -100,7 +102,7 @@ class Maker(NamedTuple):
     """
 
     operator: str
-    origin: Origin | list[Origin | None] | None
+    origin: CallOrigin
     age: int
     pending: bool
     changed: Origin | None
@@ -110,23 +112,23 @@ class History:
     """The last acknowledged segments of a connection, oldest first."""
 
     def __init__(self) -> None:
-        self._batches: deque[list[Issued]] = deque()
+        self._batches: deque[list[SegmentOrigins]] = deque()
         self._size = 0
 
-    def add(self, batch: list[Issued]) -> None:
+    def add(self, batch: list[SegmentOrigins]) -> None:
         """Add the segments of an acknowledged batch."""
         self._batches.append(batch)
         self._size += _size(batch)
-        while self._size > KEPT and len(self._batches) > 1:
+        while self._size > MAX_HISTORY_OPERATIONS and len(self._batches) > 1:
             self._size -= _size(self._batches.popleft())
 
-    def newest_first(self) -> Iterator[Issued]:
+    def newest_first(self) -> Iterator[SegmentOrigins]:
         """Iterate over the segments, newest first."""
         for batch in reversed(self._batches):
             yield from reversed(batch)
 
 
-def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -> Maker | None:
+def maker_of(space: int, id: int, pending: Sequence[SegmentOrigins], history: History) -> Maker | None:
     """Return the command that made tensor `id` of a space; None: it is no longer in the history.
 
     `pending` are the segments that are not acknowledged, newest first.
@@ -134,7 +136,7 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
     after, changed = 0, None
     for waits, segments in ((True, pending), (False, history.newest_first())):
         for issued in segments:
-            found, written, gone = _search(issued, space, id)
+            found, written, gone = _find_maker(issued, space, id)
             changed = changed or written
             if found is not None:
                 operator, origin, position = found
@@ -145,8 +147,8 @@ def maker_of(space: int, id: int, pending: Sequence[Issued], history: History) -
     return None
 
 
-def _search(
-    issued: Issued, space: int, id: int
+def _find_maker(
+    issued: SegmentOrigins, space: int, id: int
 ) -> tuple[tuple[str, Any, int] | None, Origin | None, bool]:  # fmt: skip
     """Return the last command of a segment that made a tensor, the last write after it, and whether the id
     was freed instead. The command is: operator, origin, and the number of operations up to and including it.
@@ -175,3 +177,33 @@ def _search(
         elif here and any(numbers[p + 1 + at] == id for at in kind.written):
             written = issued[position]
     return found, written, gone
+
+
+def describe_progress(waiting: Sequence[SegmentOrigins], history: History, stream: int) -> str:
+    """Describe the first of the unacknowledged operations `waiting`, else the default stream's last one.
+
+    Thread-safe.
+    """
+    where = f"stream {stream} of it" if stream else "it"
+    for number, issued in enumerate(waiting):
+        for operator, origin, later in _operations(issued):
+            later += sum(map(len, waiting[number + 1 :]))
+            text = f"{where} had not acknowledged {operator}, issued at {format_origin(origin)}"
+            return f"{text}; {counted(later, 'operation')} came after it" if later else text
+    if stream:
+        return ""
+    with suppress(RuntimeError):  # another thread adds to it
+        for issued in history.newest_first():
+            for operator, origin, _ in reversed(list(_operations(issued))):
+                done = "it had done all operations sent to it"
+                return f"{done}; the last was {operator}, issued at {format_origin(origin)}"
+    return ""
+
+
+def _operations(issued: SegmentOrigins) -> Iterator[tuple[str, Any, int]]:
+    """Yield each operation of a segment: operator, origin, number of operations after it."""
+    for p, kind, position in issued.commands():
+        if kind is not None:
+            yield kind.operator, issued[position], len(issued) - position - 1
+        elif p in issued.made:
+            yield *issued.made[p], len(issued) - position

@@ -20,27 +20,27 @@ from ... import _core
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: code of marked functions -> whether a Ctrl-C waits until they return
-_marks: dict[CodeType, bool] = {}
+_deferring: dict[CodeType, bool] = {}
 #: our handler, wrapping Python's default handler
-_usual = _core.guard_interrupts(_signal.default_int_handler, _marks)
+_guarded_default = _core.guard_interrupts(_signal.default_int_handler, _deferring)
 _open = False
 #: the IPython shell, if the program runs in one
 _shell: Any = None
 
 
-def uncut(fn: F) -> F:
+def defer_interrupt(fn: F) -> F:
     """Decorate a function that Ctrl-C does not interrupt while a master is open; it is handled afterwards."""
-    _marks[fn.__code__] = True
+    _deferring[fn.__code__] = True
     return fn
 
 
-def waiting(fn: F) -> F:
-    """Decorate a function that a Ctrl-C does interrupt, even when called by an :func:`uncut` function."""
-    _marks[fn.__code__] = False
+def interruptible(fn: F) -> F:
+    """Decorate a function that a Ctrl-C does interrupt, even in a :func:`defer_interrupt` function."""
+    _deferring[fn.__code__] = False
     return fn
 
 
-def undisturbed(fn: Callable[[], object]) -> None:
+def call_without_interrupt(fn: Callable[[], object]) -> None:
     """Call `fn`; a Ctrl-C during the call is handled after it, by any handler."""
     if threading.current_thread() is not threading.main_thread():
         fn()  # Python handles signals in the main thread only
@@ -50,7 +50,7 @@ def undisturbed(fn: Callable[[], object]) -> None:
         fn()
         return
     if handler is _signal.default_int_handler and _open:
-        handler = _usual
+        handler = _guarded_default
     noted: list[tuple[Any, ...]] = []
     _signal.signal(_signal.SIGINT, lambda *signalled: noted.append(signalled))
     try:
@@ -62,13 +62,13 @@ def undisturbed(fn: Callable[[], object]) -> None:
 
 
 def protect() -> None:
-    """Keep Ctrl-C out of torch's C++ code and :func:`uncut` functions until :func:`unprotect`."""
+    """Keep Ctrl-C out of torch's C++ code and :func:`defer_interrupt` functions until :func:`unprotect`."""
     global _open, _shell
     _open = True
     if threading.current_thread() is threading.main_thread():
         handler = _signal.getsignal(_signal.SIGINT)
         if callable(handler) and _core.guarded_handler(handler) is None:
-            _signal.signal(_signal.SIGINT, _core.guard_interrupts(handler, _marks))
+            _signal.signal(_signal.SIGINT, _core.guard_interrupts(handler, _deferring))
     ipython = sys.modules.get("IPython")
     _shell = None if ipython is None else ipython.get_ipython()
     if _shell is not None:
@@ -90,4 +90,4 @@ def unprotect() -> None:
 
 def _protect_cell(*_: object) -> None:
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _usual)
+        _signal.signal(_signal.SIGINT, _guarded_default)

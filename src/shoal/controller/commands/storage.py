@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 Space: TypeAlias = Any
 
 
-class Past:
+class StorageUses:
     """The uses of a storage that other streams may have to wait for.
 
     Attributes:
@@ -37,17 +37,17 @@ class Storage:
 
     def __init__(self) -> None:
         self.joined: Storage | None = None
-        self._past: Past | None = None
+        self._past: StorageUses | None = None
 
     @property
-    def past(self) -> Past:
+    def past(self) -> StorageUses:
         """The uses of this memory, recorded once there are several streams."""
         if self._past is None:
-            self._past = Past()
+            self._past = StorageUses()
         return self._past
 
 
-def merged(storages: Sequence[Storage]) -> Storage:
+def merge_storages(storages: Sequence[Storage]) -> Storage:
     """Merge storages that may be the same memory into one.
 
     All commands on them must precede later ones, as after :meth:`Ordering.apart`.
@@ -61,7 +61,7 @@ def merged(storages: Sequence[Storage]) -> Storage:
 
 
 class Ordering(Protocol):
-    """The interface of the stream order for spaces and tensors; ``tensor/ordering.py`` implements it."""
+    """The interface of the stream order for spaces and tensors; ``tensor/stream_order.py`` implements it."""
 
     def free(self, home: Space) -> None: ...
 

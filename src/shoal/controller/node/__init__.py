@@ -1,5 +1,5 @@
 """The half of the mode that runs in a node's process; it does not import the master's half.
 
 The master calls the functions of :mod:`.sessions`; :mod:`.execute` executes its log. ``functions``,
-``history``, ``loader`` and ``trace`` are the counterparts of the master's modules with the same names.
+``history`` and ``loader`` are the counterparts of the master's modules with the same names.
 """

@@ -1,7 +1,8 @@
-"""The GPUs of a node's process, and the device where the node creates tensors."""
+"""The GPUs of a node's process, the device where the node creates tensors, and events on the GPUs."""
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,6 @@ def _kind() -> str | None:
 
 
 def count() -> int:
-    """Return the number of GPUs."""
     return torch.accelerator.device_count() if _kind() is not None else 0
 
 
@@ -52,7 +52,6 @@ def device(index: int) -> torch.device:
 
 
 def seed(number: int) -> None:
-    """Seed the random generators of the CPU and all GPUs."""
     torch.default_generator.manual_seed(number)
     if count():
         _module().manual_seed_all(number)
@@ -78,3 +77,36 @@ def _states() -> list[torch.Tensor]:
 
 def _module() -> Any:
     return torch.get_device_module(_kind())
+
+
+class NodeEvent:
+    """An event recorded in the stream of the calling thread: a time, and a CUDA event on each GPU.
+
+    `timing`: whether :meth:`elapsed` is needed.
+    """
+
+    __slots__ = ("_at", "_events")
+
+    def __init__(self, timing: bool) -> None:
+        self._at = time.perf_counter()
+        self._events: list[Any] = []
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(index))
+                self._events.append(event)
+
+    def reached(self, wait: bool) -> bool:
+        """Return whether the GPUs have done everything enqueued before it; with `wait`, wait for that."""
+        for event in self._events:  # the CPU has done everything before it when the event is recorded
+            if wait:
+                event.synchronize()
+        return all(event.query() for event in self._events)
+
+    def elapsed(self, end: NodeEvent) -> float:
+        """Return the milliseconds from this event to `end`; with GPUs, the maximum over the GPUs."""
+        if not self._events:
+            return (end._at - self._at) * 1000
+        return max(
+            float(first.elapsed_time(last)) for first, last in zip(self._events, end._events, strict=True)
+        )

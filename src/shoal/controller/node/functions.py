@@ -10,33 +10,23 @@ from typing import Any
 
 import torch
 
-from ..protocol.metadata import WireMetadata, told
-
 # The dispatch keys of a thread that runs no batch: a function may use autograd.
 _INCLUDED = torch._C._dispatch_tls_local_include_set()
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
-class FunctionReply:
-    """The pickled result `value` of a function; tensors in it are replaced by positions in `tensors`."""
-
-    def __init__(self, value: bytes, tensors: list[torch.Tensor]) -> None:
-        self.value = value
-        self.tensors = tensors
-
-    @property
-    def told(self) -> list[WireMetadata]:
-        """The metadata of the tensors."""
-        return [told(each) for each in self.tensors]
-
-
-def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any]) -> FunctionReply:
+def answer(
+    payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any]
+) -> tuple[bytes, list[torch.Tensor]]:
     """Call the function of a payload.
 
     Args:
         payload: the pickled function and its arguments.
         tensor: returns the tensor of a space and an id.
         poisoned: list to which `tensor` adds poisoned arguments; if any, the function is not called.
+
+    Returns:
+        The pickled result, in which tensors are replaced by positions in the returned list.
 
     Raises:
         BaseException: raised by the function or by pickling.
@@ -59,7 +49,7 @@ def answer(payload: bytes, tensor: Callable[[int, int], Any], poisoned: list[Any
         return positions[id(value)]
 
     pickled = pickled_with(value, position)
-    return FunctionReply(pickled, [each.detach() for each in found])
+    return pickled, [each.detach() for each in found]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The last commands that a stream of a node executed, for errors and dumps.
+"""The record of what a stream executes: its last commands, their times in a trace, and its batch's reply.
 
 The node keeps the last logs and reads them on demand, so that executing a command costs nothing more.
 """
@@ -6,21 +6,29 @@ The node keeps the last logs and reads them on demand, so that executing a comma
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
 from ..protocol import commands
-from ..protocol.commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition
+from ..protocol.commands import DEFINE, FIRST, FREE, RELEASE, WAIT, Definition, OperationFailure
 
 #: maximum number of commands in a dump
-KEPT = 256
+MAX_DUMP_COMMANDS = 256
 #: number of preceding commands in the error of a failed one
-TOLD = 5
+ERROR_CONTEXT_COMMANDS = 5
 #: maximum bytes of logs that are kept; the last one is always kept
-_MOST = 2**18
+MAX_LOG_BYTES = 2**18
+#: number of last commands of a node, and of batched commands and waits of the master, that a trace keeps
+MAX_TRACE_EVENTS = 200_000
+
+#: stream, batch, segment in it, position among its numbers, name, begin and end in nanoseconds
+Event = tuple[int, int, int, int, str, int, int]
 
 _NAMES = {
     number: name.lower()
@@ -28,22 +36,23 @@ _NAMES = {
     if name.isupper() and isinstance(number, int) and number < FIRST
 }
 #: commands that compute nothing
-_SILENT = frozenset({FREE, DEFINE, RELEASE, WAIT})
+_UNLISTED = frozenset({FREE, DEFINE, RELEASE, WAIT})
 
 
+#: function, length in numbers and number of scalars of each call of a space
+_Calls = Mapping[int, tuple[Any, int, int]]
 #: the calls and the definitions of a space, and the numbers of a log
-_Log = tuple[Mapping[int, Any], Mapping[int, Definition], bytes]
+_Log = tuple[_Calls, Mapping[int, Definition], bytes]
 
 
-def named(number: int, definitions: Mapping[int, Definition]) -> str:
-    """Return the name of a command or operator."""
+def command_name(number: int, definitions: Mapping[int, Definition]) -> str:
     definition = definitions.get(number)
     if definition is None:
         return _NAMES.get(number, "a recorded step")
     return definition.operator.replace("::", ".")
 
 
-class Recent:
+class RecentCommands:
     """The last logs of a stream; any thread may read the commands.
 
     `code` is that of the function that executes a log; its local variable ``p`` is the position.
@@ -54,14 +63,12 @@ class Recent:
         self._logs: deque[_Log] = deque()
         self._size = 0
 
-    def begin(
-        self, calls: Mapping[int, Any], definitions: Mapping[int, Definition], numbers: bytes
-    ) -> None:  # fmt: skip
+    def begin(self, calls: _Calls, definitions: Mapping[int, Definition], numbers: bytes) -> None:
         """Add a log that will be executed now, with the calls that its numbers stand for."""
         logs = self._logs
         logs.append((calls, definitions, numbers))
         self._size += len(numbers)
-        while len(logs) > KEPT or (self._size > _MOST and len(logs) > 1):
+        while len(logs) > MAX_DUMP_COMMANDS or (self._size > MAX_LOG_BYTES and len(logs) > 1):
             self._size -= len(logs.popleft()[2])
 
     def clear(self) -> None:
@@ -72,7 +79,7 @@ class Recent:
     def before(self) -> str:
         """Return the names of the commands before the one that this thread executes."""
         found, _ = self.commands(sys._getframe())
-        return ", ".join(found[-TOLD:])
+        return ", ".join(found[-ERROR_CONTEXT_COMMANDS:])
 
     def commands(self, frame: FrameType | None = None) -> tuple[list[str], str]:
         """Return the last completed commands, and the running one, or "".
@@ -88,9 +95,9 @@ class Recent:
             names, now = _names(*logs[index], at if last else None)
             running = now or running
             done = names + done
-            if len(done) >= KEPT:
+            if len(done) >= MAX_DUMP_COMMANDS:
                 break
-        return done[-KEPT:], running
+        return done[-MAX_DUMP_COMMANDS:], running
 
     def _position(self, frames: Sequence[FrameType | None], numbers: bytes) -> int | None:
         for each in frames:
@@ -103,7 +110,7 @@ class Recent:
 
 
 def _names(
-    calls: Mapping[int, Any], definitions: Mapping[int, Definition], log: bytes, at: int | None
+    calls: _Calls, definitions: Mapping[int, Definition], log: bytes, at: int | None
 ) -> tuple[list[str], str]:
     """Return the commands of a log before position `at`, and the one there; `at` is None if all are done."""
     names: list[str] = []
@@ -112,12 +119,105 @@ def _names(
     while p < len(numbers):
         number = numbers[p]
         width = calls.get(number, (None, 0, 0))[1]
-        name = named(number, definitions)
+        name = command_name(number, definitions)
         if at is not None and p >= at:
             return names, name
-        if number not in _SILENT:
+        if number not in _UNLISTED:
             names.append(name)
         if not width:  # the call was forgotten meanwhile
             break
         p += width
     return names, ""
+
+
+# -- traces ------------------------------------------------------------------------------------------
+
+
+class Timing:
+    """The times of the commands of all streams of a session."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=MAX_TRACE_EVENTS)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def note(self, running: BatchReply, position: int, name: str, begun: int) -> None:
+        """Record a command that began at `begun` and ends now."""
+        event = (
+            running.stream, running.batch, running.segment, position, name, begun, time.monotonic_ns(),
+        )  # fmt: skip
+        with self._lock:
+            self._count += 1
+            self._events.append(event)
+
+    def collected(self) -> tuple[list[Event], int]:
+        """Return the events, and the number of dropped older ones."""
+        with self._lock:
+            return list(self._events), self._count - len(self._events)
+
+
+class TimedCalls:
+    """The calls of a space, each of which records its time."""
+
+    def __init__(
+        self, timing: Timing, running: BatchReply, calls: _Calls, definitions: Mapping[int, Definition]
+    ) -> None:
+        self._timing, self._running, self._calls, self._definitions = timing, running, calls, definitions
+
+    def __getitem__(self, number: int) -> tuple[Any, int, int]:
+        run, width, used = self._calls[number]
+        return partial(self._run, run, number), width, used
+
+    def _run(self, run: Any, number: int, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+        name, begun = command_name(number, self._definitions), time.monotonic_ns()
+        try:
+            run(t, a, p, s, q)
+        finally:
+            self._timing.note(self._running, p, name, begun)
+
+
+def now() -> int:
+    """Return this process's clock in nanoseconds."""
+    return time.monotonic_ns()
+
+
+# -- replies -----------------------------------------------------------------------------------------
+
+
+class Poison:
+    """The replacement of a tensor that could not be computed because of `failure`."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self, failure: OperationFailure) -> None:
+        self.failure = failure
+
+
+class BatchReply:
+    """The reply to the batch that a stream executes.
+
+    Attributes:
+        values: the values that the master requested.
+        failures: the failed operations.
+        stream, batch, segment: numbers of the stream and the batch, index of the running segment.
+        poisons: numbers for failures.
+        recent: the last commands.
+        timing: the times of commands while a trace is running, else None.
+    """
+
+    def __init__(self, stream: int, poisons: Iterator[int], code: CodeType) -> None:
+        self.stream = stream
+        self.poisons = poisons
+        self.recent = RecentCommands(code)
+        self.timing: Timing | None = None
+        self.begin(0)
+
+    def add_poison(self, poison: Poison) -> None:
+        """Add a requested value that could not be computed."""
+        self.values.append(("poison", tuple(poison.failure)))
+
+    def begin(self, batch: int) -> None:
+        self.batch = batch
+        self.values: list[Any] = []
+        self.failures: list[OperationFailure] = []
+        self.segment = 0

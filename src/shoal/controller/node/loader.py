@@ -10,7 +10,7 @@ from typing import Any
 from ...common.formatting import describe_error, traceback_of
 
 #: number of batches read ahead
-AHEAD = 2
+PREFETCH_BATCHES = 2
 
 _END = object()
 
@@ -60,7 +60,7 @@ class _Loading:
     def _offer(self, batch: Any) -> bool:
         """Wait for room and keep a batch; return False if the loader was stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or len(self._batches) < AHEAD)
+            self._changed.wait_for(lambda: self._stopped or len(self._batches) < PREFETCH_BATCHES)
             if not self._stopped:
                 self._batches.append(batch)
                 self._changed.notify_all()
@@ -71,7 +71,6 @@ _loadings: dict[str, _Loading] = {}
 
 
 def begin(name: str, make: Callable[[int, int], Iterable[Any]], index: int, count: int) -> None:
-    """Create a loader and start reading it."""
     _loadings[name] = _Loading(make, index, count)
 
 

@@ -8,8 +8,8 @@ nodes can always proceed.
 
 A busy node receives notifications of losses and replacements before it executes commands issued earlier, and
 in any order. Therefore each worker of an index has an *epoch*, the number of workers before it, and each
-command contains epochs: a channel is the sum of the epochs of two nodes, the *base* of a set of nodes the sum
-of theirs.
+command contains epochs: a channel is the sum of the epochs of two nodes, the epoch sum of a set of nodes
+the sum of theirs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
 from ..protocol.commands import LOST
-from ..protocol.naming import MASTER
+from ..protocol.workers import MASTER
 
 #: maximum bytes of a tensor that the message has copied when the call returns
-_INSIDE = 16 << 10
+MAX_INLINE_BYTES = 16 << 10
 #: bytes of a tensor above which memory is lent to receivers on the same host
-_LENT = 256 << 10
+MIN_LENT_BYTES = 256 << 10
 
 #: sender, channel, and number of earlier messages on the channel
 _Key = tuple[int, int, int]
@@ -44,7 +44,7 @@ _Key = tuple[int, int, int]
 Member = tuple[str, int]
 
 
-class Elsewhere(Exception):
+class RemoteFailure(Exception):
     """A tensor or collective could not be computed because of failure `number` (or LOST) on node `node`."""
 
     def __init__(self, node: int, number: int) -> None:
@@ -53,7 +53,7 @@ class Elsewhere(Exception):
         self.number = number
 
 
-class Undelivered(Exception):
+class NotDelivered(Exception):
     """A tensor that another node sent did not arrive."""
 
 
@@ -74,13 +74,13 @@ class Peers:
         self.epoch = epoch
         self.agent = agent
         self._sent: Counter[tuple[int, int]] = Counter()
-        self._awaited: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
         self._members = {**members, index: (agent.name, epoch)}
         #: for each node the epoch below which all workers are lost; the node lost last is at the end
-        self._dead = {each: epoch for each, (_, epoch) in self._members.items()}
+        self._lost_below = {each: epoch for each, (_, epoch) in self._members.items()}
         self._peers: dict[int, Peer] = {}
         #: nodes to which a large tensor could not be lent
-        self._unlent: set[int] = set()
+        self._cannot_lend_to: set[int] = set()
         self._changed = threading.Condition()
         self._arrived: dict[_Key, Any] = {}
         self._closed = False
@@ -96,9 +96,9 @@ class Peers:
             self.deliver(key, x.to("cpu", copy=True))
             return
         x = x.cpu()
-        lending = x.nbytes > _LENT and to not in self._unlent and _is_dense(x)
+        lending = x.nbytes > MIN_LENT_BYTES and to not in self._cannot_lend_to and _is_dense(x)
         if not lending:
-            self._deliver(to, key, x if x.nbytes <= _INSIDE and _is_dense(x) else x.clone())
+            self._deliver(to, key, x if x.nbytes <= MAX_INLINE_BYTES and _is_dense(x) else x.clone())
             return
         alias = from_dlpack(x)  # a separate storage object, to see who refers to it
         read = weakref.ref(alias.untyped_storage())
@@ -106,7 +106,7 @@ class Peers:
         del alias
         _ = self.agent.endpoint.post.lends  # releases buffers that were sent
         if future is not None and read() is not None:
-            self._unlent.add(to)
+            self._cannot_lend_to.add(to)
             with contextlib.suppress(RpcError, GroupError):
                 future.wait()
 
@@ -159,38 +159,38 @@ class Peers:
         """Wait for the next tensor from a node on a channel.
 
         Raises:
-            Elsewhere: a failure on another node, or the loss of the sender.
-            Undelivered: it was sent but did not arrive.
+            RemoteFailure: a failure on another node, or the loss of the sender.
+            NotDelivered: it was sent but did not arrive.
         """
-        count = self._awaited[source, channel]
-        self._awaited[source, channel] += 1
+        count = self._received[source, channel]
+        self._received[source, channel] += 1
         key = source, channel, count
         with self._changed:
             self._changed.wait_for(
-                lambda: key in self._arrived or self._is_dead(source, channel - self.epoch)
+                lambda: key in self._arrived or self._is_lost(source, channel - self.epoch)
             )
             if key not in self._arrived:
-                raise Elsewhere(source, LOST)
+                raise RemoteFailure(source, LOST)
             value = self._arrived.pop(key)
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(value, str):
-            raise Undelivered(value)
-        raise Elsewhere(*value)
+            raise NotDelivered(value)
+        raise RemoteFailure(*value)
 
     def deliver(self, key: _Key, value: Any) -> None:
         """Store a message: a tensor, the node and number of a failure, or a text why it did not arrive."""
         with self._changed:
-            if not self._is_dead(key[0], key[1] - self.epoch):  # otherwise receive() has raised
+            if not self._is_lost(key[0], key[1] - self.epoch):  # otherwise receive() has raised
                 self._arrived.setdefault(key, value)
                 self._changed.notify_all()
 
     # -- lost and replaced nodes -----------------------------------------------------------------
 
-    def meet(self, index: int, name: str, epoch: int) -> None:
+    def add_node(self, index: int, name: str, epoch: int) -> None:
         """Note a new node; called by the master."""
         with self._changed:
-            self._bury(index, epoch)
+            self._mark_lost_below(index, epoch)
             if index not in self._members or self._members[index][1] < epoch:
                 self._members[index] = name, epoch
                 self._forget(index, epoch)
@@ -200,28 +200,28 @@ class Peers:
         """Wait for the worker of a node in an epoch and return its name; None if it is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._members.get(index, ("", -1))[1] >= epoch or self._closed)
-            return None if self._is_dead(index, epoch) else self._members[index][0]
+            return None if self._is_lost(index, epoch) else self._members[index][0]
 
-    def names(self, members: Collection[int], base: int) -> list[str] | None:
-        """Wait for the workers of a set of nodes, whose epochs have the sum `base`, and return their names.
+    def names(self, members: Collection[int], epoch_sum: int) -> list[str] | None:
+        """Wait for the workers of a set of nodes, whose epochs have this sum; return their names.
 
         Returns None if one of them is lost.
         """
 
         def known() -> bool:
             there = [self._members[each] for each in members if each in self._members]
-            return len(there) == len(members) and sum(epoch for _, epoch in there) >= base
+            return len(there) == len(members) and sum(epoch for _, epoch in there) >= epoch_sum
 
         with self._changed:
-            self._changed.wait_for(lambda: known() or self._has_lost(members, base))
-            if self._has_lost(members, base):
+            self._changed.wait_for(lambda: known() or self._any_lost(members, epoch_sum))
+            if self._any_lost(members, epoch_sum):
                 return None
             return [self._members[each][0] for each in members]
 
-    def lose(self, index: int, epoch: int) -> None:
+    def lose_node(self, index: int, epoch: int) -> None:
         """Note the loss of the worker of a node in an epoch; called by the master."""
         with self._changed:
-            self._bury(index, epoch + 1)
+            self._mark_lost_below(index, epoch + 1)
             self._changed.notify_all()
         for fn in self._on_lost:
             fn(index)
@@ -230,12 +230,12 @@ class Peers:
         """Call ``fn(index)`` when a node is lost."""
         self._on_lost.append(fn)
 
-    def lost(self, members: Collection[int], base: int) -> int | None:
-        """Return the node of a set that was lost last since the sum of their epochs was `base`, or None."""
+    def lost(self, members: Collection[int], epoch_sum: int) -> int | None:
+        """Return the node of a set that was lost last since the sum of their epochs was this, or None."""
         with self._changed:
-            if not self._has_lost(members, base):
+            if not self._any_lost(members, epoch_sum):
                 return None
-            return next(each for each in reversed(self._dead) if each in members)
+            return next(each for each in reversed(self._lost_below) if each in members)
 
     def close(self) -> None:
         """End all waits here: the session has ended."""
@@ -243,25 +243,25 @@ class Peers:
             self._closed = True
             self._changed.notify_all()
 
-    def _is_dead(self, index: int, epoch: int) -> bool:
-        return self._closed or self._dead.get(index, 0) > epoch
+    def _is_lost(self, index: int, epoch: int) -> bool:
+        return self._closed or self._lost_below.get(index, 0) > epoch
 
-    def _has_lost(self, members: Collection[int], base: int) -> bool:
-        return self._closed or sum(self._dead.get(each, 0) for each in members) > base
+    def _any_lost(self, members: Collection[int], epoch_sum: int) -> bool:
+        return self._closed or sum(self._lost_below.get(each, 0) for each in members) > epoch_sum
 
-    def _bury(self, index: int, epoch: int) -> None:
+    def _mark_lost_below(self, index: int, epoch: int) -> None:
         """Note that a node's workers below an epoch are lost."""
-        if self._dead.get(index, 0) < epoch:
-            self._dead.pop(index, None)
-            self._dead[index] = epoch
-        self._dead.setdefault(index, epoch)
+        if self._lost_below.get(index, 0) < epoch:
+            self._lost_below.pop(index, None)
+            self._lost_below[index] = epoch
+        self._lost_below.setdefault(index, epoch)
 
     def _forget(self, index: int, epoch: int) -> None:
         """Forget the state of a node's workers older than the last lost one."""
         self._peers.pop(index, None)
-        self._unlent.discard(index)
+        self._cannot_lend_to.discard(index)
         old = epoch - 1 + self.epoch
-        for counts in (self._sent, self._awaited):
+        for counts in (self._sent, self._received):
             for each in [each for each in counts if each[0] == index and each[1] < old]:
                 del counts[each]
         for key in [key for key in self._arrived if key[0] == index and key[1] < old]:
@@ -272,19 +272,16 @@ _sessions: dict[str, Peers] = {}
 
 
 def enter(peers: Peers) -> None:
-    """Begin a session on this node."""
     _sessions[peers.session] = peers
 
 
 def leave(session: str) -> None:
-    """End a session on this node."""
     ended = _sessions.pop(session, None)
     if ended is not None:
         ended.close()
 
 
 def of_session(session: str) -> Peers:
-    """Return the other nodes of a session that has begun here."""
     return _sessions[session]
 
 
@@ -292,24 +289,21 @@ def of_session(session: str) -> Peers:
 
 
 def deliver(session: str, key: _Key, value: Any) -> None:
-    """On the receiver: store a message."""
     peers = _sessions.get(session)
     if peers is not None:
         peers.deliver(key, value)
 
 
-def meet(session: str, index: int, epoch: int, name: str) -> None:
-    """On a node: note a new node."""
+def add_node(session: str, index: int, epoch: int, name: str) -> None:
     peers = _sessions.get(session)
     if peers is not None:
-        peers.meet(index, name, epoch)
+        peers.add_node(index, name, epoch)
 
 
-def lose(session: str, index: int, epoch: int) -> None:
-    """On a node: note a lost node."""
+def lose_node(session: str, index: int, epoch: int) -> None:
     peers = _sessions.get(session)
     if peers is not None:
-        peers.lose(index, epoch)
+        peers.lose_node(index, epoch)
 
 
 def relay(to: str, session: str, key: _Key, why: str) -> None:

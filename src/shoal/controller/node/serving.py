@@ -1,4 +1,8 @@
-"""The main loop of a node's process: it joins the master and serves it until the master ends."""
+"""The main loop of a node's process: it joins the master and serves it until the master ends.
+
+A process that a master starts (:mod:`shoal.controller.start.processes`) ends with its master: at the end of a
+connection to it, or of the standard input, which begins with the secret of the job in hexadecimal digits.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
+
+import torch
 
 from ... import config, failure_report, rpc
 from ...common.formatting import format_seconds
@@ -29,20 +35,19 @@ from ...errors import (
 from ...net import Deadline
 from ...rendezvous.point import RendezvousPoint, open_point
 from ...rpc.join import HANDLERS, checked_settings, join_at
-from ..protocol.joining import arrive
-from ..protocol.naming import MASTER, node_name, worker_name
+from ..protocol.workers import MASTER, join_master, node_name, worker_name
 from . import sessions
 
 logger = logging.getLogger(__name__)
 
 #: seconds to close the agent after the master has ended
-_END = 5.0
+CLOSE_TIMEOUT_S = 5.0
 #: seconds to check whether the master still exists
-_LOOK = 2.0
+MASTER_CHECK_TIMEOUT_S = 2.0
 #: seconds between two attempts to connect to a missing store
-_PAUSE = 0.1
+RETRY_DELAY_S = 0.1
 #: seconds of one wait of a worker for a master
-_LONG = 3600.0
+MASTER_WAIT_S = 3600.0
 
 
 def join(place: RendezvousPoint, name: str) -> rpc.Agent:
@@ -54,12 +59,12 @@ def join(place: RendezvousPoint, name: str) -> rpc.Agent:
         raise
 
 
-def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
+def serve_master(agent: rpc.Agent, index: int | None, timeout_s: float) -> bool:
     """Serve the master until a connection to it ends, then end its sessions; return whether it was served.
 
     Args:
         index: index of the node to become; None: chosen by the master.
-        patience: seconds to wait for the master.
+        timeout_s: seconds to wait for the master.
 
     Raises:
         UnknownWorker: the master did not appear in time.
@@ -67,11 +72,11 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
     over = threading.Event()
     # A broken connection also ends it: the master treats it as the loss of this worker.
     agent.on_lost(lambda name: over.set() if name == MASTER else None)
-    master = agent.peer(MASTER, timeout=patience)
+    master = agent.peer(MASTER, timeout=timeout_s)
     there, served = agent.directory.look(MASTER), False
     asked = _dump_when_asked(agent)
     try:
-        master.call(arrive, index, os.getpid()).wait()
+        master.call(join_master, index, os.getpid()).wait()
         served = True
         over.wait()
     except WorkerLost:
@@ -81,7 +86,7 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
         if asked:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
-        agent.check_reachable(MASTER, _LOOK)
+        agent.check_reachable(MASTER, MASTER_CHECK_TIMEOUT_S)
     except WorkerLost:  # frees its name for the next master; on other machines nobody else can
         if there is not None:
             agent.directory.withdraw(there)
@@ -90,42 +95,62 @@ def attend(agent: rpc.Agent, index: int | None, patience: float) -> bool:
     return served
 
 
+def serve_process(index: int, url: str, threads: int) -> NoReturn:
+    """Serve as node `index` in a process that the master has started, and exit when the master ends."""
+    ignore_interrupts()
+    freeze_modules()
+    secret = bytes.fromhex(os.read(0, 4096).decode())
+    threading.Thread(target=_exit_with_input, name="shoal-node-input", daemon=True).start()
+    torch.set_num_threads(threads)
+    seconds = config.TIMEOUT.get()
+    with contextlib.suppress(ShoalError):  # if the master ends, the store and the connections end too
+        place = open_point(url, secret=secret, timeout=seconds)
+        serve_master(join(place, worker_name(node_name(index))), index, seconds)
+    exit_now()
+
+
+def _exit_with_input() -> None:
+    while os.read(0, 4096):
+        pass
+    exit_now()
+
+
 def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
     """Serve as the node of a launcher's rank, and exit when the master ends.
 
     Raises `RendezvousTimeout` if rank 0 does not become the master.
     """
     ignore_interrupts()
-    keep_modules()
+    freeze_modules()
     agent = join(place, worker_name(node_name(rank - 1)))
     try:
-        attend(agent, rank - 1, timeout)
+        serve_master(agent, rank - 1, timeout)
     except UnknownWorker:
         raise RendezvousTimeout(
             f"rank {rank}: rank 0 has not called shoal.init_master_worker within {format_seconds(timeout)}"
         ) from None
     finally:
         failure_report.left()
-        agent.close(_END, graceful=False)
+        agent.close(CLOSE_TIMEOUT_S, graceful=False)
     if agent.executor.thread_count():
-        end()  # without waiting for running handlers
+        exit_now()  # without waiting for running handlers
     raise SystemExit(0)
 
 
-def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
+def serve_masters(url: str, name: str, report: Callable[[str], None]) -> None:
     """Serve the masters at a URL, one after another, until there is no store for ``SHOAL_TIMEOUT`` seconds.
 
     Args:
         url: URL of the rendezvous point.
         name: prefix of this worker's names.
-        say: called with texts for the user.
+        report: called with texts for the user.
 
     Raises:
         ShoalError: there was no store within ``SHOAL_TIMEOUT`` seconds, or it rejected this worker.
     """
-    keep_modules()
+    freeze_modules()
     seconds = config.TIMEOUT.get()
-    say(f"waits for a master at {url}")
+    report(f"waits for a master at {url}")
     served, gone = False, Deadline(seconds)
     while True:
         try:
@@ -136,17 +161,17 @@ def serve_masters(url: str, name: str, say: Callable[[str], None]) -> None:
             if not served:
                 raise
             if gone.expired:
-                say(f"ends, because there was no store at {url} for {format_seconds(seconds)}")
+                report(f"ends, because there was no store at {url} for {format_seconds(seconds)}")
                 return
-            time.sleep(_PAUSE)  # its master, which served it, just ended
+            time.sleep(RETRY_DELAY_S)  # its master, which served it, just ended
             continue
         try:
             # Keep trying if no master appears, or if the store ends with its master.
             with contextlib.suppress(UnknownWorker, StoreError, WireError):
-                if attend(agent, None, _LONG):
-                    say("waits for another master")
+                if serve_master(agent, None, MASTER_WAIT_S):
+                    report("waits for another master")
         finally:
-            agent.close(_END, graceful=False)
+            agent.close(CLOSE_TIMEOUT_S, graceful=False)
         served, gone = True, Deadline(seconds)
 
 
@@ -176,13 +201,13 @@ def ignore_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def keep_modules() -> None:
+def freeze_modules() -> None:
     """Exclude loaded modules from garbage collections, which run between operations."""
     gc.freeze()
-    atexit.register(_show_modules_to_triton)
+    atexit.register(_unfreeze_for_triton)
 
 
-def _show_modules_to_triton() -> None:
+def _unfreeze_for_triton() -> None:
     """Unfreeze modules at exit if triton is loaded: triton 3.9 reports remaining objects as leaks.
 
     Without triton this would only delay the exit.
@@ -191,7 +216,7 @@ def _show_modules_to_triton() -> None:
         gc.unfreeze()
 
 
-def end() -> NoReturn:
+def exit_now() -> NoReturn:
     """Exit now, without exit handlers and without waiting for threads."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reader may have ended

@@ -11,13 +11,11 @@ import torch
 from ...errors import AgentClosed
 from ...rpc import current
 from ..protocol.commands import Segment
-from ..protocol.imports import import_all
-from . import accelerators, peers, teams
-from .execute import Tensors
-from .mark import Mark
-from .memory import NodeMemory, SessionEnded
-from .outcome import BatchReply, Poison
-from .trace import Event, Timing
+from ..protocol.workers import import_all
+from . import accelerators, peers, place_groups
+from .execute import SpaceExecutor
+from .history import BatchReply, Event, Poison, Timing
+from .session_state import SessionEnded, SessionState
 
 #: the reply to a batch: requested values, and failures
 Reply = tuple[list[Any], list[tuple[Any, ...]]]
@@ -26,11 +24,11 @@ Reply = tuple[list[Any], list[tuple[Any, ...]]]
 class _SessionStream:
     """One stream of a session, with its own `mailbox`; the mailbox's thread runs the batches in order."""
 
-    def __init__(self, number: int, memory: NodeMemory, agent: Any) -> None:
+    def __init__(self, number: int, state: SessionState, agent: Any) -> None:
         self._number = number
-        self._memory = memory
-        self._spaces: dict[int, Tensors] = {}
-        self.outcome = BatchReply(number, memory.poisons, Tensors.run.__code__)
+        self._state = state
+        self._spaces: dict[int, SpaceExecutor] = {}
+        self.reply = BatchReply(number, state.poisons, SpaceExecutor.run.__code__)
         self._batches = 0
         self._executor = agent.executor
         self.mailbox: int = agent.references.objects.new_mailbox()
@@ -38,19 +36,19 @@ class _SessionStream:
 
     def run(self, segments: Sequence[Segment]) -> Reply:
         """Execute the segments of a batch in order."""
-        outcome = self.outcome
-        outcome.begin(self._batches)
+        reply = self.reply
+        reply.begin(self._batches)
         self._batches += 1
         with ExitStack() as stack:
-            for enqueues in self._memory.enqueues(self._number):
-                stack.enter_context(torch.cuda.stream(enqueues))
-            for outcome.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
+            for cuda_streams in self._state.cuda_streams(self._number):
+                stack.enter_context(torch.cuda.stream(cuda_streams))
+            for reply.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
                 tensors = self._spaces.get(space)
                 if tensors is None:
-                    made = Tensors(torch.device("cpu"), outcome, self._memory, space, self._number)
+                    made = SpaceExecutor(reply, self._state, space, self._number)
                     tensors = self._spaces[space] = made
                 tensors.run(numbers, scalars, high, payloads)
-        return outcome.values, [tuple(failure) for failure in outcome.failures]
+        return reply.values, [tuple(failure) for failure in reply.failures]
 
     def forget(self, space: int) -> None:
         """Forget a space that gets no more commands."""
@@ -65,13 +63,13 @@ class _Session:
     """A master's session on this node.
 
     Attributes:
-        memory: state shared by the streams.
+        state: state shared by the streams.
         streams: streams by number; 0 is the default stream.
         timing: times of commands while a trace is running, else None.
     """
 
     def __init__(self, epoch: int) -> None:
-        self.memory = NodeMemory(epoch)
+        self.state = SessionState(epoch)
         self.streams: dict[int, _SessionStream] = {}
         self.timing: Timing | None = None
         self.open(0)
@@ -79,19 +77,19 @@ class _Session:
 
     def open(self, number: int) -> int:
         """Create a stream; return the number of its mailbox."""
-        made = self.streams[number] = _SessionStream(number, self.memory, current().agent)
-        made.outcome.timing = self.timing
+        made = self.streams[number] = _SessionStream(number, self.state, current().agent)
+        made.reply.timing = self.timing
         return made.mailbox
 
     def time(self, timing: Timing | None) -> Timing | None:
         """Set the object that collects times of commands, or None; return the previous one."""
         before, self.timing = self.timing, timing
         for each in list(self.streams.values()):
-            each.outcome.timing = timing
+            each.reply.timing = timing
         return before
 
     def end(self) -> None:
-        self.memory.end()
+        self.state.end()
         for each in self.streams.values():
             each.end()
 
@@ -101,12 +99,12 @@ _sessions: dict[str, _Session] = {}
 
 def _nodes() -> list[dict[str, Any]]:
     """Return the last commands of this process's sessions, for a dump."""
-    told = []
+    found = []
     for name, each in list(_sessions.items()):
         for number, stream in list(each.streams.items()):
-            done, runs = stream.outcome.recent.commands()
-            told.append({"session": name, "stream": number, "commands": done, "runs": runs})
-    return told
+            done, runs = stream.reply.recent.commands()
+            found.append({"session": name, "stream": number, "commands": done, "runs": runs})
+    return found
 
 
 def begin(
@@ -135,7 +133,7 @@ def begin(
         end(session)
     others = peers.Peers(session, index, epoch, current().agent, members)
     peers.enter(others)
-    teams.enter(others, backend, options)
+    place_groups.enter(others, backend, options)
     begun = _sessions[session] = _Session(epoch)
     return begun.streams[0].mailbox, accelerators.count(), accelerators.chosen()
 
@@ -143,7 +141,7 @@ def begin(
 def open_stream(session: str, stream: int, node: int) -> int:
     """Create a further stream on node `node`; return the number of its mailbox."""
     held = _sessions[session]
-    held.memory.open(stream, node)
+    held.state.open(stream, node)
     return held.open(stream)
 
 
@@ -162,17 +160,17 @@ def forget(session: str, space: int, streams: Sequence[int]) -> None:
         held.streams.pop(number).end()
     for each in list(held.streams.values()):
         each.forget(space)
-    held.memory.forget(space, streams)
+    held.state.forget(space, streams)
 
 
-def tell(session: str, number: int) -> None:
+def notify(session: str, number: int) -> None:
     """Resume a stream that expects this number."""
-    _sessions[session].memory.tell(number)
+    _sessions[session].state.notify(number)
 
 
-def passed(session: str, space: int, id: int, wait: bool) -> bool:
+def event_reached(session: str, space: int, id: int, wait: bool) -> bool:
     """Return whether the GPUs have reached an event; with `wait`, wait for that."""
-    return _mark(session, space, id).passed(wait)
+    return _mark(session, space, id).reached(wait)
 
 
 def elapsed(session: str, space: int, first: int, other: int, second: int) -> float:
@@ -180,9 +178,9 @@ def elapsed(session: str, space: int, first: int, other: int, second: int) -> fl
     return _mark(session, space, first).elapsed(_mark(session, other, second))
 
 
-def _mark(session: str, space: int, id: int) -> Mark:
-    mark = _sessions[session].memory.tensors(space)[id]
-    assert isinstance(mark, Mark)
+def _mark(session: str, space: int, id: int) -> accelerators.NodeEvent:
+    mark = _sessions[session].state.tensors(space)[id]
+    assert isinstance(mark, accelerators.NodeEvent)
     return mark
 
 
@@ -194,7 +192,7 @@ def begin_timing(session: str) -> None:
 def end_timing(session: str) -> tuple[list[Event], int]:
     """Stop collecting; return the commands with their times, and the number of dropped older ones."""
     timing = _sessions[session].time(None)
-    return ([], 0) if timing is None else timing.told()
+    return ([], 0) if timing is None else timing.collected()
 
 
 def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:
@@ -202,13 +200,12 @@ def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] |
 
     The failure is its number, and the node and number of its cause if that is on another node.
     """
-    tensors = _sessions[session].memory.tensors(space)
+    tensors = _sessions[session].state.tensors(space)
     found = tensors[id] if id < len(tensors) else None
     return (found.failure.poison, found.failure.of) if isinstance(found, Poison) else None
 
 
 def begun() -> bool:
-    """Return whether a master has begun a session here."""
     return bool(_sessions)
 
 
@@ -216,10 +213,9 @@ def end(session: str) -> None:
     """End a session and release its tensors."""
     _sessions.pop(session).end()
     peers.leave(session)
-    teams.leave(session)
+    place_groups.leave(session)
 
 
 def end_all() -> None:
-    """End all sessions."""
     for session in list(_sessions):
         end(session)

@@ -71,7 +71,7 @@ FIRST = 32
 Template = tuple[Any, ...]
 
 
-def filled(
+def fill_templates(
     args: Sequence[Template],
     kwargs: Mapping[str, Template],
     tensors: Iterable[Any],
@@ -95,8 +95,23 @@ def filled(
     return [given(each) for each in args], {name: given(each) for name, each in kwargs.items()}
 
 
-#: space, stream, numbers, scalars, high, payloads; see :mod:`shoal.controller.commands.space`
-Segment = tuple[int, int, bytes, bytes, int, list[Any]]
+class Segment(NamedTuple):
+    """A part of the log of a space; see :mod:`shoal.controller.commands.space`.
+
+    Attributes:
+        space, stream: numbers of the space and of the stream.
+        numbers: the commands and ids, packed as unsigned 32-bit integers.
+        scalars: scalars of the calls, packed as doubles.
+        id_limit: all ids are below it.
+        payloads: tensors, pickles and None.
+    """
+
+    space: int
+    stream: int
+    numbers: bytes
+    scalars: bytes
+    id_limit: int
+    payloads: list[Any]
 
 
 class Definition(NamedTuple):
@@ -110,8 +125,9 @@ class Definition(NamedTuple):
         results: positions of the new tensors in the operator's return value, as paths of indices.
         expected: metadata of the results; None: only the operator's backward reads the result.
         mutated: operands whose metadata it changes; they get new ids after those of the results.
+        written: operands that it writes to, which are poisoned if it fails.
         aliasing: whether results share memory with operands.
-        differentiating: whether gradients were enabled, which changes the computation of some operators.
+        grad_enabled: whether gradients were enabled, which changes the computation of some operators.
     """
 
     number: int
@@ -122,8 +138,9 @@ class Definition(NamedTuple):
     results: list[tuple[int, ...]]
     expected: list[WireMetadata | None]
     mutated: list[int]
+    written: list[int]
     aliasing: bool
-    differentiating: bool
+    grad_enabled: bool
 
 
 class ProgramStep(NamedTuple):

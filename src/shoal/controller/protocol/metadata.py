@@ -36,23 +36,29 @@ class Metadata:
     """Shape, stride, storage offset, dtype and device of a tensor on a node; made by :func:`metadata`.
 
     Attributes:
-        told: the metadata without the node, as sent to and from nodes.
+        wire: the metadata without the node, as sent to and from nodes.
         within: the device within the node; -1: its CPU.
         lazy: True for a conjugated or negated view, which torch resolves when it is read.
         make: makes a tensor with this metadata; set by ``tensor/tensor.py`` with the first one.
     """
 
     __slots__ = (
-        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride", "told",
+        "__weakref__", "conj", "device", "dtype", "lazy", "make", "neg", "offset", "shape", "stride", "wire",
         "within",
     )  # fmt: skip
 
-    def __init__(self, device: torch.device, told: WireMetadata) -> None:
+    def __init__(self, device: torch.device, wire: WireMetadata) -> None:
         self.device = device
-        self.told = told
-        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = told
+        self.wire = wire
+        self.shape, self.stride, self.offset, self.dtype, self.conj, self.neg, self.within = wire
         self.lazy = self.conj or self.neg
         self.make: Callable[[], Any] | None = None
+
+    def set_lazy_bits(self, tensor: torch.Tensor) -> None:
+        """Mark a new tensor as conjugated or negated like this one."""
+        if self.lazy:
+            torch._C._set_conj(tensor, self.conj)
+            torch._C._set_neg(tensor, self.neg)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -63,16 +69,16 @@ class Metadata:
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
 
 
-def metadata(device: torch.device, told: WireMetadata) -> Metadata:
+def metadata(device: torch.device, wire: WireMetadata) -> Metadata:
     """Return the only object with this metadata; the caller holds the master's lock."""
-    key = (device, *told)
+    key = (device, *wire)
     found = _known.get(key)
     if found is None:
-        found = _known[key] = Metadata(device, told)
+        found = _known[key] = Metadata(device, wire)
     return found
 
 
-def forget(device: torch.device) -> None:
+def forget_device(device: torch.device) -> None:
     """Forget the objects of a device, whose tensors belong to a lost node with the same index.
 
     Calls interned for the new node are then never found for tensors of the old one.
@@ -81,9 +87,9 @@ def forget(device: torch.device) -> None:
         _known.pop(key, None)
 
 
-def in_words(told: WireMetadata) -> str:
+def format_metadata(wire: WireMetadata) -> str:
     """Format dtype and shape as ``float32[2, 3]``."""
-    return f"{str(told.dtype).removeprefix('torch.')}{list(told.shape)}"
+    return f"{str(wire.dtype).removeprefix('torch.')}{list(wire.shape)}"
 
 
 def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:
@@ -95,13 +101,13 @@ def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:
     )
 
 
-def answer_in_words(answer: Any) -> str:
-    """Format the reply to ASK: ``("tensor", told)``, ``("list", [...])``, or another kind with its value."""
+def format_reply(answer: Any) -> str:
+    """Format the reply to ASK: ``("tensor", wire)``, ``("list", [...])``, or another kind with its value."""
     kind, value = answer
     if kind == "list":
-        return f"[{', '.join(answer_in_words(each) for each in value)}]"
+        return f"[{', '.join(format_reply(each) for each in value)}]"
     if kind == "tensor":
-        return in_words(value)
+        return format_metadata(value)
     return repr(value)
 
 
@@ -111,16 +117,16 @@ NESTED, QUANTISED, SPARSE = (
 )  # fmt: skip
 
 
-def not_dense(what: str, form: tuple[str, str]) -> UnsupportedOperation:
+def unsupported_layout(what: str, form: tuple[str, str]) -> UnsupportedOperation:
     """Return the error for a tensor that nodes do not support."""
     return UnsupportedOperation(f"nodes hold dense tensors, and {what} is {form[0]}: use .{form[1]}")
 
 
-def told(tensor: torch.Tensor) -> WireMetadata:
+def wire_metadata(tensor: torch.Tensor) -> WireMetadata:
     """Return the metadata of a real or fake tensor; raises `UnsupportedOperation` if it is not dense."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         form = QUANTISED if tensor.is_quantized else (f"of layout {tensor.layout}", "to_dense()")
-        raise not_dense("this tensor", NESTED if tensor.is_nested else form)
+        raise unsupported_layout("this tensor", NESTED if tensor.is_nested else form)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     device = tensor.device
     within = -1 if device.type == "cpu" else device.index

@@ -13,21 +13,17 @@ import torch
 _NUMERIC = {"number", "float", "Optional[number]", "Optional[float]", "Tensor"}
 _NUMERIC_LISTS = {"List[number]"}
 #: operators whose result shape depends on such a number
-_SHAPED = ("aten::arange", "aten::range")
+_NUMBER_DEPENDENT_SHAPES = ("aten::arange", "aten::range")
 #: position of a result that only the operator's backward reads: scratch memory of the kernel
 _OPAQUE = {"aten::mkldnn_rnn_layer": 3}
 
 #: composite operators that nodes run as one: torch does not write to an ``out=`` of a tensor subclass
-_WHOLE = frozenset(
+_RUN_FUSED = frozenset(
     f"aten::linalg_matrix_rank.{overload}"
     for overload in (
         "out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"
     )
 )  # fmt: skip
-#: namespace -> module that registers its operators, imported at the first use
-_REGISTERING = {
-    "torch_nn": "torch.nn.modules.linear_cross_entropy", "shoal_check": "shoal.controller.node.checks"
-}  # fmt: skip
 
 #: func, args, kwargs -> result
 Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -56,7 +52,7 @@ class Operator:
         self.func = func
         self.name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.opaque = _OPAQUE.get(self.name)
-        shaped = schema.name.startswith(_SHAPED)
+        shaped = schema.name.startswith(_NUMBER_DEPENDENT_SHAPES)
         arguments = list(enumerate(schema.arguments))
         self.numeric = frozenset(
             key for i, a in arguments for key in (i, a.name) if not shaped and str(a.type) in _NUMERIC
@@ -67,8 +63,8 @@ class Operator:
         self.special: Special | None = None
         self.aliasing = any(r.alias_info is not None for r in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.writes = written(schema)
-        if _composed(func.name()) and not _has(func.name(), "CPU") and func.name() not in _WHOLE:
+        self.writes = written_arguments(schema)
+        if _composed(func.name()) and not _has(func.name(), "CPU") and func.name() not in _RUN_FUSED:
             self.special = decomposed
 
 
@@ -80,7 +76,7 @@ def _composed(name: str) -> bool:
     return _has(name, "CompositeImplicitAutograd")
 
 
-def written(schema: Any) -> frozenset[int | str]:
+def written_arguments(schema: Any) -> frozenset[int | str]:
     """Return the positions and names of the arguments that an operator writes to."""
     return frozenset(
         key
@@ -90,18 +86,18 @@ def written(schema: Any) -> frozenset[int | str]:
     )
 
 
-def written_by(name: str) -> frozenset[int | str] | None:
-    """Return :func:`written` for the operator `name`; None: this process has no such operator."""
+def written_arguments_of(name: str) -> frozenset[int | str]:
+    """Return :func:`written_arguments` for the operator `name`; empty if this process does not have it."""
     try:
-        return written(named(name)._schema)
+        return written_arguments(find_overload(name)._schema)
     except (AttributeError, RuntimeError):
-        return None
+        return frozenset()
 
 
 def fused_on_nodes() -> list[str]:
     """Return the operators with a fused CPU kernel that torch decomposes for devices unknown to it."""
     names = torch._C._dispatch_get_all_op_names()
-    return [name for name in names if name in _WHOLE or (_composed(name) and _has(name, "CPU"))]
+    return [name for name in names if name in _RUN_FUSED or (_composed(name) and _has(name, "CPU"))]
 
 
 def decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +105,7 @@ def decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def named(name: str) -> Any:
+def find_overload(name: str) -> Any:
     """Return the overload of a name such as ``aten::add.Tensor``; raises `AttributeError` if unknown."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
@@ -118,11 +114,10 @@ def named(name: str) -> Any:
 
 def function(name: str) -> Callable[..., Any]:
     """Return a function that runs an operator, or that raises if this process has no such operator."""
-    registering = _REGISTERING.get(name.partition("::")[0])
-    if registering is not None:
-        importlib.import_module(registering)
+    if name.startswith("torch_nn::"):  # registered by this module, which torch imports when needed
+        importlib.import_module("torch.nn.modules.linear_cross_entropy")
     try:
-        return named(name)._op  # type: ignore[no-any-return]
+        return find_overload(name)._op  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError) as error:
         why = error
 

@@ -32,7 +32,7 @@ from torch.nn.modules import module as of_modules
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import optimizer as of_optimizers
 
-from ..commands.issuing import is_inside
+from ..commands.origin import is_internal
 from ..tensor.tensor import RemoteTensor, TensorHandle
 from .effects import memory_of, version_of
 
@@ -41,15 +41,17 @@ PLAIN = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
 )
 #: prefixes of module attributes that only saving and loading use
-_SAVING = ("_state_dict", "_load_state_dict", "_non_persistent")
+_STATE_DICT_ATTRIBUTES = ("_state_dict", "_load_state_dict", "_non_persistent")
 #: methods that do not affect the behavior of an object
-_SILENT = frozenset({"__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__", "__slots__"})
+_IGNORED_METHODS = frozenset(
+    {"__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__", "__slots__"}
+)
 #: containers with more elements are compared as a whole, unless they contain tensors of nodes or modules
-_MANY = 1000
+MAX_COMPARED_ELEMENTS = 1000
 _OF_INTEREST = (RemoteTensor, torch.nn.Module, dict)
 #: maximum size in bytes of arrays and tensors of the master that are compared by value
-_ARRAY = 1 << 16
-_ABSENT = object()
+MAX_COMPARED_BYTES = 1 << 16
+_MISSING = object()
 #: hooks of all modules and of all optimizers
 _HOOKS = {
     name: value
@@ -120,7 +122,7 @@ class Guards:
         """The storages of the master's tensors."""
         return {memory[0] for _, _, memory, _ in self._versions if memory}
 
-    def let_go_of_grads(self) -> dict[int, Grad | None]:
+    def release_grads(self) -> dict[int, Grad | None]:
         """Release the gradients and return weak references to them, by the ``id`` of the tensor."""
         had = {
             id(tensor): None if grad is None or handle is None else Grad(grad, handle)
@@ -192,7 +194,7 @@ class Guards:
             return path
         return None
 
-    def changed_by_call(self, before: Guards) -> str | None:
+    def describe_call_effects(self, before: Guards) -> str | None:
         """Describe a change since `before` that a replay would not make, or return None."""
         lengths = {id(c): n for c, n, _ in before._lengths}
         for c, n, path in self._lengths:
@@ -254,20 +256,20 @@ class Guards:
             memory = _memory(value)
             self._versions.append((value, version_of(value), memory, path))
             if (
-                memory and value.device.type == "cpu" and value.nbytes <= _ARRAY
+                memory and value.device.type == "cpu" and value.nbytes <= MAX_COMPARED_BYTES
             ):  # detects writes through .data or NumPy as well
                 self._values.append((value, value.detach().clone(), path))
         elif isinstance(value, torch.nn.Module):
             self._lengths.append((value.__dict__, len(value.__dict__), path))
-            for key in [each for each in value.__dict__ if not each.startswith(_SAVING)]:
-                self._slot(value.__dict__, key, f"{path}.{key}")
+            for key in [each for each in value.__dict__ if not each.startswith(_STATE_DICT_ATTRIBUTES)]:
+                self._guard_item(value.__dict__, key, f"{path}.{key}")
             if not isinstance(value, LazyModuleMixin):
-                self._of_class(value, path)
+                self._guard_class(value, path)
         elif isinstance(value, torch.optim.Optimizer):
             for key in ("param_groups", "state", *(each for each in value.__dict__ if "_step_" in each)):
-                self._slot(value.__dict__, key, f"{path}.{key}")
-            self._named(value.__dict__, path)
-            self._of_class(value, path)
+                self._guard_item(value.__dict__, key, f"{path}.{key}")
+            self._guard_names(value.__dict__, path)
+            self._guard_class(value, path)
         elif isinstance(value, FunctionType):
             self._function(value, path)
         elif isinstance(value, MethodType):
@@ -279,13 +281,15 @@ class Guards:
             self._visit(value.keywords, path)
         elif isinstance(value, dict):
             if self._is_of_interest(value, value.values(), path):
-                self._dictionary(value, path)
+                self._lengths.append((value, len(value), path))
+                for key in list(value):
+                    self._guard_item(value, key, f"{path}.{key}" if isinstance(key, str) else f"{path}[...]")
         elif isinstance(value, (list, tuple, deque)):
             if self._is_of_interest(value, value, path):
                 if kind is not tuple:
                     self._lengths.append((value, len(value), path))
                 for i in range(len(value)):
-                    self._slot(value, i, f"{path}[{i}]")
+                    self._guard_item(value, i, f"{path}[{i}]")
         elif isinstance(value, (set, frozenset)):
             if self._is_of_interest(value, value, path):
                 self._lengths.append((value, len(value), path))
@@ -296,39 +300,34 @@ class Guards:
             self._copies.append((value, value[:], path))
         elif isinstance(value, ModuleType):
             if not _is_library(value.__name__) and not _is_installed(getattr(value, "__file__", None)):
-                self._named(value.__dict__, path)
+                self._guard_names(value.__dict__, path)
         elif isinstance(value, type):
             for each in value.__mro__:
                 if not _is_library(each.__module__):
-                    self._named(each.__dict__, path)
+                    self._guard_names(each.__dict__, path)
         elif isinstance(value, (property, cached_property)):
             self._visit(value.fget if isinstance(value, property) else value.func, path)
         elif "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray):
-            if value.nbytes <= _ARRAY:
+            if value.nbytes <= MAX_COMPARED_BYTES:
                 self._arrays.append((value, value.tobytes(), path))
         elif not kind.__module__.startswith("shoal."):
             self._visit(_own(value, "__wrapped__"), path)
             if isinstance(held := _own(value, "__dict__"), dict):
-                self._named(held, path)
-            self._of_class(value, path)
+                self._guard_names(held, path)
+            self._guard_class(value, path)
 
     def _is_of_interest(self, container: Any, values: Iterable[Any], path: str) -> bool:
-        if len(container) <= _MANY or any(isinstance(each, _OF_INTEREST) for each in values):
+        if len(container) <= MAX_COMPARED_ELEMENTS or any(isinstance(each, _OF_INTEREST) for each in values):
             return True
         if not isinstance(container, tuple) and all(type(each) in PLAIN for each in values):
             self._copies.append((container, container.copy(), path))
         return False
 
-    def _dictionary(self, held: dict[Any, Any], path: str) -> None:
-        self._lengths.append((held, len(held), path))
-        for key in list(held):
-            self._slot(held, key, f"{path}.{key}" if isinstance(key, str) else f"{path}[...]")
-
-    def _named(self, held: Any, path: str) -> None:
+    def _guard_names(self, held: Any, path: str) -> None:
         for name in self.names.intersection(held):
-            self._slot(held, name, f"{path}.{name}")
+            self._guard_item(held, name, f"{path}.{name}")
 
-    def _slot(self, container: Any, key: Any, path: str) -> None:
+    def _guard_item(self, container: Any, key: Any, path: str) -> None:
         value = container[key]
         if type(value) in PLAIN:
             if type(container) is not tuple:
@@ -338,7 +337,7 @@ class Guards:
             self._same.append((container, key, value, path))
         self._visit(value, path)
 
-    def _of_class(self, value: Any, path: str) -> None:
+    def _guard_class(self, value: Any, path: str) -> None:
         """Guard the methods and other attributes that an object has from its class."""
         held = _own(value, "__dict__", {})
         seen: set[str] = set()
@@ -348,10 +347,10 @@ class Guards:
                 continue
             for name, attribute in list(each.__dict__.items()):
                 if isinstance(attribute, MemberDescriptorType):
-                    if name in self.names and _own(value, name, _ABSENT) is not _ABSENT:
-                        self._slot(_Slots(value), name, f"{path}.{name}")
+                    if name in self.names and _own(value, name, _MISSING) is not _MISSING:
+                        self._guard_item(_Slots(value), name, f"{path}.{name}")
                     continue
-                called = name == "forward" or (name.startswith("__") and name not in _SILENT)
+                called = name == "forward" or (name.startswith("__") and name not in _IGNORED_METHODS)
                 if name not in self.names and not (called and callable(attribute)):
                     continue
                 if name in seen:
@@ -366,7 +365,7 @@ class Guards:
 
     def _function(self, function: FunctionType, path: str) -> None:
         code = function.__code__
-        if is_inside(code) or _is_library(function.__module__):
+        if is_internal(code) or _is_library(function.__module__):
             self._visit(getattr(function, "__wrapped__", None), path)
             return
         used = set(_names(code))
@@ -381,7 +380,7 @@ class Guards:
             self._visit(value, name)
         if not _is_installed(code.co_filename):
             for name in used.intersection(function.__globals__):
-                self._slot(function.__globals__, name, name)
+                self._guard_item(function.__globals__, name, name)
         self._visit(function.__defaults__, path)
         self._visit(function.__kwdefaults__, path)
 

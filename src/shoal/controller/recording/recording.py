@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import RecordingMismatch
-from ..commands.issuing import Origin, issuing_line, shown
+from ..commands.origin import Origin, current_origin, format_origin
 from ..commands.space import Space
 from ..protocol.commands import (
     CALL,
@@ -46,7 +46,7 @@ Name = tuple[Any, ...]
 Part = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 #: commands that recordings ignore
-_SILENT = frozenset({DEFINE, FORGET, PROGRAM, ERASE, PUT, DROP})
+_IGNORED_COMMANDS = frozenset({DEFINE, FORGET, PROGRAM, ERASE, PUT, DROP})
 
 
 class Command(NamedTuple):
@@ -190,7 +190,7 @@ class Recording:
             name, given = self._joined = self._new(target, new), set()
         given.add(space.number)
         operand = self.named(source, id)
-        self._add(space, numbers, ((2, operand),), ((4, name),), (), issuing_line())
+        self._add(space, numbers, ((2, operand),), ((4, name),), (), current_origin())
 
     def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None:
         """Record the upload of a tensor; refuse it unless it is an argument or a number."""
@@ -235,18 +235,18 @@ class Recording:
                 return i, (offset - its[1], tuple(shape), tuple(stride))
         return None
 
-    def awaits(self, space: Space, bytes: int) -> None:
+    def copy_expected(self, space: Space, bytes: int) -> None:
         """Record that the nodes of a space will receive this many bytes."""
         if threading.get_ident() == self._thread:
             self.awaited[space.number] += bytes
 
-    def commanded(self, space: Space, numbers: Sequence[int]) -> None:
+    def command_issued(self, space: Space, numbers: Sequence[int]) -> None:
         """Record a command other than a call; refuse it if it cannot be replayed."""
         self.forgotten |= numbers[0] == FORGET
-        if threading.get_ident() != self._thread or numbers[0] in _SILENT:
+        if threading.get_ident() != self._thread or numbers[0] in _IGNORED_COMMANDS:
             return
         if numbers[0] == SEED:
-            self.command(space, numbers, (), (), (), issuing_line())
+            self.command(space, numbers, (), (), (), current_origin())
         elif numbers[0] in (FETCH, ITEM):
             raise self._refused(
                 "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",
@@ -270,7 +270,7 @@ class Recording:
 
     def _refused(self, what: str, remedy: str) -> RecordingMismatch:
         self.refusal = RecordingMismatch(
-            f"a recorded step cannot be replayed: {what}, at {shown(issuing_line())}: {remedy}"
+            f"a recorded step cannot be replayed: {what}, at {format_origin(current_origin())}: {remedy}"
         )
         return self.refusal
 
@@ -286,7 +286,7 @@ def difference(before: Recording, after: Recording) -> str | None:
     for i, (a, b) in enumerate(zip(before.commands, after.commands, strict=False)):
         if a == b:
             continue
-        where = f"{after.operator(b)} at {shown(after.origins[i])}"
+        where = f"{after.operator(b)} at {format_origin(after.origins[i])}"
         was, now = before.values(a), after.values(b)
         other = next(((x, y) for x, y in zip(was, now, strict=False) if x != y or x != x), None)
         if other is not None and len(was) == len(now) and before.operator(a) == after.operator(b):
@@ -298,8 +298,8 @@ def difference(before: Recording, after: Recording) -> str | None:
             )
         if a.space != b.space or a.numbers != b.numbers:
             return (
-                f"{where} was {before.operator(a)} at {shown(before.origins[i])} in the previous call, or "
-                "had other shapes: a step must issue the same operations in every call"
+                f"{where} was {before.operator(a)} at {format_origin(before.origins[i])} in the previous "
+                "call, or had other shapes: a step must issue the same operations in every call"
             )
         return (
             f"{where} uses another tensor than in the previous call: pass the tensor as an argument, or "
@@ -308,8 +308,8 @@ def difference(before: Recording, after: Recording) -> str | None:
     longer = max(before, after, key=lambda each: len(each.commands))
     i = min(len(before.commands), len(after.commands))
     return (
-        f"{longer.operator(longer.commands[i])} at {shown(longer.origins[i])} is in one of two calls only: a "
-        "step must issue the same operations in every call"
+        f"{longer.operator(longer.commands[i])} at {format_origin(longer.origins[i])} is in one of two calls "
+        "only: a step must issue the same operations in every call"
     )
 
 

@@ -18,11 +18,11 @@ from torch.autograd.graph import increment_version
 
 from ...common.copy_refusal import refuses_copies
 from ...common.never_compile import never_compile
-from ..commands.history import Kind
-from ..commands.interrupts import uncut, undisturbed
-from ..commands.issuing import Origin
+from ..commands.history import CallSignature
+from ..commands.interrupts import call_without_interrupt, defer_interrupt
+from ..commands.origin import Origin
 from ..commands.space import Space, apart
-from ..commands.storage import Storage, merged
+from ..commands.storage import Storage, merge_storages
 from ..protocol.commands import FIRST, ProgramStep, Recipe
 from ..protocol.metadata import Metadata
 from ..tensor.dispatch import upload
@@ -33,7 +33,7 @@ from .recording import Command, Name, Recording, alive
 from .trees import Results
 
 #: returned instead of a result if the nodes no longer have the program
-FORGOTTEN = object()
+PROGRAM_DISCARDED = object()
 
 #: metadata of internal tensors, which is never used
 _UNKNOWN: Any = None
@@ -61,11 +61,11 @@ class Part(NamedTuple):
     origins: list[Origin | None]
 
     @property
-    def is_there(self) -> bool:
+    def is_interned(self) -> bool:
         """Whether the nodes still have it; the caller holds the lock."""
         return self.space.lost is None and self.space.calls.get(self.key) is self
 
-    @uncut
+    @defer_interrupt
     def issue(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> None:
         """Append it to the log; `made` has the results of earlier parts and receives its own."""
         space = self.space
@@ -97,16 +97,12 @@ def erase_ended() -> None:
     while _ended:
         part = _ended.popleft()
         space = part.space
-        if part.is_there:
+        if part.is_interned:
             space.calls[part.key] = None  # reserves its number
             space.erase(part.number)
 
 
-@refuses_copies(
-    "a recorded call",
-    "a program at each node",
-    "Record the function again",
-)
+@refuses_copies("a recorded call", "a program at each node", "Record the function again")
 class Replay:
     """A program of a recorded step; `parts` are its commands."""
 
@@ -143,8 +139,8 @@ class Replay:
         self._generator = recording.generator
         self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
         self._crossing: dict[Name, TensorHandle] = {}
-        self.parts = self._cut(recording, results)
-        self._shown = self._showing(leaves, results)
+        self.parts = self._split_by_space(recording, results)
+        self._shown = self._shared_storages(leaves, results)
         self._several = False
         # The master's tensors that the recorded call read must be unchanged.
         shared = guards.storages
@@ -161,9 +157,9 @@ class Replay:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def stands_for(self, leaves: Sequence[Any]) -> bool:
+    def matches(self, leaves: Sequence[Any]) -> bool:
         """Whether a call with these arguments would issue the commands of this program."""
-        if not all(part.is_there for part in self.parts):
+        if not all(part.is_interned for part in self.parts):
             return False
         handles = self._handles
         for i, leaf in enumerate(leaves):
@@ -196,7 +192,7 @@ class Replay:
         return self._guards.changed() is None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """Send the program; return the call's result, or FORGOTTEN if the nodes no longer have it."""
+        """Send the program; return the call's result, or PROGRAM_DISCARDED if the nodes no longer have it."""
         made: dict[Name, TensorHandle] = {}
         for name, space in self._uploads:
             if name[0] == "number":
@@ -216,13 +212,15 @@ class Replay:
                 part.issue(made, leaves)
 
         with self.parts[0].space.lock:
-            if not all(part.is_there for part in self.parts):
-                return FORGOTTEN
+            if not all(part.is_interned for part in self.parts):
+                return PROGRAM_DISCARDED
             with self._apart(made, leaves):
                 if len(self.parts) == 1:
                     issue()
                 else:
-                    undisturbed(issue)  # all parts or none: a node must not send data that no node awaits
+                    call_without_interrupt(
+                        issue
+                    )  # all parts or none: a node must not send data that no node awaits
             self._share_memory(made, leaves)
         if self._written or self._written_leaves:  # makes autograd reject graphs made before this call
             increment_version([*self._written, *(leaves[i] for i in self._written_leaves)])
@@ -239,7 +237,7 @@ class Replay:
         for name, of in self._shown.items():
             shown = (leaves[each] if type(each) is int else there.get(each, each) for each in of)
             storages = [(each.handle if type(each) is RemoteTensor else each).memory() for each in shown]
-            there[name].storage = merged(storages)
+            there[name].storage = merge_storages(storages)
 
     def _apart(self, made: dict[Name, TensorHandle], leaves: Sequence[Any]) -> AbstractContextManager[None]:
         """Context that orders the program after and before everything else: its memory use is unknown."""
@@ -276,7 +274,7 @@ class Replay:
             held = found()
         return held
 
-    def _showing(self, leaves: Sequence[Any], results: Results) -> dict[Name, list[Any]]:
+    def _shared_storages(self, leaves: Sequence[Any], results: Results) -> dict[Name, list[Any]]:
         """For each tensor that shares memory: the handle, argument or result that it shares it with."""
         storages: dict[Storage, list[Any]] = {}  # a handle, the position of an argument, or a name
         static = set(self._held.values())
@@ -294,7 +292,7 @@ class Replay:
                     shown[name] = of
         return shown
 
-    def _cut(self, recording: Recording, results: Results) -> list[Part]:
+    def _split_by_space(self, recording: Recording, results: Results) -> list[Part]:
         runs: list[tuple[int, list[tuple[Command, Origin | None]]]] = []
         for command, origin in zip(recording.commands, recording.origins, strict=True):
             if not runs or runs[-1][0] != command.space:
@@ -375,7 +373,7 @@ class Replay:
             [origin for _, origin in commands],
         )
         space.calls[part.key] = part
-        space.kinds[number] = Kind(
+        space.kinds[number] = CallSignature(
             "a recorded step",
             len(inputs) + len(given),
             len(results),

@@ -9,7 +9,7 @@ import torch
 
 from ...common.containers import Tree, is_named_tuple
 from ...common.never_compile import never_compile
-from ..tensor.tensor import RemoteTensor, TensorHandle, share
+from ..tensor.tensor import RemoteTensor, TensorHandle, new_tensor
 from .guards import PLAIN
 from .recording import Name, Recording
 
@@ -55,12 +55,12 @@ def flatten(value: Any, key: list[Any], leaves: list[Any], others: list[Any]) ->
 
 
 @never_compile
-class _Ended(torch.autograd.Function):
+class _GraphEndedInReplay(torch.autograd.Function):
     """Gives a result `requires_grad`, as in the recording, and an error for backward passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RemoteTensor, anchor: torch.Tensor) -> RemoteTensor:
-        return share(tensor.handle)
+        return new_tensor(tensor.handle)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -73,11 +73,11 @@ _anchor = torch.zeros((), requires_grad=True, device="cpu")
 
 
 def _result(handle: TensorHandle, graph: bool) -> RemoteTensor:
-    made = share(handle)
+    made = new_tensor(handle)
     if not graph:
         return made
     with torch.enable_grad():
-        return _Ended.apply(made, _anchor)  # type: ignore[no-any-return, no-untyped-call]
+        return _GraphEndedInReplay.apply(made, _anchor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Results:
@@ -118,7 +118,7 @@ class Results:
             name = ("outside",) if place is None else self._recording.named(*place)
             if name[0] == "input":
                 position = name[1]
-                return lambda made, leaves: share(leaves[position].handle)
+                return lambda made, leaves: new_tensor(leaves[position].handle)
             graph = value.grad_fn is not None
             if name[0] == "outside" or handle in self._static:
                 return (lambda made, leaves: _result(handle, True)) if graph else lambda made, leaves: value

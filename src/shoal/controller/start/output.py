@@ -13,9 +13,9 @@ from typing import IO, TextIO
 from ...common.lines import LineSplitter
 
 #: capacity of each pipe in bytes, where the system allows it
-_AHEAD = 1 << 20
+PIPE_BYTES = 1 << 20
 #: maximum bytes read from one pipe before the other pipes are served
-_CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 class _NodePipe:
@@ -31,7 +31,7 @@ class _NodePipe:
 
     def read(self) -> bool:
         """Forward one chunk; return False at the end of the pipe."""
-        data = os.read(self.pipe.fileno(), _CHUNK)
+        data = os.read(self.pipe.fileno(), CHUNK_BYTES)
         for text, end in self._lines.feed(data) if data else self._lines.close():
             if end == b"\r":
                 self._update = text or self._update
@@ -61,8 +61,8 @@ class NodeOutput:
         self._reading, self._waking = os.pipe2(os.O_CLOEXEC)
         self._selector.register(self._reading, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._left = 0
-        self._over = False
+        self._open_pipes = 0
+        self._closing = False
         self._ended = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="shoal-node-output", daemon=True)
         self._thread.start()
@@ -71,9 +71,9 @@ class NodeOutput:
         """Take over the pipes of a node; each is read to its end, then closed."""
         for pipe, is_error in ((stdout, False), (stderr, True)):
             with contextlib.suppress(OSError):  # the system allows less
-                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _AHEAD)
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             with self._lock:
-                self._left += 1
+                self._open_pipes += 1
             self._selector.register(pipe, selectors.EVENT_READ, _NodePipe(index, pipe, is_error))
             os.write(self._waking, b"1")
 
@@ -83,8 +83,8 @@ class NodeOutput:
         Waits up to `timeout` seconds for children of the nodes that still hold the pipes open.
         """
         with self._lock:
-            self._ended.wait_for(lambda: self._left == 0, timeout)
-        self._over = True
+            self._ended.wait_for(lambda: self._open_pipes == 0, timeout)
+        self._closing = True
         os.write(self._waking, b"1")  # closing the pipe would not wake it if a forked child holds a copy
         self._thread.join()
         os.close(self._waking)
@@ -99,12 +99,12 @@ class NodeOutput:
             for key, _ in self._selector.select():
                 stream: _NodePipe | None = key.data
                 if stream is None:
-                    os.read(self._reading, _CHUNK)
-                    if self._over:
+                    os.read(self._reading, CHUNK_BYTES)
+                    if self._closing:
                         return
                 elif not stream.read():
                     self._selector.unregister(stream.pipe)
                     stream.pipe.close()
                     with self._lock:
-                        self._left -= 1
+                        self._open_pipes -= 1
                         self._ended.notify_all()

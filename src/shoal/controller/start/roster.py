@@ -1,24 +1,35 @@
-"""The workers of a master's nodes, and the notification of nodes about each other.
+"""The workers of a master's nodes: losses, and the notification of nodes about each other.
 
 The lock is held only briefly, so no wait of the program delays the notification of a loss, not even a wait
 for a node that itself waits for the lost one.
+
+Connections to other machines break when heartbeats are missing. Connections within a machine have no
+heartbeats, because a busy machine could delay them; there :class:`StoppedNodeMonitor` checks the processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ... import config
+from ...common.formatting import format_seconds
 from ...errors import ShoalError
 from ...rpc import Agent, Peer
-from ..commands.line import NodeConnection
+from ..commands.connection import NodeConnection
 from ..node import peers
 
+_logger = logging.getLogger("shoal")
+_CONNECTION_LOST = "its process ended, or its connection broke"
+#: maximum seconds between two checks for stopped nodes
+MAX_CHECK_INTERVAL_S = 1.0
 #: number of failed workers remembered, for those that fail while they become nodes
-_REMEMBERED = 1000
+MAX_REMEMBERED_FAILURES = 1000
 
 
 class Roster:
@@ -29,14 +40,17 @@ class Roster:
     """
 
     def __init__(self, session: str, agent: Agent) -> None:
-        self.living: dict[str, NodeConnection] = {}
+        self.surviving: dict[str, NodeConnection] = {}
         self._session = session
         self._agent = agent
         self._lock = threading.Lock()
         #: the last workers that failed
-        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
+        self._failed: deque[str] = deque(maxlen=MAX_REMEMBERED_FAILURES)
         #: the latest worker of each node, with its epoch
         self._latest: dict[int, tuple[Peer, int]] = {}
+        self.callbacks: list[Callable[[int], Any]] = []
+        agent.on_lost(self.lose)
+        self._monitor = StoppedNodeMonitor(self, config.HEARTBEAT_TIMEOUT.get())
 
     def members(self, index: int) -> tuple[int, dict[int, peers.Member]]:
         """Return the epoch of the next worker of a node, and the present nodes."""
@@ -48,43 +62,96 @@ class Roster:
         """Return the latest worker of a node."""
         return self._latest[index][0]
 
-    def add(self, line: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
+    def add(self, node: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
         """Add a new node, which knows the nodes `known`; return whether it has failed meanwhile."""
-        index = line.index
+        index = node.index
         with self._lock:
-            self._latest[index] = peer, line.epoch
-            self.living[peer.name] = line
-            self._tell(peers.meet, index, line.epoch, peer.name)
+            self._latest[index] = peer, node.epoch
+            self.surviving[peer.name] = node
+            self._notify_others(peers.add_node, index, node.epoch, peer.name)
             for each, (other, epoch) in self._latest.items():
                 if each != index and known.get(each) != (other.name, epoch):
-                    self._post(peer, peers.meet, each, epoch, other.name)
-                if each != index and other.name not in self.living:
-                    self._post(peer, peers.lose, each, epoch)
-            return peer.name in self._gone
+                    self._notify(peer, peers.add_node, each, epoch, other.name)
+                if each != index and other.name not in self.surviving:
+                    self._notify(peer, peers.lose_node, each, epoch)
+            return peer.name in self._failed
 
-    def names(self) -> list[str]:
-        """Return the worker names of the nodes that are not lost."""
+    def stopped(self) -> list[str]:
+        """Return the names of surviving workers on this machine that a signal has stopped."""
         with self._lock:
-            return list(self.living)
+            names = list(self.surviving)
+        links = [(name, self._agent.connections.existing(name)) for name in names]
+        return [name for name, link in links if link is not None and link.worker.is_stopped()]
 
-    def lose(self, name: str, why: str) -> NodeConnection | None:
-        """Mark a worker as lost; return its connection if it was a node that was not lost before."""
+    def lose(self, name: str, why: str = _CONNECTION_LOST) -> None:
+        """Mark a worker as lost; call the callbacks if it was a node that was not lost before."""
         with self._lock:
-            self._gone.append(name)
-            line = self.living.pop(name, None)
-            if line is not None:
-                line.lose(why)
-                self._tell(peers.lose, line.index, line.epoch)
-            return line
+            self._failed.append(name)
+            node = self.surviving.pop(name, None)
+            if node is None:
+                return
+            node.lose(why)
+            self._notify_others(peers.lose_node, node.index, node.epoch)
+        for fn in list(self.callbacks):
+            try:
+                fn(node.index)
+            except BaseException:
+                with contextlib.suppress(BaseException):  # a user's logging handler may raise
+                    _logger.exception("a callback of Master.on_lost failed for node %d", node.index)
 
-    def _tell(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
+    def give_up(self, name: str, why: str) -> None:
+        """Treat a worker as lost although the connection to it is open."""
+        self.lose(name, why)
+        link = self._agent.connections.existing(name)
+        if link is not None:  # dropping it ends all waits for the worker
+            self._agent.endpoint.post.drop(link.number, why)
+
+    def close(self) -> None:
+        """End the search for stopped nodes."""
+        self._monitor.close()
+
+    def _notify_others(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
         """Call ``fn(session, of, *args)`` on all nodes except `of`."""
         for index, (peer, _) in self._latest.items():
             if index != of:
-                self._post(peer, fn, of, *args)
+                self._notify(peer, fn, of, *args)
 
-    def _post(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
+    def _notify(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(session, *args)`` on a node if it is connected, without waiting."""
         if self._agent.connections.existing(peer.name) is not None:
             with contextlib.suppress(ShoalError):
                 peer.post(fn, self._session, *args)
+
+
+class StoppedNodeMonitor:
+    """The thread that gives up nodes of this machine after `timeout_s` in which a signal, as of Ctrl-Z or
+    SIGSTOP, has stopped them.
+    """
+
+    def __init__(self, roster: Roster, timeout_s: float) -> None:
+        self._roster = roster
+        self._timeout_s = timeout_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shoal-master-stopped-nodes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if threading.current_thread() is not self._thread:  # it runs callbacks, which may close the master
+            self._thread.join()
+
+    def _watch(self) -> None:
+        since: dict[str, float] = {}
+        looked, pause = time.monotonic(), min(MAX_CHECK_INTERVAL_S, self._timeout_s / 4)
+        while not self._closing.wait(pause):
+            now = time.monotonic()
+            if now - looked > self._timeout_s / 2:
+                since = {}  # this process was stopped too: restart the time of the others
+            looked = now
+            since = {each: since.get(each, now) for each in self._roster.stopped()}
+            for name, begin in since.items():
+                if now - begin >= self._timeout_s:
+                    self._roster.give_up(
+                        name, f"its process was stopped by a signal for {format_seconds(self._timeout_s)}"
+                    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...common.never_compile import never_compile
-from ..commands.interrupts import uncut
+from ..commands.interrupts import defer_interrupt
 
 #: ``prepared``: the setting to restore in a prepared thread; ``error``: the error of its backward pass
 of_thread = threading.local()
@@ -43,7 +43,7 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
     :func:`wrap_engine` raises it.
     """
 
-    @uncut
+    @defer_interrupt
     def type_(self) -> Any:
         """The device type; C++ calls this where no exception may be raised."""
         try:

@@ -1,10 +1,11 @@
-"""Composite operators whose decomposition depends on the device: attention, LSTM, GRU.
+"""Operators that the master composes of others: attention, LSTM, GRU, packed sequences, checks of ``linalg``.
 
-For a device that torch does not know, it takes the decomposition for GPUs, or unfused operators. So these
-operators are recorded once for each kind of arguments: torch runs them on fake tensors of the node's own
-device, and the recorded operators are then called with the node's tensors, under autograd. The results are
-bitwise those of the node's device. For tensors on a GPU of a node the recording has plain operators only,
-because this process may have neither a GPU nor a torch build for GPUs.
+The decomposition of attention and recurrent layers depends on the device. For a device that torch does not
+know, it takes the decomposition for GPUs, or unfused operators. So these operators are recorded once for each
+kind of arguments: torch runs them on fake tensors of the node's own device, and the recorded operators are
+then called with the node's tensors, under autograd. The results are bitwise those of the node's device. For
+tensors on a GPU of a node the recording has plain operators only, because this process may have neither a GPU
+nor a torch build for GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...common.never_compile import never_compile
-from ...errors import UnsupportedOperation
+from ...errors import DeviceMismatch, UnsupportedOperation
+from ..node.node_operators import CHECKS
 from ..protocol.operators import special
-from .dispatch import mismatch
+from .dispatch import dispatch, mismatch
+from .node_devices import node
 from .prediction import quiet
-from .within import node
+from .tensor import RemoteTensor, new_tensor
 
 #: the operators that this module handles
 NAMES = (
@@ -40,7 +44,7 @@ NAMES = (
     "rnn_relu_cell",
 )
 #: maximum number of recordings kept (LRU)
-LIMIT = 1024
+MAX_RECORDINGS = 1024
 
 
 class _Value(NamedTuple):
@@ -108,14 +112,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _described(value: Any) -> Any:
+def _cache_key(value: Any) -> Any:
     """Part of the key of a recording; includes the elements of the master's tensors (sequence lengths)."""
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value.dtype, str(value.tolist())
         return value.shape, value.stride(), value.dtype, value.requires_grad, value.get_device() >= 0
     if isinstance(value, (list, tuple)):
-        return tuple(_described(each) for each in value)
+        return tuple(_cache_key(each) for each in value)
     return type(value), value
 
 
@@ -130,13 +134,13 @@ def _without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(plain: bool) -> Iterator[None]:
+def _isolated_modes(plain: bool) -> Iterator[None]:
     """Disable the program's modes except grad mode; `plain`: also the kernels that only CPUs have."""
-    differentiating = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     with (
         temporarily_clear_interpreter_stack(),
         torch.inference_mode(False),
-        torch.set_grad_enabled(differentiating),
+        torch.set_grad_enabled(grad_enabled),
         torch.autocast("cpu", enabled=False),
         quiet(),
         sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext(),
@@ -156,7 +160,7 @@ def _record(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Recordin
         return made.requires_grad_(each.requires_grad)
 
     plain = any(each.get_device() >= 0 for each in _tensors((tuple(args), kwargs)))
-    with _alone(plain):
+    with _isolated_modes(plain):
         args, kwargs = tree_map(fake, (tuple(args), kwargs))
         given = [each for each in _tensors((args, kwargs)) if isinstance(each, FakeTensor)]
         recorder = _Recorder(given)
@@ -177,7 +181,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Record
         torch._C._get_math_sdp_allow_fp16_bf16_reduction(),
         torch._C._get_mkldnn_enabled(),
     )
-    key = func, _described(args), _described(list(kwargs.items())), settings
+    key = func, _cache_key(args), _cache_key(list(kwargs.items())), settings
     with _recording:
         found = _recordings.get(key)
         if found is not None:
@@ -186,7 +190,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Record
     found = _record(func, args, kwargs)
     with _recording:
         _recordings[key] = found
-        if len(_recordings) > LIMIT:
+        if len(_recordings) > MAX_RECORDINGS:
             _recordings.popitem(last=False)
     return found
 
@@ -213,16 +217,16 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return values[each.at]
         return device if isinstance(each, _Device) else each
 
-    def filled(value: Any) -> Any:
+    def substitute(value: Any) -> Any:
         return tree_map(fill, value, is_leaf=lambda each: isinstance(each, (_Value, _Device)))
 
     within = max(each.get_device() for each in given)
     with contextlib.nullcontext() if within < 0 else node(device.index, within):
         for step in recording.steps:
-            made = step.func(*filled(step.args), **filled(step.kwargs))
+            made = step.func(*substitute(step.args), **substitute(step.kwargs))
             for index, tensor in zip(step.made, _tensors(made), strict=True):
                 values[index] = tensor
-    return filled(recording.result)
+    return substitute(recording.result)
 
 
 special(*(f"aten::{name}" for name in NAMES))(run)
@@ -234,3 +238,58 @@ def _refuse_nested(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         "nn.TransformerEncoder with a padding mask uses nested tensors in eval mode, and nodes hold dense "
         "tensors only: create it with enable_nested_tensor=False"
     )
+
+
+# -- packed sequences: the master has the lengths, and slices and concatenates on the node ---
+
+
+def _stretches(batch_sizes: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, size) for runs of steps with equal batch size."""
+    begin = 0
+    for size, steps in groupby(batch_sizes.tolist()):
+        end = begin + len(list(steps))
+        yield begin, end, size
+        begin = end
+
+
+@special("aten::_pack_padded_sequence")
+def _pack(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, lengths, batch_first = args
+    if type(x) is not RemoteTensor or type(lengths) is RemoteTensor:
+        raise DeviceMismatch(
+            "the lengths of sequences must be on the master and the sequences on the node: pack with "
+            "lengths.cpu()"
+        )
+    x = x.transpose(0, 1) if batch_first else x
+    # torch validates the lengths.
+    _, batch_sizes = func(torch.empty(*x.shape[:2], 1, device="cpu"), lengths, False)
+    parts = [x[begin:end, :size].flatten(0, 1) for begin, end, size in _stretches(batch_sizes)]
+    return torch.cat(parts), batch_sizes
+
+
+@special("aten::_pack_padded_sequence_backward")
+def _pack_backward(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    gradient, shape, batch_sizes, batch_first = args
+    shape = [shape[1], shape[0], *shape[2:]] if batch_first else list(shape)
+    made = torch.zeros(shape, dtype=gradient.dtype, device=gradient.device)
+    at = 0
+    for begin, end, size in _stretches(batch_sizes):
+        part = gradient[at : at + (end - begin) * size]
+        made[begin:end, :size].copy_(part.unflatten(0, (end - begin, size)))
+        at += len(part)
+    return made.transpose(0, 1) if batch_first else made
+
+
+# -- error checks of ``torch.linalg`` results ---
+
+torch.library.register_fake(f"{CHECKS}::linalg", lambda info, name, is_matrix, made: None)
+
+
+@special("aten::_linalg_check_errors")
+def _check_linalg(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    info, name = args
+    made = getattr(info.handle, "checked_results", None)
+    if made is None:
+        return NotImplemented
+    given = info, name, kwargs["is_matrix"], [new_tensor(each) for each in made]
+    return dispatch(torch.ops.shoal_check.linalg.default, given, {})

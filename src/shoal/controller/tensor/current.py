@@ -9,7 +9,7 @@ from ...errors import ForkedProcess, UsageError
 from ..commands.space import Space
 
 
-class Nodes(Protocol):
+class MasterInterface(Protocol):
     """The interface of a master for operators and the device module."""
 
     name: str
@@ -24,16 +24,16 @@ class Nodes(Protocol):
 
     def seed(self, seed: int) -> None: ...
 
-    def streams(self) -> Any: ...  # ordering.Streams
+    def streams(self) -> Any: ...  # stream_order.StreamOrder
 
     def become_forked(self) -> None: ...
 
 
-_master: Nodes | None = None
+_master: MasterInterface | None = None
 _forked = False
 
 
-def master() -> Nodes:
+def master() -> MasterInterface:
     """The open master; raises `UsageError` or `ForkedProcess` if there is none."""
     if _master is None:
         if _forked:
@@ -42,13 +42,12 @@ def master() -> Nodes:
     return _master
 
 
-def opened() -> Nodes | None:
+def opened() -> MasterInterface | None:
     """The open master, or None."""
     return _master
 
 
-def set_master(master: Nodes | None) -> None:
-    """Set the open master, or None."""
+def set_master(master: MasterInterface | None) -> None:
     global _master
     _master = master
 

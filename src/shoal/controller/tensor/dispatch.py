@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from ...errors import DeviceMismatch, UsageError
-from ..commands.interrupts import uncut
+from ..commands.interrupts import defer_interrupt
 from ..commands.space import Space
 from ..commands.storage import Storage
-from ..protocol.metadata import metadata, told
-from ..protocol.operators import Operator, operator
+from ..protocol.metadata import metadata, wire_metadata
+from ..protocol.operators import operator
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
-from .calls import ASKED, InternedCall, collect, intern, templates, written_operands
-from .ordering import Streams
-from .tensor import RemoteTensor, TensorHandle, rebind, share, wrap
-from .within import Within, chosen, within
+from .calls import NODE_DETERMINED, InternedCall, intern
+from .node_devices import NodeDevice, selected_device
+from .operator_call import OperatorCall
+from .stream_order import StreamOrder
+from .tensor import RemoteTensor, TensorHandle, new_tensor, rebind, wrap
 
 #: size in bytes from which a tensor of the master is sent without copying it first
-_LARGE = 2**20
+MIN_ZERO_COPY_BYTES = 2**20
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -34,116 +34,69 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = op.special(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    key: list[Any] = [op] if op.opaque is None else [op, torch.is_grad_enabled()]
-    operands: list[RemoteTensor] = []
-    scalars: list[float] = []
-    if not collect(op, args, kwargs, key, operands, scalars):
-        return dispatch(func, *_brought(op, args, kwargs))
-    if operands:
-        space = operands[0].handle.space
+    operation = OperatorCall(op, args, kwargs)
+    if not operation.is_remote:
+        return dispatch(func, *_with_uploaded_scalars(operation))
+    if operation.operands:
+        space = operation.operands[0].handle.space
     else:
         space = _space_of(kwargs)
-        at = chosen.on(space)
-        if at >= 0:
-            kwargs = {**kwargs, "device": within(at)}
-            key.append(at)
+        device = selected_device.on(space)
+        if device >= 0:
+            operation.use_device(device)
     with space.lock:
-        if space.ordering is not None:
-            return _on_stream(space, op, key, args, kwargs, operands, scalars)
-        call = space.calls.get(tuple(key))
+        log = space if space.ordering is None else space.ordering.current(space)
+        call = log.calls.get(tuple(operation.key))
         if call is None:
-            elsewhere = _made_elsewhere(space, func, args, kwargs)
+            elsewhere = _factory_on_other_device(space, operation)
             if elsewhere is not None:
                 return elsewhere
-            call = intern(space, op, key, args, kwargs, operands, scalars)
-        if call is ASKED:
-            return _ask(space, op, args, kwargs, operands, scalars)
-        return _issued(space, call, operands, scalars)
+            call = intern(log, operation)
+        if call is NODE_DETERMINED:
+            return _run_on_node(log, operation)
+        return _issue(log, call, operation)
 
 
-@uncut
-def _issued(space: Space, call: InternedCall, operands: Sequence[RemoteTensor], scalars: list[float]) -> Any:
-    ids = space.issue(call.number, [each.handle.id for each in operands], scalars, call.count)
-    if call.single:
-        handle = TensorHandle(space, ids[0], call.results[0])
-        if call.shows is not None:
-            handle.storage = operands[call.shows].handle.memory()
-        return share(handle)
+@defer_interrupt
+def _issue(log: Space, call: InternedCall, operation: OperatorCall) -> Any:
+    """Append an interned call to the log of a stream, and return its results."""
+    streams = log.ordering
+    if streams is None:
+        ids = log.issue(call.number, operation.ids, operation.scalars, call.count)
+    else:
+        ids = cast(StreamOrder, streams).issue(log, call, operation)
     if call.in_place:
-        return operands[0]
-    return _returned(space, call, ids, operands, Storage)
-
-
-def _on_stream(
-    space: Space,
-    op: Operator,
-    key: list[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    operands: Sequence[RemoteTensor],
-    scalars: list[float],
-) -> Any:
-    """Issue an operation on the current stream of this thread."""
-    streams = cast(Streams, space.ordering)
-    log = streams.current(space)
-    storages = [each.handle.memory() for each in operands]
-    call = log.calls.get(tuple(key))
-    if call is None:
-        elsewhere = _made_elsewhere(space, op.func, args, kwargs)
-        if elsewhere is not None:
-            return elsewhere
-        call = intern(log, op, key, args, kwargs, operands, scalars)
-    if call is ASKED:
-        written = storages + (streams.generators(log) if op.random else [])
-        with streams.using(log, [each.handle.id for each in operands], storages, written):
-            return _ask(log, op, args, kwargs, operands, scalars)
-    return _issued_to(log, call, operands, storages, scalars)
-
-
-@uncut
-def _issued_to(
-    log: Space,
-    call: InternedCall,
-    operands: Sequence[RemoteTensor],
-    storages: Sequence[Storage],
-    scalars: list[float],
-) -> Any:
-    streams = cast(Streams, log.ordering)
-    ids = streams.issue(log, call, [each.handle.id for each in operands], storages, scalars)
-    if call.in_place:
-        return operands[0]
-    if call.single and call.shows is None:
+        return operation.operands[0]
+    if call.single and (streams is None or call.view_of is None):
         handle = TensorHandle(log.home, ids[0], call.results[0])
-        handle.storage = streams.made(log)
-        return share(handle)
-    return _returned(log, call, ids, operands, partial(streams.made, log))
+        if streams is not None:
+            handle.storage = streams.made(log)
+        elif call.view_of is not None:
+            handle.storage = operation.operands[call.view_of].handle.memory()
+        return new_tensor(handle)
+    return _results(log, call, ids, operation.operands)
 
 
-def _returned(
-    space: Space,
-    call: InternedCall,
-    ids: list[int],
-    operands: Sequence[RemoteTensor],
-    new: Callable[[], Storage],
-) -> Any:
+def _results(log: Space, call: InternedCall, ids: list[int], operands: Sequence[RemoteTensor]) -> Any:
+    streams = log.ordering
     storages: dict[int, Storage] = {}
     handles = []
     for id, known, shown in zip(
         ids, [*call.results, *(known for _, known in call.mutated)], call.memory, strict=True
     ):
-        handle = TensorHandle(space.home, id, known)
+        handle = TensorHandle(log.home, id, known)
         if shown < len(operands):
-            storage = handle.storage = operands[shown].handle.memory()
-            if space.ordering is not None:
-                storage.past.views[space.number, id] = space, space.position
+            handle.storage = operands[shown].handle.memory()
+            if streams is not None:
+                handle.storage.past.views[log.number, id] = log, log.position
         else:
             if shown not in storages:
-                storages[shown] = new()
+                storages[shown] = Storage() if streams is None else streams.made(log)
             handle.storage = storages[shown]
         handles.append(handle)
-    made = [share(handle) for handle in handles[: len(call.results)]]
-    if call.proves:
-        made[-1].handle.proved = handles[: len(made) - 1]
+    made = [new_tensor(handle) for handle in handles[: len(call.results)]]
+    if call.reports_success:
+        made[-1].handle.checked_results = handles[: len(made) - 1]
     for handle, (at, _) in zip(handles[len(made) :], call.mutated, strict=True):
         rebind(operands[at], handle)
 
@@ -165,27 +118,31 @@ def _rebuilt(
     return parts if kind == "list" else tuple(parts)
 
 
-@uncut
-def _ask(
-    space: Space,
-    op: Operator,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    operands: Sequence[RemoteTensor],
-    scalars: Sequence[float],
-) -> Any:
+def _run_on_node(log: Space, operation: OperatorCall) -> Any:
     """Run an operation whose results only the node can determine, and wait for their metadata."""
     if current.master().strict:
         raise UsageError(
-            f"{op.name} would wait for {space.nodes}, because the shape of its result is known only there, "
-            "and the master is strict: use an operation whose shape is known, like torch.where for x[mask], "
-            "or set master.strict to False around it"
+            f"{operation.op.name} would wait for {log.nodes}, because the shape of its result is known only "
+            "there, and the master is strict: use an operation whose shape is known, like torch.where for "
+            "x[mask], or set master.strict to False around it"
         )
-    given, named = templates(op, args, kwargs)
-    answer = space.ask(op.name, given, named, [each.handle.id for each in operands], scalars)
+    streams = log.ordering
+    if streams is None:
+        return _ask(log, operation)
+    storages = operation.storages()
+    written = storages + (streams.generators(log) if operation.op.random else [])
+    with streams.using(log, operation.ids, storages, written):
+        return _ask(log, operation)
+
+
+@defer_interrupt
+def _ask(space: Space, operation: OperatorCall) -> Any:
+    op, operands = operation.op, operation.operands
+    args, kwargs = operation.templates()
+    answer = space.ask(op.name, args, kwargs, operation.ids, operation.scalars)
     # Operands that it writes to may have new shapes, which the node reports with the result.
     result, *changed = answer[1] if op.writes else [answer]
-    targets = [operands[each] for each in written_operands(op, args, kwargs)]
+    targets = [operands[each] for each in operation.written()]
     position = len(changed)
 
     def rebuilt(answer: tuple[Any, ...]) -> Any:
@@ -217,12 +174,12 @@ def _space_of(kwargs: dict[str, Any]) -> Space:
     return current.master().space(0 if device is None or device.index is None else device.index)
 
 
-def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _factory_on_other_device(space: Space, operation: OperatorCall) -> Any:
     """Run a factory whose device differs from its operand's, such as ``zeros_like(x, device="cpu")``."""
-    device = kwargs.get("device")
+    device = operation.kwargs.get("device")
     if (
         device is None
-        or type(device) is Within
+        or type(device) is NodeDevice
         or device.index == space.index
         or (device.type == "node" and device.index is None)
     ):
@@ -233,12 +190,13 @@ def _made_elsewhere(space: Space, func: Any, args: Sequence[Any], kwargs: dict[s
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return value
 
-    return func(*[there(each) for each in args], **kwargs)
+    return operation.op.func(*[there(each) for each in operation.args], **operation.kwargs)
 
 
-def _brought(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _with_uploaded_scalars(operation: OperatorCall) -> tuple[list[Any], dict[str, Any]]:
     """The arguments, with zero-dimensional tensors of the master copied to the others' node."""
-    space = next((each.handle.space for each in _tensors(args, kwargs) if type(each) is RemoteTensor), None)
+    op, args, kwargs = operation.op, operation.args, operation.kwargs
+    space = next((each.handle.space for each in operation.tensors() if type(each) is RemoteTensor), None)
     if space is None:
         space = _space_of(kwargs)
 
@@ -274,14 +232,6 @@ def mismatch(operator: str, name: str, value: torch.Tensor, device: torch.device
     )
 
 
-def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    flat: list[torch.Tensor] = []
-    for value in (*args, *kwargs.values()):
-        parts = value if isinstance(value, (list, tuple)) else (value,)
-        flat += [each for each in parts if isinstance(each, torch.Tensor)]
-    return flat
-
-
 def upload(
     space: Space, value: torch.Tensor, to: RemoteTensor | None = None, waits: bool = True
 ) -> RemoteTensor:
@@ -294,7 +244,7 @@ def upload(
     """
     source = value.detach().resolve_conj().resolve_neg()
     # In lent memory sending is copying, so a large tensor is sent without a copy, and immediately.
-    as_it_is = source.nbytes >= _LARGE and source.is_contiguous() and not source.storage_offset()
+    as_it_is = source.nbytes >= MIN_ZERO_COPY_BYTES and source.is_contiguous() and not source.storage_offset()
     if not as_it_is:
         source = source.clone()
     with space.lock:
@@ -302,18 +252,22 @@ def upload(
         made = _uploaded(space, log, source, value, to)
         if as_it_is:
             log.flush()
-        sent = [batch for line in log.lines for batch in line.batches] if as_it_is and waits else []
+        sent = (
+            [batch for connection in log.connections for batch in connection.batches]
+            if as_it_is and waits
+            else []
+        )
     for batch in sent:
         batch.wait_until_read()
     return made
 
 
-@uncut
+@defer_interrupt
 def _uploaded(
     space: Space, log: Space, source: torch.Tensor, value: torch.Tensor, to: RemoteTensor | None
 ) -> RemoteTensor:
     """Append the upload of `source`, a copy of `value`, to a log; the caller holds the lock."""
-    known = metadata(space.device, told(source))
+    known = metadata(space.device, wire_metadata(source))
     # Whether `to` is blank depends on timing (the last command), and a recording must be deterministic.
     blank = to is not None and to.handle.metadata is known and log.is_blank(to.handle.id)
     if to is not None and blank and space.listener is None:

@@ -1,9 +1,15 @@
-"""Prediction of an operator's results from metadata alone, with torch's fake tensors."""
+"""Prediction of an operator's results from metadata alone, with torch's fake tensors.
+
+Fake tensors accept some arguments that kernels refuse, such as the difference of two bools, or an ``out``
+that cannot hold the result. So that the error does not come from the node, at a later line, torch's own
+kernel is run with small tensors of the same dtypes (:func:`check_arguments`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,13 +28,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...common import torch_features
 from ...errors import DeviceMismatch
-from ..commands.interrupts import uncut
-from ..protocol.commands import Template, filled
-from ..protocol.metadata import SPARSE, Metadata, WireMetadata, not_dense, told
-from .rehearsal import rehearse
+from ..commands.interrupts import defer_interrupt
+from ..protocol.commands import Template, fill_templates
+from ..protocol.metadata import SPARSE, Metadata, WireMetadata, unsupported_layout, wire_metadata
 
 #: torch errors that mean: only the node can determine the result
-_ASK = (
+_NODE_DETERMINED_ERRORS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
@@ -36,20 +41,31 @@ _ASK = (
     NotImplementedError,
 )
 #: operators with wrong fake metadata in torch: the loss of one sample, and weights that are not needed
-_MISTAKEN = frozenset(
+_WRONG_METADATA = frozenset(
     {
         torch.ops.aten.multilabel_margin_loss_forward.default,
         torch.ops.aten._native_multi_head_attention.default,
     }
 )
 #: operators with wrong fake metadata for dtypes of two bytes
-_MISTAKEN_IN_HALVES = frozenset(
+_WRONG_METADATA_16BIT = frozenset(
     {torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default}
 )
 #: operators whose results may be anywhere in the storage; only the node can check the bounds
-_ANYWHERE = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
+_UNBOUNDED_VIEWS = frozenset({torch.ops.aten.as_strided, torch.ops.aten.as_strided_})
 #: upper bound of the size of a storage in bytes
-_LARGEST = 2**60
+MAX_STORAGE_BYTES = 2**60
+#: pointwise operators that refuse some values
+_VALUE_DEPENDENT = frozenset(["mvlgamma"])
+#: other operators whose success does not depend on values
+_OTHERS = frozenset([
+    "mm", "mv", "bmm", "dot", "vdot", "addmm", "addmv", "addr", "baddbmm", "copy", "fill", "masked_fill",
+    "_softmax", "_log_softmax",
+])  # fmt: skip
+#: such operators that take lengths
+_SIZED = frozenset(["view"])
+#: maximum number of elements of all operands' memory for a run with the original shapes and strides
+MAX_EXACT_ELEMENTS = 4096
 
 
 class Prediction(NamedTuple):
@@ -89,7 +105,7 @@ def _without_tangents() -> Iterator[None]:
         forward_ad._current_level = level
 
 
-@uncut  # an exception at certain points leaves torch's fake tensors unusable
+@defer_interrupt  # an exception at certain points leaves torch's fake tensors unusable
 def predict(
     operator: Any,
     args: Sequence[Template],
@@ -105,17 +121,18 @@ def predict(
     """
     # The program's modes, such as tracers, must not see the operators called here.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
-        in_halves = operator in _MISTAKEN_IN_HALVES and any(each.dtype.itemsize == 2 for each in operands)
-        if operator in _MISTAKEN or in_halves or _is_of_node_only(operator):
+        in_halves = operator in _WRONG_METADATA_16BIT and any(each.dtype.itemsize == 2 for each in operands)
+        if operator in _WRONG_METADATA or in_halves or _is_of_node_only(operator):
             return None
         gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
         if not gpus:
             try:
                 found = _predict(operator, args, kwargs, operands, scalars, True)
             except Exception:
-                rehearse(operator, args, kwargs, operands, scalars, exactly=True)  # raises the kernel's error
+                # raises the kernel's error
+                check_arguments(operator, args, kwargs, operands, scalars, exactly=True)
                 raise
-            rehearse(operator, args, kwargs, operands, scalars)
+            check_arguments(operator, args, kwargs, operands, scalars)
             return found
         try:
             return _predict(operator, args, kwargs, operands, scalars, False)
@@ -162,7 +179,7 @@ def _predict(
         return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
 
     with _MODE:
-        anywhere = operator.overloadpacket in _ANYWHERE
+        anywhere = operator.overloadpacket in _UNBOUNDED_VIEWS
         fakes = [_fake(each, anywhere, device(each.within)) for each in operands]
         storages = [_storage(fake) for fake in fakes]
         memory: list[int] = []
@@ -170,11 +187,11 @@ def _predict(
         def place(template: Template) -> torch.device:
             return device(template[1]) if len(template) > 1 else fakes[0].device if fakes else device(-1)
 
-        given, named = filled(args, kwargs, fakes, scalars, place)
+        given, named = fill_templates(args, kwargs, fakes, scalars, place)
         try:
             with quiet():
                 result = torch_features.corrected_metadata(operator, operator(*given, **named))
-        except _ASK:
+        except _NODE_DETERMINED_ERRORS:
             return None
         results: list[WireMetadata] = []
         paths: list[tuple[int, ...]] = []
@@ -187,8 +204,8 @@ def _predict(
                         given_back.append(value)
                         return "operand", position
                 if value.layout != torch.strided:
-                    raise not_dense(f"the result of {operator}", SPARSE)
-                results.append(told(value))
+                    raise unsupported_layout(f"the result of {operator}", SPARSE)
+                results.append(wire_metadata(value))
                 memory.append(_index(storages, value))
                 paths.append(path)
                 return "new", len(results) - 1
@@ -199,9 +216,9 @@ def _predict(
 
         shape = returned(result, ())
         mutated = {
-            position: told(fake)
+            position: wire_metadata(fake)
             for position, (fake, known) in enumerate(zip(fakes, operands, strict=True))
-            if told(fake)._replace(within=known.within) != known.told
+            if wire_metadata(fake)._replace(within=known.within) != known.wire
         }
         enlarged = mutated or any(not each.numel() for each in given_back)
         if enlarged and torch_features.writes_to_out(operator):
@@ -250,25 +267,69 @@ _MODE = FakeTensorMode()
 
 def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor:
     """A fake tensor with this metadata; `anywhere`: its storage has the maximum size."""
-    if 0 in known.shape:
-        reach = 0
-    else:
-        reach = sum((n - 1) * s for n, s in zip(known.shape, known.stride, strict=True)) + 1
-    if not anywhere and not known.offset and reach <= _numel(known.shape):
+    reach = 0 if 0 in known.shape else _reach(known)
+    if not anywhere and not known.offset and reach <= math.prod(known.shape):
         made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
     else:
         # The storage of a view is larger than the view; its size is known to the node only.
-        size = _LARGEST // known.dtype.itemsize if anywhere else known.offset + reach
+        size = MAX_STORAGE_BYTES // known.dtype.itemsize if anywhere else known.offset + reach
         base = torch.empty(size, dtype=known.dtype, device=device)
         made = base.as_strided(known.shape, known.stride, known.offset)
-    if known.lazy:
-        torch._C._set_conj(made, known.conj)
-        torch._C._set_neg(made, known.neg)
+    known.set_lazy_bits(made)
     return made
 
 
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
+# -- checks of arguments -----------------------------------------------------------------------------
+
+
+def check_arguments(
+    operator: Any,
+    args: Sequence[Template],
+    kwargs: dict[str, Template],
+    operands: Sequence[Metadata],
+    scalars: Sequence[float],
+    exactly: bool = False,
+) -> None:
+    """Run a call on the master, if its success depends neither on values nor on random numbers.
+
+    Large shapes are reduced so that equal lengths stay equal.
+
+    Args:
+        exactly: do not run if shapes had to be reduced, which would show in the error text.
+
+    Raises:
+        Exception: any error that torch raises for these arguments.
+    """
+    tags, name = operator.tags, operator.overloadpacket.__name__.rstrip("_")
+    if operator.namespace != "aten":
+        return  # custom operators run on the node only
+    if torch.Tag.pointwise not in tags and name not in _OTHERS | _SIZED:
+        return
+    if torch.Tag.nondeterministic_seeded in tags or name in _VALUE_DEPENDENT:
+        return
+    shapes = [each.shape for each in operands]
+    strides: list[Sequence[int] | None] = [each.stride for each in operands]
+    if sum(_reach(each) for each in operands) > MAX_EXACT_ELEMENTS:
+        if exactly or name in _SIZED:
+            return
+        strides = [None] * len(operands)
+        lengths = {length for shape in shapes for length in shape if length > 1}
+        short = {length: i for i, length in enumerate(sorted(lengths), 2)} | {0: 0, 1: 1}
+        shapes = [tuple(short[length] for length in shape) for shape in shapes]
+    tensors = map(_sample_tensor, operands, shapes, strides)
+    given, named = fill_templates(args, kwargs, tensors, scalars, lambda template: torch.device("cpu"))
+    operator(*given, **named)
+
+
+def _reach(known: Metadata) -> int:
+    """Number of elements that the memory of this tensor spans."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(known.shape, known.stride, strict=True) if n)
+
+
+def _sample_tensor(known: Metadata, shape: Sequence[int], stride: Sequence[int] | None) -> torch.Tensor:
+    if stride is None:
+        made = torch.ones(shape, dtype=known.dtype, device="cpu")
+    else:
+        made = torch.ones(_reach(known), dtype=known.dtype, device="cpu").as_strided(shape, stride)
+    known.set_lazy_bits(made)
+    return made

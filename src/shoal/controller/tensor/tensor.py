@@ -15,13 +15,13 @@ from ...common.never_compile import never_compile
 from ...errors import UnsupportedOperation, UsageError
 from ...future import Future
 from ..commands.batch import SegmentBatch
-from ..commands.interrupts import uncut
-from ..commands.line import NodeConnection
+from ..commands.connection import StreamConnection
+from ..commands.interrupts import defer_interrupt
 from ..commands.storage import Storage
 from ..protocol.commands import FETCH, ITEM
 from ..protocol.metadata import Metadata, metadata
 from .autograd import prepare_thread
-from .within import Moved, checked, of_accelerator
+from .node_devices import MoveWithinNode, checked_device_index, cuda_index
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 _Issue = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
-@refuses_copies(
-    "the handle of a tensor",
-    "memory of a node",
-    "Copy the tensor",
-)
+@refuses_copies("the handle of a tensor", "memory of a node", "Copy the tensor")
 class TensorHandle:
     """The master's reference to a tensor on a node; the tensor is freed when the handle is deleted.
 
@@ -47,12 +43,12 @@ class TensorHandle:
         storage: the memory that it shares; None if no other tensor was made of its memory.
     """
 
-    __slots__ = ("id", "metadata", "proved", "space", "storage")
+    __slots__ = ("checked_results", "id", "metadata", "space", "storage")
 
     #: results whose success this tensor, the ``info`` of an operator, reports; set for such tensors only
-    proved: Sequence[TensorHandle]
+    checked_results: Sequence[TensorHandle]
 
-    @uncut
+    @defer_interrupt
     def __init__(self, space: Space, id: int, metadata: Metadata) -> None:
         self.space = space
         self.id = id
@@ -68,7 +64,7 @@ class TensorHandle:
             storage = self.storage = storage.joined
         return storage
 
-    @uncut
+    @defer_interrupt
     @never_compile
     def __del__(self) -> None:
         try:  # runs in any thread, in the garbage collector: do nothing else here
@@ -112,7 +108,7 @@ class RemoteTensor(torch.Tensor):
             UsageError: the tensor is on several nodes.
         """
         space = self.handle.space
-        if len(space.lines) > 1:
+        if len(space.connections) > 1:
             raise UsageError(f"a tensor on {self.device} is on {space.nodes}: x.on(i) is one node's part")
         return space.index
 
@@ -126,7 +122,7 @@ class RemoteTensor(torch.Tensor):
         handle = self.handle
         space = handle.space.part(node)
         if space is handle.space:
-            return share(handle)
+            return new_tensor(handle)
         with space.lock:
             return _part(handle, space)
 
@@ -143,9 +139,9 @@ class RemoteTensor(torch.Tensor):
         Raises:
             UsageError: the node has no such GPU.
         """
-        if checked(self.handle.space, device) == self.get_device():
+        if checked_device_index(self.handle.space, device) == self.get_device():
             return self
-        return cast(torch.Tensor, Moved.apply(self, device))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, MoveWithinNode.apply(self, device))  # type: ignore[no-untyped-call]
 
     def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the tensor on a GPU of its node, the first by default.
@@ -153,7 +149,7 @@ class RemoteTensor(torch.Tensor):
         Raises:
             UsageError: the node has no such GPU.
         """
-        index = 0 if device is None else of_accelerator(device)
+        index = 0 if device is None else cuda_index(device)
         return self.within(device if index is None else index)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -162,7 +158,7 @@ class RemoteTensor(torch.Tensor):
         if type(given) is RemoteTensor:
             index = given.get_device() if given.device == self.device else None
         else:
-            index = of_accelerator(given)
+            index = cuda_index(given)
         if index is None:
             return super().to(*args, **kwargs)
         moved = self.within(index)
@@ -184,7 +180,7 @@ class RemoteTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its graph; assignment rebinds this tensor to another one of a node."""
-        return share(self.handle).requires_grad_(False)
+        return new_tensor(self.handle).requires_grad_(False)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -241,11 +237,11 @@ class RemoteTensor(torch.Tensor):
         return object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        text = repr(_shown(self)).replace(", device='meta'", "")
+        text = repr(_printable(self)).replace(", device='meta'", "")
         space = self.handle.space
         extra = [f"device={str(self.device)!r}"]
-        if len(space.lines) > 1:
-            extra.append(f"nodes={[line.index for line in space.lines]}")
+        if len(space.connections) > 1:
+            extra.append(f"nodes={[connection.index for connection in space.connections]}")
         if self.get_device() >= 0:
             extra.append(f"within={self.get_device()}")
         if self.grad_fn is not None:
@@ -263,7 +259,7 @@ class RemoteTensor(torch.Tensor):
         return here.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> torch.Tensor:
-        copy = share(self.handle).requires_grad_(self.requires_grad)
+        copy = new_tensor(self.handle).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         return copy
@@ -286,9 +282,9 @@ class RemoteTensor(torch.Tensor):
         return copy
 
 
-def _shown(tensor: RemoteTensor) -> torch.Tensor:
+def _printable(tensor: RemoteTensor) -> torch.Tensor:
     """A CPU tensor with the elements that printing reads: all or the edges; none on several nodes."""
-    if len(tensor.handle.space.lines) > 1:
+    if len(tensor.handle.space.connections) > 1:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     if tensor.numel() <= PRINT_OPTS.threshold:
         return fetch(tensor)
@@ -308,13 +304,13 @@ def _shown(tensor: RemoteTensor) -> torch.Tensor:
 
 def wrap(space: Space, id: int, known: Metadata) -> RemoteTensor:
     """Create a tensor for this id of a space."""
-    return share(TensorHandle(space, id, known))
+    return new_tensor(TensorHandle(space, id, known))
 
 
-@uncut
+@defer_interrupt
 def _part(handle: TensorHandle, space: Space) -> RemoteTensor:
     """One node's part of a place's tensor; the caller holds the lock."""
-    known = metadata(space.device, handle.metadata.told)
+    known = metadata(space.device, handle.metadata.wire)
     if space.ordering is None:
         id = space.share(handle.id, handle.space)
     else:
@@ -324,7 +320,7 @@ def _part(handle: TensorHandle, space: Space) -> RemoteTensor:
     return made
 
 
-def share(handle: TensorHandle) -> RemoteTensor:
+def new_tensor(handle: TensorHandle) -> RemoteTensor:
     """Create another tensor of the master with this handle."""
     known = handle.metadata
     make = known.make
@@ -334,55 +330,54 @@ def share(handle: TensorHandle) -> RemoteTensor:
     made: RemoteTensor = make()
     made.handle = handle
     if known.lazy:
-        torch._C._set_conj(made, known.conj)
-        torch._C._set_neg(made, known.neg)
+        known.set_lazy_bits(made)
     return made
 
 
 def rebind(tensor: RemoteTensor, handle: TensorHandle) -> None:
     """Make a tensor of the master refer to another handle, also with other metadata."""
-    torch.Tensor.data.__set__(tensor, share(handle))  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__(tensor, new_tensor(handle))  # type: ignore[attr-defined]
     tensor.handle = handle
 
 
-def asked(tensor: RemoteTensor, command: int) -> list[tuple[NodeConnection, SegmentBatch]]:
+def send_with_reply(tensor: RemoteTensor, command: int) -> list[tuple[StreamConnection, SegmentBatch]]:
     """Send a command that the tensor's nodes reply to; return the batches that contain it."""
     handle = tensor.handle
     space = handle.space
     with space.lock:
         if space.ordering is None:
-            return space.send_asked(command, handle.id)
+            return space.send_request(command, handle.id)
         return space.ordering.ask(space, command, handle.id, handle.memory())
 
 
-def elements(tensor: RemoteTensor, command: int) -> list[Any]:
+def replies(tensor: RemoteTensor, command: int) -> list[Any]:
     """Send a command on a tensor, wait for the nodes' replies and return them."""
-    return [line.answers(batch)[0] for line, batch in asked(tensor, command)]
+    return [connection.values_of(batch)[0] for connection, batch in send_with_reply(tensor, command)]
 
 
 def item(tensor: RemoteTensor) -> Any:
     """Wait for the only element of a tensor on one node, and return it as a number."""
-    if len(tensor.handle.space.lines) > 1:
+    if len(tensor.handle.space.connections) > 1:
         raise tensor.handle.space.ambiguous()
-    return elements(tensor, ITEM)[0]
+    return replies(tensor, ITEM)[0]
 
 
 def fetch(tensor: RemoteTensor) -> torch.Tensor:
     """Copy a tensor of one node to the master, and wait for it."""
-    return fetching(tensor)[1]()
+    return request_copy(tensor)[1]()
 
 
-def fetching(tensor: RemoteTensor) -> tuple[Future[Any], Callable[[], torch.Tensor]]:
+def request_copy(tensor: RemoteTensor) -> tuple[Future[Any], Callable[[], torch.Tensor]]:
     """Request a copy of a tensor; return the reply's future, and a function that then returns the copy.
 
     Raises:
         UsageError: the tensor is on several nodes, each with its own elements.
     """
     known, space = tensor.handle.metadata, tensor.handle.space
-    if len(space.lines) > 1:
+    if len(space.connections) > 1:
         raise space.ambiguous()
-    line, batch = asked(tensor, FETCH)[0]
-    return batch.future, lambda: _laid_out(line.answers(batch)[0], known)
+    connection, batch = send_with_reply(tensor, FETCH)[0]
+    return batch.future, lambda: _laid_out(connection.values_of(batch)[0], known)
 
 
 def _laid_out(value: torch.Tensor, known: Metadata) -> torch.Tensor:

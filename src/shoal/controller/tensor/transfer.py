@@ -1,27 +1,33 @@
-"""Operators that move elements between the master and nodes, and operators that need no command."""
+"""Transfers of elements between the master and nodes, between nodes and from files; moves of modules."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ...common.never_compile import never_compile
-from ...errors import UnsupportedOperation, UsageError
+from ...errors import NodeLost, UnsupportedOperation, UsageError
 from ...future import Future, collect_all
+from ..commands.batch import fresh_copy
+from ..commands.interrupts import call_without_interrupt
+from ..commands.space import Space, apart
+from ..node.node_operators import NAMESPACE
 from ..protocol.operators import special
 from . import current
-from .copies import copied
 from .dispatch import dispatch, upload
-from .tensor import RemoteTensor, fetch, fetching, item, share
-from .within import Within
+from .node_devices import NodeDevice
+from .tensor import RemoteTensor, fetch, item, new_tensor, rebind, request_copy
+
+# -- operators that need no command, and copies to and from the master ---
 
 
 @special("aten::detach", "aten::alias", "aten::lift_fresh", "aten::lift")
 def _same(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return share(args[0].handle)
+    return new_tensor(args[0].handle)
 
 
 @special("aten::_local_scalar_dense")
@@ -48,7 +54,7 @@ def _is_set_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 @special("aten::_to_copy")
 def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, device = args[0], kwargs.get("device")
-    if device is None or type(device) is Within or type(tensor) is not RemoteTensor:
+    if device is None or type(device) is NodeDevice or type(tensor) is not RemoteTensor:
         return NotImplemented
     space = tensor.handle.space
     if device.type == "node" and device.index in (None, space.index):
@@ -58,7 +64,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         known = tensor.handle.metadata
         return func(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"), **rest)
     if device.type == "node":
-        sent = copied(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
+        sent = copy_between_nodes(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
     here = fetch(tensor)  # already a copy
     further = any(value not in (None, False) for name, value in rest.items() if name != "non_blocking")
@@ -81,7 +87,7 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if type(source) is RemoteTensor:
         if source.handle.space is space:
             return NotImplemented
-        return dispatch(func, (to, copied(_narrowed(source, to.dtype), space)), {})
+        return dispatch(func, (to, copy_between_nodes(_narrowed(source, to.dtype), space)), {})
     if source.device.type != "cpu":
         source = source.cpu()
     waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -108,16 +114,213 @@ def copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False
 def fetch_all(tensors: Iterable[torch.Tensor]) -> Future[list[torch.Tensor]]:
     """Return a future of copies of many tensors as they are now; the master's tensors are not copied."""
     replies: list[Future[Any]] = []
-    givers: list[Callable[[], torch.Tensor]] = []
+    copies: list[torch.Tensor | Callable[[], torch.Tensor]] = []
     for tensor in tensors:
         if type(tensor) is RemoteTensor:
-            reply, give = fetching(tensor)
+            reply, copy = request_copy(tensor)
             replies.append(reply)
-            givers.append(give)
+            copies.append(copy)
         else:
-            givers.append(partial(_itself, tensor))
-    return collect_all(replies).then(lambda _: [give() for give in givers])
+            copies.append(tensor)
+    return collect_all(replies).then(
+        lambda _: [each if isinstance(each, torch.Tensor) else each() for each in copies]
+    )
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+# -- copies between nodes: a ``send`` command for one, a ``receive`` for the other ---
+# The elements are sent directly between the nodes; the master does not wait.
+
+_send = torch.ops.shoal_node.send.default
+_receive = torch.ops.shoal_node.receive.default
+
+
+def _received(
+    routes: Sequence[int],
+    session: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+torch.library.register_fake(f"{NAMESPACE}::send", lambda x, routes, session: None)
+torch.library.register_fake(f"{NAMESPACE}::receive", _received)
+
+
+def copy_between_nodes(tensor: RemoteTensor, space: Space) -> RemoteTensor:
+    """Copy a tensor to another space, directly between the nodes.
+
+    From one node to a place, every node of the place receives the tensor. Between two places of equal size,
+    each node sends its part to the node at the same position.
+
+    Raises:
+        UsageError: the places have different sizes, so it is ambiguous which node's part to copy.
+        NodeLost: one of the nodes is lost.
+    """
+    source = tensor.handle.space
+    routes = _routes(source, space)
+    known = tensor.handle.metadata
+    dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"))
+    how = {"dtype": known.dtype, "device": space.device}
+    session = current.master().name
+    made: list[RemoteTensor] = []
+
+    def both() -> None:  # never one without the other, or the counts of sends and receives would differ
+        with space.lock:
+            for each in (space, source):
+                if each.lost is not None:
+                    raise fresh_copy(each.lost)
+            space.expect(dense.nbytes)
+            awaited = routes, session, list(dense.shape), list(dense.stride())
+            with apart(source, space):
+                dispatch(_send, (tensor, routes, session), {})
+                try:
+                    made.append(dispatch(_receive, awaited, how))
+                except NodeLost:  # lost just now: the other nodes of the place must receive what was sent
+                    for part in space.parts:
+                        with contextlib.suppress(NodeLost), apart(part):
+                            dispatch(_receive, awaited, {**how, "device": part.device})
+                    raise
+
+    call_without_interrupt(both)
+    return made[0]
+
+
+def _routes(source: Space, space: Space) -> list[int]:
+    """Flat (sender, receiver, channel) triples; the channel changes when either node is replaced."""
+    senders, receivers = list(source.connections), list(space.connections)
+    if len(senders) == 1:
+        senders *= len(receivers)
+    if len(senders) != len(receivers):
+        raise source.ambiguous()
+    return [
+        number
+        for sender, to in zip(senders, receivers, strict=True)
+        for number in (sender.index, to.index, sender.node.epoch + to.node.epoch)
+    ]
+
+
+# -- files: ``torch.load(file, map_location="node:1")`` ---
+
+#: before torch's default handler of such devices, which expects device memory in this process
+_PRIORITY = 15
+
+
+class _Read(torch.UntypedStorage):
+    """A storage read from a file for `node`; `uploaded` has its bytes on the node once needed."""
+
+    node: torch.device
+    uploaded: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device on which torch creates the tensors of this storage."""
+        return self.node
+
+    def _set_from_file(self, *args: Any) -> None:
+        """Read the bytes; for legacy files torch calls this after it has created the tensors."""
+        super()._set_from_file(*args)  # type: ignore[no-untyped-call]
+        if self.uploaded is not None:
+            self.uploaded.copy_(self.bytes())
+
+    def bytes(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(self)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """Convert a storage with a node as its location; torch creates tensors from it with ``set_``."""
+    if location.partition(":")[0] != "node":
+        return None
+    device = torch.device(location)
+    read = _Read(storage.nbytes())  # type: ignore[no-untyped-call]
+    read.copy_(storage)
+    read.node = torch.device("node", current.master().space(device.index or 0).index)
+    return read
+
+
+@special("aten::set_.source_Storage_storage_offset", "aten::set_.source_Storage")
+def _set(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor, storage, *layout = args
+    if type(tensor) is not RemoteTensor:
+        return NotImplemented
+    if type(storage) is not _Read or not layout:
+        raise UnsupportedOperation(
+            f"a tensor on {tensor.device} cannot be made from a storage, whose memory is in another process: "
+            "use views such as x.as_strided, x.cpu() for the elements, or torch.load(file, map_location=...) "
+            "for files of torch.save"
+        )
+    if storage.uploaded is None:
+        storage.uploaded = upload(tensor.handle.space, storage.bytes())
+    offset, shape, *stride = layout
+    known = storage.uploaded.view(tensor.dtype).as_strided(shape, stride[0] if stride else (), offset)
+    rebind(tensor, known.handle)  # type: ignore[attr-defined]
     return tensor
+
+
+def register_location() -> None:
+    """Register nodes as a location with ``torch.load``."""
+    torch.serialization.register_package(_PRIORITY, lambda storage: None, _restore)
+
+
+# -- modules ---
+
+#: maps a tensor of a module to its replacement
+_Fn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class ParameterSwapPatch:
+    """Patches ``nn.Module._apply`` to swap parameters that move to or from nodes, until :meth:`close`.
+
+    Parameters of the master and of nodes have different classes, so torch would replace them in the module.
+    Swapped in place (``torch.utils.swap_tensors``) they stay the same objects, for optimizers and tied
+    weights.
+    """
+
+    def __init__(self) -> None:
+        self._apply = apply = nn.Module._apply
+
+        def apply_swapping(module: nn.Module, fn: _Fn, recurse: bool = True) -> nn.Module:
+            swapped = fn if type(fn) is _SwapFn else _SwapFn(fn)
+            return cast(nn.Module, apply(module, swapped, recurse))  # type: ignore[no-untyped-call]
+
+        nn.Module._apply = apply_swapping  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Restore torch's ``_apply``."""
+        nn.Module._apply = self._apply  # type: ignore[method-assign]
+
+
+class _SwapFn:
+    """Wraps the function given to ``_apply``; swaps parameters in place."""
+
+    def __init__(self, fn: _Fn) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._fn(tensor)
+        if (type(made) is RemoteTensor) is (type(tensor) is RemoteTensor):
+            return made
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(
+                f"a parameter that is not initialized yet cannot move to {made.device}: give the lazy module "
+                "one input here first"
+            )
+        if not isinstance(tensor, nn.Parameter):
+            return made
+        gradient, tensor.grad = tensor.grad, None
+        try:
+            becomes = nn.Parameter(made, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, becomes)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            tensor.grad = gradient
+            raise UsageError(
+                f"a parameter of shape {list(tensor.shape)} cannot move from {tensor.device} to "
+                f"{made.device} while a weak reference, a graph, or a TorchScript module holds it: move a "
+                f"module before its first forward pass and before compiling it with TorchScript ({error})"
+            ) from error
+        if gradient is not None:
+            tensor.grad = self._fn(gradient)
+        return tensor.data

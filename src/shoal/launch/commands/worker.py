@@ -49,7 +49,7 @@ def worker(
 
         from ...controller.node import accelerators
         from ...controller.node.serving import serve_masters
-        from ...controller.protocol.imports import import_all
+        from ...controller.protocol.workers import import_all
 
         if threads is not None:
             torch.set_num_threads(threads)

@@ -16,12 +16,11 @@ from ...rendezvous.point import RendezvousPoint, open_point
 from ...rendezvous.venue import parse_url
 from ...store import TCPStoreServer
 from ..node.serving import join, serve_rank
-from ..protocol.joining import JoiningWorker, arrivals_at
-from ..protocol.naming import MASTER
-from .launching import Processes
+from ..protocol.workers import MASTER, JoinedWorker, join_queue
+from .processes import NodeProcesses
 
 #: seconds between two checks whether a started process has ended before joining
-_LOOK = 0.2
+_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,10 @@ class NodeWorker:
     """A worker that becomes a node; `peer` calls it, `arrival` is how it joined."""
 
     peer: rpc.Peer
-    arrival: JoiningWorker
+    arrival: JoinedWorker
 
 
-class Workers:
+class WorkerSource:
     """The master's agent, and the workers that join it.
 
     On ranks of a launcher other than 0 the constructor does not return: it serves the master and exits.
@@ -52,26 +51,26 @@ class Workers:
         self, workers: int | None, url: str | None, secret: str | bytes | None, timeout: float
     ) -> None:
         self._stack = contextlib.ExitStack()
-        self._processes: Processes | None = None
+        self._processes: NodeProcesses | None = None
         self._url = url
         self._launched = workers is None and url is None
         self.count = workers or 0
         try:
             if self._launched:
-                place = self._of_launcher(secret, timeout)
+                place = self._open_launched(secret, timeout)
             else:
-                place = self._at(url, workers, secret, timeout)
+                place = self._open_url(url, workers, secret, timeout)
             # The import takes a second, during which the started processes start too.
             import_module("shoal.controller.tensor.prediction")
             self.agent = _master(place)
             self._stack.callback(self.agent.close, graceful=False)
-            self._arrivals = arrivals_at(self.agent)
-            self.agent.on_lost(self._arrivals.go)
+            self._arrivals = join_queue(self.agent)
+            self.agent.on_lost(self._arrivals.remove)
         except BaseException:
             self.close()
             raise
 
-    def _of_launcher(self, secret: str | bytes | None, timeout: float) -> RendezvousPoint:
+    def _open_launched(self, secret: str | bytes | None, timeout: float) -> RendezvousPoint:
         place = open_point(timeout=timeout, secret=secret)
         rank, size = place.venue.rank, place.venue.size
         if rank is None or size is None or size < 2:
@@ -86,7 +85,7 @@ class Workers:
         self.count = size - 1
         return place
 
-    def _at(
+    def _open_url(
         self, url: str | None, workers: int | None, secret: str | bytes | None, timeout: float
     ) -> RendezvousPoint:
         if url is None:
@@ -99,7 +98,7 @@ class Workers:
         place = open_point(url, timeout=timeout, secret=secret, **serves)
         try:
             if workers is not None:
-                self._processes = Processes(url, place.secret(), workers)
+                self._processes = NodeProcesses(url, place.secret(), workers)
                 self._stack.callback(self._processes.close)
                 for index in range(workers):
                     self._processes.start(index)
@@ -108,11 +107,11 @@ class Workers:
             raise
         return place
 
-    def first(self, index: int, deadline: Deadline) -> NodeWorker:
+    def take_started(self, index: int, deadline: Deadline) -> NodeWorker:
         """Wait for the worker started as node `index`; raises `LaunchError` or `RendezvousTimeout`."""
-        return self._next(index, deadline, (index,))
+        return self._take(index, deadline, (index,))
 
-    def next(self, index: int, deadline: Deadline) -> NodeWorker:
+    def take_joining(self, index: int, deadline: Deadline) -> NodeWorker:
         """Wait for the next worker that joins, as node `index`.
 
         Raises `UsageError` if no worker can join, or `RendezvousTimeout`.
@@ -121,46 +120,46 @@ class Workers:
             raise UsageError(
                 "no worker can join this master: pass init_master_worker the url= where `shoal worker` joins"
             )
-        return self._next(index, deadline, (index, None))
+        return self._take(index, deadline, (index, None))
 
-    def again(self, index: int, deadline: Deadline) -> NodeWorker:
+    def take_replacement(self, index: int, deadline: Deadline) -> NodeWorker:
         """Return a worker to replace a lost one: started here, if that one was, else the next that joins.
 
         Raises `UsageError`, `LaunchError` or `RendezvousTimeout`.
         """
-        if self._processes is None or not self._processes.has(index):
-            return self.next(index, deadline)
+        if self._processes is None or not self._processes.is_started(index):
+            return self.take_joining(index, deadline)
         self._processes.start(index)
-        return self.first(index, deadline)
+        return self.take_started(index, deadline)
 
-    def give_back(self, worker: NodeWorker) -> None:
+    def requeue(self, worker: NodeWorker) -> None:
         """Return a worker that did not become a node; it can be taken again."""
-        self._arrivals.come(worker.arrival)
+        self._arrivals.add(worker.arrival)
 
     def close(self) -> None:
         """Close the agent and the store, and end the processes."""
         self._stack.close()
 
-    def _next(self, index: int, deadline: Deadline, fitting: tuple[int | None, ...]) -> NodeWorker:
-        started = self._processes is not None and self._processes.has(index)
+    def _take(self, index: int, deadline: Deadline, fitting: tuple[int | None, ...]) -> NodeWorker:
+        started = self._processes is not None and self._processes.is_started(index)
 
-        def fits(arrival: JoiningWorker) -> bool:
+        def fits(arrival: JoinedWorker) -> bool:
             return arrival.index in fitting
 
         while True:
-            arrival = self._arrivals.take(fits, min(_LOOK, deadline.remaining()))
+            arrival = self._arrivals.take(fits, min(_POLL_INTERVAL_S, deadline.remaining()))
             if arrival is not None:
                 with contextlib.suppress(UnknownWorker, WorkerLost):  # it failed meanwhile
                     worker = NodeWorker(self.agent.peer(arrival.name), arrival)
                     if started and self._processes is not None:
-                        self._processes.joined(index)
+                        self._processes.mark_joined(index)
                     return worker
             elif started and self._processes is not None:
-                self._processes.check(index)
+                self._processes.raise_if_ended(index)
             if deadline.expired:
-                raise self._late(index, started, format_seconds(deadline.timeout))
+                raise self._timeout_error(index, started, format_seconds(deadline.timeout))
 
-    def _late(self, index: int, started: bool, seconds: str) -> Exception:
+    def _timeout_error(self, index: int, started: bool, seconds: str) -> Exception:
         if started:
             return LaunchError(f"node {index}, started by this master, did not join within {seconds}")
         if self._launched:

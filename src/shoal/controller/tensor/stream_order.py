@@ -8,10 +8,10 @@ stream; a command that writes also waits for the uses. Nodes execute the waits; 
   master's lock, and a command waits for earlier commands only: those before it in its log; a WAIT for those
   appended before; an EXPECT for batches sent before; a ``receive`` for its ``send``; a collective for what
   precedes it on its members' default streams, which all have collectives in the same order
-  (:meth:`Streams.apart`). So the oldest unfinished command waits for nothing.
+  (:meth:`StreamOrder.apart`). So the oldest unfinished command waits for nothing.
 - The oldest unfinished command reaches its node without further calls of the program: the commands that a
-  WAIT or an EXPECT waits for are sent before it is appended, and each line sends the rest of its log when
-  its node has finished the earlier batches (:mod:`shoal.controller.commands.line`).
+  WAIT or an EXPECT waits for are sent before it is appended, and each connection sends the rest of its log
+  when its node has finished the earlier batches (:mod:`shoal.controller.commands.connection`).
 - No wait holds a lock that another wait needs: nodes wait in their stream threads, and the master reports
   finished batches from the callbacks of the replies.
 - The random generator of a node is treated as a storage that every operation drawing numbers writes to, so
@@ -31,148 +31,135 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import GroupError, RpcError, ShoalError
+from ...errors import ShoalError
 from ...future import Future, collect_all
-from ..commands.batch import SegmentBatch
-from ..commands.interrupts import undisturbed
-from ..commands.line import NodeConnection
-from ..commands.losses import anew, lost_by
-from ..commands.space import Branch, Space
+from ..commands.batch import SegmentBatch, fresh_copy
+from ..commands.connection import NodeConnection, StreamConnection
+from ..commands.interrupts import call_without_interrupt
+from ..commands.space import Space, StreamLog
 from ..commands.storage import Storage
 from ..node import sessions
 from ..protocol.commands import EVERY_NODE, EXPECT, FREE, NO_NODE, RELEASE, WAIT
 
 if TYPE_CHECKING:
     from .calls import InternedCall
+    from .operator_call import OperatorCall
 
 #: maximum number of further streams per space; beyond it streams share logs, as in torch.cuda
-MOST = 32
+MAX_STREAMS = 32
 
 
-class Streams:
+class _Selection(threading.local):
+    """The logs that this thread entered, innermost last."""
+
+    def __init__(self) -> None:
+        self.logs: list[Space] = []
+
+
+class StreamOrder:
     """The streams of a master's nodes, created with the second stream; `spaces`: those that exist."""
 
     def __init__(self, spaces: Iterable[Space]) -> None:
         self._generators: dict[NodeConnection, Storage] = {}
-        self._logs: list[Branch] = []
+        self._logs: list[StreamLog] = []
         self._fences: dict[NodeConnection, tuple[Space, int]] = {}
         self._seen: dict[tuple[Space, Space], int] = {}
         self._begun: dict[Space, int] = {}
-        self._by_home: dict[Space, list[Branch]] = {}
-        self._returned: deque[Branch] = deque()
-        self._chosen = threading.local()
+        self._by_home: dict[Space, list[StreamLog]] = {}
+        self._returned: deque[StreamLog] = deque()
+        self._selected = _Selection()
         self._stream = self._expected = 0
         for space in spaces:
-            undisturbed(partial(self.begin, space))
+            call_without_interrupt(partial(self.begin, space))
 
     def begin(self, home: Space) -> None:
         """Start to record the order of a space's commands."""
         if home.lost is None:
             # This position follows everything issued to its nodes before, from any space.
-            home.note(WAIT, NO_NODE, 0, 0, 0, 0)
+            home.append_command(WAIT, NO_NODE, 0, 0, 0, 0)
         self._begun[home] = home.position
         home.ordering = self
-        for line in home.lines:
-            line.ordering = self
+        for connection in home.connections:
+            connection.node.ordering = self
 
     # -- streams -----------------------------------------------------------------------------------
 
-    def open(self, home: Space) -> Branch:
+    def open(self, home: Space) -> StreamLog:
         """Return the log of an unused or the least used stream, or raise `NodeLost`. Needs the lock."""
         self._take_back()
         if home.lost is not None:
-            raise anew(home.lost)
+            raise fresh_copy(home.lost)
         there = self._by_home.setdefault(home, [])
-        log = min(there, key=lambda log: log.holders, default=None)
-        if log is None or (log.holders and len(there) < MOST):
+        log = min(there, key=lambda log: log.users, default=None)
+        if log is None or (log.users and len(there) < MAX_STREAMS):
             log = self._new(home)
             there.append(log)
-        log.holders += 1
+        log.users += 1
         return log
 
     def _take_back(self) -> None:
         while self._returned:
-            self._returned.popleft().holders -= 1
+            self._returned.popleft().users -= 1
 
-    def _new(self, home: Space) -> Branch:
+    def _new(self, home: Space) -> StreamLog:
         self._stream += 1
-        sends = []
-        for main in home.lines:
-            try:
-                sends.append(main.opens(self._stream))
-            except (RpcError, GroupError) as error:
-                raise lost_by(main, error) from error
-        lines = [
-            NodeConnection(
-                main.index, main.lock, send, main.lines, main.epoch, main.accelerators, main.within,
-                self._stream, main,
-            )
-            for main, send in zip(home.lines, sends, strict=True)
-        ]  # fmt: skip
-        log = Branch(home, self._stream, tuple(lines))
+        nodes = [connection.node for connection in home.connections]
+        runs = [node.open_stream(self._stream) for node in nodes]
+        connections = [node.add_stream(self._stream, run) for node, run in zip(nodes, runs, strict=True)]
+        log = StreamLog(home, self._stream, tuple(connections))
         self._logs.append(log)
         return log
 
     def forget(self) -> None:
         """Drop the state of replaced nodes and closed spaces; the caller holds the lock."""
         self._take_back()
-        self._logs = [each for each in self._logs if not each.home.over]
+        self._logs = [each for each in self._logs if not each.home.is_forgotten]
         self._by_home = {home: logs for home, logs in self._by_home.items() if home.lost is None}
         self._begun = {home: at for home, at in self._begun.items() if home.lost is None}
         self._fences = {
-            line: fence
-            for line, fence in self._fences.items()
-            if line.lost is None and not fence[0].home.over
+            node: fence
+            for node, fence in self._fences.items()
+            if node.lost is None and not fence[0].home.is_forgotten
         }
-        self._generators = {line: each for line, each in self._generators.items() if line.lost is None}
+        self._generators = {node: each for node, each in self._generators.items() if node.lost is None}
         self._seen = {
             (log, other): at
             for (log, other), at in self._seen.items()
-            if not (log.home.over or other.home.over)
+            if not (log.home.is_forgotten or other.home.is_forgotten)
         }
 
-    def give_back(self, log: Branch) -> None:
+    def give_back(self, log: StreamLog) -> None:
         """Release a stream of this log; called in any thread, by the garbage collector."""
         self._returned.append(log)
 
     def current(self, home: Space) -> Space:
         """The log that receives this thread's commands for a space; `NodeLost` if its node is lost."""
-        chosen: list[Space] = getattr(self._chosen, "logs", [])
-        log = next((log for log in reversed(chosen) if log.index == home.index), home)
+        log = next((log for log in reversed(self._selected.logs) if log.index == home.index), home)
         if log.home is not home and log.home.lost is not None:
-            raise anew(log.home.lost)
+            raise fresh_copy(log.home.lost)
         return log
 
     def innermost(self) -> Space | None:
         """The log that this thread entered last, or None."""
-        chosen: list[Space] = getattr(self._chosen, "logs", [])
-        return chosen[-1] if chosen else None
+        return self._selected.logs[-1] if self._selected.logs else None
 
     def enter(self, log: Space) -> None:
         """Send this thread's commands for a space to one of its logs."""
-        if not hasattr(self._chosen, "logs"):
-            self._chosen.logs = []
-        self._chosen.logs.append(log)
+        self._selected.logs.append(log)
 
     def leave(self, log: Space) -> None:
         """Undo this thread's last :meth:`enter` of this log; later entries stay."""
-        chosen: list[Space] = getattr(self._chosen, "logs", [])
-        for at in range(len(chosen) - 1, -1, -1):
-            if chosen[at] is log:
-                del chosen[at]
+        logs = self._selected.logs
+        for at in range(len(logs) - 1, -1, -1):
+            if logs[at] is log:
+                del logs[at]
                 return
 
     # -- commands; the caller holds the lock -------------------------------------------------------
 
-    def issue(
-        self,
-        log: Space,
-        call: InternedCall,
-        ids: list[int],
-        storages: Sequence[Storage],
-        scalars: list[float],
-    ) -> list[int]:
-        """Append an interned call on tensors with these ids and storages; return the ids of its results."""
+    def issue(self, log: Space, call: InternedCall, operation: OperatorCall) -> list[int]:
+        """Append an interned call; return the ids of its results."""
+        ids, storages = operation.ids, operation.storages()
         written = [storages[each] for each in call.written]
         if call.random:
             written += self.generators(log)
@@ -180,10 +167,10 @@ class Streams:
 
         def append() -> None:
             self._order(log, ids, storages, written)
-            made.extend(log.append(call.number, ids, scalars, call.count))
+            made.extend(log.append(call.number, ids, operation.scalars, call.count))
             self._used(log, storages, written)
 
-        undisturbed(append)
+        call_without_interrupt(append)
         log.appended(made)
         return made
 
@@ -192,11 +179,11 @@ class Streams:
         self, log: Space, ids: Sequence[int], read: Sequence[Storage], written: Sequence[Storage] = ()
     ) -> Iterator[None]:
         """Context in which other commands are appended that read and write these storages."""
-        undisturbed(partial(self._order, log, ids, read, written))
+        call_without_interrupt(partial(self._order, log, ids, read, written))
         try:
             yield
         finally:
-            undisturbed(partial(self._used, log, read, written))
+            call_without_interrupt(partial(self._used, log, read, written))
 
     def made(self, log: Space) -> Storage:
         """The storage of a tensor that the last command created."""
@@ -207,15 +194,15 @@ class Streams:
 
     def fence(self, log: Space) -> None:
         """Make a log wait for everything issued to its nodes; the next command may use any tensor."""
-        nodes = {line.main for line in log.lines}
+        nodes = log.connected_nodes
         for other in self._logs:
-            if nodes & {line.main for line in other.lines}:
-                undisturbed(partial(self.wait, log, other, other.position))
+            if nodes & other.connected_nodes:
+                call_without_interrupt(partial(self.wait, log, other, other.position))
 
     def fenced(self, log: Space) -> None:
         """Make everything appended later for its nodes wait for the last command of this log."""
-        for line in log.lines:
-            self._fences[line.main] = log, log.position
+        for connection in log.connections:
+            self._fences[connection.node] = log, log.position
 
     @contextmanager
     def apart(self, *homes: Space) -> Iterator[None]:
@@ -232,8 +219,8 @@ class Streams:
             finally:
                 for home in homes:
                     with suppress(ShoalError):  # the space is lost, but perhaps not all of its nodes
-                        undisturbed(
-                            partial(home.note, WAIT, NO_NODE, 0, 0, 0, 0)
+                        call_without_interrupt(
+                            partial(home.append_command, WAIT, NO_NODE, 0, 0, 0, 0)
                         )  # after the commands of its nodes' other spaces
                     self.fenced(home)
 
@@ -252,15 +239,15 @@ class Streams:
 
     def generators(self, log: Space) -> list[Storage]:
         """The storages that represent the random generators of its nodes."""
-        return [self._generators.setdefault(line.main, Storage()) for line in log.lines]
+        return [self._generators.setdefault(connection.node, Storage()) for connection in log.connections]
 
     def ask(
         self, space: Space, command: int, id: int, storage: Storage
-    ) -> list[tuple[NodeConnection, SegmentBatch]]:
+    ) -> list[tuple[StreamConnection, SegmentBatch]]:
         """Send a command that has a reply; return the batches that contain it."""
         log = self.current(space)
         with self.using(log, [id], [storage]):
-            return log.send_asked(command, id)
+            return log.send_request(command, id)
 
     def share(self, id: int, storage: Storage, space: Space, part: Space) -> int:
         """Give a tensor of a place an id in the space of one of its nodes; see :meth:`Space.share`."""
@@ -279,7 +266,9 @@ class Streams:
                 part.give(each, space, id)
             joined.past.users |= storage.past.users
             joined.past.views.update(storage.past.views)
-        space.note(WAIT, NO_NODE, 0, 0, 0, 0)  # after what was sent on the default streams of its nodes
+        space.append_command(
+            WAIT, NO_NODE, 0, 0, 0, 0
+        )  # after what was sent on the default streams of its nodes
         joined.past.written = space, space.position
         joined.past.users.add(space)
         return id, joined
@@ -291,9 +280,9 @@ class Streams:
         if log.home.freed:
             self.free(log.home)
         if self._fences:
-            for line in log.lines:
-                if line.main in self._fences:
-                    self.wait(log, *self._fences[line.main])
+            for connection in log.connections:
+                if connection.node in self._fences:
+                    self.wait(log, *self._fences[connection.node])
         for storage in (*used, *written):
             if storage.past.written is None:
                 home = log.home
@@ -327,25 +316,25 @@ class Streams:
         """Make a log wait until their common nodes have executed another log up to `position`."""
         if not self._is_ahead(log, other, position):
             return
-        # Compared by line, because a lost node may have been replaced by another of the same index.
-        common = {line.main for line in log.lines} & {line.main for line in other.lines}
-        for line in other.lines:
-            line.flush()
-        nodes = [EVERY_NODE] if len(common) == len(log.lines) else sorted(line.index for line in common)
+        # Compared by connection, because a lost node may have been replaced by another of the same index.
+        common = log.connected_nodes & other.connected_nodes
+        for connection in other.connections:
+            connection.flush()
+        nodes = [EVERY_NODE] if len(common) == len(log.connections) else sorted(node.index for node in common)
         for index in nodes:
-            log.note(WAIT, index, other.number, other.stream, position & 0xFFFFFFFF, position >> 32)
+            log.append_command(WAIT, index, other.number, other.stream, position & 0xFFFFFFFF, position >> 32)
         self._seen[log, other] = position
 
     def _is_ahead(self, log: Space, other: Space, position: int) -> bool:
         """Whether a log has not waited yet for this position of another stream."""
-        if other.stream == log.stream or other.home.over:
+        if other.stream == log.stream or other.home.is_forgotten:
             return False
         return self._seen.get((log, other), -1) < position
 
     def expect(
         self,
         log: Space,
-        batches: Iterable[tuple[NodeConnection, SegmentBatch]],
+        batches: Iterable[tuple[StreamConnection, SegmentBatch]],
         passed: Callable[[], list[Future[Any]]],
     ) -> None:
         """Make a log wait until batches of other nodes are done or these nodes are lost.
@@ -355,19 +344,19 @@ class Streams:
         """
         self._expected += 1
         number = self._expected
-        undisturbed(partial(log.note, EXPECT, number))
-        log.look()
+        call_without_interrupt(partial(log.append_command, EXPECT, number))
+        log.poll()
 
-        def tell(_: object) -> None:
-            for line in log.lines:
+        def notify(_: object) -> None:
+            for connection in log.connections:
                 with suppress(ShoalError):  # the waiting node is lost
-                    line.main.call(sessions.tell, number)
+                    connection.node.call(sessions.notify, number)
 
         def done(_: object) -> None:
             asked: list[Future[Any]] = []
             with suppress(ShoalError):  # the nodes are lost: nothing to wait for
                 asked = passed()
-            collect_all(asked).add_done_callback(tell)
+            collect_all(asked).add_done_callback(notify)
 
         collect_all([batch.future for _, batch in batches]).add_done_callback(done)
 
@@ -382,14 +371,18 @@ class Streams:
                 storage = storage.joined
             users = [user for user in storage.past.users if user.home is home] or [home]
             if len(users) == 1:
-                users[0].drop(FREE, id)
+                users[0].append_free(FREE, id)
             else:
-                home.resting.append((id, [(line, line.sent) for user in users for line in user.lines]))
+                home.releasing_ids.append(
+                    (id, [(connection, connection.sent) for user in users for connection in user.connections])
+                )
                 for user in users:
-                    user.drop(RELEASE, id, len(users))
+                    user.append_free(RELEASE, id, len(users))
             storage.past.views.pop((home.number, id), None)
             for user in users:
                 if user in storage.past.users:
                     storage.past.uses[user] = user.position
-        while home.resting and all(line.acknowledged > batch for line, batch in home.resting[0][1]):
-            home.rested.append(home.resting.popleft()[0])
+        while home.releasing_ids and all(
+            connection.acknowledged > batch for connection, batch in home.releasing_ids[0][1]
+        ):
+            home.reusable_ids.append(home.releasing_ids.popleft()[0])

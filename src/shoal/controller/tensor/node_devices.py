@@ -8,7 +8,6 @@ Results are on the device of the operands.
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from ..commands.space import Space
 
 
-class Within:
+class NodeDevice:
     """A device within the node of a call, used as its ``device`` argument; -1 is the CPU."""
 
     __slots__ = ("index",)
@@ -30,20 +29,20 @@ class Within:
         self.index = index
 
 
-_known: dict[int, Within] = {}
+_known: dict[int, NodeDevice] = {}
 
 
-def within(index: int) -> Within:
-    """The `Within` of this index; unique, because it is part of the keys of calls."""
-    return _known.setdefault(index, Within(index))
+def node_device(index: int) -> NodeDevice:
+    """The `NodeDevice` of this index; unique, because it is part of the keys of calls."""
+    return _known.setdefault(index, NodeDevice(index))
 
 
-def shown(index: int) -> str:
+def device_label(index: int) -> str:
     """``its CPU`` or ``its GPU 1``."""
     return "its CPU" if index < 0 else f"its GPU {index}"
 
 
-class _Chosen(threading.local):
+class _DeviceSelection(threading.local):
     """The selection of :class:`node` in this thread; None: the node's default."""
 
     node = 0
@@ -56,14 +55,14 @@ class _Chosen(threading.local):
         return self.device
 
 
-chosen = _Chosen()
+selected_device = _DeviceSelection()
 
 
-def checked(space: Space, device: Any) -> int:
+def checked_device_index(space: Space, device: Any) -> int:
     """Validate the index of a device within a node; raises `UsageError`."""
     if not isinstance(device, int) or isinstance(device, bool) or device < -1:
         raise UsageError(f"device={device!r}: -1 is the CPU of a node, and its GPUs count from 0")
-    count = min(line.accelerators for line in space.lines)
+    count = min(connection.node.accelerators for connection in space.connections)
     if device >= count:
         if not count:
             raise UsageError(f"{space.device} has no GPU: its tensors stay on its CPU, device -1")
@@ -72,7 +71,7 @@ def checked(space: Space, device: Any) -> int:
     return device
 
 
-def of_accelerator(device: Any) -> int | None:
+def cuda_index(device: Any) -> int | None:
     """The index of ``"cuda:1"``, 0 for ``"cuda"``, None for other devices."""
     if isinstance(device, str) and not device.startswith("cuda"):
         return None
@@ -83,13 +82,13 @@ def of_accelerator(device: Any) -> int | None:
 
 
 @never_compile
-class Moved(torch.autograd.Function):
+class MoveWithinNode(torch.autograd.Function):
     """Moves a tensor to another device of its node, and the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, device: int) -> Any:
         ctx.back = x.get_device()
-        how: dict[str, Any] = {"device": within(device)}
+        how: dict[str, Any] = {"device": node_device(device)}
         known = torch.empty_strided(x.shape, x.stride(), device="meta")
         # Torch predicts that these strides are preserved, which the kernel does not do.
         if torch.empty_like(known).stride() != x.stride():
@@ -98,7 +97,7 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return Moved.apply(grad, ctx.back), None  # type: ignore[no-untyped-call]
+        return MoveWithinNode.apply(grad, ctx.back), None  # type: ignore[no-untyped-call]
 
 
 class node:
@@ -115,24 +114,19 @@ class node:
     def __init__(self, index: int, device: int | None = None) -> None:
         space = current.master().space(index)
         self.index = index
-        self.device = space.within if device is None else checked(space, device)
+        self.device = space.within if device is None else checked_device_index(space, device)
         self._torch = space.device
         self._before: list[tuple[int, int | None]] = []
 
     def __repr__(self) -> str:
-        return f"<shoal.distributed.node({self.index}, device={self.device}): {shown(self.device)}>"
+        return f"<shoal.distributed.node({self.index}, device={self.device}): {device_label(self.device)}>"
 
     def __enter__(self) -> node:
         self._torch.__enter__()
-        self._before.append((chosen.node, chosen.device))
-        chosen.node, chosen.device = self.index, self.device
+        self._before.append((selected_device.node, selected_device.device))
+        selected_device.node, selected_device.device = self.index, self.device
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        chosen.node, chosen.device = self._before.pop()
-        self._torch.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        selected_device.node, selected_device.device = self._before.pop()
+        self._torch.__exit__(*error)

@@ -2,7 +2,7 @@
 
 A call is either a *recording*, which runs the function and listens to the logs, or a *replay*, which runs one
 of the function's *programs* on the nodes. :mod:`.recording` compares logs, :mod:`.guards` checks whether a
-program is still valid, :mod:`.replay` sends it, and :mod:`..node.program` is the nodes' side.
+program is still valid, :mod:`.replay` sends it, and :mod:`..node.compilation` is the nodes' side.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.utils._device import DeviceContext
 
 from ...common.copy_refusal import refuses_copies
 from ...errors import RecordingMismatch, UsageError
-from ..commands.issuing import shown
+from ..commands.origin import format_origin
 from ..commands.space import Space
 from ..tensor import calls
+from ..tensor.node_devices import selected_device
 from ..tensor.tensor import RemoteTensor, TensorHandle
-from ..tensor.within import chosen
 from .effects import Effects, ReadTracker
 from .guards import Grad, Guards, find
 from .recording import Name, Recording, difference
-from .replay import FORGOTTEN, Replay, erase_ended
+from .replay import PROGRAM_DISCARDED, Replay, erase_ended
 from .trees import Results, flatten
 
 #: consecutive calls without a replay, and of calls with the same kind of arguments, before it is an error
-CALLS = 5
+MAX_DIFFERING_CALLS = 5
 #: maximum numbers of kinds of arguments, and of programs per kind
-KINDS = 64
-PROGRAMS = 8
+MAX_ARGUMENT_KINDS = 64
+MAX_PROGRAMS = 8
 
 _recording = threading.Lock()
 #: id of the thread that records
@@ -60,11 +60,7 @@ class _CallKind:
         self.others = others
 
 
-@refuses_copies(
-    "a recorded step",
-    "a program at each node",
-    "Record the function again",
-)
+@refuses_copies("a recorded step", "a program at each node", "Record the function again")
 class Recorded:
     """A function whose calls are replayed; created by :meth:`Master.recorded`.
 
@@ -82,7 +78,7 @@ class Recorded:
         self._fn = fn
         self._spaces = spaces
         self._kinds: OrderedDict[tuple[Any, ...], _CallKind] = OrderedDict()
-        self.recordings = self.replays = self._vain = 0
+        self.recordings = self.replays = self._calls_without_replay = 0
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -94,8 +90,8 @@ class Recorded:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.get_default_dtype(),
-            chosen.node,
-            chosen.device,
+            selected_device.node,
+            selected_device.device,
         ]
         for at in range(torch._C._len_torch_function_stack()):
             mode: Any = torch._C._get_function_stack_at(at)
@@ -107,25 +103,25 @@ class Recorded:
         kind = self._kinds.get(name)
         if kind is not None:
             for program in kind.programs:
-                if program.stands_for(leaves):
+                if program.matches(leaves):
                     result = program(leaves)
-                    if result is not FORGOTTEN:
+                    if result is not PROGRAM_DISCARDED:
                         self.replays += 1
-                        self._vain = 0
+                        self._calls_without_replay = 0
                         return result
         if not _recording.acquire(blocking=False):
             return self._fn(*args, **kwargs)  # another thread is recording
         try:
             if kind is None:
                 kind = self._kinds[name] = _CallKind(others)
-                if len(self._kinds) > KINDS:
-                    self._make_room()
+                if len(self._kinds) > MAX_ARGUMENT_KINDS:
+                    self._evict_oldest_kind()
             self._kinds.move_to_end(name)
             return self._record(kind, args, kwargs, leaves)
         finally:
             _recording.release()
 
-    def _make_room(self) -> None:
+    def _evict_oldest_kind(self) -> None:
         """Discard the kind of arguments whose last recording is the oldest."""
         if all(each.total <= 1 for each in self._kinds.values()):
             raise RecordingMismatch(
@@ -139,8 +135,8 @@ class Recorded:
         roots = [("the function", self._fn), *((f"argument {i}", each) for i, each in enumerate(kind.others))]
         before = find(roots)
         spaces = list(self._spaces())
-        recording = self._begun(spaces, leaves, before.handles)
-        had_grads = before.let_go_of_grads()
+        recording = self._new_recording(spaces, leaves, before.handles)
+        had_grads = before.release_grads()
         effects = Effects(leaves)
         watch = ReadTracker(leaves) if any(type(each) is not RemoteTensor for each in leaves) else None
         with _listening(recording, spaces):
@@ -154,7 +150,7 @@ class Recorded:
             if not recording.commands or spaces != list(self._spaces()):
                 return result  # no nodes involved, or nodes joined whose commands were not recorded
             kind.calls += 1
-            self._vain += 1
+            self._calls_without_replay += 1
             after = find(roots)
             gradients = {handle for _, _, handle in after.grads if handle is not None}
             results = Results(recording, result, leaves, gradients)
@@ -164,19 +160,21 @@ class Recorded:
             previous = kind.last.get(state)
             kind.last[state] = recording
             reason = None if previous is None else _refusal(previous, recording, results, after, had_grads)
-            reason = reason or after.changed_by_call(before)
+            reason = reason or after.describe_call_effects(before)
             reason = reason or effects.changed(
                 recording.generator, None if previous is None else previous.generator
             )
-            if reason is not None and min(kind.calls, self._vain) >= CALLS:
-                raise RecordingMismatch(f"{CALLS} calls of a recorded step differed: {reason}")
+            if reason is not None and min(kind.calls, self._calls_without_replay) >= MAX_DIFFERING_CALLS:
+                raise RecordingMismatch(f"{MAX_DIFFERING_CALLS} calls of a recorded step differed: {reason}")
             if previous is None or reason is not None or recording.forgotten:
                 return result
             del result
             written = after.written(before), effects.written()
-            return self._promote(kind, recording, results, after, had_grads, leaves, written)
+            return self._create_program(kind, recording, results, after, had_grads, leaves, written)
 
-    def _begun(self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[TensorHandle]) -> Recording:
+    def _new_recording(
+        self, spaces: Sequence[Space], leaves: Sequence[Any], handles: set[TensorHandle]
+    ) -> Recording:
         inputs: dict[tuple[int, int], Name] = {}
         uploads: list[tuple[int, torch.Tensor]] = []
         for i, leaf in enumerate(leaves):
@@ -191,7 +189,7 @@ class Recorded:
                 inputs.setdefault((leaf.handle.space.number, leaf.handle.id), ("input", i))
         return Recording(spaces, inputs, uploads)
 
-    def _promote(
+    def _create_program(
         self,
         kind: _CallKind,
         recording: Recording,
@@ -205,14 +203,16 @@ class Recorded:
         spaces = list(recording.spaces.values())
         lock = next((space.lock for space in spaces), contextlib.nullcontext())
         with lock:
-            if any(len(space.calls) + len(recording.commands) >= calls.LIMIT for space in spaces):
+            if any(
+                len(space.calls) + len(recording.commands) >= calls.MAX_INTERNED_CALLS for space in spaces
+            ):
                 for space in spaces:
                     space.forget()  # makes room for programs
                 kind.last.clear()
             else:
                 erase_ended()
                 kind.programs.insert(0, Replay(recording, guards, had_grads, leaves, results, written))
-                del kind.programs[PROGRAMS:]
+                del kind.programs[MAX_PROGRAMS:]
                 kind.calls = 0
             return results.build(results.handles, leaves)
 
@@ -256,9 +256,9 @@ def _refusal(
         for _, name in command.operands:
             if name[0] == "outside" and (name[1:] not in known or name[1:] in recording.names):
                 return (
-                    f"{recording.operator(command)} at {shown(origin)} uses a tensor that is not an argument "
-                    "and was not found among the objects that the function uses, or that is created in every "
-                    "call: pass it as an argument"
+                    f"{recording.operator(command)} at {format_origin(origin)} uses a tensor that is not "
+                    "an argument and was not found among the objects that the function uses, or that is "
+                    "created in every call: pass it as an argument"
                 )
     if any(name[0] == "number" for name in recording.names.values() if name in results.names):
         return "it returns a number of the master that it moved to a node"

@@ -21,45 +21,44 @@ class SessionEnded(BaseException):
 class StreamProgress:
     """The position `done` that a stream has reached in one log."""
 
-    __slots__ = ("_memory", "_turn", "_waiting", "done")
+    __slots__ = ("_reached", "_session", "_waiting", "done")
 
-    def __init__(self, memory: NodeMemory) -> None:
+    def __init__(self, session: SessionState) -> None:
         self.done = 0
-        self._memory = memory
-        self._turn = threading.Condition()
+        self._session = session
+        self._reached = threading.Condition()
         self._waiting = 0
 
     def reach(self, position: int) -> None:
-        """Set the position."""
         self.done = position
         if self._waiting:  # no lost wakeup: wait() increments it before it reads the position
             self.wake()
 
     def wake(self) -> None:
         """Make all waiting threads check again."""
-        with self._turn:
-            self._turn.notify_all()
+        with self._reached:
+            self._reached.notify_all()
 
     def wait(self, position: int) -> None:
         """Wait until a position is reached; raises `SessionEnded` if the session ends first."""
         if self.done >= position:
             return
-        with self._turn:
+        with self._reached:
             self._waiting += 1
             try:
-                self._turn.wait_for(lambda: self.done >= position or self._memory.ended)
+                self._reached.wait_for(lambda: self.done >= position or self._session.ended)
             finally:
                 self._waiting -= 1
         if self.done < position:
             raise SessionEnded
 
 
-class NodeMemory:
+class SessionState:
     """Tensors of a session by space and id, and the progress of its streams.
 
     Attributes:
         lock: guards state that several streams change.
-        several: whether there are streams other than the default one.
+        has_streams: whether there are streams other than the default one.
         node: index of the node, set once there are several streams.
         ended: whether the session has ended.
         poisons: numbers for failures, different from those of earlier workers with the same index.
@@ -67,31 +66,29 @@ class NodeMemory:
 
     def __init__(self, epoch: int) -> None:
         self.lock = threading.Lock()
-        self.several = False
+        self.has_streams = False
         self.node = -1
         self.ended = False
         self.poisons = itertools.count(epoch << 32)
-        self._lists: dict[int, list[Any]] = {}
+        self._tensors: dict[int, list[Any]] = {}
         self._progress: dict[tuple[int, int], StreamProgress] = {}
-        self._enqueues: dict[int, list[Any]] = {}
+        self._cuda_streams: dict[int, list[Any]] = {}
         self._releases: dict[tuple[int, int], int] = {}
-        self._told: dict[int, bool] = {}
-        self._telling = threading.Condition()
+        self._numbers: dict[int, bool] = {}
+        self._notified = threading.Condition()
 
     def tensors(self, space: int) -> list[Any]:
-        """Return the tensors of a space, by id."""
-        return self._lists.setdefault(space, [])
+        return self._tensors.setdefault(space, [])
 
-    def hold(self, space: int, id: int, value: Any) -> None:
+    def store(self, space: int, id: int, value: Any) -> None:
         """Store a tensor of another space under an id of this one."""
         tensors = self.tensors(space)
         if len(tensors) <= id:
             tensors.extend([None] * (id + 1 - len(tensors)))
         tensors[id] = value
 
-    def lists(self) -> list[list[Any]]:
-        """Return the tensors of all spaces."""
-        return list(self._lists.values())
+    def tensor_lists(self) -> list[list[Any]]:
+        return list(self._tensors.values())
 
     def progress(self, space: int, stream: int) -> StreamProgress:
         """Return the progress of a stream in the log of a space."""
@@ -106,13 +103,12 @@ class NodeMemory:
         self.node = node
         if torch.cuda.is_available():
             indices = range(torch.cuda.device_count())
-            self._enqueues[0] = [torch.cuda.default_stream(index) for index in indices]
-            self._enqueues[stream] = [torch.cuda.Stream(index) for index in indices]  # type: ignore[no-untyped-call]
-        self.several = True
+            self._cuda_streams[0] = [torch.cuda.default_stream(index) for index in indices]
+            self._cuda_streams[stream] = [torch.cuda.Stream(index) for index in indices]  # type: ignore[no-untyped-call]
+        self.has_streams = True
 
-    def enqueues(self, stream: int) -> list[Any]:
-        """Return the CUDA streams of a stream."""
-        return self._enqueues.get(stream, [])
+    def cuda_streams(self, stream: int) -> list[Any]:
+        return self._cuda_streams.get(stream, [])
 
     def wait(self, space: int, stream: int, position: int) -> None:
         """Make the calling stream wait until another one has reached a position in its log.
@@ -120,7 +116,7 @@ class NodeMemory:
         GPU work up to the position is only enqueued then, so the GPU streams of the caller wait for it too.
         """
         self.progress(space, stream).wait(position)
-        for other in self.enqueues(stream):
+        for other in self.cuda_streams(stream):
             torch.cuda.current_stream(other.device).wait_stream(other)
 
     def release(self, tensors: list[Any], space: int, id: int, count: int) -> None:
@@ -135,27 +131,27 @@ class NodeMemory:
             else:
                 tensors[id] = None
 
-    def tell(self, number: int) -> None:
+    def notify(self, number: int) -> None:
         """Resume a stream that expects a number."""
-        with self._telling:
-            self._told[number] = True
-            self._telling.notify_all()
+        with self._notified:
+            self._numbers[number] = True
+            self._notified.notify_all()
 
-    def expect(self, number: int) -> None:
+    def await_number(self, number: int) -> None:
         """Wait until the master sends a number; raises `SessionEnded` if the session ends first."""
-        with self._telling:
-            self._telling.wait_for(lambda: number in self._told or self.ended)
-            if self._told.pop(number, None) is None:
+        with self._notified:
+            self._notified.wait_for(lambda: number in self._numbers or self.ended)
+            if self._numbers.pop(number, None) is None:
                 raise SessionEnded
 
     def forget(self, space: int, streams: Sequence[int]) -> None:
         """Forget a space and streams that are no longer used or waited for."""
         with self.lock:
-            self._lists.pop(space, None)
+            self._tensors.pop(space, None)
             self._progress = {key: each for key, each in self._progress.items() if key[0] != space}
             self._releases = {key: left for key, left in self._releases.items() if key[0] != space}
         for stream in streams:
-            self._enqueues.pop(stream, None)
+            self._cuda_streams.pop(stream, None)
 
     def end(self) -> None:
         """End all waits."""
@@ -164,5 +160,5 @@ class NodeMemory:
             waited = list(self._progress.values())
         for each in waited:
             each.wake()
-        with self._telling:
-            self._telling.notify_all()
+        with self._notified:
+            self._notified.notify_all()

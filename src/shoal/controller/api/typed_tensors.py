@@ -1,4 +1,4 @@
-"""The alternative API of the mode in ``shoal.distributed``; its ``node`` is in ``tensor/within.py``.
+"""The alternative API of the mode in ``shoal.distributed``; its ``node`` is in ``tensor/node_devices.py``.
 
     shoal.distributed.init_master_worker(backend="tcp", workers=2)
     x = shoal.distributed.FloatTensor(20, 20).fill_(4)
@@ -18,8 +18,8 @@ import torch
 
 from ...distributed.backend import parse_backend
 from ..tensor import current
+from ..tensor.node_devices import node, selected_device
 from ..tensor.tensor import RemoteTensor
-from ..tensor.within import chosen, node
 from . import master
 
 
@@ -33,20 +33,20 @@ def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:
     return master.init_master_worker(backend=engine.backend, transport=engine.transport, **how)
 
 
-class _Typed(type):
+class _TensorType(type):
     """The metaclass of tensor types: a call makes a tensor on a node; ``isinstance`` compares the dtype."""
 
     dtype: torch.dtype
 
     def __call__(cls, *data: Any, device: int | None = None) -> torch.Tensor:
-        at = chosen.device if device is None else device
-        with node(chosen.node, at):
+        at = selected_device.device if device is None else device
+        with node(selected_device.node, at):
             if all(type(each) is int for each in data):
                 return torch.empty(data or (0,), dtype=cls.dtype, device=torch.get_default_device())
             if len(data) == 1 and isinstance(data[0], torch.Size):
                 return torch.empty(data[0], dtype=cls.dtype, device=torch.get_default_device())
             if len(data) == 1 and isinstance(data[0], torch.Tensor):
-                return data[0].to(current.master().space(chosen.node).device, cls.dtype)
+                return data[0].to(current.master().space(selected_device.node).device, cls.dtype)
             if len(data) == 1 and isinstance(data[0], Sequence):
                 return torch.tensor(data[0], dtype=cls.dtype, device=torch.get_default_device())
         raise TypeError(f"{cls.__name__} takes sizes, a sequence of numbers, or a tensor, got {data!r}")
@@ -55,8 +55,8 @@ class _Typed(type):
         return isinstance(value, RemoteTensor) and value.dtype == cls.dtype
 
 
-def _named(name: str, dtype: torch.dtype) -> _Typed:
-    made = _Typed(name, (), {"dtype": dtype, "__module__": __name__})
+def _tensor_type(name: str, dtype: torch.dtype) -> _TensorType:
+    made = _TensorType(name, (), {"dtype": dtype, "__module__": __name__})
     made.__doc__ = f"""A tensor of ``{dtype}`` on a node.
 
     Args:
@@ -66,13 +66,13 @@ def _named(name: str, dtype: torch.dtype) -> _Typed:
     return made
 
 
-FloatTensor = _named("FloatTensor", torch.float32)
-DoubleTensor = _named("DoubleTensor", torch.float64)
-HalfTensor = _named("HalfTensor", torch.float16)
-BFloat16Tensor = _named("BFloat16Tensor", torch.bfloat16)
-ByteTensor = _named("ByteTensor", torch.uint8)
-CharTensor = _named("CharTensor", torch.int8)
-ShortTensor = _named("ShortTensor", torch.int16)
-IntTensor = _named("IntTensor", torch.int32)
-LongTensor = _named("LongTensor", torch.int64)
-BoolTensor = _named("BoolTensor", torch.bool)
+FloatTensor = _tensor_type("FloatTensor", torch.float32)
+DoubleTensor = _tensor_type("DoubleTensor", torch.float64)
+HalfTensor = _tensor_type("HalfTensor", torch.float16)
+BFloat16Tensor = _tensor_type("BFloat16Tensor", torch.bfloat16)
+ByteTensor = _tensor_type("ByteTensor", torch.uint8)
+CharTensor = _tensor_type("CharTensor", torch.int8)
+ShortTensor = _tensor_type("ShortTensor", torch.int16)
+IntTensor = _tensor_type("IntTensor", torch.int32)
+LongTensor = _tensor_type("LongTensor", torch.int64)
+BoolTensor = _tensor_type("BoolTensor", torch.bool)

@@ -11,6 +11,8 @@ import torch
 
 #: code object and instruction offset: cheap to take; converted to a line on demand
 Origin = tuple[CodeType, int]
+#: origin of an interned call; of a recorded step, those of its operations
+CallOrigin = Origin | list[Origin | None] | None
 
 _INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
 
@@ -26,12 +28,12 @@ class _Files(dict[str, bool]):
 _inside = _Files()
 
 
-def is_inside(code: CodeType) -> bool:
+def is_internal(code: CodeType) -> bool:
     """Return whether code belongs to torch or this package."""
     return _inside[code.co_filename]
 
 
-def issuing_line() -> Origin | None:
+def current_origin() -> Origin | None:
     """Return the innermost position of this thread outside torch and this package."""
     frame = sys._getframe(1)
     code = frame.f_code
@@ -43,8 +45,16 @@ def issuing_line() -> Origin | None:
     return code, frame.f_lasti
 
 
-def shown(origin: Origin | None) -> str:
-    """Format an origin as ``file.py:12, in train: loss.backward()``."""
+def first_origin(origin: CallOrigin) -> Origin | None:
+    """Return the origin of a call, or of the first operation of a recorded step."""
+    if isinstance(origin, list):
+        return origin[0] if origin else None
+    return origin
+
+
+def format_origin(origin: CallOrigin) -> str:
+    """Format the first origin as ``file.py:12, in train: loss.backward()``."""
+    origin = first_origin(origin)
     if origin is None:
         return "torch's own thread"
     code, at = origin

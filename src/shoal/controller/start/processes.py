@@ -13,23 +13,19 @@ from ...net import Deadline, close_in_forked_child
 from .output import NodeOutput
 
 #: seconds for workers to end by themselves, and then for their output to arrive
-_END = 5.0
+END_TIMEOUT_S = 5.0
 
 
 #: Runs a node with the import path of its master. With ``-m`` the path would start with the working
 #: directory, where a ``queue.py`` would hide Python's.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[4:]; del sys.argv[4:]; "
-    "from shoal.controller.node.worker import main; main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+    "from shoal.controller.node.serving import serve_process; "
+    "serve_process(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
 )
 
 
-def _path() -> list[str]:
-    """Return the import path of this process; Python ignores entries that are not strings."""
-    return [each for each in sys.path if isinstance(each, str)]
-
-
-class Processes:
+class NodeProcesses:
     """Starts node processes, which join at the store `url`; `count` of them share this process's cores."""
 
     def __init__(self, url: str, secret: bytes, count: int) -> None:
@@ -44,8 +40,9 @@ class Processes:
     def start(self, index: int) -> None:
         """Start a process that becomes node `index`; an earlier process of this index is ended first."""
         self._end([index])
+        path = [each for each in sys.path if isinstance(each, str)]  # Python ignores other entries
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(index), self._url, str(self._threads), *_path()],
+            [sys.executable, "-c", _PROGRAM, str(index), self._url, str(self._threads), *path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,19 +56,19 @@ class Processes:
         for pipe in (process.stdin, process.stdout, process.stderr):
             close_in_forked_child(pipe)  # otherwise an open copy would hide the master's end from the worker
         self._output.attach(index, process.stdout, process.stderr)
-        with contextlib.suppress(BrokenPipeError):  # it ended already: check() raises
+        with contextlib.suppress(BrokenPipeError):  # it ended already: raise_if_ended() raises
             process.stdin.write(self._secret.hex().encode())
             process.stdin.flush()
 
-    def has(self, index: int) -> bool:
+    def is_started(self, index: int) -> bool:
         """Return whether node `index` was started here."""
         return index in self._started
 
-    def joined(self, index: int) -> None:
+    def mark_joined(self, index: int) -> None:
         """Note that the process of node `index` joined."""
         self._awaited.discard(index)
 
-    def check(self, index: int) -> None:
+    def raise_if_ended(self, index: int) -> None:
         """Raise LaunchError if the process of node `index` or one that has not joined has ended."""
         for each in (index, *sorted(self._awaited)):
             code = self._started[each].poll()
@@ -83,7 +80,7 @@ class Processes:
     def close(self) -> None:
         """End all processes, after the connections to them were closed."""
         self._end(list(self._started))
-        self._output.close(_END)
+        self._output.close(END_TIMEOUT_S)
 
     def _end(self, indices: list[int]) -> None:
         ending = [(index, self._started.pop(index)) for index in indices if index in self._started]
@@ -96,7 +93,7 @@ class Processes:
                 process.kill()  # it has no state, and may read its input only after some seconds
             else:
                 process.send_signal(signal.SIGCONT)  # it may be stopped
-        deadline = Deadline(_END)
+        deadline = Deadline(END_TIMEOUT_S)
         for _, process in ending:
             try:
                 process.wait(deadline.remaining())

@@ -1,0 +1,181 @@
+"""The operators that nodes have in addition to torch's.
+
+``shoal_node::...`` are copies and collectives between nodes. As operators they are interned, recorded and
+traced to a program line like all others. ``members`` are the participating nodes in the order of their ranks;
+``session`` is the name of the master's session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...common.never_compile import never_compile
+from ...group import ProcessGroup
+from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
+from ..protocol.commands import Definition, Template
+from . import peers, place_groups
+
+#: namespace of copies and collectives, and of checks
+NAMESPACE, CHECKS = "shoal_node", "shoal_check"
+#: reductions by their public names
+REDUCTIONS: dict[str, ReduceOp] = {"sum": SUM, "avg": AVG, "product": PRODUCT, "min": MIN, "max": MAX}
+
+_GROUP_SCHEMA = "int[] members, int epoch_sum, str session"
+_libraries = {name: torch.library.Library(name, "DEF") for name in (NAMESPACE, CHECKS)}  # type: ignore[no-untyped-call]
+Fn = Callable[..., Any]
+
+
+def _operator(schema: str, namespace: str = NAMESPACE) -> Callable[[Fn], Fn]:
+    def mark(fn: Fn) -> Fn:
+        library: Any = _libraries[namespace]
+        library.define(schema)
+        library.impl(schema.partition("(")[0], never_compile(fn), "CompositeExplicitAutograd")
+        return fn
+
+    return mark
+
+
+# -- copies: `routes` are triples of sender, receiver and channel --------------------------------------------
+
+
+@_operator("send(Tensor x, int[] routes, str session) -> ()")
+def _send(x: torch.Tensor, routes: Sequence[int], session: str) -> None:
+    mine = peers.of_session(session)
+    for to, channel in _receivers(routes, mine.index):
+        mine.send(x, to, channel)
+
+
+@_operator(
+    "receive(int[] routes, str session, int[] shape, int[] stride, *, ScalarType dtype, Device device) "
+    "-> Tensor"
+)
+def _receive(
+    routes: Sequence[int],
+    session: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    mine = peers.of_session(session)
+    source, channel = next((sender, at) for sender, to, at in _routes(routes) if to == mine.index)
+    return mine.receive(source, channel).to(device)
+
+
+def _routes(routes: Sequence[int]) -> list[tuple[int, int, int]]:
+    return list(zip(routes[::3], routes[1::3], routes[2::3], strict=True))
+
+
+def _receivers(routes: Sequence[int], index: int) -> list[tuple[int, int]]:
+    return [(to, channel) for sender, to, channel in _routes(routes) if sender == index]
+
+
+# -- collectives -------------------------------------------------------------------------------------
+
+
+def _run(members: Sequence[int], epoch_sum: int, session: str, body: Callable[[ProcessGroup], Any]) -> Any:
+    return place_groups.of_session(session).run(members, epoch_sum, body)
+
+
+@_operator(f"all_reduce_(Tensor(a!) x, str op, {_GROUP_SCHEMA}) -> Tensor(a!)")
+def _all_reduce(
+    x: torch.Tensor, op: str, members: Sequence[int], epoch_sum: int, session: str
+) -> torch.Tensor:
+    _run(members, epoch_sum, session, lambda group: group.all_reduce(x, op=REDUCTIONS[op]).wait())
+    return x
+
+
+@_operator(f"average_(Tensor(a!)[] tensors, {_GROUP_SCHEMA}) -> ()")
+def _average(tensors: Sequence[torch.Tensor], members: Sequence[int], epoch_sum: int, session: str) -> None:
+    """Use one all-reduce per dtype, in memory of the group that is reduced without copies."""
+
+    def body(group: ProcessGroup) -> None:
+        for dtype in dict.fromkeys(each.dtype for each in tensors):
+            alike = [each for each in tensors if each.dtype == dtype]
+            flat = group.empty(sum(each.numel() for each in alike), dtype=dtype)
+            parts = [
+                part.view(each.shape)
+                for part, each in zip(torch.split(flat, [each.numel() for each in alike]), alike, strict=True)
+            ]
+            torch._foreach_copy_(parts, alike)
+            group.all_reduce(flat, op=AVG).wait()
+            torch._foreach_copy_(alike, parts)
+
+    _run(members, epoch_sum, session, body)
+
+
+@_operator(f"broadcast_(Tensor(a!) x, int source, {_GROUP_SCHEMA}) -> Tensor(a!)")
+def _broadcast(
+    x: torch.Tensor, source: int, members: Sequence[int], epoch_sum: int, session: str
+) -> torch.Tensor:
+    _run(members, epoch_sum, session, lambda group: group.broadcast(x, source).wait())
+    return x
+
+
+@_operator(f"all_gather(Tensor x, {_GROUP_SCHEMA}) -> Tensor")
+def _all_gather(x: torch.Tensor, members: Sequence[int], epoch_sum: int, session: str) -> torch.Tensor:
+    out = x.new_empty((len(members), *x.shape))
+    _run(members, epoch_sum, session, lambda group: group.all_gather_single(out, x.contiguous()).wait())
+    return out
+
+
+@_operator(f"reduce_scatter(Tensor x, str op, {_GROUP_SCHEMA}) -> Tensor")
+def _reduce_scatter(
+    x: torch.Tensor, op: str, members: Sequence[int], epoch_sum: int, session: str
+) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] // len(members), *x.shape[1:]))
+    _run(
+        members, epoch_sum, session,
+        lambda group: group.reduce_scatter_single(out, x.contiguous(), op=REDUCTIONS[op]).wait(),
+    )  # fmt: skip
+    return out
+
+
+@_operator(f"mean(Tensor x, {_GROUP_SCHEMA}) -> Tensor")
+def _mean(x: torch.Tensor, members: Sequence[int], epoch_sum: int, session: str) -> torch.Tensor:
+    out = x.clone()
+    _run(members, epoch_sum, session, lambda group: group.all_reduce(out, op=AVG).wait())
+    return out
+
+
+# -- checks ------------------------------------------------------------------------------------------
+
+
+@_operator("linalg(Tensor info, str name, bool is_matrix, Tensor(a!)[] made) -> ()", CHECKS)
+def _linalg(info: torch.Tensor, name: str, is_matrix: bool, made: Sequence[torch.Tensor]) -> None:
+    """Check a result of linear algebra; a failure poisons the results `made`.
+
+    Torch's own check has neither results nor the checked tensors as operands, so its failure would leave e.g.
+    the factor of a matrix that cannot be factorized unpoisoned.
+    """
+    torch.ops.aten._linalg_check_errors(info, name, is_matrix=is_matrix)
+
+
+# -- poisoned operands -----------------------------------------------------------------------------
+
+
+def propagate_poison(definition: Definition, number: int, of: tuple[int, int] | None) -> None:
+    """Send the poison of an operand to the other nodes of a copy or collective, which would otherwise wait.
+
+    `number` is the failure on this node, `of` the node and number of its cause (None: it happened here).
+    Raises as the call itself does.
+    """
+    named = definition.operator.removeprefix(f"{NAMESPACE}::")
+    given = [_constant(each) for each in definition.args]
+    mine = peers.of_session(given[-1])
+    poison = (mine.index, number) if of is None else of
+    if named == "send":
+        for to, channel in _receivers(given[1], mine.index):
+            mine.send_poison(poison, to, channel)
+    else:
+        place_groups.of_session(mine.session).run(given[-3], given[-2], lambda group: None, poison)
+
+
+def _constant(template: Template) -> Any:
+    if template[0] == "list":
+        return [_constant(each) for each in template[1]]
+    return template[1] if template[0] == "constant" else None
