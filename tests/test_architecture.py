@@ -144,7 +144,7 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
 
 def test_few_modules_import_the_core() -> None:
     importers = {
-        "backend.native.agreement", "backend.native.channel", "backend.native.codes", "backend.native.errors",
+        "backend.native.channel", "backend.native.errors",
         "controller.commands.interrupts", "future.state", "parallel.core", "recorder",
         "rpc.connection.endpoint",
     }  # fmt: skip

@@ -37,8 +37,10 @@ def of_stopped_peers() -> float:
     """Seconds until a peer on the same host that is stopped is lost: a number of looks."""
     peers = (ROOT / "cpp" / "engine" / "peers.cc").read_text()
     context = (ROOT / "cpp" / "engine" / "context.cc").read_text()
-    looks = re.search(r"kQuiet = (\d+), kStopped = (\d+);", peers)
-    pause = re.search(r"look_out_idle\(int ranks\) \{ return std::max\(.*, (\d+) \* kMillisecond\)", context)
+    looks = re.search(r"kSilentChecks = (\d+), kStoppedChecks = (\d+);", peers)
+    pause = re.search(
+        r"idle_peer_check_interval\(int ranks\) \{\s*return std::max\(.*, (\d+) \* kMillisecond\)", context
+    )
     assert looks
     assert pause
     return (int(looks[1]) + int(looks[2])) * int(pause[1]) / 1000
@@ -108,5 +110,5 @@ def test_where_the_page_has_no_limit_there_is_none() -> None:
 def test_variables_that_the_page_names_are_there() -> None:
     named = set(re.findall(r"SHOAL_\w+", PAGE.read_text()))
     assert named <= {variable.name for variable in config.VARIABLES}
-    seconds = {variable.name for variable in config.VARIABLES if variable.kind == config.TIMEOUT.kind}
+    seconds = {variable.name for variable in config.VARIABLES if variable.expected == config.TIMEOUT.expected}
     assert seconds <= named

@@ -20,10 +20,12 @@ constexpr std::int64_t kLossReportTimeout = kSecond;
 int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
 // Nanoseconds between two checks of the local peers, while operations are pending and while none are.
-std::int64_t check_local_peers(int ranks) {
+std::int64_t peer_check_interval(int ranks) {
   return 20 * kMillisecond * std::max(1, (ranks + cores() - 1) / cores());
 }
-std::int64_t look_out_idle(int ranks) { return std::max(check_local_peers(ranks), 250 * kMillisecond); }
+std::int64_t idle_peer_check_interval(int ranks) {
+  return std::max(peer_check_interval(ranks), 250 * kMillisecond);
+}
 
 }  // namespace
 
@@ -31,8 +33,8 @@ Context::Context(Options options)
     : options_(options),
       arena_(std::make_shared<Arena>(options.capacity, options.limit)),
       quarantine_(arena_),
-      peer_check_interval_(shoal::check_local_peers(options.local_size)),
-      idle_peer_check_interval_(shoal::look_out_idle(options.local_size)),
+      peer_check_interval_(shoal::peer_check_interval(options.local_size)),
+      idle_peer_check_interval_(shoal::idle_peer_check_interval(options.local_size)),
       peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_) {
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;

@@ -81,7 +81,8 @@ class HostMembers {
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
   HostLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
-  // Looks up the members' blocks.  True when all are found, or if one has an invalid address (see `stray`).
+  // Looks up the members' blocks.  True when all are found, or if one has an invalid address (see
+  // `invalid_member`).
   bool resolve();
   std::optional<int> invalid_member() const;  // group rank of the member with an invalid block
   std::byte* inline_data(const MemberLane& seat, std::uint64_t phase) const {

@@ -73,7 +73,7 @@ const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
   if (header.message != link.next_message) return "a message out of turn";
   if (!nothing && link.unread + header.payload + kHeaderCharge > kUnreadLimit)
     return "more than its window has room for";
-  if (link.packets != nullptr) return flaw_of_letter(header, *link.packets);
+  if (link.packets != nullptr) return flaw_of_packet(header, *link.packets);
   if (header.code == kSharedBuffer) return "a message in memory that it has not lent";
   if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
   if (header.step != 0) return "a step of a message that has none";

@@ -43,7 +43,7 @@ const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector
 const char* flaw_of_shape(const Shape& shape, std::uint64_t total);
 
 // Additional checks for the message of a packet, or of one separate part of it.
-const char* flaw_of_letter(const FrameHeader& header, const PacketState& state);
+const char* flaw_of_packet(const FrameHeader& header, const PacketState& state);
 
 // Checks the table of a packet's parts, when all parts have arrived: the packet's header, its payload, and
 // the sizes of the separate parts in order.

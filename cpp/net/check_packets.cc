@@ -14,7 +14,7 @@ bool all_zero(const std::byte* begin, const std::byte* end) {
 
 }  // namespace
 
-const char* flaw_of_letter(const FrameHeader& header, const PacketState& state) {
+const char* flaw_of_packet(const FrameHeader& header, const PacketState& state) {
   const PacketFields& packet = header.packet;
   auto fields = reinterpret_cast<const std::byte*>(&header.shape);
   if (header.source != 0 || header.group != 0 || packet.reserved != 0 || packet.unused != 0 ||

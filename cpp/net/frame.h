@@ -77,7 +77,7 @@ enum class FrameType : std::uint16_t {
   kCancelCall = 13,  // the reply is no longer needed
   kAskCall = 14,     // asks for the status of the call
   kTellCall = 15,    // payload: the status
-  kAgree = 16,       // a message of agreement `channel` of the group (cpp/agreement)
+  kAgree = 16,       // a message of agreement `channel` of the group (cpp/consensus)
 };
 
 // The code of a kGrant.

@@ -29,7 +29,7 @@ class Inbox {
   std::size_t waiting();
   // Number of packets to be taken before this one; nullopt if it is not here.
   std::optional<std::size_t> ahead_of(const Packet& packet);
-  // Letters of mailbox 0 that no thread in `take` waits for: when the oldest arrived (0: there are none), and
+  // Packets of mailbox 0 that no thread in `take` waits for: when the oldest arrived (0: there are none), and
   // the numbers of packets taken until then and until now.
   struct Neglect {
     std::int64_t since = 0;

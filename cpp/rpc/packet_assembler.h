@@ -64,7 +64,7 @@ class PacketAssembler {
   PacketState state_;
   std::shared_ptr<PartialPacket> current_;  // the last packet; its parts follow
   std::deque<std::shared_ptr<IncomingPart>> waiting_;
-  // Letters to ordered mailboxes, from the first incomplete one on.
+  // Packets to ordered mailboxes, from the first incomplete one on.
   std::unordered_map<std::uint32_t, std::deque<std::shared_ptr<PartialPacket>>> ordered_;
   std::unordered_map<std::uint64_t, std::weak_ptr<PartialPacket>> calls_;
   std::shared_ptr<int> grants_ = std::make_shared<int>(0);

@@ -14,7 +14,7 @@ namespace {
 // The part of a link's window (kUnreadLimit) for calls and endpoints; the rest is for replies, which never
 // wait. It must be larger than the bytes that a receiver holds before it sends a credit, or both sides would
 // wait.
-constexpr std::uint64_t kLetterWindow = kUnreadLimit / 4 * 3;
+constexpr std::uint64_t kPacketWindow = kUnreadLimit / 4 * 3;
 constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before submitters must wait
 
 }  // namespace
@@ -23,7 +23,7 @@ constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before sub
 
 bool Peer::fits(const OutgoingPacket& outgoing) {
   const auto first = std::min<std::uint64_t>(outgoing.messages[0]->header.total, kEager);
-  return link.lent() + first + kHeaderCharge <= kLetterWindow;
+  return link.lent() + first + kHeaderCharge <= kPacketWindow;
 }
 
 // Requires `sending_`.

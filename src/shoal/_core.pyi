@@ -16,7 +16,7 @@ from .future.state import FutureSource
 from .spec import OpKind
 from .streams import DeviceEvents
 
-# -- cpp/reducer --------------------------------------------------------------------------------
+# -- cpp/ddp ------------------------------------------------------------------------------------
 
 BUCKET_ALIGNMENT: int
 
@@ -150,7 +150,7 @@ class AgreementOutcome(enum.Enum):
     CLOSED = ...
 
 class AgreementOp(enum.Enum):
-    """The names are those of :class:`shoal.backend.agreement.Op`."""
+    """The names are those of :class:`shoal.backend.agreement.AgreementOp`."""
 
     DIFFERS = ...
     AND = ...

@@ -55,7 +55,8 @@ def test_a_hang_up_reaches_the_ranks(workshop: Workshop) -> None:
         signal.signal(signal.SIGHUP, lambda number, frame: sys.exit(tell(f"saved{rank}") or 7))
         tell(f"rank{rank}")
         await_signal()
-        """
+        """,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )
     workshop.read("rank0"), workshop.read("rank1")
     job.send_signal(signal.SIGHUP)

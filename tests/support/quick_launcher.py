@@ -64,7 +64,7 @@ class QuickLauncher:
         """Run a script and its arguments on ``size`` ranks.
 
         Args:
-            least, respawn, spares: as ``--min``, ``--respawn`` and ``--spares``.
+            min_ranks, respawn, spares: as ``--min``, ``--respawn`` and ``--spares``.
             constants: of the supervisor, in the place of its own.
 
         Returns:
@@ -172,7 +172,7 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     signal.set_wakeup_fd(-1)
     os.environ.clear()
     os.environ.update(env)
-    failure_report._line = failure_report._inherited()
+    failure_report._descriptor = failure_report._inherited()
     faulthandler.dump_traceback_later(_STACKS)  # on stderr, which the launcher passes on
     # Python 3.12 and later warn of a fork beside the thread of the line above.
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)

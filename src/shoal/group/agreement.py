@@ -1,6 +1,6 @@
 """Agreements of the surviving ranks on one value and on the set of survivors.
 
-The channel implements the protocol (``cpp/agreement`` for the native backend).  This module converts values
+The channel implements the protocol (``cpp/consensus`` for the native backend).  This module converts values
 to votes and decisions to values, and runs the *witness*: a key of the group's store, changed by
 compare-and-set, which decides if exactly half of the ranks are left.  Only ranks that call ``agree`` use it.
 """

@@ -534,7 +534,7 @@ def _received(core: _core.Operation, outputs: Sequence[torch.Tensor]) -> tuple[t
 # The encoding of shapes in the header of a message, which has eight 64-bit words for lengths.  A shape of
 # more dimensions is packed into these words: the number of dimensions, then each length in base 128 (7 bits a
 # byte, little-endian).  The highest bit of the last word marks a packed shape, since no length is that large.
-# Received shapes were checked by cpp/transport/check.cc.
+# Received shapes were checked by cpp/net/check.cc.
 _MAX_DIMS = 8
 
 

@@ -1,4 +1,4 @@
-"""A wrapper of the native endpoint (``cpp/post``); no other module of RPC imports the core.
+"""A wrapper of the native endpoint (``cpp/rpc``); no other module of RPC imports the core.
 
 It adds callbacks for the end of calls and connections, which run in one thread that blocks in the endpoint,
 and converts errors to exceptions of shoal.

@@ -160,7 +160,7 @@ class Journal:
 
         Raises:
             NotWritten: the file system accepted no more data; the file is unchanged.
-            InDoubt: it is unknown whether the round is on disk.
+            DurabilityUnknown: it is unknown whether the round is on disk.
         """
         assert self._file is not None
         record = _framed(_encode(_Round(cast(list[bytes], messages))))
@@ -185,7 +185,8 @@ class Journal:
 
         Raises:
             OSError, ShoalError: the file system accepted no more data. The former file remains.
-            InDoubt: the new file is used, but its name may refer to the former one if the machine fails.
+            DurabilityUnknown: the new file is used, but its name may refer to the former one if the machine
+                fails.
         """
         temporary = self.path / "log.new"
         with contextlib.suppress(FileNotFoundError):

@@ -131,7 +131,7 @@ CONTENDERS = (
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 #: names of variants by group
-SHOAL_VARIANTS = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
+OWN_VARIANTS = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
 FLOOR = "floor"

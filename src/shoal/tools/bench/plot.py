@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .case import Size
-from .contenders import FLOOR, SHOAL_VARIANTS
+from .contenders import FLOOR, OWN_VARIANTS
 from .result import BenchResult, Setting, machine
 from .table import markdown, size_name
 
@@ -37,10 +37,10 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
         for name in result.names(setting):
             style = {
                 "color": _COLOURS[name],
-                "marker": "o" if name in SHOAL_VARIANTS else "s",
+                "marker": "o" if name in OWN_VARIANTS else "s",
                 "markersize": 4.0,
             }
-            line = "-" if name in SHOAL_VARIANTS else ":" if name not in (FLOOR,) else "--"
+            line = "-" if name in OWN_VARIANTS else ":" if name not in (FLOOR,) else "--"
             for axes, shown, of_time in ((latency, small, True), (bandwidth, sizes, False)):
                 points = [
                     (size.nbytes, cell.median * 1e6 if of_time else size.nbytes / cell.median / 1e9)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .case import REDUCTIONS, Size
-from .contenders import FLOOR, MPI, PEERS, SHOAL_VARIANTS
+from .contenders import FLOOR, MPI, OWN_VARIANTS, PEERS
 from .result import BenchResult, Setting, description
 
 #: width of the column of names, and of each other column
@@ -48,7 +48,7 @@ def rows(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> list[l
 
     names = result.names(setting)
     table = [[name, *(cell(name, size) for size in sizes)] for name in names]
-    for name in (name for name in SHOAL_VARIANTS if name in names):
+    for name in (name for name in OWN_VARIANTS if name in names):
         for label, others in (("Gloo", ["Gloo"]), ("best MPI", MPI), ("floor", [FLOOR])):
             ratios = [_rate(result.ratio(setting, size, name, others)) for size in sizes]
             if any(ratio != "-" for ratio in ratios):
@@ -63,7 +63,7 @@ def errors(result: BenchResult, setting: Setting) -> str:
     largest = {
         name: max(cell.error for by_name in result.cells[setting].values() if (cell := by_name.get(name)))
         for name in result.names(setting)
-        if name in (*SHOAL_VARIANTS, *PEERS)
+        if name in (*OWN_VARIANTS, *PEERS)
         and any(result.find(setting, size, name) for size in result.sizes(setting))
     }
     return "largest relative error: " + ", ".join(f"{name} {error:.3%}" for name, error in largest.items())
