@@ -78,8 +78,8 @@ class World:
         # Reentrant: the garbage collector may drop a group inside a critical section of the same thread.
         self._lock = threading.RLock()
         self._open: dict[int, tuple[weakref.ref[Any], Links]] = {}
-        #: groups that the program dropped, until they are closed
-        self._dropped: list[Any] = []
+        #: groups without an owner in the program, until they are closed
+        self._retained: list[Any] = []
         self._ended = False
         #: number of users of the membership that are not groups
         self._users = 0
@@ -132,15 +132,15 @@ class World:
     def members(self) -> list[Any]:
         """The open groups, the oldest first."""
         with self._lock:
-            dropped = {id(member): member for member in self._dropped}
-            found = [dropped.get(key, reference()) for key, (reference, _) in self._open.items()]
+            retained = {id(member): member for member in self._retained}
+            found = [retained.get(key, reference()) for key, (reference, _) in self._open.items()]
         return [member for member in found if member is not None]
 
     def discard(self, member: Member, timeout: float) -> None:
         """Remove the closed ``member``; the last one closes the connections, within ``timeout`` seconds."""
         with self._lock:
             _, links = self._open.pop(id(member))
-            self._dropped = [each for each in self._dropped if each is not member]
+            self._retained = [each for each in self._retained if each is not member]
             last = not self._open
             self._ended |= last
         deadline = time.monotonic() + timeout
@@ -163,6 +163,11 @@ class World:
         if not used:
             links.backend.close(timeout)
 
+    def retain(self, member: Member) -> None:
+        """Keep ``member`` open until the first group closes, also if the program releases it."""
+        with self._lock:
+            self._retained.append(member)
+
     def dropped(self, member: Member) -> None:
         """Close ``member``, which the program has released without closing it.
 
@@ -171,7 +176,7 @@ class World:
         with self._lock:
             if id(member) not in self._open:
                 return
-            self._dropped.append(member)
+            self._retained.append(member)
         text = f"{member!r} was dropped and never closed: use it in a with block, or call close()"
         closer = threading.Thread(
             target=member.close, args=(_EXIT_TIMEOUT_S,), name="shoal-dropped", daemon=True

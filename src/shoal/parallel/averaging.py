@@ -169,6 +169,9 @@ class HierarchicalModelAverager(ModelAverager):
             period: ranks if size == ranks.size else ranks.subgroup(_block(ranks.rank, size))
             for period, size in period_group_size_dict.items()
         }
+        for subgroup in self.period_process_group_dict.values():
+            if subgroup is not ranks:
+                ranks.world.retain(subgroup)
 
     def _group_for(self, step: int) -> ProcessGroup | None:
         for period, group in reversed(self.period_process_group_dict.items()):
