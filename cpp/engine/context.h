@@ -165,7 +165,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<int> polling_waiters_{0};          // threads in wait() that poll them
   std::atomic<std::uint64_t> poll_sessions_{0};  // number of times a thread began to
   std::atomic<int> asleep_{0};                   // threads in wait() that sleep
-  std::atomic<bool> sockets_released_{false};    // the watch thread leaves the sockets to the drivers
+  std::atomic<bool> sockets_released_{false};    // the watch thread leaves the sockets to them
   std::atomic<int> reporting_losses_{0};         // threads that are reporting a loss
   std::atomic<bool> monitor_idle_{false};  // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};

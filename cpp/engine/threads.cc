@@ -186,14 +186,14 @@ void Context::wake_monitor() {
 }
 
 // While a thread in wait() polls the sockets, the watch thread would only take its core at every segment.  So
-// when the sockets become readable, it stops listening ("parks") until the last driver goes to sleep, or no
-// thread has driven for a moment.  A driver that leaves wait() does not rearm, because the next operation
+// when the sockets become readable, it stops listening until the last polling waiter goes to sleep, or no
+// thread has polled for a moment.  A waiter that leaves wait() does not rearm, because the next operation
 // usually follows immediately.
 void Context::release_or_reclaim_sockets(bool readable, std::uint64_t& seen) {
   if (!readable) {
-    const std::uint64_t drives = poll_sessions_.load(std::memory_order_relaxed);
-    if (sockets_released_.load() && polling_waiters_.load() == 0 && drives == seen) rearm();
-    seen = drives;
+    const std::uint64_t sessions = poll_sessions_.load(std::memory_order_relaxed);
+    if (sockets_released_.load() && polling_waiters_.load() == 0 && sessions == seen) rearm();
+    seen = sessions;
     return;
   }
   if (polling_waiters_.load() == 0) {
@@ -202,7 +202,7 @@ void Context::release_or_reclaim_sockets(bool readable, std::uint64_t& seen) {
   }
   peers_.listen(false);
   sockets_released_.store(true);
-  if (polling_waiters_.load() == 0) rearm();  // the last driver slept before it could see sockets_released_
+  if (polling_waiters_.load() == 0) rearm();  // the last waiter slept before it could see it
 }
 
 void Context::rearm() {
@@ -227,7 +227,7 @@ void Context::SocketPolling::resume() {
   context.poll_sessions_.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Announces the sleep before checking whether this is the last driver: so the last one rearms or wakes it.
+// Announces the sleep before checking whether this is the last waiter: so the last one rearms or wakes it.
 void Context::SocketPolling::pause() {
   if (!context.peers_.remote()) return;
   paused = true;

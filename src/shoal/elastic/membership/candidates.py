@@ -377,7 +377,7 @@ class CandidateRegistry:
         """Start to look for candidates, on rank 0; later calls have no effect."""
         if self._thread is None:
             self._closing.clear()
-            self._thread = threading.Thread(target=self._run, name="shoal-lobby", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="shoal-candidates", daemon=True)
             self._thread.start()
 
     def rendezvous_name(self, token: int) -> str:
