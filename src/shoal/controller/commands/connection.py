@@ -177,7 +177,9 @@ class StreamConnection:
         if self._size and self.node.lost is None:
             trace = self.node.trace
             begun = 0 if trace is None else time.monotonic_ns()
-            batch = SegmentBatch(self.sent, self._send(self._outbox), self._origins, self._size)
+            # As plain tuples, which the encoder packs without pickle.
+            segments = [tuple(segment) for segment in self._outbox]
+            batch = SegmentBatch(self.sent, self._send(segments), self._origins, self._size)
             self.batches.append(batch)
             self.sent += 1
             if trace is not None:

@@ -96,7 +96,7 @@ def fill_templates(
 
 
 class Segment(NamedTuple):
-    """A part of the log of a space; see :mod:`shoal.controller.commands.space`.
+    """A part of the log of a space; see :mod:`shoal.controller.commands.space`.  Sent as a plain tuple.
 
     Attributes:
         space, stream: numbers of the space and of the stream.
