@@ -22,6 +22,28 @@ Task alone(Operation& op) {
   }
 }
 
+// The selected algorithm for more than one member.
+Task among_members(Operation& op) {
+  Group& group = op.group();
+  const Request& request = op.request();
+  if (request.keyed()) return over_links(op);
+  if (group.hosts().size() == 1) return shared(op);
+  for (const auto& host : group.hosts())
+    if (host.size() > 1) return hierarchical(op);
+  return over_links(op);
+}
+
+// Another engine moves the data.
+Task external(Operation& op) {
+  if (op.group().size() > 1) {
+    Task meeting = among_members(op);
+    co_await meeting;
+  }
+  op.set_met();
+  auto finished = op.until([&op] { return op.finished_externally(); });
+  co_await finished;
+}
+
 }  // namespace
 
 std::vector<Span> parts_of(const std::vector<Span>& spans, int parts) {
@@ -34,16 +56,11 @@ std::vector<Span> parts_of(const std::vector<Span>& spans, int parts) {
 }
 
 Task start(Operation& op) {
-  Group& group = op.group();
   const Request& request = op.request();
   if (request.kind == Kind::kSend) return send(op);
   if (request.kind == Kind::kRecv) return receive(op);
-  if (group.size() == 1) return alone(op);
-  if (request.keyed()) return over_links(op);
-  if (group.hosts().size() == 1) return shared(op);
-  for (const auto& host : group.hosts())
-    if (host.size() > 1) return hierarchical(op);
-  return over_links(op);
+  if (request.external) return external(op);
+  return op.group().size() == 1 ? alone(op) : among_members(op);
 }
 
 Task shared(Operation& op) {
@@ -53,7 +70,7 @@ Task shared(Operation& op) {
   const auto self = static_cast<std::uint32_t>(rank);
   std::vector<Span> in = parts_of(request.in, size), out = parts_of(request.out, size);
   std::vector<Pull> pulls;
-  switch (request.kind) {
+  switch (request.pattern()) {
     case Kind::kAllReduce:
       return shared_all_reduce(op, request.out[0], -1);
     case Kind::kReduce:

@@ -298,7 +298,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
 Task hierarchical(Operation& op) {
   const Request& request = op.request();
   const int size = op.group().size();
-  switch (request.kind) {
+  switch (request.pattern()) {
     case Kind::kAllReduce:
       return reduce(op, request.out[0], -1);
     case Kind::kReduce:

@@ -206,7 +206,7 @@ Task over_links(Operation& op) {
   const Request& request = op.request();
   const int size = op.group().size(), root = request.root;
   std::vector<Span> in = parts_of(request.in, size), out = parts_of(request.out, size);
-  switch (request.kind) {
+  switch (request.pattern()) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
       int to = request.kind == Kind::kReduce ? root : -1;

@@ -60,8 +60,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   std::shared_ptr<Group> make_group(Group::Options options);
   void drop_groups();
-  // Drives `op` until it is done or `until` (ns); true if done.
-  bool wait(Operation& op, std::int64_t until);
+  // Drives `op` until it is done or `until` (ns); true if it is.  kMet: or until all members have met.
+  enum class Stage { kMet, kDone };
+  bool wait(Operation& op, std::int64_t until, Stage stage = Stage::kDone);
   // Makes the watch thread check peers often.  Called before a thread sleeps to wait for peers, so that waits
   // without a sleep do not pay for it.
   void wake_monitor();

@@ -150,6 +150,11 @@ bool Operation::cancel() {
   return error_.code == ErrorCode::kCancelled;
 }
 
+void Operation::finish_external() {
+  finished_externally_.store(true, std::memory_order_release);
+  group_->lanes().drive(*this);
+}
+
 bool Operation::orphaned() {
   if (done() || !group_->context().forked()) return false;
   error_ = {ErrorCode::kForked,

@@ -60,7 +60,12 @@ struct Request {
   std::int32_t peer = -1;
   std::uint64_t tag = 0;
   Shape shape;
+  // Another engine moves the data: the members only meet and compare their calls, and the operation is
+  // complete after Operation::finish_external().
+  bool external = false;
 
+  // How the members communicate.
+  Kind pattern() const { return external ? Kind::kBarrier : kind; }
   std::uint64_t bytes() const { return total(in) + total(out); }
   bool collective() const { return kind < Kind::kSend; }
   bool keyed() const { return (channel & kKeyed) != 0; }
@@ -101,6 +106,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // Cancels the operation; nothing touches the user's memory after this returns.  False for a collective, or
   // if it has ended otherwise.
   bool cancel();
+  // External operations: whether all members have met, and whether the engine has moved the data here.
+  bool met() const { return met_.load(std::memory_order_acquire); }
+  void set_met() { met_.store(true, std::memory_order_release); }
+  bool finished_externally() const { return finished_externally_.load(std::memory_order_acquire); }
+  void finish_external();
   // In a forked child, an unfinished operation never completes: fails it and returns true.
   bool orphaned();
 
@@ -171,6 +181,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Error error_;
   static constexpr int kClaimed = 1, kEnding = 2;
   std::atomic<int> ending_{0};
+  std::atomic<bool> met_{false};
+  std::atomic<bool> finished_externally_{false};
   Error cause_;  // set before ending_ becomes kEnding
   friend class Group;
 };

@@ -42,8 +42,9 @@ void Context::submitted(bool large) {
   if (large || deep_.load(std::memory_order_seq_cst)) bell().wake();
 }
 
-bool Context::wait(Operation& op, std::int64_t until) {
-  if (op.done()) return true;
+bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
+  auto reached = [&op, stage] { return op.done() || (stage == Stage::kMet && op.met()); };
+  if (reached()) return true;
   struct Attention {
     Operation& op;
     explicit Attention(Operation& o) : op(o) { op.group().lanes().add_waiter(op); }
@@ -54,7 +55,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
   std::int64_t mark_evicted = 0;
   while (true) {
     bool moved = op.group().lanes().drive(op);
-    if (op.done()) return true;
+    if (reached()) return true;
     if ((idle & 15) == 0) moved |= peers_.poll_rings();
     if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
     if (moved) {
@@ -78,7 +79,7 @@ bool Context::wait(Operation& op, std::int64_t until) {
     Doorbell::Sleeper sleeper(bell(), Wake::Any);
     driving.pause();
     moved = op.group().lanes().drive(op) || peers_.poll_rings();
-    if (op.done()) return true;
+    if (reached()) return true;
     wake_monitor();
     if (!moved) sleeper.sleep(next - now);
     driving.resume();

@@ -70,6 +70,18 @@ OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& ou
   return submit(group, std::move(request));
 }
 
+// A collective whose data another engine moves; `count` and `sizes` are compared only.
+OperationPtr external(Group& group, int kind, std::uint64_t count, int dtype, int op, int root,
+                      std::vector<std::uint64_t> sizes, std::int64_t number, std::uint64_t key,
+                      double timeout) {
+  Request request = collective_request(group, static_cast<Kind>(kind), static_cast<DType>(dtype),
+                                       static_cast<RedOp>(op), count, root, timeout);
+  request.channel = number < 0 ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
+  request.sizes = std::move(sizes);
+  request.external = true;
+  return group.submit(std::move(request));
+}
+
 // part: the buffer, or an empty list to accept any message.
 OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::uint64_t tag, int dtype,
                      const std::vector<std::uint64_t>& dims, double timeout) {
@@ -310,12 +322,26 @@ void bind_engine(nb::module_& m) {
            "Ask for the ticket among the context's completions; True if the operation is done already.")
       .def("cancel", &Operation::cancel, nb::call_guard<nb::gil_scoped_release>(),
            "End the operation before its time; False for a collective, or if it has ended otherwise.")
+      .def("met", &Operation::met, "Whether all members have called this external operation.")
+      .def(
+          "wait_met",
+          [](std::shared_ptr<Operation> op, double timeout) {
+            if (op->met() || op->done() || op->orphaned()) return true;
+            nb::gil_scoped_release release;
+            return op->group().context().wait(*op, until(timeout), Context::Stage::kMet);
+          },
+          nb::arg("timeout"), "Like wait, but until all members have called the external operation.")
+      .def("finish_external", &Operation::finish_external, nb::call_guard<nb::gil_scoped_release>(),
+           "Complete an external operation once all members have met.")
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("sizes"),
            nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
+      .def("external", &external, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"),
+           nb::arg("root"), nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"),
+           "A collective whose data another engine moves: the members meet and compare their calls.")
       .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))
       .def("broken", &Group::broken)

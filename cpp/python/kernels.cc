@@ -1,4 +1,4 @@
-// The kernels for Python's tests: takes addresses and counts.  The engine calls the kernels directly.
+// The kernels for Python, which passes addresses and counts: for engines that only move bytes, and for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -73,7 +73,8 @@ void bind_kernels(nb::module_& core) {
         const Pointers to(dsts), from(srcs);
         reduce(reduction, to.data(), to.size(), from.data(), from.size(), count, stream);
       },
-      nb::arg("reduction"), nb::arg("dsts"), nb::arg("srcs"), nb::arg("count"), nb::arg("stream") = false);
+      nb::arg("reduction"), nb::arg("dsts"), nb::arg("srcs"), nb::arg("count"), nb::arg("stream") = false,
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "reduce_partial",
       [](const Reduction& reduction, uintptr_t acc, const Addresses& srcs, size_t count) {
@@ -100,5 +101,6 @@ void bind_kernels(nb::module_& core) {
       [](uintptr_t dst, uintptr_t src, size_t bytes, bool stream) {
         copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, stream);
       },
-      nb::arg("dst"), nb::arg("src"), nb::arg("bytes"), nb::arg("stream") = false);
+      nb::arg("dst"), nb::arg("src"), nb::arg("bytes"), nb::arg("stream") = false,
+      nb::call_guard<nb::gil_scoped_release>());
 }

@@ -209,6 +209,9 @@ class Operation:
     def error(self) -> Error | None: ...
     def announce(self, ticket: int) -> bool: ...
     def cancel(self) -> bool: ...
+    def met(self) -> bool: ...
+    def wait_met(self, timeout: float) -> bool: ...
+    def finish_external(self) -> None: ...
     def received(self) -> Message: ...
 
 class Record:
@@ -300,6 +303,18 @@ class Group:
         kind: int,
         inputs: Sequence[tuple[int, int]],
         outputs: Sequence[tuple[int, int]],
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        sizes: Sequence[int],
+        number: int,
+        key: int,
+        timeout: float,
+    ) -> Operation: ...
+    def external(
+        self,
+        kind: int,
         count: int,
         dtype: int,
         op: int,
@@ -780,3 +795,5 @@ class kernels:
     def reduce(
         reduction: Reduction, dsts: Sequence[int], srcs: Sequence[int], count: int, stream: bool = False
     ) -> None: ...
+    @staticmethod
+    def copy(dst: int, src: int, bytes: int, stream: bool = False) -> None: ...

@@ -34,7 +34,7 @@ from ...errors import (
 )
 from ...future import Future, callback_scope
 from ...recorder import FlightRecorder
-from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, SUM, FailureScope, Operation, OpKind, ReduceOp
+from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
 from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .errors import caused_by_others, exception_of, explain_resource_errors
@@ -330,6 +330,19 @@ class NativeChannel(DataChannel):
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
         return _CoreFuture(_core.Source(self, core, (inputs, outputs)), value=value)
 
+    def external(self, operation: Operation) -> _core.Operation:
+        """Submit a collective whose data another engine moves.
+
+        The members meet and compare their calls.  The returned operation is complete after that and after its
+        ``finish_external()``.
+        """
+        tensors = operation.inputs or operation.outputs
+        count, sizes = _counts(operation)
+        return self._core.external(
+            operation.kind, count, DTYPE_CODES[tensors[0].dtype] if tensors else 0, operation.op.code,
+            operation.root, sizes, operation.number, operation.key, operation.timeout,
+        )  # fmt: skip
+
     def _message(self, operation: Operation) -> Future[Any]:
         tensors = operation.inputs or operation.outputs
         dims: list[int] = []
@@ -490,17 +503,6 @@ _CLOSED: Any = _Closed()
 
 def _drop(tensors: object) -> None:
     """Do nothing; the caller then drops its reference to the tensors."""
-
-
-def reduction_kernel(dtype: torch.dtype, op: ReduceOp = SUM) -> Callable[[list[int], list[int], int], None]:
-    """Return the core's reduction kernel for one dtype, to measure the overhead of operations over it.
-
-    Returns:
-        A function of destination addresses, source addresses and an element count.  It writes the reduction
-        of all sources to every destination; a destination may be a source.
-    """
-    reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code)
-    return partial(_core.kernels.reduce, reduction)
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

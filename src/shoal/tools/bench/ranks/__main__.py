@@ -18,7 +18,7 @@ from typing import Any
 from ..case import Case, Size
 from . import timing
 from .data import WrongResult
-from .engine import Engine, Unsupported
+from .engine import ContenderRank, Unsupported
 from .timing import TimedCase
 
 #: name of an engine -> module and class
@@ -34,7 +34,7 @@ ENGINES = {
 class Rank:
     """Executes orders; each method is an order and returns its answer."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ContenderRank) -> None:
         self._engine = engine
         self._jobs: dict[str, TimedCase] = {}
 
@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     where, name = ENGINES[arguments.engine]
     module = importlib.import_module(f".{where}", __package__)
-    engine: Engine = getattr(module, name)(arguments.control, arguments.hosts)
+    engine: ContenderRank = getattr(module, name)(arguments.control, arguments.hosts)
     rank = Rank(engine)
     # The coordinator may exit at any time; the engine is closed nevertheless.
     with suppress(ConnectionError), socket.socket(socket.AF_UNIX) as control:

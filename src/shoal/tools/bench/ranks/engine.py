@@ -20,7 +20,7 @@ class Unsupported(Exception):
     """The engine does not support the request; the message has the reason."""
 
 
-class Engine(ABC):
+class ContenderRank(ABC):
     """One rank of a library, connected to the others."""
 
     rank: int

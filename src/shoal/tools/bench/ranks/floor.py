@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....backend.native.channel import reduction_kernel
-from .engine import STORAGE, Call, Engine, Unsupported, Values
+from ....backend.kernels import reduction_kernel
+from .engine import STORAGE, Call, ContenderRank, Unsupported, Values
 
 _PAGE = 4096
 _LINE = 64
@@ -33,7 +33,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 
 
-class HardwareLimit(Engine):
+class HardwareLimit(ContenderRank):
     """A rank that communicates through shared memory."""
 
     def __init__(self, control: str, hosts: int) -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ....compat.registration import register
-from .engine import Call, Engine, Values, torch_values
+from .engine import Call, ContenderRank, Values, torch_values
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Gloo(Engine):
+class Gloo(ContenderRank):
     """A rank that reads RANK and WORLD_SIZE, and finds its peers through a file."""
 
     backend = "gloo"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..case import REDUCTIONS
-from .engine import STORAGE, Call, Engine, Unsupported, Values
+from .engine import STORAGE, Call, ContenderRank, Unsupported, Values
 
 
-class Mpi(Engine):
+class Mpi(ContenderRank):
     """A rank started by the library's mpiexec."""
 
     def __init__(self, control: str, hosts: int) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import torch
 
-from .engine import Call, Engine, Values, torch_values
+from .engine import Call, ContenderRank, Values, torch_values
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Shoal(Engine):
+class Shoal(ContenderRank):
     """A rank under ``shoal run``; with `hosts`, ranks are on simulated hosts, in equal blocks."""
 
     def __init__(self, control: str, hosts: int) -> None:

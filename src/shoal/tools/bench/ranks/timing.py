@@ -8,7 +8,7 @@ from typing import Any
 from ..case import Case
 from .data import block as block_of
 from .data import check, encode, fill
-from .engine import STORAGE, Engine, Values
+from .engine import STORAGE, ContenderRank, Values
 
 
 class TimedCase:
@@ -22,7 +22,7 @@ class TimedCase:
         WrongResult: the result is wrong.
     """
 
-    def __init__(self, engine: Engine, case: Case, variant: str) -> None:
+    def __init__(self, engine: ContenderRank, case: Case, variant: str) -> None:
         self._engine, self._case = engine, case
         inputs, outputs = case.elements(engine.size)
         x, self._x = self._buffer(variant, inputs)
@@ -80,7 +80,7 @@ def _constant(case: Case, rank: int) -> Any:
     return STORAGE[case.dtype](encode(block_of(case.dtype, rank)[:1], case.dtype)[0])
 
 
-def together(engine: Engine, count: int, nbytes: int, repeat: int) -> dict[str, float]:
+def together(engine: ContenderRank, count: int, nbytes: int, repeat: int) -> dict[str, float]:
     """Seconds for ``count`` all-reduces, all submitted before the first wait, and one after another."""
     tensors = [engine.empty("ordinary", "fp32", nbytes // 4) for _ in range(count)]
     for _, values in tensors:
@@ -105,7 +105,7 @@ def together(engine: Engine, count: int, nbytes: int, repeat: int) -> dict[str, 
     return seconds
 
 
-def split(engine: Engine) -> dict[str, float]:
+def split(engine: ContenderRank) -> dict[str, float]:
     """Seconds to create a group of all ranks."""
     engine.barrier()
     start = time.perf_counter()
@@ -116,7 +116,7 @@ def split(engine: Engine) -> dict[str, float]:
     return {"seconds": seconds}
 
 
-def late(engine: Engine, seconds: float) -> dict[str, float]:
+def late(engine: ContenderRank, seconds: float) -> dict[str, float]:
     """Share of a core that a rank uses while it waits in an all-reduce for the last rank."""
     x, values = engine.empty("ordinary", "fp32", 1024)
     values.fill(1.0)
