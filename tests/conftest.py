@@ -14,6 +14,7 @@ import torch
 
 from shoal.backend.registry import register_backend, unregister_backend
 from shoal.testing.processes import preload
+from tests.support.mpi import NAMES, Mpi, find
 from tests.support.quick_launcher import QuickLauncher
 from tests.support.store_backend import StoreBackend
 
@@ -72,6 +73,15 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickLauncher
     """``shoal run`` for scripts whose ranks need not start Python and import torch anew."""
     with QuickLauncher(tmp_path_factory.mktemp("launcher")) as launcher:
         yield launcher
+
+
+@pytest.fixture(params=NAMES)
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    """Each MPI library of this machine, with its mpiexec."""
+    found = find(request.param)
+    if isinstance(found, str):
+        pytest.skip(f"no ranks of {request.param}: {found}")
+    return found
 
 
 @pytest.fixture

@@ -10,13 +10,15 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import shoal
+from shoal.backend.registry import unregister_backend
+from shoal.initialize import default_url
 from shoal.testing import no_leaks, run_threads
 from tests.rendezvous.together import together
 from tests.support.store_backend import StoreBackend
@@ -31,6 +33,48 @@ def test_a_group_of_one_needs_nothing(store_backend: str, monkeypatch: pytest.Mo
     with no_leaks(), shoal.init(backend=store_backend) as group:
         assert (group.rank, group.size, group.name, group.ranks) == (0, 1, "world", (0,))
         assert group.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+
+
+def test_the_backend_comes_from_the_argument_or_the_environment(
+    store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_BACKEND", store_backend)
+    with shoal.init() as group, shoal.init(job="other", backend="native") as other:
+        assert [type(each._backend).name for each in (group, other)] == ["store", "native"]
+    with pytest.raises(shoal.UsageError, match=r"shoal\.init \(backend 'store'\) .* no argument 'transport'"):
+        shoal.init(transport="tcp")
+
+
+class FileBackend(StoreBackend):
+    """Its ranks meet in a file, if no store is named."""
+
+    default_url: ClassVar[str | None] = None
+
+
+def test_a_backend_names_the_place_to_meet_if_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileBackend, "default_url", f"file://{tmp_path}/meet")
+    shoal.register_backend("file", FileBackend)
+    try:
+
+        def rank(number: int) -> float:
+            with shoal.init(rank=number, size=2, backend="file", timeout=20) as group:
+                return group.all_reduce(torch.tensor([float(number + 1)])).wait().item()
+
+        assert together(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
+        with shoal.init("env://", backend="file") as group:
+            assert group.size == 1
+        for variables in ({"SHOAL_STORE": "file:///x"}, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}):
+            with monkeypatch.context() as patch:
+                for name, text in variables.items():
+                    patch.setenv(name, text)
+                assert default_url(FileBackend) is None
+        monkeypatch.setenv("MASTER_ADDR", "a")
+        assert default_url(FileBackend) == FileBackend.default_url
+        assert default_url(StoreBackend) is None
+    finally:
+        unregister_backend("file")
 
 
 def test_two_ranks_meet_and_talk(store_backend: str, tmp_path: Path) -> None:

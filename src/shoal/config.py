@@ -235,6 +235,11 @@ CONCURRENCY: Variable[int] = Variable(
     "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
     "Number of lanes of a group: the maximum number of its operations in progress at once.",
 )  # fmt: skip
+BACKEND: Variable[str] = Variable(
+    "SHOAL_BACKEND", "the name of a backend", str, "native",
+    "Backend of groups for which the program names none: `native`, `mpi`, or a registered one. Also for the "
+    "backend `shoal` of torch.distributed.",
+)  # fmt: skip
 TRANSPORT: Variable[str] = Variable(
     "SHOAL_TRANSPORT", "auto, shm or tcp", _choice("auto", "shm", "tcp"), "auto",
     "Transport between ranks on one host: shared memory (`shm`), sockets (`tcp`), or the best one (`auto`).",

@@ -6,18 +6,20 @@ a :class:`~shoal.world.World`, which the group uses.
 
 from __future__ import annotations
 
+import os
 from inspect import signature
 from typing import Any
 
 from . import config
 from .backend.base import GroupSpec, check_options, group_ident, lane_count
-from .backend.registry import BackendFactory, backend_factory
+from .backend.registry import BackendFactory, backend_factory, default_backend
 from .common.arguments import checked_seconds
 from .common.formatting import encodable
 from .errors import ConfigurationError, UsageError
 from .group import ProcessGroup
 from .group.diagnostics.dumps import directory as dump_directory
 from .rendezvous import Membership, rendezvous
+from .rendezvous.launcher_variables import names_store
 from .world import World
 
 
@@ -29,7 +31,7 @@ def init(
     size: int | None = None,
     timeout: float | None = None,
     secret: str | bytes | None = None,
-    backend: str = "native",
+    backend: str | None = None,
     name: str = "world",
     concurrency: int | None = None,
     host_id: str | None = None,
@@ -42,8 +44,9 @@ def init(
 
     Args:
         url: where to find the other processes: ``env://`` (the default: environment variables of the
-            launcher; a group of one without a launcher), ``tcp://host:port``, ``file:///path``, or a scheme
-            of :func:`shoal.register_store` or :func:`shoal.register_rendezvous`.
+            launcher; a group of one without a launcher), ``tcp://host:port``, ``file:///path``, ``mpi://``
+            (the default with the backend "mpi", unless the environment names a store), or a scheme of
+            :func:`shoal.register_store` or :func:`shoal.register_rendezvous`.
         store: a store to use instead of ``url``: a :class:`shoal.Store`, or a ``torch.distributed.Store``.
             It must be the same one for all ranks, and must be available until all groups are closed; it is
             not closed here.  Without ``secret`` the ranks agree on a secret in it: anyone who can read the
@@ -54,7 +57,8 @@ def init(
             ``SHOAL_TIMEOUT`` (300 s).
         secret: the job's secret; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names; else,
             on one host, a file that only this user can read (``docs/security.md``).
-        backend: name of the data channel: "native", or one given to :func:`shoal.register_backend`.
+        backend: name of the data channel: "native", "mpi", or one given to :func:`shoal.register_backend`;
+            None: ``SHOAL_BACKEND`` ("native").
         name: name of the group, for errors and logs.
         concurrency: number of lanes: maximum number of operations of a group in progress at once; None:
             ``SHOAL_CONCURRENCY`` (1).
@@ -75,8 +79,9 @@ def init(
     # Check all arguments before waiting for other processes, and in a group of one too.
     config.check_environment()
     dump_directory()
-    factory = backend_factory(backend)
-    check_options(factory, options, f"shoal.init (backend {backend!r})", _ARGUMENTS)
+    chosen = default_backend() if backend is None else backend
+    factory = backend_factory(chosen)
+    check_options(factory, options, f"shoal.init (backend {chosen!r})", _ARGUMENTS)
     count = lane_count(concurrency)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
     if url in (None, "env://") and store is None and rank is None:
@@ -84,6 +89,8 @@ def init(
     for what, text in (("name", name), ("host_id", host_id)):
         if not isinstance(text, str | None) or text == "":
             raise UsageError(f"{what}={text!r}: expected a str that is not empty")
+    if url is None and store is None:
+        url = default_url(factory)
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id, job=job
     )
@@ -92,6 +99,12 @@ def init(
 
 #: names of the arguments of :func:`init`
 _ARGUMENTS = [name for name in signature(init).parameters if name != "options"]
+
+
+def default_url(factory: BackendFactory) -> str | None:
+    """Return the URL of the rendezvous for a backend, if the program names none; None: ``env://``."""
+    url: str | None = getattr(factory, "default_url", None)
+    return None if names_store(os.environ) else url
 
 
 def refuse_joiner() -> None:

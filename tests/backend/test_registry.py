@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import shoal
 from shoal import UsageError, register_backend
 from shoal.backend import registry
 from shoal.backend.registry import backend_factory, backend_names, unregister_backend
@@ -19,14 +21,27 @@ def test_a_registered_backend_is_found(store_backend: str) -> None:
 
 
 def test_a_name_is_given_once(store_backend: str) -> None:
-    for name in (store_backend, "native"):
+    for name in (store_backend, "native", "mpi"):
         with pytest.raises(UsageError, match=f"named '{name}' is registered already"):
             register_backend(name, StoreBackend)
 
 
 def test_an_unknown_name_lists_the_known_ones(store_backend: str) -> None:
-    with pytest.raises(UsageError, match=r"unknown backend 'nccl'; known backends: .*native, store"):
+    with pytest.raises(UsageError, match=r"unknown backend 'nccl'; known backends: .*mpi, native, store"):
         backend_factory("nccl")
+
+
+def test_an_unknown_name_of_the_variable_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_BACKEND", "pigeon")
+    with pytest.raises(UsageError, match=r"unknown backend 'pigeon' \(SHOAL_BACKEND\); known backends: "):
+        shoal.init()
+
+
+def test_the_backend_over_mpi_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ModuleType("shoal.backend.mpi.engine")
+    engine.MpiBackend = StoreBackend  # type: ignore[attr-defined]
+    monkeypatch.setattr(registry, "import_module", {engine.__name__: engine}.__getitem__)
+    assert backend_factory("mpi") is StoreBackend
 
 
 def test_taking_back_twice_is_harmless() -> None:

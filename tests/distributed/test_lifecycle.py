@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,9 +104,8 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
     ("arguments", "error", "words"),
     [
         ({"backend": "nccl"}, shoal.UnsupportedOperation, "needs NVIDIA's GPUs and is not supported"),
-        ({"backend": "mpi"}, shoal.UnsupportedOperation, "needs an MPI library and is not supported"),
         ({"backend": "cpu:gloo,cuda:nccl"}, shoal.UnsupportedOperation, "has no backend for other devices"),
-        ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, native, shoal"),
+        ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, mpi, native, shoal"),
         ({"backend": 3}, shoal.UsageError, "expected a str"),
         ({"device_id": 0}, shoal.UnsupportedOperation, "omit device_id"),
         ({"timeout": "long"}, shoal.UsageError, "expected a timedelta or a number of seconds"),
@@ -129,15 +129,30 @@ def test_arguments_that_cannot_be_right_are_refused(
 
 def test_backends_answer_to_torchs_names() -> None:
     assert [dist.Backend("GLOO"), dist.Backend.NCCL] == ["gloo", "nccl"]
-    names = ("gloo", "shoal", "cpu:gloo", "native", "nccl", "cuda:nccl", "mpi", "pigeon")
-    assert [dist.is_backend_available(name) for name in names] == [True] * 4 + [False] * 4
+    names = ("gloo", "shoal", "cpu:gloo", "native", "mpi", "nccl", "cuda:nccl", "pigeon")
+    assert [dist.is_backend_available(name) for name in names] == [True] * 5 + [False] * 3
     assert dist.is_available()
     assert dist.is_gloo_available()
-    others = (dist.is_nccl_available, dist.is_mpi_available, dist.is_ucc_available, dist.is_xccl_available)
+    others = (dist.is_nccl_available, dist.is_ucc_available, dist.is_xccl_available)
     assert not any(available() for available in others)
+    assert dist.is_mpi_available() == (find_spec("mpi4py") is not None)
     assert dist.get_default_backend_for_device("cpu") == "shoal"
     with pytest.raises(shoal.UnsupportedOperation):
         dist.get_default_backend_for_device("cuda")
+
+
+@pytest.mark.parametrize(("name", "engine"), [(None, "store"), ("shoal", "store"), ("gloo", "native")])
+def test_the_default_backend_is_that_of_the_variable(
+    name: str | None, engine: str, store_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_BACKEND", store_backend)
+    dist.init_process_group(name, f"file://{tmp_path}/default", rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == (name or "shoal")
+        for group in (dist.group.WORLD, dist.new_group([0], backend=name)):
+            assert type(group._backend).name == engine
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_local_rank_is_the_launchers(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

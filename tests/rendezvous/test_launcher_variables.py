@@ -10,7 +10,7 @@ import pytest
 
 from shoal import ConfigurationError, RendezvousError, RendezvousTimeout
 from shoal.rendezvous import schemes
-from shoal.rendezvous.launcher_variables import derived_port, read
+from shoal.rendezvous.launcher_variables import derived_port, read, read_mpi
 from tests.support.launch_environments import (
     ALL,
     Environment,
@@ -218,6 +218,17 @@ def test_torchrun_on_several_hosts_keeps_off_the_agents_port() -> None:
 def test_ranks_that_have_no_place_to_meet_are_told_how_to_name_one(environ: Environment) -> None:
     with pytest.raises(ConfigurationError, match="not where the ranks meet: set SHOAL_STORE"):
         read(environ)
+
+
+def test_launchers_of_mpi_are_read_without_a_place_to_meet() -> None:
+    several_hosts = {**open_mpi(1, 4, 1), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(ConfigurationError, match=r"; or, with mpi4py, give shoal.init the url mpi://"):
+        read(several_hosts)
+    for environ, name in ((several_hosts, "Open MPI"), (mpich(1, 4, 1), "MPICH"), (slurm(1, 4, 1), "Slurm")):
+        launch = read_mpi({**environ, "RANK": "7", "WORLD_SIZE": "8"})
+        assert launch is not None
+        assert (launch.launcher, launch.rank, launch.size) == (name, 1, 4)
+    assert read_mpi(torchrun(1, 4, 1)) is None
 
 
 def test_a_launcher_that_forgot_a_variable_is_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import shoal
 from shoal.testing import Network
 from tests.support.machines import Machines, why_none
+from tests.support.mpi import find, open_mpi_of_system
 
 SOURCE = Path(shoal.__file__).parent.parent
 
@@ -37,10 +37,11 @@ with shoal.init(timeout=60) as group:
 
 def why_no_mpi() -> str:
     """Why there can be no Open MPI over several hosts here, in words; empty if there can."""
-    if missing := why_none("mpiexec"):
-        return f"no mpiexec over hosts: {missing} (Debian: apt install openmpi-bin)"
-    version = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=60)
-    return "" if "OpenRTE" in version.stdout else "no mpiexec over hosts: it is not Open MPI's"
+    if missing := why_none():
+        return f"no mpiexec over hosts: {missing}"
+    if open_mpi_of_system() is None:
+        return "no mpiexec over hosts: there is none of Open MPI (Debian: apt install openmpi-bin)"
+    return ""
 
 
 @pytest.fixture
@@ -53,7 +54,9 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def _mpiexec(machines: Machines, program: str, *options: str) -> list[str]:
     """Three ranks: two on a, one on b."""
-    launcher = ["mpiexec", "--allow-run-as-root", "--oversubscribe", "--host", "a:2,b:1"]
+    mpiexec = open_mpi_of_system()
+    assert mpiexec is not None
+    launcher = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--host", "a:2,b:1"]
     return [
         *launcher, "--mca", "plm_rsh_agent", str(machines.remote_shell), "-x", "PYTHONPATH", *options,
         sys.executable, "-c", program,
@@ -106,3 +109,24 @@ def test_ranks_that_were_not_told_where_to_meet_say_how_mpiexec_does_it(
     code, said = machines.run("a", _mpiexec(machines, program), environment=_told(tmp_path))
     assert code == 1
     assert "mpiexec -x SHOAL_STORE=tcp://FIRST-HOST:29400 -x SHOAL_SECRET_FILE=PATH" in said
+
+
+def test_ranks_of_two_hosts_learn_over_mpi_where_to_meet(machines: Machines, tmp_path: Path) -> None:
+    if isinstance(found := find("openmpi"), str):
+        pytest.skip(found)
+    program = (
+        "import sys; from shoal.rendezvous import rendezvous; member = rendezvous('mpi://', timeout=60); "
+        "where = 'loopback' if member.interface.startswith('127.') else 'network'; "
+        "sys.stdout.write(f'rank {member.rank} of {member.size}, local {member.local_rank} of "
+        "{member.local_size}, {where}, {len(member.secret)}\\n'); member.release(60)"
+    )
+    environment = {**_told(tmp_path), **found.env}
+    code, said = machines.run(
+        "a", _mpiexec(machines, program, "-x", "MPI4PY_LIBMPI"), environment=environment
+    )
+    assert code == 0, said
+    assert sorted(re.findall(r"^rank .*", said, re.M)) == [
+        "rank 0 of 3, local 0 of 2, network, 64",
+        "rank 1 of 3, local 1 of 2, network, 64",
+        "rank 2 of 3, local 0 of 1, network, 64",
+    ]

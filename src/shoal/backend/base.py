@@ -271,6 +271,8 @@ class Backend(abc.ABC):
     name: ClassVar[str]
     #: Supported values of ``GroupSpec.scope`` (:class:`~shoal.spec.FailureScope`).
     scopes: ClassVar[frozenset[str]] = frozenset({FailureScope.ALL})
+    #: URL of the rendezvous if neither the program nor the environment names a store; None: ``env://``.
+    default_url: ClassVar[str | None] = None
 
     #: Whether an operation has raised an error for the loss of a rank.
     losses_reported: bool = False

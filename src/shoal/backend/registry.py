@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .. import config
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,9 +22,17 @@ if TYPE_CHECKING:
 
 #: The name of shoal's own backend.
 NATIVE = "native"
+#: The name of the backend over an MPI library.
+MPI = "mpi"
+#: The names of the backends of this package -> their modules and classes.  Not entry points, because an
+#: uninstalled source tree has none.
+_BUILT_IN = {
+    NATIVE: ("shoal.backend.native.channel", "NativeBackend"),
+    MPI: ("shoal.backend.mpi.engine", "MpiBackend"),
+}
 _ENTRY_POINT_GROUP = "shoal.backends"
 #: Names of torch.distributed's backends for CPU tensors.
-_TORCH_BACKENDS = ("gloo", "mpi", "shoal")
+_TORCH_BACKENDS = ("gloo", "shoal")
 
 
 class BackendFactory(Protocol):
@@ -46,7 +55,7 @@ def register_backend(name: str, factory: BackendFactory) -> None:
     Raises:
         UsageError: the name is already registered.
     """
-    if name == NATIVE or name in _factories:
+    if name in _BUILT_IN or name in _factories:
         raise UsageError(f"a backend named {name!r} is registered already; choose another name")
     _factories[name] = factory
 
@@ -54,6 +63,11 @@ def register_backend(name: str, factory: BackendFactory) -> None:
 def unregister_backend(name: str) -> None:
     """Undo :func:`register_backend`; do nothing if the name is not registered."""
     _factories.pop(name, None)
+
+
+def default_backend() -> str:
+    """The name of the backend if the program names none: that of ``SHOAL_BACKEND``."""
+    return config.BACKEND.get()
 
 
 def backend_factory(name: str) -> BackendFactory:
@@ -64,14 +78,15 @@ def backend_factory(name: str) -> BackendFactory:
     """
     if name in _factories:
         return _factories[name]
-    if name == NATIVE:
-        # Not through the entry point, which an uninstalled source tree does not have.
-        native: BackendFactory = import_module("shoal.backend.native.channel").NativeBackend
-        return native
+    if name in _BUILT_IN:
+        module, cls = _BUILT_IN[name]
+        built_in: BackendFactory = getattr(import_module(module), cls)
+        return built_in
     for entry in entry_points(group=_ENTRY_POINT_GROUP, name=name):
         factory: BackendFactory = entry.load()
         return factory
-    known = f"unknown backend {name!r}; known backends: {', '.join(backend_names())}"
+    source = f" ({config.BACKEND.name})" if config.BACKEND.is_set() and name == default_backend() else ""
+    known = f"unknown backend {name!r}{source}; known backends: {', '.join(backend_names())}"
     if name in _TORCH_BACKENDS:
         known += f".  {NATIVE!r}, the default, replaces torch's {name}: omit backend="
     raise UsageError(known)
@@ -79,4 +94,5 @@ def backend_factory(name: str) -> BackendFactory:
 
 def backend_names() -> list[str]:
     """The sorted names of all backends, including those of entry points."""
-    return sorted({NATIVE, *_factories, *(entry.name for entry in entry_points(group=_ENTRY_POINT_GROUP))})
+    entries = entry_points(group=_ENTRY_POINT_GROUP)
+    return sorted({*_BUILT_IN, *_factories, *(entry.name for entry in entries)})

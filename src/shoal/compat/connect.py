@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore
 
 from .. import config
 from ..backend.base import check_options, lane_count
-from ..backend.registry import NATIVE, BackendFactory, backend_factory
+from ..backend.registry import BackendFactory, backend_factory, default_backend
 from ..common import torch_features
 from ..errors import UsageError
 from ..group import ProcessGroup
@@ -100,7 +100,7 @@ def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, int]:
     """Check the environment and ``pg_options``, and remove ``concurrency`` from the latter."""
     config.check_environment()
     concurrency = lane_count(extra.pop("concurrency", None))
-    factory = backend_factory(NATIVE)
+    factory = backend_factory(default_backend())
     check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
     return factory, concurrency
 

@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 from torch.distributed.constants import default_pg_timeout
 
 from .. import config
+from ..backend.registry import backend_factory, default_backend
 from ..errors import RendezvousError
-from ..initialize import refuse_joiner
+from ..initialize import default_url, refuse_joiner
 from ..net import Deadline
 from ..rendezvous import Membership, RendezvousPoint, Request, Venue, rendezvous
 from ..rendezvous.launcher_variables import read
@@ -35,6 +36,7 @@ class TorchLaunch:
     rank: int | None
     size: int | None
     job: str | None  # name of the job for the rendezvous; None: the launcher's
+    url: str | None = None  # of the rendezvous; None: ``env://``
 
 
 class LauncherStore(TorchStore):
@@ -94,13 +96,15 @@ def launch_from_environment(
     Raises ConfigurationError if a variable of the launcher is malformed or missing.
     """
     rank, size = (int(parameters[name]) if name in parameters else None for name in ("rank", "world_size"))
+    if (url := default_url(backend_factory(default_backend()))) is not None:
+        # A separate job name, because the program may also call shoal.init().
+        return TorchLaunch(rank, size, BACKEND, url)
     launch = read(environ)
     if launch is None:
         alone = (rank, size) in ((None, None), (None, 1), (0, 1))
         is_torchs = any(environ.get(name) for name in torch_variables)
         return TorchLaunch(rank, size, None) if alone and not is_torchs else None
-        # A separate job name, because the program may also call shoal.init().  If only the store knows the
-        # number of ranks, the number is stored under the launcher's job.
+    # If only the store knows the number of ranks, the number is stored under the launcher's job.
     job = None if launch.size is None and size is None else f"{launch.job}/{BACKEND}"
     return TorchLaunch(rank, size, job)
 
@@ -116,7 +120,7 @@ def rendezvous_once(
     if launch.rank is None:
         refuse_joiner()
     seconds = group_timeout(timeout or default_pg_timeout).total_seconds()
-    membership = rendezvous(rank=launch.rank, size=launch.size, timeout=seconds, job=launch.job)
+    membership = rendezvous(launch.url, rank=launch.rank, size=launch.size, timeout=seconds, job=launch.job)
     store = LauncherStore(membership)
     try:
         yield store, membership.rank, membership.size

@@ -1,16 +1,17 @@
 """Torch's backend names and the engines they select.
 
-``"gloo"``, torch's CPU backend, selects shoal's native engine, and so does None.  ``"tcp"``, torch's first
-name for that backend, selects the native engine over TCP only.
+``"gloo"``, torch's CPU backend, selects shoal's native engine, and ``"tcp"``, torch's first name for that
+backend, the native engine over TCP only.  None and ``"shoal"`` select the backend of ``SHOAL_BACKEND``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
-from ..backend.registry import NATIVE, backend_names
+from ..backend.registry import NATIVE, backend_names, default_backend
 from ..errors import UnsupportedOperation, UsageError
 from ..torch_terms import BACKEND
 from .state import GroupLike, default_group, is_non_member, state
@@ -18,7 +19,6 @@ from .state import GroupLike, default_group, is_non_member, state
 #: Torch's backends without a counterpart in shoal -> the hardware or library that each needs.
 _UNSUPPORTED = {
     "nccl": "NVIDIA's GPUs",
-    "mpi": "an MPI library",
     "ucc": "the UCC library",
     "xccl": "Intel's GPUs",
     "fake": "no communication at all",
@@ -44,8 +44,8 @@ class BackendName(str):
         return super().__new__(cls, name.lower())
 
 
-#: The names that select the native engine.
-_NATIVE_NAMES = (BackendName.SHOAL, BackendName.GLOO, BackendName.TCP)
+#: Names of torch that select the native engine.
+_NATIVE_NAMES = (BackendName.GLOO, BackendName.TCP)
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ def parse_backend(backend: str | None) -> BackendEngine:
     """Return the engine that the argument ``backend`` of ``init_process_group`` selects.
 
     Args:
-        backend: a name, or ``"cpu:name"``; None means ``"shoal"``.
+        backend: a name, or ``"cpu:name"``; None means ``"shoal"``, the backend of ``SHOAL_BACKEND``.
 
     Raises:
         UnsupportedOperation: a backend of torch without a counterpart here, or a device other than the CPU.
         UsageError: no backend is registered under that name.
     """
     if backend is None:
-        return BackendEngine(BackendName.SHOAL, NATIVE)
+        backend = BackendName.SHOAL
     if not isinstance(backend, str):
         raise UsageError(f"backend={backend!r}: expected a str")
     parts = [part.strip() for part in backend.lower().split(",")]
@@ -82,6 +82,8 @@ def parse_backend(backend: str | None) -> BackendEngine:
     name = names["cpu"]
     if name in backend_names():
         return BackendEngine(name, name)
+    if name == BackendName.SHOAL:
+        return BackendEngine(name, default_backend())
     if name in _NATIVE_NAMES:
         return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
     if name in _UNSUPPORTED:
@@ -89,7 +91,7 @@ def parse_backend(backend: str | None) -> BackendEngine:
             f"backend={backend!r} needs {_UNSUPPORTED[name]} and is not supported; shoal communicates CPU "
             'tensors: use "gloo" or None for the native engine'
         )
-    known = ", ".join(sorted({*_NATIVE_NAMES, *backend_names()}))
+    known = ", ".join(sorted({BackendName.SHOAL, *_NATIVE_NAMES, *backend_names()}))
     raise UsageError(f"backend={backend!r} is unknown; expected one of {known}")
 
 
@@ -145,8 +147,8 @@ def is_nccl_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """False: shoal does not run over an MPI library."""
-    return False
+    """Return whether mpi4py is installed, which the backend ``"mpi"`` needs."""
+    return find_spec("mpi4py") is not None
 
 
 def is_ucc_available() -> bool:

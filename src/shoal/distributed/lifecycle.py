@@ -9,8 +9,9 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 import torch
 
+from ..backend.registry import backend_factory
 from ..errors import UsageError
-from ..initialize import init
+from ..initialize import default_url, init
 from ..rendezvous.launcher_variables import read, tcp_url
 from ..store.external.url import split_url
 from ..torch_terms.arguments import CLOSE_TIMEOUT_S, Duration, seconds
@@ -35,8 +36,9 @@ def init_process_group(
     creates a group of size 1.
 
     Args:
-        backend: None, ``"shoal"``, ``"gloo"`` and ``"cpu:gloo"`` select the native engine, ``"tcp"`` the
-            native engine without shared memory; or a name registered with :func:`shoal.register_backend`.
+        backend: ``"gloo"`` and ``"cpu:gloo"`` select the native engine, ``"tcp"`` the native engine without
+            shared memory, None and ``"shoal"`` the backend of ``SHOAL_BACKEND`` (native); or ``"mpi"``, or a
+            name registered with :func:`shoal.register_backend`.
         init_method: the rendezvous: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.  ``env://`` reads the variables of launchers, and those that scripts set
             themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
@@ -70,7 +72,8 @@ def init_process_group(
     with state.creating():
         options = {"timeout": seconds(timeout), "backend": engine.backend, **given}
         if store is None:
-            url, own_rank, size = rendezvous_address(init_method, rank, world_size)
+            address = init_method or default_url(backend_factory(engine.backend))
+            url, own_rank, size = rendezvous_address(address, rank, world_size)
             world = init(url, rank=own_rank, size=size, **options)
         else:
             _check_store_alone(init_method, rank, world_size)

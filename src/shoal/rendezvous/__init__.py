@@ -2,15 +2,17 @@
 
     membership = rendezvous("tcp://10.0.0.1:29400")     # -> rank, size, store, secret, ...
 
-``launcher_variables`` reads the launcher's variables, ``schemes`` opens the venue that a URL names, ``point``
-is the open rendezvous point, ``protocol`` is the protocol by which the ranks meet there, and ``meet`` returns
-the resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for users.
+``launcher_variables`` reads the launcher's variables, ``schemes`` and ``mpi`` open the venue that a URL
+names, ``point`` is the open rendezvous point, ``protocol`` is the protocol by which the ranks meet there, and
+``membership`` returns the resulting :class:`Membership`. ``docs/rendezvous.md`` is the documentation for
+users.
 """
 
 from ..store.urls import EXTERNAL_SCHEMES, set_rendezvous_opener
 from .addresses import LOOPBACK, loopback_error
 from .launcher_variables import Launch
 from .membership import Membership, rendezvous, rendezvous_again_at, rendezvous_at
+from .mpi import mpi_world
 from .point import RendezvousPoint, open_point
 from .records import job_keys, job_record, report_exit, set_wanted_size
 from .schemes import env, external, file, tcp
@@ -20,9 +22,11 @@ from .venue import Handler, Request, Venue, open_venue, parse_url, register_rend
 register_rendezvous("env", env)
 register_rendezvous("tcp", tcp)
 register_rendezvous("file", file)
+register_rendezvous("mpi", mpi_world)
 for _scheme in EXTERNAL_SCHEMES:
     register_rendezvous(_scheme, external)
-set_rendezvous_opener("env", None)  # env:// has no store of its own
+for _scheme in ("env", "mpi"):
+    set_rendezvous_opener(_scheme, None)  # has no store of its own
 
 __all__ = [
     "LOOPBACK",

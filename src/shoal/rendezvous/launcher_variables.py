@@ -113,6 +113,26 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     return launch
 
 
+def read_mpi(environ: Mapping[str, str]) -> Launch | None:
+    """Return the launch by mpiexec or srun; None if neither started this process.
+
+    It need not name a place where the ranks meet.
+
+    Raises:
+        ConfigurationError: a variable is malformed or missing; the message names it.
+    """
+    parsers = (_open_mpi, _mpich, _slurm)
+    return next((found for parse in parsers if (found := parse(environ)) is not None), None)
+
+
+def names_store(environ: Mapping[str, str]) -> bool:
+    """Return whether ``SHOAL_STORE``, or ``MASTER_ADDR`` and ``MASTER_PORT``, name a store."""
+    return any(
+        all(environ.get(name, "").strip() for name in names)
+        for names in ((config.STORE.name,), ("MASTER_ADDR", "MASTER_PORT"))
+    )
+
+
 def _check(launch: Launch) -> None:
     if launch.rank is not None and launch.size is not None and launch.rank >= launch.size:
         raise ConfigurationError(
@@ -120,7 +140,9 @@ def _check(launch: Launch) -> None:
             f"ranks go from 0 to {launch.size - 1}"
         )
     if launch.url is None and (launch.size is None or launch.size > 1) and not launch.rank_variable:
-        passed_on = "" if launch.launcher != "Open MPI" else _PASSED_ON
+        passed_on = _PASSED_ON if launch.launcher == "Open MPI" else ""
+        if launch.launcher in ("Open MPI", "MPICH"):
+            passed_on += "; or, with mpi4py, give shoal.init the url mpi://, which needs no variable"
         raise ConfigurationError(
             f"{launch.launcher} gives rank and size but not where the ranks meet: set {config.STORE.name} "
             "(tcp://host:port or file:///path), or MASTER_ADDR and MASTER_PORT, the same on every rank"

@@ -16,7 +16,12 @@ import torch.multiprocessing as mp
 
 import shoal
 from shoal.compat import torch_store
-from shoal.compat.launcher_store import launch_from_environment, launcher_store, rendezvous_once
+from shoal.compat.launcher_store import (
+    TorchLaunch,
+    launch_from_environment,
+    launcher_store,
+    rendezvous_once,
+)
 from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
@@ -32,6 +37,7 @@ from tests.support.launch_environments import (
 )
 from tests.support.ports import free_port
 from tests.support.stage import FOREIGN, Stage
+from tests.support.store_backend import StoreBackend
 
 from .test_failures import SURVIVE
 
@@ -185,6 +191,30 @@ def test_a_killed_rank_0_is_named_though_it_served_the_store(stage: Stage) -> No
         assert (survivor.code, survivor.err) == (0, ""), survivor
         assert survivor.out.startswith("PeerLost (0,)"), survivor
     stage.assert_nothing_is_left()
+
+
+def test_the_backend_below_torchs_is_that_of_the_variable(
+    store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_BACKEND", store_backend)
+    dist.init_process_group("shoal")
+    try:
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1.0] * 3
+        for group in (dist.group.WORLD, dist.new_group([0])):
+            assert type(group.group._backend).name == "store"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_backend_names_the_place_to_meet_if_nothing_else_does(
+    store_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_BACKEND", store_backend)
+    monkeypatch.setattr(StoreBackend, "default_url", "mpi://")
+    on_two_hosts = {**open_mpi(1, 4, 0), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert launch_from_environment({}, on_two_hosts, ()) == TorchLaunch(None, None, "shoal", "mpi://")
 
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:

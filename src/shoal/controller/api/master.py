@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ...backend.native.channel import checked_transport
-from ...backend.registry import NATIVE, backend_factory
+from ...backend.registry import MPI, NATIVE, backend_factory
 from ...common.arguments import checked_count, checked_seconds
 from ...common.copy_refusal import refuses_copies
 from ...common.formatting import counted
-from ...errors import ForkedProcess, NodeLost, UsageError, WorkerLost
+from ...errors import ForkedProcess, NodeLost, UnsupportedOperation, UsageError, WorkerLost
 from ...future import Future
 from ...net import Deadline
 from ..commands import interrupts
@@ -81,7 +81,7 @@ def init_master_worker(
     Raises:
         UsageError: this process or the rendezvous point already has a master, neither `workers`, `url` nor a
             launcher provides nodes, the backend is unknown, or a node cannot import a module.
-        UnsupportedOperation: another package uses torch's PrivateUse1 device.
+        UnsupportedOperation: another package uses torch's PrivateUse1 device, or the backend is "mpi".
         LaunchError, RendezvousTimeout: a node did not start.
     """
     count = None if workers is None else checked_count("workers", workers)
@@ -92,6 +92,11 @@ def init_master_worker(
         raise UsageError(f"transport={transport!r} is an option of the native backend, not of {backend!r}")
     if current.opened() is not None:
         raise UsageError("this process already has an open master: close() it first")
+    if backend == MPI:
+        raise UnsupportedOperation(
+            "init_master_worker: backend='mpi': ranks of MPI are fixed, but nodes join later; use the native "
+            "backend"
+        )
     backend_factory(backend)
     device.register()
     workers_of_master = WorkerSource(count, None if url == "env://" else url, secret, seconds)

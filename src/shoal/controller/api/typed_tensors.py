@@ -26,10 +26,10 @@ from . import master
 def init_master_worker(backend: str | None = None, **how: Any) -> master.Master:
     """Call :func:`shoal.init_master_worker` with a backend name of ``init_process_group``.
 
-    ``"tcp"`` is the native backend with ``transport="tcp"``. A backend without equivalent in shoal raises
-    UnsupportedOperation.
+    None is the native backend, ``"tcp"`` the same with ``transport="tcp"``. A backend without equivalent in
+    shoal raises UnsupportedOperation.
     """
-    engine = parse_backend(backend)
+    engine = parse_backend("gloo" if backend is None else backend)
     return master.init_master_worker(backend=engine.backend, transport=engine.transport, **how)
 
 
