@@ -147,6 +147,7 @@ def test_few_modules_import_the_core() -> None:
         "backend.kernels", "backend.native.channel", "backend.native.errors",
         "controller.commands.interrupts", "future.state", "parallel.core", "recorder",
         "rpc.connection.endpoint",
+        "backend.supervised",  # types only
     }  # fmt: skip
     assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..backend.agreement import AgreementOp, PendingAgreement
 from ..backend.base import Backend, DataChannel, GroupSpec, Shortcut
 from ..errors import GroupAborted, GroupClosed, GroupError, OperationTimeout, StoreError, StoreTimeout
 from ..future import Future, derive_key
@@ -86,6 +87,29 @@ class OrderedChannel(DataChannel):
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return self._channel.empty(nbytes, device)
+
+    @property
+    def reported(self) -> bool:  # type: ignore[override]
+        return self._channel.reported
+
+    @reported.setter
+    def reported(self, value: bool) -> None:
+        self._channel.reported = value
+
+    def report(self, failure: GroupError) -> None:
+        self._channel.report(failure)
+
+    def last_completed(self) -> int:
+        return self._channel.last_completed()
+
+    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
+        return self._channel.fence(ranks, timeout)
+
+    def vote_limit(self) -> int:
+        return self._channel.vote_limit()
+
+    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> PendingAgreement:
+        return self._channel.agree(op, value, timeout)
 
     def failure(self) -> GroupError | None:
         if self._cause is not None:
