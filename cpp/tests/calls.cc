@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <chrono>
 #include <cstring>
 
 #include "engine/describe.h"
@@ -128,7 +129,8 @@ std::uint64_t Plan::bytes(int from, int to) const {
 std::string Plan::text() const {
   return "kind " + std::to_string(static_cast<int>(kind)) + ", " + name(how.dtype) +
          (reduces() ? std::string(" ") + name(how.op) : "") + ", " + std::to_string(count) + " elements" +
-         (uneven ? " and some" : "") + (root < 0 ? "" : ", root " + std::to_string(root));
+         (uneven ? " and some" : "") + (external ? ", external" : "") +
+         (root < 0 ? "" : ", root " + std::to_string(root));
 }
 
 Plan make_plan(Random& script, int size, Extent extent) {
@@ -148,6 +150,7 @@ Plan make_plan(Random& script, int size, Extent extent) {
   const bool rooted = plan.kind == Kind::kReduce || plan.kind == Kind::kBroadcast ||
                       plan.kind == Kind::kGather || plan.kind == Kind::kScatter;
   if (rooted) plan.root = pick(script, 0, size - 1);
+  plan.external = chance(script, 16);
   return plan;
 }
 
@@ -158,7 +161,8 @@ Plan barrier() {
 }
 
 Taste make_taste(Random& own) {
-  return {chance(own, 3), chance(own, 2) ? 0 : pick(own, 1, 9), chance(own, 2), chance(own, 8)};
+  return {chance(own, 3), chance(own, 2) ? 0 : pick(own, 1, 9), chance(own, 2), chance(own, 8),
+          pick(own, 0, 1) * pick(own, 1, 300)};
 }
 
 Room::Room(Group& group, std::uint64_t bytes, std::size_t item, const Taste& taste) {
@@ -191,8 +195,22 @@ Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t c
   request.channel = channel;
   make_request(request);
   desk_.doing("submitting", group_.get());
+  if (plan_.external) {
+    request.external = true;
+    request.in.clear();
+    request.out.clear();
+  }
   op_ = group_->submit(std::move(request));
   desk_.begun(op_);
+  if (!plan_.external) return;
+  if (taste_.engine_time == 0) {
+    op_->finish_external();
+    return;
+  }
+  engine_ = std::jthread([op = op_, time = taste_.engine_time] {
+    std::this_thread::sleep_for(std::chrono::microseconds(time));
+    op->finish_external();
+  });
 }
 
 // A buffer with one part per rank of the group, or with one part.
@@ -279,6 +297,8 @@ bool Call::finish() {
     check(context.wait(*op_, now_ns() + 2 * kPatience), "an operation hangs");
   }
   desk_.ended(op_);
+  check(!plan_.external || op_->error().code != ErrorCode::kNone || op_->met(),
+        "an external operation is complete, and the members have not met");
   if (op_->error().code != ErrorCode::kNone) {
     ++tally_.failures;
     return false;
@@ -291,6 +311,7 @@ bool Call::finish() {
 void Call::verify() const {
   const int size = group_->size(), rank = group_->rank();
   const bool root = rank == plan_.root;
+  if (plan_.external) return;
   switch (plan_.kind) {
     case Kind::kBarrier:
       return;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "collectives/collectives.h"
@@ -21,6 +22,7 @@ struct Plan {
   std::uint64_t count = 0;  // elements of each part
   bool uneven = false;      // parts differ by an element or two
   int root = -1;
+  bool external = false;   // another engine moves the data
   std::uint64_t salt = 0;  // of the contents
 
   bool reduces() const {
@@ -42,6 +44,7 @@ struct Taste {
   int shift;        // elements between the start of the memory and the data
   bool one_span;    // lists of equal parts in one piece
   bool by_message;  // wait for the context's tickets
+  int engine_time;  // microseconds in which the engine of an external operation moves the data
 };
 Taste make_taste(Random& own);
 
@@ -86,6 +89,7 @@ class Call {
   std::unique_ptr<Room> in_room_, out_room_;
   std::vector<Span> in_, out_;  // one span per part
   OperationPtr op_;
+  std::jthread engine_;
 };
 
 }  // namespace shoal::stress
