@@ -68,7 +68,11 @@ TOPICS = {
         "`shoal.distributed`; the [table](../distributed.md) lists differences from torch.",
         ["distributed"],
     ),
-    "testing": ("Testing", "`shoal.testing`; [Testing](../testing.md) has examples.", ["testing"]),
+    "testing": (
+        "Testing",
+        "`shoal.testing`; [Testing](../testing.md) has examples.",
+        ["testing", "testing.conformance"],
+    ),
 }
 
 
@@ -76,7 +80,15 @@ def names() -> dict[str, list[str]]:
     """Return the full public names by exporting module: ``{"future": ["shoal.Future", ...], ...}``."""
     top: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
     found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
-    for module in ("parallel.hooks", "elastic", "distributed", "rpc", "controller", "testing"):
+    for module in (
+        "parallel.hooks",
+        "elastic",
+        "distributed",
+        "rpc",
+        "controller",
+        "testing",
+        "testing.conformance",
+    ):
         path = PACKAGE / module.replace(".", "/") / "__init__.py"
         above = found.get(module, [])
         found[module] = above + [

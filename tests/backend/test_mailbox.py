@@ -14,8 +14,7 @@ from shoal.errors import RemoteError, UsageError
 from shoal.group import ProcessGroup
 from shoal.store import MemoryStore, PrefixStore
 from shoal.testing import run_threads
-
-from .conformance import BackendConformance
+from shoal.testing.conformance import BackendConformance
 
 
 class TestMailbox(BackendConformance):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import shoal
-
-from .conformance import BackendConformance
+from shoal.testing.conformance import BackendConformance
 
 
 class TestSharedMemory(BackendConformance):

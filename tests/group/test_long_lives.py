@@ -19,10 +19,16 @@ import pytest
 
 from shoal import Future, GroupAborted, ProcessGroup
 from shoal.testing import no_leaks, run_processes
+from shoal.testing.conformance.cases import (
+    CollectiveCase,
+    all_cases,
+    check_case,
+    finish_case,
+    part,
+    start_case,
+)
+from shoal.testing.conformance.reference import op_of, raw
 from tests.support.topologies import topology_options
-
-from .cases import Case, all_cases, check_case, finish_case, part, start_case
-from .reference import op_of, raw
 
 pytestmark = [
     pytest.mark.concurrency,
@@ -46,7 +52,7 @@ def live(group: ProcessGroup, seed: int, operations: int) -> list[tuple[str, int
     script = random.Random(seed)
     legal = [case for case in all_cases(0) if case.legal]
     pool = [
-        Case(case.collective, case.dtype, case.op, script.choice(COUNTS))
+        CollectiveCase(case.collective, case.dtype, case.op, script.choice(COUNTS))
         for case in script.choices(legal, k=POOL)
     ]
     digests: list[tuple[str, int]] = []
@@ -62,14 +68,14 @@ def live(group: ProcessGroup, seed: int, operations: int) -> list[tuple[str, int
 class Member:
     """One rank in one chapter."""
 
-    def __init__(self, world: ProcessGroup, seed: int, pool: list[Case]) -> None:
+    def __init__(self, world: ProcessGroup, seed: int, pool: list[CollectiveCase]) -> None:
         self.world, self.pool = world, pool
         self.script, self.own = random.Random(seed), random.Random(seed * 1009 + world.rank)
         self.mood = self.script.choice(MOODS)
         self.slow = self.script.randrange(world.size)
         self.doomed = self.script.choice(("", "", "", "whole", "part"))
         self.groups: list[ProcessGroup | None] = []
-        self.calls: list[tuple[ProcessGroup, Case, list[Future[Any]], int]] = []
+        self.calls: list[tuple[ProcessGroup, CollectiveCase, list[Future[Any]], int]] = []
         self.digests: dict[str, int] = {}
         self.condemned: ProcessGroup | None = None  # what may be aborted at any moment
         self.aborter: threading.Timer | None = None
@@ -148,7 +154,7 @@ class Member:
         self.finish(self.own.randrange(5) if self.own.random() < 0.3 else 0)
         return count
 
-    def start(self, group: ProcessGroup, case: Case) -> list[Future[Any]]:
+    def start(self, group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
         if case.collective != "all_reduce" or self.own.random() < 0.5:
             return start_case(group, case)
         x = group.empty(case.count, dtype=case.dtype).copy_(part(case, group.rank))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shoal.spec import DTYPE_CODES, LEGAL_REDUCTIONS
+from shoal.testing.conformance.cases import COPYING, REDUCING, all_cases, check_cases, run_cases
+from shoal.testing.conformance.reference import OPS
 from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .cases import COPYING, REDUCING, all_cases, check_cases, run_cases
-from .reference import OPS
 from .worlds import Worlds
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

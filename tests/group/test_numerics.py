@@ -10,9 +10,9 @@ import torch
 from shoal.errors import CollectiveMismatch, GroupClosed, UsageError
 from shoal.group import ProcessGroup
 from shoal.spec import ReduceOp
+from shoal.testing.conformance.reference import data, identical
 from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .reference import data, identical
 from .worlds import Worlds
 
 SIZE = 3

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.group import ProcessGroup
+from shoal.testing.conformance.reference import agree, data, identical, reduced
 from tests.support.topologies import TOPOLOGIES, topology_options
 
-from .reference import agree, data, identical, reduced
 from .worlds import Worlds
 
 SIZE = 3

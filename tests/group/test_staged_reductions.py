@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shoal.group import ProcessGroup
+from shoal.testing.conformance.reference import data, identical, op_of
 
-from .reference import data, identical, op_of
 from .worlds import Worlds
 
 #: bytes that are reduced at a time, and how many such chunks are on their way (cpp/collectives/all_reduce.cc)

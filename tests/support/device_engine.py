@@ -23,7 +23,7 @@ from shoal.backend.base import DataChannel, GroupSpec, Membership
 from shoal.backend.registry import register_backend
 from shoal.errors import GroupError
 from shoal.future import Future
-from shoal.spec import Operation
+from shoal.spec import Operation, OpKind
 from shoal.streams import DeviceEvents
 
 from . import pretend_device
@@ -43,7 +43,7 @@ class DeviceEngine(MailboxBackend):
         self._rank = membership.rank
 
     def channel(self, group: GroupSpec) -> DataChannel:
-        return DeviceChannel(super().channel(group), f"engine {group.name} {self._rank}")
+        return DeviceChannel(super().channel(group), f"engine {group.name} {group.ident} {self._rank}")
 
 
 class DeviceChannel(DataChannel):
@@ -72,7 +72,10 @@ class DeviceChannel(DataChannel):
         events.record({device: stream})
         future: Future[Any] = Future(device=events, keep=operation.inputs)
         outputs = list(operation.outputs)
-        future.set_result(None if not outputs else outputs[0] if len(outputs) == 1 else outputs)
+        if operation.kind is OpKind.RECV:  # from a known source, since the message has not arrived yet
+            future.set_result((outputs[0], operation.peer, operation.tag))
+        else:
+            future.set_result(None if not outputs else outputs[0] if len(outputs) == 1 else outputs)
         return future
 
     def failure(self) -> GroupError | None:

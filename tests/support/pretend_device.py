@@ -66,10 +66,10 @@ class PretendRuntime(FakeRuntime):
         self.library = torch.library.Library("_", "IMPL")
 
     def launch(self, stream: FakeStream, work: Any) -> None:
-        """Run ``work()`` on the stream, without autograd."""
+        """Run ``work()`` on the stream, without autograd; its results may be inference tensors."""
 
         def run() -> None:
-            with torch.no_grad():
+            with torch.inference_mode():
                 work()
 
         stream.enqueue(run)
@@ -122,7 +122,9 @@ class _Call:
             self.runtime.read()
             return tree_map(_to_device, self._on_cpu())
         if any(_is_view(returned) for returned in self.schema.returns):
-            return tree_map(_to_device, self._on_cpu())
+            viewed = self._on_cpu()
+            with torch.inference_mode(False):  # the view of a normal tensor must be one
+                return tree_map(_to_device, viewed)
         if not any(is_pretend(leaf) for leaf in tree_leaves((self.args, self.kwargs))):
             return tree_map(_to_device, tree_map(_spoilt, self._on_cpu()))  # makes a tensor
         return self._enqueue()

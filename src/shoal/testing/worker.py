@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,7 +29,7 @@ from .leaks import left_at
 DUMP_SIGNAL = signal.SIGUSR2
 _PR_SET_PDEATHSIG = 1
 #: kind, pickled value or exception, traceback, time
-_Report = tuple[str, bytes, str, float]
+Report: TypeAlias = tuple[str, bytes, str, float]
 
 
 def attach(dumps: Connection) -> None:
@@ -69,22 +69,36 @@ def run_rank(
         dumps: receives the stacks of all threads as text at each ``DUMP_SIGNAL``.
     """
 
-    def work(fn: Any, args: tuple[Any, ...]) -> Any:
+    _run(payload, environment, reports, dumps, lambda fn, args: call_in_world(fn, args, options))
+
+
+def call_in_world(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Report:
+    """Call ``fn(group, *args)`` with the group that ``init(**options)`` returns; close it; return the report.
+
+    If the function raises, the group is aborted.
+    """
+    raised = None
+    try:
         backend_factory(options["backend"])
         with init(**options) as group:
-            value = fn(group, *args)
+            try:
+                value = fn(group, *args)
+            except BaseException:
+                # Taken before the group is aborted, so that the failures of the others are later.
+                raised = time.monotonic()
+                raise
             # The test decides what is a failure, so close here without raising.
             group.world.close(group.timeout)
-        return value
-
-    _run(payload, environment, reports, dumps, work)
+        return reported_value(value)
+    except BaseException as error:
+        return reported_error(error, raised)
 
 
 def run_newcomer(
     payload: bytes, environment: Mapping[str, str], reports: Connection, dumps: Connection
 ) -> None:
     """Call a function that joins a session; for the arguments see :func:`run_rank`."""
-    _run(payload, environment, reports, dumps, lambda fn, args: fn(*args))
+    _run(payload, environment, reports, dumps, lambda fn, args: reported_value(fn(*args)))
 
 
 def _run(
@@ -92,13 +106,13 @@ def _run(
     environment: Mapping[str, str],
     reports: Connection,
     dumps: Connection,
-    work: Callable[[Any, tuple[Any, ...]], Any],
+    work: Callable[[Any, tuple[Any, ...]], Report],
 ) -> None:
     attach(dumps)
     try:
-        report = _value(work(*_unpickled(payload, environment)))
+        report = work(*_unpickled(payload, environment))
     except BaseException as error:
-        report = _error(error)
+        report = reported_error(error)
     reports.send(report)
     reports.close()
 
@@ -113,12 +127,18 @@ def _unpickled(payload: bytes, environment: Mapping[str, str]) -> tuple[Any, tup
     return fn, args
 
 
-def _value(value: object) -> _Report:
+def reported_value(value: object) -> Report:
+    """Return the report of a function that returned ``value``."""
     return "value", pickle.dumps(value), "", time.monotonic()
 
 
-def _error(error: BaseException) -> _Report:
-    return "error", pickled(error), traceback.format_exc(), time.monotonic()
+def reported_error(error: BaseException, at: float | None = None) -> Report:
+    """Return the report of a function that raised the exception that is being handled.
+
+    Args:
+        at: the time at which it was raised; None: now.
+    """
+    return "error", pickled(error), traceback.format_exc(), time.monotonic() if at is None else at
 
 
 def run_worker(
@@ -145,11 +165,11 @@ def run_worker(
             leaving = threading.Event()
             threading.Thread(target=_serve_control, args=(agent, control, leaving), daemon=True).start()
             if fn is not None:
-                reports.send(_value(fn(agent, *args)))
+                reports.send(reported_value(fn(agent, *args)))
             leaving.wait()
     except BaseException as error:
         with contextlib.suppress(OSError):  # the test's process no longer reads
-            reports.send(_error(error))
+            reports.send(reported_error(error))
         raise SystemExit(1) from None
 
 

@@ -1,0 +1,48 @@
+"""The conformance tests with an engine whose futures are done once the work is enqueued on a device.
+
+The ranks are processes, because a process that has the pretended device has it until it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shoal.testing import RankPool
+from shoal.testing.conformance import BackendConformance
+
+from .conftest import THIRD_PARTY
+
+POOLS: dict[int, RankPool] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools_end() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.popitem()[1].close()
+
+
+def make_device() -> None:
+    sys.path.append(str(THIRD_PARTY))
+    from tests.support import pretend_device
+    from tests.support.device_engine import use_device_engine
+
+    use_device_engine(pretend_device.make())
+
+
+class TestEarlyDevice(BackendConformance):
+    backend = "device"
+    devices = ("cpu", "pretend")
+    completes = "early"
+
+    # The streams are threads, which the pretended device keeps.
+    test_no_thread_is_left_behind = None  # type: ignore[assignment]
+
+    def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
+        if size not in POOLS:
+            POOLS[size] = RankPool(size, prepare=make_device)
+        return POOLS[size].run(fn, *args, **self.with_defaults(options))
