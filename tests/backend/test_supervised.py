@@ -18,9 +18,8 @@ from shoal.errors import CollectiveMismatch, GroupAborted, GroupError, Operation
 from shoal.group import ProcessGroup
 from shoal.spec import Operation
 from shoal.testing import run_threads
+from shoal.testing.conformance import BackendConformance
 from tests.support.waiting import until
-
-from .conformance import BackendConformance
 
 PATIENCE = 30.0
 
