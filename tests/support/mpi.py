@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -59,17 +59,17 @@ class Mpi:
         mpiexec: path of the program.
         env: variables for mpiexec: mpi4py loads this library, root is allowed, and so are more ranks than
             cores.
-        survival: options with which the other ranks continue after one was killed.
+        survival: options with which ``n`` ranks continue after one was killed.
     """
 
     name: str
     mpiexec: str
     env: Mapping[str, str] = field(default_factory=dict)
-    survival: tuple[str, ...] = ()
+    survival: Callable[[int], Sequence[str]] = lambda n: ()
 
     def launcher(self, n: int, *options: str, survives_deaths: bool = False) -> list[str]:
         """The command before the program: mpiexec with ``n`` ranks."""
-        return [self.mpiexec, *(self.survival if survives_deaths else ()), *options, "-n", str(n)]
+        return [self.mpiexec, *(self.survival(n) if survives_deaths else ()), *options, "-n", str(n)]
 
     def run(
         self,
@@ -163,8 +163,17 @@ def _mpich() -> Mpi | str:
         "MPICH",
         str(prefix / "bin" / "mpiexec"),
         {"MPI4PY_LIBMPI": str(prefix / "lib" / "libmpi.so.12")},
-        ("-disable-auto-cleanup",),
+        _hosts_of_mpich,
     )
+
+
+def _hosts_of_mpich(n: int) -> list[str]:
+    """Options for a host for each rank.
+
+    MPICH's mpiexec (5.0.2) kills the other ranks of a host, sooner or later, also with -disable-auto-cleanup.
+    """
+    hosts = ",".join(f"127.0.0.{number + 1}" for number in range(n))
+    return ["-disable-auto-cleanup", "-launcher", "fork", "-hosts", hosts, "-ppn", "1"]
 
 
 def _open_mpi() -> Mpi | str:
@@ -184,7 +193,7 @@ def _open_mpi() -> Mpi | str:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
         },
-        ("--enable-recovery",),
+        lambda n: ["--enable-recovery"],
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from importlib import import_module
@@ -74,8 +75,39 @@ def _load() -> tuple[Any, bool]:
         ) from error
     if module.Is_initialized() or module.Is_finalized():
         return module, False
+    _check_launcher(module)
+    _ignore_death_signal()
     module.Init_thread(module.THREAD_MULTIPLE)
     return module, True
+
+
+def _check_launcher(module: Any) -> None:
+    """Raise ConfigurationError if MPICH would end this process, because Open MPI's mpiexec has started it."""
+    name = library_name(module)
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ or "PMI_SIZE" in os.environ:
+        return
+    if name.startswith(("MPICH", "MVAPICH", "Intel")):
+        raise ConfigurationError(f"this process was started by an mpiexec of Open MPI, but {_advice(name)}")
+
+
+def _ignore_death_signal() -> None:
+    """Ignore SIGUSR1 under an mpiexec of MPICH, which sends it to the other ranks when a rank dies.
+
+    It does with -disable-auto-cleanup, and the default action would end the ranks that are to continue.
+    """
+    if (
+        "PMI_RANK" in os.environ
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _advice(library: str) -> str:
+    return (
+        f"mpi4py uses {library}: start all ranks with one mpiexec of {library}, or, for an mpiexec of "
+        "another library, set MPI4PY_LIBMPI to the path of that library's libmpi.so"
+    )
 
 
 def _check(module: Any) -> None:
@@ -109,11 +141,9 @@ def check_world(rank: int | None, size: int | None, source: str) -> None:
     given = {"rank": (rank, world.rank), "size": (size, world.size)}
     expected = " and ".join(f"{what} {mine}" for what, (mine, _) in given.items() if mine is not None)
     found = " and ".join(f"{what} {its}" for what, (mine, its) in given.items() if mine is not None)
-    name = library_name(mpi())
     raise ConfigurationError(
-        f"{source} gives this process {expected}, but in MPI.COMM_WORLD it has {found}.  mpi4py uses {name}: "
-        f"start all ranks with one mpiexec of {name}, or, for an mpiexec of another library, set "
-        "MPI4PY_LIBMPI to the path of that library's libmpi.so"
+        f"{source} gives this process {expected}, but in MPI.COMM_WORLD it has {found}; "
+        f"{_advice(library_name(mpi()))}"
     )
 
 

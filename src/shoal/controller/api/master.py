@@ -84,6 +84,11 @@ def init_master_worker(
         UnsupportedOperation: another package uses torch's PrivateUse1 device, or the backend is "mpi".
         LaunchError, RendezvousTimeout: a node did not start.
     """
+    if backend == MPI:
+        raise UnsupportedOperation(
+            "init_master_worker: backend='mpi': ranks of MPI are fixed, but nodes join later; use the native "
+            "backend"
+        )
     count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
     modules = checked_imports(imports)
@@ -92,11 +97,6 @@ def init_master_worker(
         raise UsageError(f"transport={transport!r} is an option of the native backend, not of {backend!r}")
     if current.opened() is not None:
         raise UsageError("this process already has an open master: close() it first")
-    if backend == MPI:
-        raise UnsupportedOperation(
-            "init_master_worker: backend='mpi': ranks of MPI are fixed, but nodes join later; use the native "
-            "backend"
-        )
     backend_factory(backend)
     device.register()
     workers_of_master = WorkerSource(count, None if url == "env://" else url, secret, seconds)
