@@ -26,6 +26,7 @@ from .backend.registry import BackendFactory
 from .common.arguments import checked_seconds
 from .common.copy_refusal import refuses_copies
 from .common.formatting import describe_error
+from .common.mpi_library import mark_broken
 from .errors import CollectiveMismatch
 from .links import Links
 from .rendezvous.membership import Membership
@@ -186,6 +187,8 @@ class World:
         warnings.warn(text, ResourceWarning, stacklevel=3, source=member)
 
     def _release(self, timeout: float) -> None:
+        if self.links.backend.lost():
+            mark_broken()
         try:
             self.links.backend.close(timeout)
         finally:

@@ -140,6 +140,37 @@ def test_an_mpiexec_of_another_library_is_named(tmp_path: Path) -> None:
     ), outcome
 
 
+_LOSE = """
+import os, signal, sys, torch
+import shoal
+group = shoal.init("mpi://", timeout=60)
+x = torch.ones(1)
+group.all_reduce(x).wait()
+if group.rank == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("no such fish")
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.all_reduce(x).wait()
+except shoal.PeerLost as error:
+    sys.stdout.write(f"rank {group.rank} lost {error.ranks}\\n")
+group.close()
+"""
+
+
+def test_survivors_of_a_killed_rank_name_it_and_end_without_mpi_finalize(mpi: Mpi, tmp_path: Path) -> None:
+    outcome = mpi.run(3, _LOSE, "kill", folder=tmp_path, survives_deaths=True, timeout=30)
+    assert sorted(re.findall("^rank .*", outcome.out, re.M)) == ["rank 0 lost (1,)", "rank 2 lost (1,)"], (
+        outcome
+    )
+
+
+def test_a_rank_that_raises_ends_the_job(mpi: Mpi, tmp_path: Path) -> None:
+    outcome = mpi.run(2, _LOSE, "raise", folder=tmp_path, timeout=30)
+    assert outcome.code != 0, outcome
+    assert "ValueError: no such fish" in outcome.err
+
+
 _ALONE = """
 from shoal.rendezvous import rendezvous
 member = rendezvous("mpi://")

@@ -1,9 +1,9 @@
 """The MPI library of this process.  The only module that imports mpi4py and initialises MPI.
 
 :func:`mpi` does both on its first call, so that programs without MPI need neither mpi4py nor a library.
-MPI is finalised when the interpreter exits, unless :func:`mark_broken` was called: ``MPI_Finalize`` may wait
-for ranks that no longer exist.  A program that imports ``mpi4py.MPI`` first has initialised MPI itself, and
-then mpi4py finalises it.
+MPI is finalised when the interpreter exits, unless :func:`mark_broken` was called or an uncaught exception
+ends the program: ``MPI_Finalize`` waits for the other ranks, also for lost ones.  A program that imports
+``mpi4py.MPI`` first has initialised MPI itself, and then mpi4py finalises it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import ConfigurationError
-
-#: timeout in seconds of MPI_Finalize, which waits for ranks that still exist
-_FINALIZE_TIMEOUT_S = 10.0
 
 _lock = threading.Lock()
 _module: Any = None
@@ -159,16 +156,9 @@ def mark_broken() -> None:
 def _finalize() -> None:
     if _broken or not _initialized_here or _owner != os.getpid() or _module.Is_finalized():
         return
-    # In a thread, since a rank that was killed a moment ago may not be known to be lost.
-    thread = threading.Thread(target=_module.Finalize, name="shoal-mpi-finalize", daemon=True)
-    thread.start()
-    thread.join(_FINALIZE_TIMEOUT_S)
-    if thread.is_alive():
-        print(
-            f"shoal: MPI_Finalize did not return within {_FINALIZE_TIMEOUT_S:g} s, probably because ranks "
-            "are lost; the process exits without it",
-            file=sys.stderr,
-        )
+    if getattr(sys, "last_exc", None) or getattr(sys, "last_value", None):
+        return  # an uncaught exception: mpiexec now ends the other ranks, for which MPI_Finalize would wait
+    _module.Finalize()
 
 
 def _after_fork_in_child() -> None:
