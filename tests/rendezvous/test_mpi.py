@@ -171,6 +171,37 @@ def test_a_rank_that_raises_ends_the_job(mpi: Mpi, tmp_path: Path) -> None:
     assert "ValueError: no such fish" in outcome.err
 
 
+_DEFAULTS = """
+import sys
+import torch
+import torch.distributed
+import shoal
+import shoal.distributed
+
+def total(dist):
+    x = torch.full((3,), float(dist.get_rank() + 1))
+    dist.all_reduce(x)
+    return x.tolist()
+
+found = []
+with shoal.init() as group:
+    found.append(group.all_reduce(torch.ones(2)).wait().tolist())
+    found.append((type(group._backend).name, group.world.membership.secret != shoal.rendezvous.user_secret()))
+for dist in (shoal.distributed, torch.distributed):
+    dist.init_process_group("shoal")
+    found.append((dist.get_backend(), total(dist)))
+    dist.destroy_process_group()
+sys.stdout.write(f"{found}\\n")
+"""
+
+
+def test_a_variable_makes_mpi_the_backend_and_the_place_to_meet(mpi: Mpi, tmp_path: Path) -> None:
+    outcome = mpi.run(2, _DEFAULTS, folder=tmp_path, env={"SHOAL_BACKEND": "mpi"})
+    assert outcome.code == 0, outcome
+    once = "[[2.0, 2.0], ('mpi', True), ('shoal', [3.0, 3.0, 3.0]), ('shoal', [3.0, 3.0, 3.0])]"
+    assert outcome.out.splitlines() == [once] * 2, outcome
+
+
 _ALONE = """
 from shoal.rendezvous import rendezvous
 member = rendezvous("mpi://")

@@ -63,4 +63,5 @@ class MpiBackend(SupervisedBackend):
     """Connects the ranks natively, and moves the data of collectives by MPI; takes the native options."""
 
     name = "mpi"
+    default_url = "mpi://"
     engine_type = MpiEngine
