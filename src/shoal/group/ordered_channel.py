@@ -89,7 +89,7 @@ class OrderedChannel(DataChannel):
         return self._channel.empty(nbytes, device)
 
     @property
-    def reported(self) -> bool:  # type: ignore[override]
+    def reported(self) -> bool:
         return self._channel.reported
 
     @reported.setter
