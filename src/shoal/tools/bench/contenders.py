@@ -9,6 +9,7 @@ import sys
 import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...launch.remote.ssh import PROGRAM
@@ -93,6 +94,7 @@ class Contender:
         engine: module in :mod:`.ranks`.
         wheel: package of the MPI to install; else empty.
         hosts: number of simulated hosts.
+        under_mpi: whether the mpiexec of this environment starts the ranks, instead of ``shoal run``.
         least: minimum number of ranks.
     """
 
@@ -102,6 +104,7 @@ class Contender:
     wheel: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: int = 1
+    under_mpi: bool = False
     least: int = 2
 
 
@@ -114,6 +117,13 @@ CONTENDERS = (
     ),
     Contender("shoal-tcp", "shoal", (Variant("shoal tcp"),), environment={"SHOAL_TRANSPORT": "tcp"}),
     Contender("shoal-hierarchical", "shoal", (Variant("shoal hierarchical"),), hosts=2, least=4),
+    Contender(
+        "shoal-mpi",
+        "shoal",
+        (Variant("shoal over MPI"),),
+        environment={"SHOAL_BACKEND": "mpi"},
+        under_mpi=True,
+    ),
     Contender("shoal-torch", "torch", (Variant("shoal in torch"),), environment={"SHOAL_TRANSPORT": "shm"}),
     Contender("gloo", "gloo", (Variant("Gloo"),)),
     Contender("mpich", "mpi", (Variant("MPICH"),), wheel="mpich"),
@@ -131,7 +141,14 @@ CONTENDERS = (
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 #: names of variants by group
-OWN_VARIANTS = ("shoal registered", "shoal", "shoal tcp", "shoal hierarchical", "shoal in torch")
+OWN_VARIANTS = (
+    "shoal registered",
+    "shoal",
+    "shoal tcp",
+    "shoal hierarchical",
+    "shoal over MPI",
+    "shoal in torch",
+)
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
 FLOOR = "floor"
@@ -149,6 +166,8 @@ def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
     script = control.with_name("rank.py")
     script.write_text(_SCRIPT)
     ranks = [str(script), "--engine", contender.engine, "--control", str(control)]
+    if contender.under_mpi:
+        return [[*_own_mpiexec(), "-n", str(size), sys.executable, *ranks, "--hosts", "1"]]
     if contender.engine == "shoal":
         hosts = ["--hosts", str(contender.hosts)]
         return [[sys.executable, "-c", PROGRAM, "run", "-n", str(size), *ranks, *hosts]]
@@ -162,6 +181,16 @@ def commands(contender: Contender, size: int, control: Path) -> list[list[str]]:
         if size > len(os.sched_getaffinity(0)):
             launcher.append("--oversubscribe")
     return [[*launcher, str(where / "bin" / "python"), *ranks]]
+
+
+def _own_mpiexec() -> list[str]:
+    """The mpiexec of the library that mpi4py loads in this environment: that of a wheel, or of the system."""
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.prefix) / "bin")) or shutil.which("mpiexec")
+    if mpiexec is None or find_spec("mpi4py") is None:
+        raise ContenderUnavailable(
+            "mpi4py and an MPI library are not installed: pip install 'shoal[mpi]' mpich"
+        )
+    return [mpiexec]
 
 
 def environment(contender: Contender, rank: int, size: int, folder: Path) -> dict[str, str]:
