@@ -79,7 +79,8 @@ class BackendConformance:
         backend: name of the backend, which is registered.
         options: arguments of ``shoal.init`` and options of the backend, for all tests.
         devices: the device types of the tensors that the backend accepts.  Collectives are tested on all of
-            them; tensors on another device must be refused.
+            them, messages on the CPU, and everything else on the first one.  Tensors on another device must
+            be refused.
         completes: when a future of an operation on a device other than the CPU is done.  "late": when the
             results are in the outputs, so not before all ranks have submitted the operation.  "early": when
             the work is enqueued on a stream, without waiting for other ranks; ``wait()`` then waits for the
@@ -176,8 +177,10 @@ class BackendConformance:
         self.run(shuffled, 3)
 
     def test_a_tensor_is_released_after_the_wait(self) -> None:
+        device = self.devices[0]
+
         def dropped(group: ProcessGroup) -> None:
-            x = full(100_000, 1.0)
+            x = full(100_000, 1.0, device)
             released = threading.Event()
             weakref.finalize(x, released.set)
             group.all_reduce(x).wait()
@@ -346,6 +349,8 @@ class BackendConformance:
     # -- callbacks -----------------------------------------------------------------------------
 
     def test_operations_in_callbacks_match_in_any_order(self) -> None:
+        device = self.devices[0]
+
         def chained(group: ProcessGroup) -> None:
             shuffle = random.Random(group.rank)
 
@@ -354,7 +359,7 @@ class BackendConformance:
                 return group.all_reduce(done.value() * factor).wait()
 
             def submit() -> list[Future[torch.Tensor]]:
-                return [group.all_reduce(full(1, i, dtype=torch.int64)) for i in range(10)]
+                return [group.all_reduce(full(1, i, device, dtype=torch.int64)) for i in range(10)]
 
             for _ in range(10):
                 chains = [future.then(partial(again, i)) for i, future in enumerate(submit())]
@@ -368,35 +373,39 @@ class BackendConformance:
     # -- subgroups -----------------------------------------------------------------------------
 
     def test_groups_over_the_same_processes_do_not_mix(self) -> None:
+        device = self.devices[0]
+
         def several(group: ProcessGroup) -> None:
             rows, columns = group.split(group.rank // 2), group.split(group.rank % 2)
             assert rows is not None
             assert columns is not None
             futures = []
             for _ in range(20):
-                xs = [full(1, group.rank) for _ in range(3)]
+                xs = [full(1, group.rank, device) for _ in range(3)]
                 futures.append([g.all_reduce(x) for g, x in zip((group, rows, columns), xs, strict=True)])
             expected = [6.0, float(sum(rows.ranks)), float(sum(columns.ranks))]
             for triple in reversed(futures):
                 assert [future.wait().item() for future in triple] == expected
             rows.close()
-            assert group.all_reduce(full(1, 1.0)).wait().item() == 4.0
-            assert columns.all_reduce(full(1, 1.0)).wait().item() == 2.0
+            assert group.all_reduce(full(1, 1.0, device)).wait().item() == 4.0
+            assert columns.all_reduce(full(1, 1.0, device)).wait().item() == 2.0
             columns.close()
 
         self.run(several, 4)
 
     def test_a_group_is_used_before_another_member_has_made_it(self) -> None:
+        device = self.devices[0]
+
         def uneven(group: ProcessGroup) -> None:
             if group.rank == 0:
                 part = group.subgroup([0, 1])
-                early = part.all_reduce(full(1, 1.0))
+                early = part.all_reduce(full(1, 1.0, device))
                 group.barrier().wait()
                 assert early.wait().item() == 2.0
             else:
                 group.barrier().wait()
                 part = group.subgroup([0, 1])
-                assert part.all_reduce(full(1, 1.0)).wait().item() == 2.0
+                assert part.all_reduce(full(1, 1.0, device)).wait().item() == 2.0
             part.close()
 
         self.run(uneven, 2)
@@ -404,6 +413,8 @@ class BackendConformance:
     # -- failures ------------------------------------------------------------------------------
 
     def test_a_timeout_names_the_operation_and_the_late_rank(self) -> None:
+        device = self.devices[0]
+
         def late(group: ProcessGroup) -> None:
             if group.rank == 2:
                 wait_for(group.store, "timeout")
@@ -411,13 +422,15 @@ class BackendConformance:
                 return
             if group.rank == 0:
                 meet(group, "submitted", 2)
-                error = raised(OperationTimeout, lambda: group.all_reduce(full(2, 1.0), timeout=0.3).wait())
+                error = raised(
+                    OperationTimeout, lambda: group.all_reduce(full(2, 1.0, device), timeout=0.3).wait()
+                )
                 assert 2 in error.ranks  # and rank 1, if it was not scheduled meanwhile
                 assert 0 not in error.ranks
                 assert "all_reduce" in str(error)
                 announce(group.store, "timeout")
             else:
-                future = group.all_reduce(full(2, 1.0))
+                future = group.all_reduce(full(2, 1.0, device))
                 meet(group, "submitted", 2)
                 raised(GroupError, future.wait)
             assert group.state == "broken"
@@ -426,27 +439,29 @@ class BackendConformance:
         self.run(late, 3)
 
     def test_a_wait_that_times_out_leaves_the_operation_running(self) -> None:
+        device = self.devices[0]
+
         def impatient(group: ProcessGroup) -> None:
             if group.rank == 0:
-                future = group.all_reduce(full(1, 1.0))
+                future = group.all_reduce(full(1, 1.0, device))
                 raised(WaitTimeout, lambda: future.wait(0.02))
                 announce(group.store, "timeout")
             else:
                 wait_for(group.store, "timeout")
-                future = group.all_reduce(full(1, 1.0))
+                future = group.all_reduce(full(1, 1.0, device))
             assert future.wait().item() == 2.0
 
         self.run(impatient, 2)
 
     def test_an_abort_in_another_thread_ends_the_waits_of_all_ranks(self) -> None:
-        messages = self.messages
+        device, messages = self.devices[0], self.messages
 
         def aborted(group: ProcessGroup) -> None:
             pending: list[Future[Any]] = []
             if messages:
                 pending = [group.recv(None, (group.rank + 1) % group.size), group.recv()]
             if group.rank:  # rank 0 does not submit it
-                pending.append(group.all_reduce(full(3, 1.0)))
+                pending.append(group.all_reduce(full(3, 1.0, device)))
             meet(group, "waiting")
             if group.rank == 0:
                 threading.Thread(target=group.abort, args=("the reason",)).start()
@@ -462,13 +477,14 @@ class BackendConformance:
         self.run(aborted, 3)
 
     def test_different_operations_are_a_mismatch_that_names_both(self) -> None:
+        device = self.devices[0]
         calls: list[Callable[[ProcessGroup], Future[Any]]] = [
-            lambda group: group.all_reduce(full(4, 1.0)),
-            lambda group: group.all_reduce(full(5, 1.0)),
-            lambda group: group.all_reduce(full(4, 1, dtype=torch.int32)),
-            lambda group: group.all_reduce(full(4, 1.0), "max"),
+            lambda group: group.all_reduce(full(4, 1.0, device)),
+            lambda group: group.all_reduce(full(5, 1.0, device)),
+            lambda group: group.all_reduce(full(4, 1, device, dtype=torch.int32)),
+            lambda group: group.all_reduce(full(4, 1.0, device), "max"),
             lambda group: group.barrier(),
-            lambda group: group.all_gather(full(4, 1.0)),
+            lambda group: group.all_gather(full(4, 1.0, device)),
         ]
 
         def disagree(group: ProcessGroup, other: int) -> str:
@@ -482,10 +498,12 @@ class BackendConformance:
                 assert "rank 1" in text
 
     def test_different_roots_are_a_mismatch(self) -> None:
+        device = self.devices[0]
+
         def disagree(group: ProcessGroup) -> None:
             def both() -> None:
                 # The first may complete on a rank that only sends; the second then raises.
-                group.broadcast(full(4, 1.0), root=group.rank).wait()
+                group.broadcast(full(4, 1.0, device), root=group.rank).wait()
                 group.barrier().wait()
 
             raised(CollectiveMismatch, both)
@@ -495,12 +513,14 @@ class BackendConformance:
     # -- closing -------------------------------------------------------------------------------
 
     def test_an_operation_that_needs_a_closed_peer_raises(self) -> None:
+        device = self.devices[0]
+
         def leave(group: ProcessGroup) -> None:
             if group.rank == 0:
                 group.close()
                 raised(GroupClosed, lambda: group.barrier())
             else:
-                raised(GroupClosed, lambda: group.all_reduce(full(1, 1.0)).wait())
+                raised(GroupClosed, lambda: group.all_reduce(full(1, 1.0, device)).wait())
 
         self.run(leave, 2)
 
@@ -516,12 +536,14 @@ class BackendConformance:
         self.run(leave, 2)
 
     def test_close_does_not_wait_for_a_hung_peer(self) -> None:
+        device = self.devices[0]
+
         def hang(group: ProcessGroup) -> None:
             with group.store.clone() as store:  # that of the group is closed with it
                 if group.rank == 1:
                     wait_for(store, "closed")
                     return
-                future = group.all_reduce(full(1, 1.0))
+                future = group.all_reduce(full(1, 1.0, device))
                 group.close(timeout=0.5)
                 assert group.state == "closed"
                 raised(GroupError, future.wait)
@@ -530,6 +552,8 @@ class BackendConformance:
         self.run(hang, 2)
 
     def test_no_thread_is_left_behind(self) -> None:
+        device = self.devices[0]
+
         def threads(group: ProcessGroup) -> set[str]:
             group.barrier().wait()
             # Callback threads of futures end by themselves when they are idle.
@@ -541,8 +565,8 @@ class BackendConformance:
             part = group.split(group.rank % 2)
             assert part is not None
             with part:
-                part.all_reduce(full(10, 1.0)).wait()
-            group.all_reduce(full(10, 1.0)).wait()
+                part.all_reduce(full(10, 1.0, device)).wait()
+            group.all_reduce(full(10, 1.0, device)).wait()
 
         before = self.run(threads, 4)
         self.run(work, 4)
