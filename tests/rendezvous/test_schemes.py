@@ -331,7 +331,7 @@ def test_a_handler_goes_before_a_store_of_the_same_scheme(dictionary: list[bytes
 
 
 def test_an_unknown_scheme_is_told_which_handlers_and_stores_there_are(dictionary: list[bytes]) -> None:
-    known = "dictionary://, env://, etcd://, etcds://, file://, redis://, rediss://, tcp://"
+    known = "dictionary://, env://, etcd://, etcds://, file://, mpi://, redis://, rediss://, tcp://"
     with pytest.raises(UsageError, match=f"for carrier://; known are {known}"):
         rendezvous("carrier://roof")
 
