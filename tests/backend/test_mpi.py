@@ -64,7 +64,7 @@ with shoal.init(backend="mpi", timeout=60) as group:
     pending = [group.all_reduce(torch.full((50_000 + i,), float(i))) for i in range(20)]  # in flight together
     for i in (7, 19, 0, *range(20)):
         assert pending[i].wait().eq(i * group.size).all(), i
-    print("right", flush=True)
+    print("right\\n", end="", flush=True)
 """
 
 _TRAINING = """
@@ -87,7 +87,7 @@ with shoal.init(backend="mpi", timeout=60) as group:
     with group.subgroup(range(group.size), backend="native") as native:
         expected = trained(native)
     assert all(torch.equal(x, y) for x, y in zip(trained(group), expected, strict=True))
-    print("right", flush=True)
+    print("right\\n", end="", flush=True)
 """
 
 _CALLBACKS = """
@@ -107,7 +107,7 @@ with shoal.init(backend="mpi", timeout=60) as group:
     futures = [part.all_reduce(torch.ones(100_000)) for _ in range(20)]
     assert all(future.wait().eq(part.size).all() for future in reversed(futures))
     part.close()
-    print("right", flush=True)
+    print("right\\n", end="", flush=True)
 """
 
 _KILLED = """
@@ -142,7 +142,7 @@ dist.all_reduce(x)
 assert x.tolist() == [3.0] * 3
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 model(torch.ones(2, 4)).sum().backward()
-print(type(shoal.world.open_groups()[0]._backend).__name__, flush=True)
+print(type(shoal.world.open_groups()[0]._backend).__name__ + "\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 

@@ -198,7 +198,9 @@ def test_tensors_of_an_incomplete_transfer_are_kept() -> None:
     def aborted(group: ProcessGroup) -> None:
         future = group.all_reduce(torch.ones(1))
         until(lambda: group._channel._channel.pending)  # type: ignore[attr-defined]
+        group.store.set(f"started/{group.rank}", b"")
         if group.rank == 0:
+            group.store.wait(["started/1"])
             group.abort("the test says so")
         error_of(future)
 

@@ -11,6 +11,7 @@ import torch
 from shoal import ProcessGroup
 from shoal.future import wait_all
 from shoal.testing import run_threads
+from tests.support.waiting import until
 
 PATIENCE = 60.0
 WINDOW = 8 << 20
@@ -49,8 +50,10 @@ def test_a_sender_waits_for_a_peer_that_does_not_read(transport: str) -> None:
             sends = [group.send(NUMBERS[i : i + LENGTH], 1, tag=3) for i in range(count)]
         meet(group)  # these messages pass those that wait
         if group.rank == 0:
-            done = sum(future.done() for future in sends)
-            assert WINDOW // (4 * LENGTH) - 2 <= done <= WINDOW // (4 * LENGTH)
+            fitting = WINDOW // (4 * LENGTH)
+            # On a loaded machine, the thread that completes them may be late.
+            until(lambda: sum(future.done() for future in sends) >= fitting - 2)
+            assert sum(future.done() for future in sends) <= fitting
         assert resident() - before < WINDOW + (64 << 20)  # without a window, it would be 200 MB
         group.barrier().wait()
         if group.rank == 1:

@@ -25,7 +25,7 @@ class Transfer(Protocol):
     def poll(self) -> bool:
         """Advance the transfer without blocking; return whether the outputs are complete.
 
-        Not called again after it has returned True or raised.
+        Not called again after it has returned True or raised.  Ctrl-C does not interrupt it.
 
         Raises:
             Exception: the transfer failed.  The group is then aborted with this error, unless the members
@@ -91,6 +91,10 @@ class Engine(abc.ABC):
     def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
         """Whether the engine supports an operation, as in ``DataChannel.supports``."""
         return True
+
+    def progress(self) -> None:
+        """Send what earlier transfers have left in buffers.  Called often, in a separate thread."""
+        return
 
     def close(self, *, broken: bool) -> None:
         """Release the resources of the engine.

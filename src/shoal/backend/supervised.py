@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..common.formatting import describe_error
+from ..common.interrupts import defer_sigint
 from ..errors import GroupError
 from ..future import Future, derive_key
 from ..rendezvous.membership import Membership
@@ -45,10 +46,10 @@ _POLLS_PER_YIELD = 16
 _SLICE_S = 0.1
 #: seconds between two polls; the pause doubles from the first to the last while nothing completes
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
-#: seconds between two checks whether all members have called the first operation
-_MAX_CONNECT_PAUSE_S = 0.02
-#: passes of the polling thread without a pending transfer after which it sleeps
-_IDLE_PASSES = 50
+#: passes of the polling thread without a transfer after which it pauses for longer, and these seconds
+_IDLE_PASSES, _IDLE_PAUSE_S = 50, 0.05
+#: seconds that a thread which calls the engine gets when its group has failed
+_STUCK_TIMEOUT_S = 1.0
 #: seconds to wait for the comparison of calls after a transfer has failed
 _COMPARISON_TIMEOUT_S = 5.0
 #: operations to whose tensors an engine may still write; kept until the process ends
@@ -84,7 +85,7 @@ class SupervisedBackend(Backend):
             shared_memory_limit=shared_memory_limit,
         )
         self._broken = False
-        self.polling = PollingThread(f"shoal-polling-{membership.rank}")
+        self.polling = PollingThread(f"shoal-polling-{membership.rank}", self.engine.progress)
         try:
             if membership.size > 1:
                 left = max(deadline - time.monotonic(), 0.1)
@@ -114,16 +115,19 @@ class SupervisedBackend(Backend):
         self._broken = True
 
     def close(self, timeout: float) -> None:
-        self.native.close(timeout)
-        self.polling.end()
-        self.engine.close(broken=self._broken)
+        try:
+            self.native.close(timeout)
+        finally:
+            if not self.polling.end(timeout):
+                self._broken = True  # the engine does not return
+            self.engine.close(broken=self._broken)
 
     def program_ends(self) -> None:
         self.native.program_ends()
 
     def after_fork_in_child(self) -> None:
         self.native.after_fork_in_child()
-        self.polling = PollingThread("shoal-polling-forked")  # the child does not have the thread
+        self.polling = PollingThread("shoal-polling-forked", self.engine.progress)
 
 
 class SupervisedChannel(DataChannel):
@@ -140,6 +144,7 @@ class SupervisedChannel(DataChannel):
         #: Operations that are submitted while the communicator is being made.
         self._queue: deque[_ExternalOperation] = deque()
         self._connecting: threading.Thread | None = None
+        self._closed = False
         #: Operations whose transfers are started; only the first one is polled, so that the engine can start
         #: the later parts of transfers in the same order on all ranks.
         self._started: deque[_ExternalOperation] = deque()
@@ -153,26 +158,35 @@ class SupervisedChannel(DataChannel):
         if operation.kind in _CONTROL_KINDS:
             return self._control.submit(operation)
         external = _ExternalOperation(self, self._control.external(operation), operation)
-        with self._starting:
-            if self._communicator is not None and not self._queue:
-                self._start(external, self._communicator)
-            else:
-                self._queue.append(external)
-                if self._connecting is None:
-                    name = f"shoal-connect-{self._spec.name}"
-                    self._connecting = threading.Thread(target=self._connect, name=name, daemon=True)
-                    self._connecting.start()
+        try:
+            with self._starting:
+                if self._communicator is not None and not self._queue:
+                    self._start(external, self._communicator)
+                else:
+                    self._queue.append(external)
+                    self._start_connecting()
+        except BaseException as error:  # Ctrl-C, or no thread can be started
+            self._engine_failed(error)
+            if not isinstance(error, Exception):
+                raise
         outputs = operation.outputs
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
         return Future(external, value=value)
 
+    def _start_connecting(self) -> None:
+        if self._connecting is None:
+            name = f"shoal-connect-{self._spec.name}"
+            thread = threading.Thread(target=self._connect, name=name, daemon=True)
+            thread.start()
+            self._connecting = thread
+
     def _connect(self) -> None:
         """Make the communicator when all members have called the first operation; start what is queued."""
-        first, pause = self._queue[0].core, _MAX_PAUSE_S
-        while not first.met():
-            pause = min(2 * pause, _MAX_CONNECT_PAUSE_S)
-            if first.wait(pause):
-                return  # the group is broken or closed
+        first = self._queue[0].core
+        while not first.wait_met(_SLICE_S):
+            pass
+        if not first.met():
+            return  # the group is broken or closed
         try:
             communicator = self._backend.engine.communicator(self._spec)
         except Exception as error:
@@ -180,19 +194,19 @@ class SupervisedChannel(DataChannel):
             return
         while True:
             with self._starting:
-                if not self._queue:
+                if self._closed or not self._queue:
                     self._communicator = communicator
                     return
                 self._start(self._queue.popleft(), communicator)
 
     def _start(self, external: _ExternalOperation, communicator: Communicator) -> None:
-        if external.core.done():  # it has failed
+        if external.core.done() or self._closed:  # it has failed
             return
-        external.start(communicator)
         self._started.append(external)
+        external.start(communicator)
         if not self.polled:
-            self.polled = True
             self._backend.polling.add(self)
+            self.polled = True
 
     # -- transfers -------------------------------------------------------------------------------
 
@@ -209,33 +223,39 @@ class SupervisedChannel(DataChannel):
                 while self._started and self._started[0].advance():
                     self._started.popleft()
                     completed = True
-            except Exception as error:
+            except BaseException as error:
                 self._engine_failed(error)
+                if not isinstance(error, Exception):
+                    raise
             finally:
                 self._polling.release()
         return completed
 
-    def wait(self, core: _core.Operation, timeout: float | None) -> bool:
+    def _poll_often(self, core: _core.Operation) -> None:
+        for _ in range(_POLLS_PER_YIELD):
+            self.poll()
+            if core.done() or not self._started:
+                return
+
+    def wait(self, external: _ExternalOperation, timeout: float | None) -> bool:
         """Poll until an operation is complete; False after ``timeout`` seconds."""
-        begun = time.monotonic()
-        end = float("inf") if timeout is None else begun + timeout
-        data_expected_until = 0.0
+        core = external.core
+        end = float("inf") if timeout is None else time.monotonic() + timeout
         self.waiting.append(None)
         try:
             while True:
-                for _ in range(_POLLS_PER_YIELD):
-                    self.poll()
-                    if core.done():
-                        return True
+                defer_sigint(lambda: self._poll_often(core))
+                if core.done():
+                    return True
                 now = time.monotonic()
                 if now >= end:
                     return False
                 if not core.met():
                     # A member is late.  Its call wakes this thread; data of earlier operations does not.
                     core.wait_met(min(_MAX_PAUSE_S if self._started else _SLICE_S, end - now))
-                elif not data_expected_until:
-                    data_expected_until = now + _SPIN_S
-                elif now < data_expected_until:
+                elif not external.spin_end:
+                    external.spin_end = now + _SPIN_S
+                elif now < external.spin_end:
                     os.sched_yield()  # all members move data: a pause here would be a pause for all
                 else:
                     core.wait(min(_MIN_PAUSE_S, end - now))
@@ -248,7 +268,7 @@ class SupervisedChannel(DataChannel):
     def notify(self, core: _core.Operation, fn: Callable[[], None]) -> None:
         self._backend.native.notify(core, fn)
 
-    def _engine_failed(self, error: Exception) -> None:
+    def _engine_failed(self, error: BaseException) -> None:
         self._backend.engine_broke()
         self.abort(f"{self._backend.engine.name} failed there: {describe_error(error)}")
 
@@ -303,20 +323,27 @@ class SupervisedChannel(DataChannel):
         self._control.begin_close()
 
     def close(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline, failure = time.monotonic() + timeout, self._control.failure()
         try:
             self._control.close(timeout)  # meanwhile the polling thread moves what can still complete
         finally:
-            self._close_communicator(max(deadline - time.monotonic(), 0.1))
+            left = max(deadline - time.monotonic(), 0.1)
+            self._close_communicator(left if failure is None else min(left, _STUCK_TIMEOUT_S))
 
     def _close_communicator(self, timeout: float) -> None:
-        self._backend.polling.discard(self)
-        if self._connecting is not None:
-            self._connecting.join(timeout)
-            if self._connecting.is_alive():
+        with self._starting:
+            self._closed = True
+        connecting = self._connecting
+        if connecting is not None:
+            connecting.join(timeout)
+            if connecting.is_alive():
                 self._backend.engine_broke()
-                return
-        with self._polling:
+        self._backend.polling.discard(self)
+        if not self._polling.acquire(timeout=timeout):
+            self._backend.engine_broke()
+            _abandoned.append(self)
+            return
+        try:
             if self._started:
                 self._backend.engine_broke()
                 _abandoned.append((self._communicator, self._started))
@@ -324,16 +351,24 @@ class SupervisedChannel(DataChannel):
             elif self._communicator is not None:
                 self._communicator.close()
             self._communicator = None
+        finally:
+            self._polling.release()
 
 
 class _ExternalOperation:
-    """One operation: its meeting in the core and its transfer in the engine; the source of its future."""
+    """One operation: its meeting in the core and its transfer in the engine; the source of its future.
+
+    Attributes:
+        spin_end: the time until which waiting threads poll without a pause; 0: not set yet.
+    """
 
     def __init__(self, channel: SupervisedChannel, core: _core.Operation, operation: Operation) -> None:
         self._channel = channel
         self.core = core
+        self.spin_end = 0.0
         self._operation: Operation | None = operation
         self._transfer: Transfer | None = None
+        self._complete = False
         self._failure: Exception | None = None
         self._failed_at = 0.0
 
@@ -350,36 +385,37 @@ class _ExternalOperation:
         Raises:
             Exception: it failed, and not because the members called different operations.
         """
-        if self._transfer is not None:
+        if self._failure is None and self._transfer is not None and not self._complete:
+            if self.core.done():
+                return False  # it has failed: the program may use the tensors for something else
             try:
-                if not self._transfer.poll():
-                    return False
+                self._complete = self._transfer.poll()
             except Exception as error:
                 self._fail(error)
-            else:
-                self._transfer = self._operation = None
-                self.core.finish_external()
-                return True
-        # If the calls differ, the engine may fail before the core has compared them.
-        waited = time.monotonic() - self._failed_at
-        if self._failure is not None and (self.core.met() or waited > _COMPARISON_TIMEOUT_S):
-            failure, self._failure = self._failure, None
-            raise failure
-        return False
+        if self._complete:
+            self._transfer = self._operation = None
+            self.core.finish_external()
+        elif self._failure is not None and self._failed_at:
+            # If the calls differ, the engine may fail before the core has compared them.
+            compared = self.core.met() or time.monotonic() - self._failed_at > _COMPARISON_TIMEOUT_S
+            if compared:
+                self._failed_at = 0.0
+                raise self._failure
+        return self._complete
 
     def _fail(self, error: Exception) -> None:
-        error.__traceback__ = None  # it refers to frames with the tensors
+        # The transfer is kept: the engine may still write to its memory.
+        error.__traceback__ = None
         self._failure, self._failed_at = error, time.monotonic()
-        self._transfer = None
 
     # -- the source ------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None) -> bool:
-        return self.core.done() or self._channel.wait(self.core, timeout)
+        return self.core.done() or self._channel.wait(self, timeout)
 
     def done(self) -> bool:
         if not self.core.done():
-            self._channel.poll()
+            defer_sigint(self._channel.poll)
         return self.core.done()
 
     def exception(self) -> BaseException | None:
@@ -390,10 +426,14 @@ class _ExternalOperation:
 
 
 class PollingThread:
-    """A thread that polls the channels in which no thread waits; started on first use."""
+    """A thread that polls the channels in which no thread waits; started on first use.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Args:
+        progress: called between polls, also if no channel has a transfer.
+    """
+
+    def __init__(self, name: str, progress: Callable[[], None]) -> None:
+        self._name, self._progress = name, progress
         self._lock = threading.Lock()
         self._channels: list[SupervisedChannel] = []
         self._changed = threading.Event()
@@ -405,20 +445,24 @@ class PollingThread:
         with self._lock:
             self._channels.append(channel)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
         self._changed.set()
-
-    def end(self) -> None:
-        self._ended = True
-        self._changed.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
 
     def discard(self, channel: SupervisedChannel) -> None:
         with self._lock, contextlib.suppress(ValueError):
             self._channels.remove(channel)
+
+    def end(self, timeout: float) -> bool:
+        """End the thread; return whether it has ended within ``timeout`` seconds."""
+        self._ended = True
+        self._changed.set()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         idle_passes, pause = 0, _MIN_PAUSE_S
@@ -426,14 +470,18 @@ class PollingThread:
             with self._lock:
                 channels = list(self._channels)
             advanced = [channel.poll() for channel in channels if not channel.waiting]
-            idle_passes = 0 if any(channel.pending for channel in channels) else idle_passes + 1
+            pending = any(channel.pending for channel in channels)
+            idle_passes = 0 if pending else idle_passes + 1
             pause = _MIN_PAUSE_S if any(advanced) else min(2 * pause, _MAX_PAUSE_S)
+            del channels, advanced
+            if not pending:
+                self._progress()
             if idle_passes >= _IDLE_PASSES:
                 self._drop_idle()
-                del channels, advanced
-                self._changed.wait()
-                idle_passes = 0
-            time.sleep(pause)
+                if self._changed.wait(_IDLE_PAUSE_S):
+                    idle_passes = 0
+            else:
+                time.sleep(pause)
 
     def _drop_idle(self) -> None:
         self._changed.clear()

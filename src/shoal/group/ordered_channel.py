@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class OrderedChannel(DataChannel):
 
     @property
     def reported(self) -> bool:
-        return self._channel.reported
+        return self._channel.reported or (self._keyed is not None and self._keyed.channel.reported)
 
     @reported.setter
     def reported(self, value: bool) -> None:
@@ -140,14 +140,15 @@ class OrderedChannel(DataChannel):
         with self._making:
             self._closed = True
             feeders = [feeder for feeder in (self._main, self._keyed) if feeder is not None]
-        for feeder in feeders:
-            feeder.close()
-        for channel in self._channels():
-            channel.close(max(deadline - time.monotonic(), 0.1))
-        for feeder in feeders:
-            feeder.join(max(deadline - time.monotonic(), 0.1))
-        if self._channel.ordered:
-            self._order.end()
+        with ExitStack() as steps:  # runs all callbacks, in reverse order, even if one raises
+            if self._channel.ordered:
+                steps.callback(self._order.end)
+            for feeder in feeders:
+                steps.callback(lambda feeder: feeder.join(max(deadline - time.monotonic(), 0.1)), feeder)
+            for channel in reversed(self._channels()):
+                steps.callback(lambda channel: channel.close(max(deadline - time.monotonic(), 0.1)), channel)
+            for feeder in feeders:
+                feeder.close()
 
     def _channels(self) -> list[DataChannel]:
         """The channel of numbered operations, and the one of callbacks if it exists."""

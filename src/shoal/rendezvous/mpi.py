@@ -253,7 +253,7 @@ def _serve(request: Request, ranks: Sequence[MpiRank]) -> tuple[MpiStore, Server
             f"no port from {first} to {last} of {address} could be used, out of {_PORTS_TRIED} tried"
         )
     except (OSError, ShoalError) as error:
-        return MpiStore(error=str(error)[:400]), None
+        return MpiStore(error=str(error).encode()[:400].decode(errors="ignore")), None
 
 
 def _address_for(request: Request, ranks: Sequence[MpiRank]) -> str:

@@ -86,6 +86,7 @@ class RankPool:
         if size < 1:
             raise UsageError(f"size={size!r}: expected at least 1")
         self.size = size
+        self._pid = os.getpid()
         self._launcher = None if launcher is None else list(launcher)
         self._env = dict(env or {})
         self._prepare = prepare
@@ -149,6 +150,8 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes; kill those that have not ended after 10 s."""
+        if os.getpid() != self._pid:
+            return  # a fork of the process that has the pool
         for rank in self._ranks:
             with contextlib.suppress(WireError):
                 rank.connection.send(b"", END_TIMEOUT_S)

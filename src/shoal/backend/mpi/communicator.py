@@ -27,8 +27,9 @@ from ..kernels import copy_bytes, reduction_kernel
 #: An MPI request, for which the next step of a transfer waits.
 _Steps = Generator[Any, None, None]
 
-#: bytes of all ranks up to which every rank gets all inputs and reduces them
-_SMALL_BYTES = 64 << 10
+#: bytes of all ranks up to which every rank gets all inputs and reduces them; between two ranks that sends no
+#: more than a reduction in parts
+_SMALL_BYTES, _SMALL_PAIR_BYTES = 64 << 10, 512 << 10
 #: bytes of temporary memory that a communicator keeps for its next operation
 _KEPT_BYTES = 64 << 20
 #: The boundaries of the parts of a reduction are multiples of a cache line.
@@ -67,31 +68,31 @@ class MpiCommunicator(Communicator):
 
     def _all_reduce(self, operation: Operation) -> _Steps:
         x = operation.outputs[0]
-        if x.nbytes * self._size <= _SMALL_BYTES:
+        if self._is_small(x):
             gathered = self._temporary(x.nbytes * self._size)
             yield self._first.Iallgather(self._whole(x), self._equal_parts(gathered, x))
-            self._reduce_parts(operation, gathered, x)
+            self._reduce_parts(operation, self._part_addresses(gathered, x), x)
             return
         counts = self._shares(x)
         mine = _part(x, counts, self._rank)
-        yield from self._reduce_scatter_into(operation, self._parts(x, counts), mine)
+        yield from self._reduce_scatter_into(operation, x, counts, mine)
         yield self._second.Iallgatherv(self._mpi.IN_PLACE, self._parts(x, counts))
 
     def _reduce(self, operation: Operation) -> _Steps:
         x, root = operation.inputs[0], operation.root
         at_root = self._rank == root
-        if x.nbytes * self._size <= _SMALL_BYTES:
+        if self._is_small(x):
             gathered = self._temporary(x.nbytes * self._size if at_root else 0)
             into = self._equal_parts(gathered, x) if at_root else None
             yield self._first.Igather(self._whole(x), into, root)
             if at_root:
-                self._reduce_parts(operation, gathered, x)
+                self._reduce_parts(operation, self._part_addresses(gathered, x), x)
             return
         counts = self._shares(x)
         mine = _part(x, counts, self._rank)
         if not at_root:  # only the root's tensor may change
             mine = torch.empty_like(mine)
-        yield from self._reduce_scatter_into(operation, self._parts(x, counts), mine)
+        yield from self._reduce_scatter_into(operation, x, counts, mine)
         if at_root:
             yield self._second.Igatherv(self._mpi.IN_PLACE, self._parts(x, counts), root)
         else:
@@ -125,7 +126,7 @@ class MpiCommunicator(Communicator):
 
     def _reduce_scatter(self, operation: Operation) -> _Steps:
         packed, counts = self._packed(operation.inputs)
-        yield from self._reduce_scatter_into(operation, self._parts(packed, counts), operation.outputs[0])
+        yield from self._reduce_scatter_into(operation, packed, counts, operation.outputs[0])
 
     def _all_to_all(self, operation: Operation) -> _Steps:
         inputs, outputs = operation.inputs, operation.outputs
@@ -147,22 +148,34 @@ class MpiCommunicator(Communicator):
 
     # -- parts of transfers ----------------------------------------------------------------------
 
-    def _reduce_scatter_into(self, operation: Operation, parts: list[Any], mine: torch.Tensor) -> _Steps:
-        """Send ``parts`` to the ranks, and reduce what all ranks send to this one into ``mine``."""
-        gathered = self._temporary(mine.nbytes * self._size)
-        yield self._first.Ialltoallv(parts, self._equal_parts(gathered, mine, vector=True))
-        self._reduce_parts(operation, gathered, mine)
-        kept = 0 if self._kept is None else self._kept.numel()
-        if kept < gathered.numel() <= _KEPT_BYTES:
+    def _reduce_scatter_into(
+        self, operation: Operation, x: torch.Tensor, counts: Sequence[int], mine: torch.Tensor
+    ) -> _Steps:
+        """Send part *i* of ``x`` to rank *i*, and reduce this rank's part of all ranks into ``mine``."""
+        starts = [0, *accumulate(counts[:-1])]
+        others = [0 if rank == self._rank else count for rank, count in enumerate(counts)]
+        received = [0 if rank == self._rank else mine.numel() for rank in range(self._size)]
+        gathered = self._temporary(mine.nbytes * (self._size - 1))
+        type_ = self._types[x.element_size()]
+        yield self._first.Ialltoallv(
+            [self._memory(x), others, starts, type_], [self._memory(gathered), received, None, type_]
+        )
+        own = x.data_ptr() + starts[self._rank] * x.element_size()
+        parts = [gathered.data_ptr() + index * mine.nbytes for index in range(self._size - 1)]
+        self._reduce_parts(operation, [*parts[: self._rank], own, *parts[self._rank :]], mine)
+        kept = self._kept  # another thread may take it
+        if (0 if kept is None else kept.numel()) < gathered.numel() <= _KEPT_BYTES:
             self._kept = gathered
 
-    def _reduce_parts(self, operation: Operation, gathered: torch.Tensor, result: torch.Tensor) -> None:
-        """Reduce parts as long as ``result``, one from each rank, into ``result``."""
+    def _reduce_parts(self, operation: Operation, parts: list[int], result: torch.Tensor) -> None:
+        """Reduce the parts at these addresses, one from each rank and as long as ``result``, into it."""
         if result.numel():
-            reduce = reduction_kernel(result.dtype, operation.op, self._size)
-            start, nbytes = gathered.data_ptr(), result.nbytes
-            sources = [start + rank * nbytes for rank in range(self._size)]
-            reduce([result.data_ptr()], sources, result.numel())
+            reduction_kernel(result.dtype, operation.op, self._size)(
+                [result.data_ptr()], parts, result.numel()
+            )
+
+    def _is_small(self, x: torch.Tensor) -> bool:
+        return x.nbytes * self._size <= (_SMALL_PAIR_BYTES if self._size == 2 else _SMALL_BYTES)
 
     def _shares(self, x: torch.Tensor) -> list[int]:
         """The number of elements that each rank reduces."""
@@ -203,12 +216,12 @@ class MpiCommunicator(Communicator):
     def _parts(self, x: torch.Tensor, counts: Sequence[int]) -> list[Any]:
         return [self._memory(x), counts, None, self._types[x.element_size()]]
 
-    def _equal_parts(self, x: torch.Tensor, part: torch.Tensor, *, vector: bool = False) -> list[Any]:
-        """The memory of ``x`` as one part like ``part`` for each rank; ``vector``: as a list of counts."""
-        memory, type_ = self._memory(x), self._types[part.element_size()]
-        if vector:
-            return [memory, [part.numel()] * self._size, None, type_]
-        return [memory, part.numel(), type_]
+    def _equal_parts(self, x: torch.Tensor, part: torch.Tensor) -> list[Any]:
+        """The memory of ``x`` as one part like ``part`` for each rank."""
+        return [self._memory(x), part.numel(), self._types[part.element_size()]]
+
+    def _part_addresses(self, x: torch.Tensor, part: torch.Tensor) -> list[int]:
+        return [x.data_ptr() + rank * part.nbytes for rank in range(self._size)]
 
     def _memory(self, x: torch.Tensor) -> Any:
         return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)

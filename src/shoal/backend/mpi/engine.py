@@ -15,8 +15,6 @@ from .communicator import MpiCommunicator
 
 #: of an address: rank and size in MPI.COMM_WORLD
 _ADDRESS = struct.Struct("<II")
-#: Communicators of different groups are made at the same time with different tags; every MPI has these.
-_TAGS = 1 << 15
 
 
 class MpiEngine(Engine):
@@ -37,7 +35,7 @@ class MpiEngine(Engine):
         ranks = [rank for rank, size in found if rank < size]
         if len(ranks) != self._size:
             raise RendezvousError(f"rank {self._rank}: a rank of this job gave no valid rank of MPI")
-        if len(set(ranks)) != len(ranks):
+        if len(set(ranks)) != len(ranks) or len({size for _, size in found}) != 1:
             places = ", ".join(f"{rank} of {size}" for rank, size in found)
             raise RendezvousError(
                 f"rank {self._rank}: in MPI.COMM_WORLD the ranks of this job are {places}; start all of them "
@@ -48,11 +46,16 @@ class MpiEngine(Engine):
     def communicator(self, spec: GroupSpec) -> Communicator:
         mpi = self._mpi
         members = mpi.COMM_WORLD.Get_group().Incl([self._world_ranks[rank] for rank in spec.ranks])
-        first = mpi.COMM_WORLD.Create_group(members, spec.ident % _TAGS)
+        # Communicators of several groups may be made at the same time, with different tags.
+        tag = spec.ident % (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) + 1)
+        first = mpi.COMM_WORLD.Create_group(members, tag)
         first.Set_errhandler(mpi.ERRORS_RETURN)
         second = first.Dup()
         members.Free()
         return MpiCommunicator(mpi, first, second)
+
+    def progress(self) -> None:
+        self._mpi.COMM_SELF.Iprobe()
 
     def close(self, *, broken: bool) -> None:
         if broken:

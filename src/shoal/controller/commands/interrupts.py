@@ -16,6 +16,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from ... import _core
+from ...common.interrupts import defer_sigint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,23 +43,11 @@ def interruptible(fn: F) -> F:
 
 def call_without_interrupt(fn: Callable[[], object]) -> None:
     """Call `fn`; a Ctrl-C during the call is handled after it, by any handler."""
-    if threading.current_thread() is not threading.main_thread():
-        fn()  # Python handles signals in the main thread only
-        return
-    handler = _signal.getsignal(_signal.SIGINT)
-    if not callable(handler):
-        fn()
-        return
-    if handler is _signal.default_int_handler and _open:
-        handler = _guarded_default
-    noted: list[tuple[Any, ...]] = []
-    _signal.signal(_signal.SIGINT, lambda *signalled: noted.append(signalled))
-    try:
-        fn()
-    finally:
-        _signal.signal(_signal.SIGINT, handler)
-        if noted:
-            handler(*noted[0])
+    defer_sigint(fn, _guarded)
+
+
+def _guarded(handler: Any) -> Any:
+    return _guarded_default if handler is _signal.default_int_handler and _open else handler
 
 
 def protect() -> None:
