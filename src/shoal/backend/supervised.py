@@ -241,8 +241,8 @@ class SupervisedChannel(DataChannel):
         """Poll until an operation is complete; False after ``timeout`` seconds."""
         core = external.core
         end = float("inf") if timeout is None else time.monotonic() + timeout
-        self.waiting.append(None)
         try:
+            self.waiting.append(None)
             while True:
                 defer_sigint(lambda: self._poll_often(core))
                 if core.done():
@@ -260,7 +260,8 @@ class SupervisedChannel(DataChannel):
                 else:
                     core.wait(min(_MIN_PAUSE_S, end - now))
         finally:
-            self.waiting.pop()
+            if self.waiting:
+                self.waiting.pop()
 
     def error_of(self, core: _core.Operation) -> BaseException | None:
         return self._control.error_of(core)
