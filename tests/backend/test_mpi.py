@@ -37,6 +37,14 @@ class TestMpi(BackendConformance):
         self.mpi = mpi
         self.folder = tmp_path_factory.getbasetemp()
 
+    # The rest takes half a minute, and keeps the cores from other tests: ranks of MPI wait busily.
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.parametrize(
+        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
+    )
+    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
+        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
+
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
         pool = _pools.get((self.mpi.name, size))
         if pool is None:

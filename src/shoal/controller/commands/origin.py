@@ -14,7 +14,10 @@ Origin = tuple[CodeType, int]
 #: origin of an interned call; of a recorded step, those of its operations
 CallOrigin = Origin | list[Origin | None] | None
 
-_INSIDE = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
+_CONTROLLER = Path(__file__).parents[1]
+_INSIDE = tuple(
+    f"{each}/" for each in (Path(torch.__file__).parent, _CONTROLLER, _CONTROLLER.parent / "common")
+)
 
 
 class _Files(dict[str, bool]):
@@ -29,12 +32,12 @@ _inside = _Files()
 
 
 def is_internal(code: CodeType) -> bool:
-    """Return whether code belongs to torch or this package."""
+    """Return whether code belongs to torch, this package or ``shoal.common``."""
     return _inside[code.co_filename]
 
 
 def current_origin() -> Origin | None:
-    """Return the innermost position of this thread outside torch and this package."""
+    """Return the innermost position of this thread outside the code of :func:`is_internal`."""
     frame = sys._getframe(1)
     code = frame.f_code
     while _inside[code.co_filename]:
