@@ -24,13 +24,12 @@ import torch
 
 from ..common.formatting import describe_error
 from ..common.interrupts import defer_sigint
-from ..errors import GroupError
 from ..future import Future, derive_key
 from ..rendezvous.membership import Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
-from .agreement import AgreementOp, PendingAgreement
 from .base import Backend, DataChannel, GroupSpec, group_ident
 from .engine import Communicator, Engine, Transfer
+from .forwarding import ForwardingChannel
 from .native.channel import NativeBackend, NativeChannel
 
 if TYPE_CHECKING:
@@ -130,14 +129,14 @@ class SupervisedBackend(Backend):
         self.polling = PollingThread("shoal-polling-forked", self.engine.progress)
 
 
-class SupervisedChannel(DataChannel):
+class SupervisedChannel(ForwardingChannel):
     """The channel of one group: a control channel, and a communicator of the engine from its first use."""
 
     ordered = True
 
     def __init__(self, backend: SupervisedBackend, control: NativeChannel, spec: GroupSpec) -> None:
+        super().__init__(control)
         self._backend, self._control, self._spec = backend, control, spec
-        control.on_failure = self._on_control_failure
         #: Held while operations are started, in the order of their submission.
         self._starting = threading.Lock()
         self._communicator: Communicator | None = None
@@ -275,53 +274,11 @@ class SupervisedChannel(DataChannel):
 
     # -- the control channel ---------------------------------------------------------------------
 
-    def _on_control_failure(self) -> None:
-        if self.on_failure is not None:
-            self.on_failure()
-
     def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
         return self._control.submit_all(operations)
 
     def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
         return kind in _CONTROL_KINDS or self._backend.engine.supports(kind, dtype, op)
-
-    def check(self, operation: Operation) -> None:
-        self._control.check(operation)
-
-    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return self._control.empty(nbytes, device)
-
-    def failure(self) -> GroupError | None:
-        return self._control.failure()
-
-    def report(self, failure: GroupError) -> None:
-        self._control.report(failure)
-
-    @property
-    def reported(self) -> bool:
-        return self._control.reported
-
-    @reported.setter
-    def reported(self, value: bool) -> None:
-        self._control.reported = value
-
-    def last_completed(self) -> int:
-        return self._control.last_completed()
-
-    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
-        return self._control.fence(ranks, timeout)
-
-    def vote_limit(self) -> int:
-        return self._control.vote_limit()
-
-    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> PendingAgreement:
-        return self._control.agree(op, value, timeout)
-
-    def abort(self, reason: str) -> None:
-        self._control.abort(reason)
-
-    def begin_close(self) -> None:
-        self._control.begin_close()
 
     def close(self, timeout: float) -> None:
         deadline, failure = time.monotonic() + timeout, self._control.failure()

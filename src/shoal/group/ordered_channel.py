@@ -19,14 +19,12 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from ..backend.agreement import AgreementOp, PendingAgreement
 from ..backend.base import Backend, DataChannel, GroupSpec, Shortcut
+from ..backend.forwarding import ForwardingChannel
 from ..errors import GroupAborted, GroupClosed, GroupError, OperationTimeout, StoreError, StoreTimeout
 from ..future import Future, derive_key
 from ..recorder import FlightRecorder
-from ..spec import Operation, OpKind, ReduceOp
+from ..spec import Operation
 from ..store import PrefixStore, Store
 from ..streams import DeviceEvents, completion_events
 
@@ -46,14 +44,14 @@ def channel_of(backend: Backend, spec: GroupSpec, store: Store) -> DataChannel:
     return channel
 
 
-class OrderedChannel(DataChannel):
+class OrderedChannel(ForwardingChannel):
     """A channel, with a second one for keyed operations if its operations must have the same order."""
 
     def __init__(self, channel: DataChannel, backend: Backend, spec: GroupSpec, store: Store) -> None:
+        super().__init__(channel)
         self.devices = channel.devices
         self._channel = channel
         self._backend, self._spec = backend, spec
-        channel.on_failure = self._failed
         self._main = (
             SubmissionQueue(channel, f"{spec.name} on rank {spec.rank}") if channel.collective else None
         )
@@ -74,19 +72,10 @@ class OrderedChannel(DataChannel):
             return self._channel.submit_all(operations)
         return [self._main.submit(operation) for operation in operations]
 
-    def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
-        return self._channel.supports(kind, dtype, op)
-
-    def check(self, operation: Operation) -> None:
-        self._channel.check(operation)
-
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
         if self._main is None:
             return self._channel.shortcut(lock, recorder)
         return super().shortcut(lock, recorder)  # no fast path before the channel is connected
-
-    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return self._channel.empty(nbytes, device)
 
     @property
     def reported(self) -> bool:
@@ -95,21 +84,6 @@ class OrderedChannel(DataChannel):
     @reported.setter
     def reported(self, value: bool) -> None:
         self._channel.reported = value
-
-    def report(self, failure: GroupError) -> None:
-        self._channel.report(failure)
-
-    def last_completed(self) -> int:
-        return self._channel.last_completed()
-
-    def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
-        return self._channel.fence(ranks, timeout)
-
-    def vote_limit(self) -> int:
-        return self._channel.vote_limit()
-
-    def agree(self, op: AgreementOp, value: bytes, timeout: float) -> PendingAgreement:
-        return self._channel.agree(op, value, timeout)
 
     def failure(self) -> GroupError | None:
         if self._cause is not None:
@@ -164,16 +138,12 @@ class OrderedChannel(DataChannel):
                     )
                 own = replace(spec, name=f"{spec.name}/callbacks", ident=derive_key(b"callbacks", spec.ident))
                 channel = self._backend.channel(own)
-                channel.on_failure = self._failed
+                channel.on_failure = self._on_inner_failure
                 name = f"{own.name} on rank {spec.rank}"
                 self._keyed = SubmissionQueue(
                     channel, name, CallbackHooks(self._order, self._main_failure, self._callbacks_failed)
                 )
             return self._keyed
-
-    def _failed(self) -> None:
-        if self.on_failure is not None:
-            self.on_failure()
 
 
 class CallbackOrder:
