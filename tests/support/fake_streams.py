@@ -222,6 +222,16 @@ class FakeRuntime(StreamRuntime):
         finally:
             self._current.streams[stream.device] = before
 
+    def handle(self, stream: FakeStream) -> int:
+        return id(stream)
+
+    def stream_of(self, handle: int) -> FakeStream:
+        """The stream of a handle; raises KeyError."""
+        for stream in self._streams:
+            if id(stream) == handle:
+                return stream
+        raise KeyError(handle)
+
     def record(self, stream: FakeStream) -> FakeEvent:
         return stream.record()
 

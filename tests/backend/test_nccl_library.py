@@ -1,0 +1,54 @@
+"""The binding to NCCL, with the installed library if there is one; needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import shoal
+from shoal.backend.nccl import library
+from shoal.backend.nccl.library import LEAST_VERSION, UNIQUE_ID_BYTES, Result, load
+from shoal.errors import ConfigurationError
+
+
+def test_a_machine_without_a_gpu_is_refused_in_words() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(
+        ConfigurationError, match=r"rank 0: backend='nccl' needs a CUDA device, and torch \S+"
+    ):
+        shoal.init(backend="nccl")
+    assert "nccl.bindings.nccl" not in sys.modules
+
+
+def test_the_binding_calls_the_installed_library() -> None:
+    pytest.importorskip("nccl.bindings.nccl", reason="nccl4py is not installed")
+    try:
+        nccl = load()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    assert nccl.version() >= LEAST_VERSION
+    assert len(nccl.unique_id()) == UNIQUE_ID_BYTES
+    assert nccl.error_string(Result.IN_PROGRESS) == "NCCL operation in progress"
+    if not torch.cuda.is_available():
+        with pytest.raises(Exception, match="UnhandledCudaError"):
+            nccl.init(1, nccl.unique_id(), 0, "world")
+
+
+def test_a_library_that_is_too_old_or_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bindings:
+        def __getattr__(self, name: str) -> object:
+            return lambda: 22005
+
+    monkeypatch.setattr(library, "import_module", lambda name: Bindings())
+    with pytest.raises(ConfigurationError, match=r"needs NCCL 2\.21\.0 or newer, found 2\.20\.5"):
+        load()
+
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(library, "import_module", missing)
+    with pytest.raises(ConfigurationError, match=r"needs the package nccl4py: .*pip install 'shoal\[nccl\]'"):
+        load()
