@@ -42,7 +42,7 @@ def _engine_future(
     value: torch.Tensor,
     *,
     high_priority: bool = False,
-    check: Callable[[], None] | None = None,
+    check: Callable[[float], bool] | None = None,
 ) -> Future[torch.Tensor]:
     """What an engine returns that has enqueued "reduce" on a stream of its own."""
     stream = runtime.stream(value.device, "engine")
@@ -275,9 +275,10 @@ def test_what_an_engine_finds_broken_after_the_events_fails_all_that_was_made_of
     runtime.release()
     found: list[Exception] = []
 
-    def check() -> None:
+    def check(timeout: float) -> bool:
         if found:
             raise found[0]
+        return True
 
     def made() -> list[Future[Any]]:
         future = _engine_future(runtime, torch.empty(1, device=META), check=check)

@@ -20,7 +20,7 @@ bool reduces(Kind kind) {
 }  // namespace
 
 std::string describe(const Fingerprint& call) {
-  const auto kind = static_cast<Kind>(call.kind);
+  const auto kind = static_cast<Kind>(call.kind & ~Fingerprint::kOnDevice);
   std::string out = std::string(name(kind)) + '(';
   if (kind != Kind::kBarrier) {
     out += name(static_cast<DType>(call.dtype));
@@ -33,7 +33,7 @@ std::string describe(const Fingerprint& call) {
     if (reduces(kind)) out += std::string(", op=") + name(static_cast<RedOp>(call.op));
     if (call.root >= 0) out += ", root=" + std::to_string(call.root);
   }
-  return out + ')';
+  return out + ((call.kind & Fingerprint::kOnDevice) != 0 ? ") on a device" : ")");
 }
 
 std::string describe(const Request& request) {

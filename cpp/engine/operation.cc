@@ -21,6 +21,7 @@ Fingerprint fingerprint(const Request& request, int lanes) {
   Fingerprint call;
   call.lanes = static_cast<std::uint8_t>(std::min(lanes, 255));
   call.kind = static_cast<std::uint8_t>(request.kind);
+  if (request.on_device) call.kind |= Fingerprint::kOnDevice;
   call.dtype = static_cast<std::uint8_t>(request.reduction.dtype);
   call.op = static_cast<std::uint8_t>(request.reduction.op);
   call.root = request.root;

@@ -63,6 +63,7 @@ struct Request {
   // Another engine moves the data: the members only meet and compare their calls, and the operation is
   // complete after Operation::finish_external().
   bool external = false;
+  bool on_device = false;  // the tensors of an external operation are not on the CPU
 
   // How the members communicate.
   Kind pattern() const { return external ? Kind::kBarrier : kind; }

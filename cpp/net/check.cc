@@ -59,7 +59,8 @@ bool empty(const FrameHeader& header, std::size_t from) {
 
 const char* flaw_of_call(const FrameHeader& header) {
   const Fingerprint& call = header.call;
-  if (call.kind < 1 || call.kind > kLastCollective) return "an operation that does not exist";
+  const int kind = call.kind & ~Fingerprint::kOnDevice;
+  if (kind < 1 || kind > kLastCollective) return "an operation that does not exist";
   if (itemsize(static_cast<DType>(call.dtype)) == 0) return "a dtype that does not exist";
   if (call.op >= kRedOpCount) return "a reduction that does not exist";
   if (call.lanes == 0 || call.root < -1) return "a call that cannot be";

@@ -104,7 +104,7 @@ enum Knowledge : std::uint16_t { kNotArrived = 0, kKnown = 1, kPassed = 2 };
 
 // A summary of an operation's call.  Peers compare it before they use any data.
 struct Fingerprint {
-  std::uint8_t kind = 0;
+  std::uint8_t kind = 0;  // and kOnDevice
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
   std::uint8_t lanes = 0;  // of the group, up to 255; determines which operation waits for which
@@ -114,6 +114,9 @@ struct Fingerprint {
   // A hash of all earlier numbered calls.  A rank that did not have to compare an earlier call (such as the
   // root of a broadcast) detects a difference at the next call.
   std::uint64_t history = 0;
+
+  // In `kind`: the tensors are on a device other than the CPU.
+  static constexpr std::uint8_t kOnDevice = 0x80;
 
   bool operator==(const Fingerprint& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
   bool same_call(const Fingerprint& other) const {

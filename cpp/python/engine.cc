@@ -73,12 +73,13 @@ OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& ou
 // A collective whose data another engine moves; `count` and `sizes` are compared only.
 OperationPtr external(Group& group, int kind, std::uint64_t count, int dtype, int op, int root,
                       std::vector<std::uint64_t> sizes, std::int64_t number, std::uint64_t key,
-                      double timeout) {
+                      double timeout, bool on_device) {
   Request request = collective_request(group, static_cast<Kind>(kind), static_cast<DType>(dtype),
                                        static_cast<RedOp>(op), count, root, timeout);
   request.channel = number < 0 ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
   request.sizes = std::move(sizes);
   request.external = true;
+  request.on_device = on_device;
   return group.submit(std::move(request));
 }
 
@@ -341,6 +342,7 @@ void bind_engine(nb::module_& m) {
            nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
       .def("external", &external, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"),
            nb::arg("root"), nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"),
+           nb::arg("on_device"),
            "A collective whose data another engine moves: the members meet and compare their calls.")
       .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))

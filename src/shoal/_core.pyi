@@ -323,6 +323,7 @@ class Group:
         number: int,
         key: int,
         timeout: float,
+        on_device: bool,
     ) -> Operation: ...
     def message(
         self,

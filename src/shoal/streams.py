@@ -81,6 +81,18 @@ class StreamRuntime(abc.ABC):
                 pause = min(2 * pause, _LONGEST_PAUSE)
         return True
 
+    def handle(self, stream: Any) -> int:
+        """The native handle of ``stream``, such as a ``cudaStream_t``, for libraries that take one.
+
+        Raises:
+            UnsupportedOperation: the device has no such handles (the default).
+        """
+        raise UnsupportedOperation(f"{type(self).__name__} has no native handles of streams")
+
+    def capturing(self) -> bool:
+        """Whether the current stream records its work into a graph instead of running it."""
+        return False
+
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Prevent reuse of the memory of ``tensor``, once freed, until the work now on ``stream`` is done."""
@@ -118,6 +130,13 @@ class CudaRuntime(StreamRuntime):
     def query(self, event: torch.cuda.Event) -> bool:
         query: Callable[[], bool] = event.query
         return query()
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        handle: int = stream.cuda_stream
+        return handle
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
@@ -172,9 +191,10 @@ class DeviceEvents:
     Args:
         devices: the devices, with an index each.  Devices of tensors in the value are added automatically.
         high_priority: run callbacks on streams with high priority.
-        check: called after the host has waited for the events, before it uses the value; raises the error of
-            the work, for engines with events that also occur after a failure.  It applies to the results of
-            callbacks too.
+        check: for engines with events that also occur after a failure, or never.  ``check(timeout)`` waits
+            for up to ``timeout`` seconds, returns whether the work is known to have succeeded, and raises its
+            error.  Called while the host waits for the events, and before it uses the value.  It applies to
+            the results of callbacks too.
     """
 
     __slots__ = ("_checks", "_devices", "_high_priority", "_recorded")
@@ -184,11 +204,11 @@ class DeviceEvents:
         devices: Iterable[torch.device] = (),
         *,
         high_priority: bool = False,
-        check: Callable[[], None] | None = None,
+        check: Callable[[float], bool] | None = None,
     ) -> None:
         self._devices = dict.fromkeys(devices)
         self._high_priority = high_priority
-        self._checks: tuple[Callable[[], None], ...] = () if check is None else (check,)
+        self._checks: tuple[Callable[[float], bool], ...] = () if check is None else (check,)
         #: (device, stream, event)
         self._recorded: list[tuple[torch.device, Any, Any]] = []
         for device in self._devices:
@@ -260,11 +280,15 @@ class DeviceEvents:
         for device, _, event in self._recorded:
             runtime = runtime_of(device)
             while not runtime.synchronize(event, _slice(deadline)):
+                for check in self._checks:
+                    check(0.0)
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
             _record_streams(tensors, device, runtime.current_stream(device))
         for check in self._checks:
-            check()
+            while not check(_slice(deadline)):
+                if deadline is not None and time.monotonic() >= deadline:
+                    return False
         return True
 
     @contextmanager

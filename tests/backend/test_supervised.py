@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from shoal.backend.base import GroupSpec
-from shoal.backend.engine import Communicator, Engine
+from shoal.backend.engine import Communicator, Engine, Setup, Transfer
 from shoal.backend.registry import register_backend, unregister_backend
 from shoal.backend.supervised import SupervisedBackend
 from shoal.errors import CollectiveMismatch, GroupAborted, GroupError, OperationTimeout
@@ -28,7 +27,7 @@ class TestRelay(BackendConformance):
     backend = "relay"
 
 
-class HeldTransfer:
+class HeldTransfer(Transfer):
     """A transfer of the relay that completes only when the test allows it."""
 
     def __init__(self, engine: type[HeldEngine], rank: int, transfer: Any) -> None:
@@ -56,13 +55,11 @@ class HeldEngine(Engine):
 
         self._relay = RelayEngine(membership)
 
-    def connect(self, addresses: Any) -> None:
-        pass
-
-    def communicator(self, spec: GroupSpec) -> Communicator:
+    def communicator(self, setup: Setup) -> Communicator:
+        spec = setup.spec
         if spec.rank in self.cannot_connect:
             raise OSError("no such network")
-        inner = self._relay.communicator(spec)
+        inner = self._relay.communicator(setup)
         engine = type(self)
 
         class Held(Communicator):

@@ -90,8 +90,8 @@ def _refused() -> None:
         dist.new_group([0, 4])
     with pytest.raises(shoal.UsageError, match="a rank is listed twice"):
         dist.new_group([0, 0])
-    with pytest.raises(shoal.UnsupportedOperation, match="nccl"):
-        dist.new_group(backend="nccl")
+    with pytest.raises(shoal.UnsupportedOperation, match="ucc"):
+        dist.new_group(backend="ucc")
     with pytest.raises(shoal.UsageError, match="pg_options"):
         dist.new_group(pg_options=3)
     own = dist.new_group(pg_options={"concurrency": 2, "transport": "tcp"})

@@ -14,6 +14,7 @@ import torch
 
 import shoal
 import shoal.distributed as dist
+from shoal.distributed.backend import parse_backend
 from shoal.group import ProcessGroup
 from shoal.testing import no_leaks, processes
 from tests.support.ports import free_port
@@ -103,9 +104,10 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"backend": "nccl"}, shoal.UnsupportedOperation, "needs NVIDIA's GPUs and is not supported"),
-        ({"backend": "cpu:gloo,cuda:nccl"}, shoal.UnsupportedOperation, "has no backend for other devices"),
-        ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, mpi, native, shoal"),
+        ({"backend": "ucc"}, shoal.UnsupportedOperation, "needs the UCC library and is not supported"),
+        ({"backend": "cpu:gloo,cuda:gloo"}, shoal.UnsupportedOperation, "no such backends for these devices"),
+        ({"backend": "cpu:mpi,cuda:nccl"}, shoal.UnsupportedOperation, "no such backends for these devices"),
+        ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, mpi, native, nccl, shoal"),
         ({"backend": 3}, shoal.UsageError, "expected a str"),
         ({"device_id": 0}, shoal.UnsupportedOperation, "omit device_id"),
         ({"timeout": "long"}, shoal.UsageError, "expected a timedelta or a number of seconds"),
@@ -129,16 +131,20 @@ def test_arguments_that_cannot_be_right_are_refused(
 
 def test_backends_answer_to_torchs_names() -> None:
     assert [dist.Backend("GLOO"), dist.Backend.NCCL] == ["gloo", "nccl"]
-    names = ("gloo", "shoal", "cpu:gloo", "native", "mpi", "nccl", "cuda:nccl", "pigeon")
+    names = ("gloo", "shoal", "cpu:gloo", "native", "mpi", "xpu:xccl", "cuda:gloo", "pigeon")
     assert [dist.is_backend_available(name) for name in names] == [True] * 5 + [False] * 3
+    for name in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
+        assert dist.is_backend_available(name) == dist.is_nccl_available()
+        assert parse_backend(name).backend == "nccl"
+    assert dist.get_default_backend_for_device("cuda") == "nccl"
     assert dist.is_available()
     assert dist.is_gloo_available()
-    others = (dist.is_nccl_available, dist.is_ucc_available, dist.is_xccl_available)
+    others = (dist.is_ucc_available, dist.is_xccl_available)
     assert not any(available() for available in others)
     assert dist.is_mpi_available() == (find_spec("mpi4py") is not None)
     assert dist.get_default_backend_for_device("cpu") == "shoal"
     with pytest.raises(shoal.UnsupportedOperation):
-        dist.get_default_backend_for_device("cuda")
+        dist.get_default_backend_for_device("xpu")
 
 
 @pytest.mark.parametrize(("name", "engine"), [(None, "store"), ("shoal", "store"), ("gloo", "native")])

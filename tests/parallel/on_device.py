@@ -1,5 +1,7 @@
 """A program: data-parallel training on the pretended device, held against the same on the CPU, bit by bit.
 
+Its argument is the backend: "device", or "fake-nccl".
+
 Every rank is a process: autograd has one thread for a device, which waits for the other ranks at the end of
 backward.
 """
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "backend" / "thirdparty"))
 from tests.parallel.models import batches, fixed, loss_of, mlp
 from tests.parallel.training import SMALL_MB, sgd, train, wrapped
 from tests.support.device_engine import use_device_engine
+from tests.support.nccl_engine import use_fake_nccl
 
 STEPS = 3
 
@@ -110,10 +113,14 @@ CASES: dict[str, Callable[[shoal.ProcessGroup, Device], list[torch.Tensor]]] = {
 def main() -> None:
     runtime = pretend_device.make()  # before autograd counts the devices
     share_default_stream(runtime)
-    use_device_engine(runtime)
+    backend = sys.argv[1]
+    if backend == "device":
+        use_device_engine(runtime)
+    else:
+        use_fake_nccl(runtime)
     with shoal.init() as group:
         expected = {name: case(group, "cpu") for name, case in CASES.items()}
-    with shoal.init(backend="device") as group:
+    with shoal.init(backend=backend) as group:
         for name, case in CASES.items():
             found = case(group, pretend_device.DEVICE)
             for index, (a, b) in enumerate(zip(expected[name], found, strict=True)):

@@ -99,6 +99,9 @@ class _Call:
         self.runtime, self.operator = runtime, operator
         self.schema = operator._schema
         self.name = self.schema.name.removeprefix("aten::")
+        # A number where the operator takes a tensor arrives as a number.
+        arguments = self.schema.arguments
+        args = tuple(_as_tensor(x, argument) for x, argument in zip(args, arguments, strict=False))
         self.args, self.kwargs = args, kwargs
         self.cpu_args, self.cpu_kwargs = tree_map(_to_cpu, (args, kwargs))
         names = [argument.name for argument in self.schema.arguments]
@@ -209,6 +212,12 @@ def _alias(info: Any) -> str:
 
 def _is_view(returned: Any) -> bool:
     return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+def _as_tensor(x: Any, argument: Any) -> Any:
+    if isinstance(x, int | float) and str(argument.type) == "Tensor":
+        return torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+    return x
 
 
 def _to_cpu(x: Any) -> Any:

@@ -145,6 +145,10 @@ class DataChannel(abc.ABC):
         """
         return [self.submit(operation) for operation in operations]
 
+    def keeps_order(self, operation: Operation) -> bool:
+        """Whether ``operation`` must be submitted in the same order on every rank, if :attr:`ordered`."""
+        return True
+
     def connect(self, timeout: float) -> None:
         """Connect the members, if the channel is :attr:`collective`.
 

@@ -1,16 +1,20 @@
-"""The interface of engines that move only the data of collectives, such as an MPI library.
+"""The interface of engines that move only the data of collectives, such as an MPI library or NCCL.
 
 The native backend supervises such an engine (see :mod:`shoal.backend.supervised`): it connects and
 authenticates the ranks, matches and compares their calls, detects lost ranks, keeps deadlines, aborts and
 agrees, and carries messages.  An engine consists of an :class:`Engine` for the process and a
 :class:`Communicator` for each group.
+
+An engine of the CPU moves the data of all collectives, and an engine of another device that of collectives
+whose tensors are there.  Operations of an *early* engine are complete for the program as soon as their work
+is enqueued on streams.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +23,27 @@ from ..spec import Operation, OpKind, ReduceOp
 from .base import GroupSpec
 
 
-class Transfer(Protocol):
-    """The data of one operation on its way.  Different threads call it, one at a time."""
+class Transfer(abc.ABC):
+    """The data of one operation on its way.  Different threads call it, one at a time.
 
+    Attributes:
+        streams: of an early engine, once the work is enqueued: the streams on which it runs.
+    """
+
+    streams: Mapping[torch.device, Any] | None = None
+
+    def launched(self) -> bool:
+        """Continue to enqueue the work, without blocking; return whether it is enqueued.
+
+        Called until it returns True; no later operation of the communicator is started before.  For early
+        engines; the default returns True.
+
+        Raises:
+            Exception: as in :meth:`poll`.
+        """
+        return True
+
+    @abc.abstractmethod
     def poll(self) -> bool:
         """Advance the transfer without blocking; return whether the outputs are complete.
 
@@ -43,15 +65,52 @@ class Communicator(abc.ABC):
         All ranks start the same collectives in the same order, also while transfers of earlier ones are
         incomplete.  Transfers are polled in this order: each one only when all earlier ones are complete.
         Different threads start collectives, one at a time, while another may poll.  BARRIER, SEND and RECV
-        are not passed to an engine, nor operations of groups of one.
+        are not passed to an engine; operations of groups of one only to an engine of a device.
+
+        On a device, the inputs are complete after the work on the current stream.
 
         Raises:
             Exception: as in :meth:`Transfer.poll`.
         """
 
+    def abort(self) -> bool:
+        """End incomplete transfers of a group that has failed; called once, in a separate thread.
+
+        The communicator is not closed afterwards.
+
+        Returns:
+            Whether no transfer accesses memory any more.  If not (the default), the tensors are kept until
+            the process ends.
+        """
+        return False
+
     @abc.abstractmethod
     def close(self) -> None:
         """Release the communicator, all of whose transfers are complete, without waiting for another rank."""
+
+
+class Setup(Protocol):
+    """What a group offers to an engine that makes a communicator for it."""
+
+    spec: GroupSpec
+    #: The device of the tensors; a group uses one device of an engine.
+    device: torch.device
+
+    def from_first(self, make: Callable[[], bytes]) -> bytes:
+        """Return, on all members, the bytes that ``make`` returned on the first one: at most 1,000.
+
+        Raises:
+            GroupError: the group has failed.
+        """
+
+    def check(self) -> None:
+        """Raise an error if the group has failed, so that the communicator is not needed.
+
+        To be called every few milliseconds while the engine waits for other members.
+
+        Raises:
+            GroupError: the group has failed.
+        """
 
 
 class Engine(abc.ABC):
@@ -59,10 +118,14 @@ class Engine(abc.ABC):
 
     Attributes:
         name: its name, for messages.
+        device: the device type of the tensors that it moves.
+        early: whether its operations are complete for the program when their work is enqueued.
         address: what other ranks must know about this one; they get it in :meth:`connect`.
     """
 
     name: str
+    device: str = "cpu"
+    early: bool = False
     address: bytes = b""
 
     @abc.abstractmethod
@@ -73,17 +136,17 @@ class Engine(abc.ABC):
             ConfigurationError: the engine cannot be used; the message says what to do.
         """
 
-    @abc.abstractmethod
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Take the addresses of all ranks, in the order of their ranks, without waiting for another.
 
         Raises:
             RendezvousError: ranks cannot reach each other; raised on all of them.
         """
+        return
 
     @abc.abstractmethod
-    def communicator(self, spec: GroupSpec) -> Communicator:
-        """Make the communicator of a group of several ranks.
+    def communicator(self, setup: Setup) -> Communicator:
+        """Make the communicator of a group.
 
         Called in a separate thread when all members have called the first operation, so it may wait for them.
         """

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 NATIVE = "native"
 #: The name of the backend over an MPI library.
 MPI = "mpi"
+#: The name of the backend over NCCL.
+NCCL = "nccl"
 #: The names of the backends of this package -> their modules and classes.  Not entry points, because an
 #: uninstalled source tree has none.
 _BUILT_IN = {
     NATIVE: ("shoal.backend.native.channel", "NativeBackend"),
     MPI: ("shoal.backend.mpi.engine", "MpiBackend"),
+    NCCL: ("shoal.backend.nccl.engine", "NcclBackend"),
 }
 _ENTRY_POINT_GROUP = "shoal.backends"
 #: Names of torch.distributed's backends for CPU tensors.

@@ -3,11 +3,16 @@
 Each group has a channel of the native backend, its *control channel*.  A collective is submitted there as an
 external operation: the members meet and compare their calls, with all promises of the native backend on
 matching, deadlines, lost ranks and aborts.  At the same time the engine starts to move the data.  The
-operation is complete when all members have met and the transfer of this rank is complete.
+external operation is complete when all members have met and the transfer of this rank is complete.
+
+The future of a *late* engine is complete with the external operation.  That of an early engine is complete
+when the work is enqueued on a stream; a thread that blocks for its result then waits for the external
+operation too, so it gets the error of a transfer that was ended.
 
 Transfers need a thread that polls them, in the order of their start.  A thread that waits for a future polls;
-a thread of the backend polls for groups in which no thread waits.  Messages, barriers, agreements and groups
-of one use the control channel alone.
+a thread of the backend polls for groups in which no thread waits.  Messages, barriers,
+agreements, collectives on the CPU if the engine's device is another, and groups of one on the CPU use the
+control channel alone.
 """
 
 from __future__ import annotations
@@ -24,10 +29,14 @@ import torch
 
 from ..common.formatting import describe_error
 from ..common.interrupts import defer_sigint
+from ..errors import CollectiveMismatch, InvalidFutureState, UsageError
 from ..future import Future, derive_key
+from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
-from .base import Backend, DataChannel, GroupSpec, group_ident
+from ..streams import DeviceEvents, completion_events, runtime_of
+from .base import Backend, DataChannel, GroupSpec, NoShortcut, Shortcut, group_ident
+from .device_messages import submit_device_message
 from .engine import Communicator, Engine, Transfer
 from .forwarding import ForwardingChannel
 from .native.channel import NativeBackend, NativeChannel
@@ -45,12 +54,16 @@ _POLLS_PER_YIELD = 16
 _SLICE_S = 0.1
 #: seconds between two polls; the pause doubles from the first to the last while nothing completes
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3
+#: the same for early engines, whose results do not wait for a poll
+_EARLY_MIN_PAUSE_S, _EARLY_MAX_PAUSE_S = 1e-3, 10e-3
 #: passes of the polling thread without a transfer after which it pauses for longer, and these seconds
 _IDLE_PASSES, _IDLE_PAUSE_S = 50, 0.05
 #: seconds that a thread which calls the engine gets when its group has failed
 _STUCK_TIMEOUT_S = 1.0
 #: seconds to wait for the comparison of calls after a transfer has failed
 _COMPARISON_TIMEOUT_S = 5.0
+#: maximum number of bytes that a group's first member gives to the others for a communicator
+_SETUP_BYTES = 1000
 #: operations to whose tensors an engine may still write; kept until the process ends
 _abandoned: list[object] = []
 
@@ -84,7 +97,7 @@ class SupervisedBackend(Backend):
             shared_memory_limit=shared_memory_limit,
         )
         self._broken = False
-        self.polling = PollingThread(f"shoal-polling-{membership.rank}", self.engine.progress)
+        self.polling = self._polling_thread(f"shoal-polling-{membership.rank}")
         try:
             if membership.size > 1:
                 left = max(deadline - time.monotonic(), 0.1)
@@ -95,7 +108,7 @@ class SupervisedBackend(Backend):
 
     def channel(self, group: GroupSpec) -> DataChannel:
         control = self.native.channel(group)
-        if group.scope == FailureScope.PAIR or len(group.ranks) == 1:
+        if self.engine.device == "cpu" and (group.scope == FailureScope.PAIR or len(group.ranks) == 1):
             return control
         return SupervisedChannel(self, control, group)
 
@@ -126,7 +139,12 @@ class SupervisedBackend(Backend):
 
     def after_fork_in_child(self) -> None:
         self.native.after_fork_in_child()
-        self.polling = PollingThread("shoal-polling-forked", self.engine.progress)
+        self.polling = self._polling_thread("shoal-polling-forked")
+
+    def _polling_thread(self, name: str) -> PollingThread:
+        early = self.engine.early
+        pauses = (_EARLY_MIN_PAUSE_S, _EARLY_MAX_PAUSE_S) if early else (_MIN_PAUSE_S, _MAX_PAUSE_S)
+        return PollingThread(name, self.engine.progress, pauses)
 
 
 class SupervisedChannel(ForwardingChannel):
@@ -137,69 +155,141 @@ class SupervisedChannel(ForwardingChannel):
     def __init__(self, backend: SupervisedBackend, control: NativeChannel, spec: GroupSpec) -> None:
         super().__init__(control)
         self._backend, self._control, self._spec = backend, control, spec
+        self._engine = backend.engine
+        self.devices = frozenset({"cpu", self._engine.device})
+        #: The device of the communicator; None before the first use.
+        self._device: torch.device | None = None
         #: Held while operations are started, in the order of their submission.
         self._starting = threading.Lock()
         self._communicator: Communicator | None = None
-        #: Operations that are submitted while the communicator is being made.
+        #: Operations that are submitted while the communicator is being made, or while an earlier one is not
+        #: launched; they are started by a thread.
         self._queue: deque[_ExternalOperation] = deque()
-        self._connecting: threading.Thread | None = None
+        self._queue_thread: threading.Thread | None = None
         self._closed = False
         #: Operations whose transfers are started; only the first one is polled, so that the engine can start
         #: the later parts of transfers in the same order on all ranks.
         self._started: deque[_ExternalOperation] = deque()
         self._polling = threading.Lock()
+        #: Ends the transfers of a group that has failed; whether they no longer use memory.
+        self._aborting: threading.Thread | None = None
+        self._transfers_ended = False
         #: One element for each thread that polls because it waits for an operation.
         self.waiting: list[None] = []
         #: Whether the polling thread knows this channel.
         self.polled = False
 
     def submit(self, operation: Operation) -> Future[Any]:
-        if operation.kind in _CONTROL_KINDS:
+        if not self.keeps_order(operation):
+            if self._on_device(operation):
+                return submit_device_message(self._control, operation)
             return self._control.submit(operation)
         external = _ExternalOperation(self, self._control.external(operation), operation)
+        future = external.future(self._engine.early)
+        if operation.kind is OpKind.ALL_TO_ALL and self._engine.early:
+            external.counts = self._exchange_counts(operation)
         try:
             with self._starting:
                 if self._communicator is not None and not self._queue:
                     self._start(external, self._communicator)
+                    if not external.launched():
+                        self._queue.append(external)
                 else:
+                    external.follow_caller()
                     self._queue.append(external)
-                    self._start_connecting()
+                if self._queue and self._queue_thread is None:
+                    name = f"shoal-start-{self._spec.name}"
+                    thread = threading.Thread(target=self._run_queue, name=name, daemon=True)
+                    thread.start()
+                    self._queue_thread = thread
         except BaseException as error:  # Ctrl-C, or no thread can be started
             self._engine_failed(error)
             if not isinstance(error, Exception):
                 raise
-        outputs = operation.outputs
-        value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
-        return Future(external, value=value)
+        external.watch()
+        return future
 
-    def _start_connecting(self) -> None:
-        if self._connecting is None:
-            name = f"shoal-connect-{self._spec.name}"
-            thread = threading.Thread(target=self._connect, name=name, daemon=True)
-            thread.start()
-            self._connecting = thread
+    def keeps_order(self, operation: Operation) -> bool:
+        return operation.kind not in _CONTROL_KINDS and (
+            self._engine.device == "cpu" or self._on_device(operation)
+        )
 
-    def _connect(self) -> None:
-        """Make the communicator when all members have called the first operation; start what is queued."""
-        first = self._queue[0].core
-        while not first.wait_met(_SLICE_S):
-            pass
-        if not first.met():
-            return  # the group is broken or closed
-        try:
-            communicator = self._backend.engine.communicator(self._spec)
-        except Exception as error:
-            self._engine_failed(error)
+    def _exchange_counts(self, operation: Operation) -> Future[Any]:
+        """Send to each member the number of elements for it; the meeting does not compare them."""
+        unique = operation.key or operation.number
+        key = derive_key(b"counts", self._spec.ident, unique)
+        counts = [torch.tensor([x.numel()], device="cpu") for x in operation.inputs]
+        room = [torch.empty_like(count) for count in counts]
+        exchange = Operation(OpKind.ALL_TO_ALL, -1, key, counts, room, operation.timeout)
+        return self._control.submit(exchange)
+
+    def _on_device(self, operation: Operation) -> bool:
+        tensors = operation.inputs or operation.outputs
+        return bool(tensors) and not tensors[0].is_cpu
+
+    def check(self, operation: Operation) -> None:
+        self._control.check(operation)
+        if not self._on_device(operation):
+            return
+        device = (operation.inputs or operation.outputs)[0].device
+        for tensor in (*operation.inputs, *operation.outputs):
+            if tensor.device != device:
+                raise self._refusal(operation, f"has tensors on {device} and on {tensor.device}")
+        if operation.kind in _CONTROL_KINDS:
+            return
+        if self._device is None:
+            self._device = device
+        elif self._device != device:
+            raise self._refusal(
+                operation, f"has tensors on {device}, but this group uses {self._device}; move them there"
+            )
+        if runtime_of(device).capturing():
+            raise self._refusal(operation, "cannot be captured into a graph; call it outside of the capture")
+
+    def _refusal(self, operation: Operation, problem: str) -> UsageError:
+        spec = self._spec
+        return UsageError(
+            f"{operation.kind.name.lower()} on rank {spec.rank} of group {spec.name!r} {problem}"
+        )
+
+    def _run_queue(self) -> None:
+        """Make the communicator, if there is none, and start what is queued."""
+        if self._communicator is None and not self._connect():
             return
         while True:
             with self._starting:
                 if self._closed or not self._queue:
-                    self._communicator = communicator
+                    self._queue_thread = None
                     return
-                self._start(self._queue.popleft(), communicator)
+                external = self._queue[0]
+                assert self._communicator is not None
+                self._start(external, self._communicator)
+            pause = _MIN_PAUSE_S
+            while not external.launched():
+                time.sleep(pause)
+                pause = min(2 * pause, _MAX_PAUSE_S)
+            with self._starting:
+                self._queue.popleft()
+
+    def _connect(self) -> bool:
+        """Make the communicator when all members have called an operation; return whether it is made."""
+        first = self._queue[0]
+        while not first.core.wait_met(_SLICE_S):
+            pass
+        if not first.core.met():
+            return False  # the group is broken or closed
+        try:
+            setup = _CommunicatorSetup(self._control, self._spec, first.device, first.timeout)
+            communicator = self._engine.communicator(setup)
+        except Exception as error:
+            self._engine_failed(error)
+            return False
+        with self._starting:
+            self._communicator = communicator
+        return True
 
     def _start(self, external: _ExternalOperation, communicator: Communicator) -> None:
-        if external.core.done() or self._closed:  # it has failed
+        if external.started or external.core.done() or self._closed:  # done: it has failed
             return
         self._started.append(external)
         external.start(communicator)
@@ -222,6 +312,8 @@ class SupervisedChannel(ForwardingChannel):
                 while self._started and self._started[0].advance():
                     self._started.popleft()
                     completed = True
+                if self._started and self._started[0].core.done():
+                    self._abort_transfers()
             except BaseException as error:
                 self._engine_failed(error)
                 if not isinstance(error, Exception):
@@ -270,15 +362,38 @@ class SupervisedChannel(ForwardingChannel):
 
     def _engine_failed(self, error: BaseException) -> None:
         self._backend.engine_broke()
-        self.abort(f"{self._backend.engine.name} failed there: {describe_error(error)}")
+        self.abort(f"{self._engine.name} failed there: {describe_error(error)}")
+
+    def _abort_transfers(self) -> None:
+        """End the transfers of the group, which has failed.  Requires ``_polling``."""
+        communicator = self._communicator
+        if self._aborting is None and communicator is not None:
+
+            def abort() -> None:
+                self._transfers_ended = communicator.abort()
+
+            thread = threading.Thread(target=abort, name=f"shoal-abort-{self._spec.name}", daemon=True)
+            thread.start()
+            self._aborting = thread
 
     # -- the control channel ---------------------------------------------------------------------
 
     def submit_all(self, operations: Sequence[Operation]) -> list[Future[Any]]:
+        if any(self._on_device(operation) for operation in operations):
+            return [self.submit(operation) for operation in operations]
         return self._control.submit_all(operations)
 
     def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
-        return kind in _CONTROL_KINDS or self._backend.engine.supports(kind, dtype, op)
+        return kind in _CONTROL_KINDS or self._engine.supports(kind, dtype, op)
+
+    def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
+        # It takes tensors of the CPU only.
+        return NoShortcut() if self._engine.device == "cpu" else self._control.shortcut(lock, recorder)
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._control.empty(nbytes, device)
 
     def close(self, timeout: float) -> None:
         deadline, failure = time.monotonic() + timeout, self._control.failure()
@@ -286,15 +401,16 @@ class SupervisedChannel(ForwardingChannel):
             self._control.close(timeout)  # meanwhile the polling thread moves what can still complete
         finally:
             left = max(deadline - time.monotonic(), 0.1)
-            self._close_communicator(left if failure is None else min(left, _STUCK_TIMEOUT_S))
+            failed = failure is not None or self._control.failure() is not None
+            self._close_communicator(min(left, _STUCK_TIMEOUT_S) if failed else left, failed)
 
-    def _close_communicator(self, timeout: float) -> None:
+    def _close_communicator(self, timeout: float, failed: bool) -> None:
         with self._starting:
             self._closed = True
-        connecting = self._connecting
-        if connecting is not None:
-            connecting.join(timeout)
-            if connecting.is_alive():
+        thread = self._queue_thread
+        if thread is not None:
+            thread.join(timeout)
+            if thread.is_alive():
                 self._backend.engine_broke()
         self._backend.polling.discard(self)
         if not self._polling.acquire(timeout=timeout):
@@ -302,9 +418,13 @@ class SupervisedChannel(ForwardingChannel):
             _abandoned.append(self)
             return
         try:
-            if self._started:
-                self._backend.engine_broke()
-                _abandoned.append((self._communicator, self._started))
+            if self._started or (failed and self._engine.early):
+                self._abort_transfers()
+                if self._aborting is not None:
+                    self._aborting.join(timeout)
+                if not self._transfers_ended and self._started:
+                    self._backend.engine_broke()
+                    _abandoned.append((self._communicator, self._started))
                 self._started = deque()
             elif self._communicator is not None:
                 self._communicator.close()
@@ -313,29 +433,135 @@ class SupervisedChannel(ForwardingChannel):
             self._polling.release()
 
 
+class _CommunicatorSetup:
+    """What the engine gets to make a communicator; see :class:`~shoal.backend.engine.Setup`."""
+
+    def __init__(self, control: NativeChannel, spec: GroupSpec, device: torch.device, timeout: float) -> None:
+        self._control, self._timeout = control, timeout
+        self.spec, self.device = spec, device
+        self._calls = 0
+
+    def from_first(self, make: Callable[[], bytes]) -> bytes:
+        first = self.spec.rank == 0
+        made = make() if first else b""
+        assert len(made) <= _SETUP_BYTES
+        room = torch.tensor(list(made.ljust(_SETUP_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
+        length = torch.tensor([len(made)], device="cpu")
+        for x in (length, room):
+            self._calls += 1
+            key = derive_key(b"setup", self.spec.ident, self._calls)
+            inputs = [x] if first else []
+            self._control.submit(
+                Operation(OpKind.BROADCAST, -1, key, inputs, [x], self._timeout, root=0)
+            ).wait()
+        return bytes(room.tolist()[: int(length)])
+
+    def check(self) -> None:
+        if (failure := self._control.failure()) is not None:
+            raise failure
+
+
 class _ExternalOperation:
-    """One operation: its meeting in the core and its transfer in the engine; the source of its future.
+    """One operation: its meeting in the core and its transfer in the engine; the source of a late future.
 
     Attributes:
+        device: the device of its tensors.
+        timeout: in seconds, as submitted.
+        started: whether it was passed to the engine.
         spin_end: the time until which waiting threads poll without a pause; 0: not set yet.
+        counts: of an all-to-all of an early engine: the numbers of elements from each member.
     """
 
     def __init__(self, channel: SupervisedChannel, core: _core.Operation, operation: Operation) -> None:
         self._channel = channel
         self.core = core
+        self.device = (operation.inputs or operation.outputs)[0].device
+        self.timeout = operation.timeout
+        self.started = False
         self.spin_end = 0.0
+        self.counts: Future[Any] | None = None
+        outputs = operation.outputs
+        self._value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
         self._operation: Operation | None = operation
         self._transfer: Transfer | None = None
         self._complete = False
         self._failure: Exception | None = None
         self._failed_at = 0.0
+        #: Work of the caller on which an operation depends that is started later by another thread.
+        self._caller_events: DeviceEvents | None = None
+        #: The future of an early engine, and its events, until it is complete.
+        self._early: tuple[Future[Any], DeviceEvents] | None = None
+
+    def future(self, early: bool) -> Future[Any]:
+        """Make the future of the operation; called once, before it is started."""
+        assert self._operation is not None
+        if not early:
+            return Future(self, value=self._value)
+        events = DeviceEvents(check=self._check)
+        future: Future[Any] = Future(device=events, keep=self._operation.inputs)
+        self._early = future, events
+        return future
+
+    def watch(self) -> None:
+        """Make the future of an early engine fail if the operation fails before it is launched."""
+        if self._early is not None:
+            self.notify(self._fail_early)
+
+    def follow_caller(self) -> None:
+        """Note the current streams: the operation will be started by another thread."""
+        assert self._operation is not None
+        self._caller_events = completion_events(self._tensors(self._operation), None, None)
 
     def start(self, communicator: Communicator) -> None:
-        assert self._operation is not None
+        operation, events = self._operation, self._caller_events
+        assert operation is not None
+        self.started, self._caller_events = True, None
         try:
-            self._transfer = communicator.start(self._operation)
+            with (
+                contextlib.nullcontext()
+                if events is None
+                else events.ordered_streams(self._tensors(operation))
+            ):
+                self._transfer = communicator.start(operation)
         except Exception as error:
             self._fail(error)
+
+    @staticmethod
+    def _tensors(operation: Operation) -> object:
+        return operation.inputs, operation.outputs
+
+    def launched(self) -> bool:
+        """Continue to launch the transfer; return whether the next operation can be started."""
+        early, transfer = self._early, self._transfer
+        if early is None or transfer is None or self._failure is not None or self.core.done():
+            return True  # or nothing can be launched any more
+        future, events = early
+        try:
+            if not transfer.launched():
+                return False
+            assert transfer.streams is not None
+            events.record(transfer.streams)
+        except Exception as error:
+            self._fail(error)
+            return True
+        with contextlib.suppress(InvalidFutureState):  # it has failed
+            future.set_result(self._value)
+        self._early = self._value = None  # they refer to this object, and to the outputs
+        return True
+
+    def _fail_early(self) -> None:
+        early, error = self._early, self._channel.error_of(self.core)
+        if early is not None and error is not None:
+            with contextlib.suppress(InvalidFutureState):  # its work was enqueued before
+                early[0].set_exception(error)
+            self._early = None
+
+    def _check(self, timeout: float) -> bool:
+        """Wait for the external operation, and raise its error; see :class:`~shoal.streams.DeviceEvents`."""
+        complete = self.wait(timeout)
+        if complete and (error := self.exception()) is not None:
+            raise error
+        return complete
 
     def advance(self) -> bool:
         """Advance the transfer; return whether it is complete.
@@ -343,11 +569,13 @@ class _ExternalOperation:
         Raises:
             Exception: it failed, and not because the members called different operations.
         """
+        if self._early is not None and self._failure is None:
+            return False  # it is not launched yet
         if self._failure is None and self._transfer is not None and not self._complete:
             if self.core.done():
                 return False  # it has failed: the program may use the tensors for something else
             try:
-                self._complete = self._transfer.poll()
+                self._complete = self._compare_counts() and self._transfer.poll()
             except Exception as error:
                 self._fail(error)
         if self._complete:
@@ -360,6 +588,23 @@ class _ExternalOperation:
                 self._failed_at = 0.0
                 raise self._failure
         return self._complete
+
+    def _compare_counts(self) -> bool:
+        """Compare the numbers of elements of an all-to-all; return whether they are known and equal."""
+        counts = self.counts
+        if counts is None:
+            return True
+        if not counts.done() or counts.exception() is not None:  # then the group has failed
+            return False
+        assert self._operation is not None
+        for rank, (x, count) in enumerate(zip(self._operation.outputs, counts.value(), strict=True)):
+            if x.numel() != int(count):
+                raise CollectiveMismatch(
+                    f"all_to_all: rank {rank} sends {int(count)} elements, "
+                    f"but the output for its part has {x.numel()}"
+                )
+        self.counts = None
+        return True
 
     def _fail(self, error: Exception) -> None:
         # The transfer is kept: the engine may still write to its memory.
@@ -388,10 +633,12 @@ class PollingThread:
 
     Args:
         progress: called between polls, also if no channel has a transfer.
+        pauses: the first and the longest pause between two polls, in seconds.
     """
 
-    def __init__(self, name: str, progress: Callable[[], None]) -> None:
+    def __init__(self, name: str, progress: Callable[[], None], pauses: tuple[float, float]) -> None:
         self._name, self._progress = name, progress
+        self._min_pause, self._max_pause = pauses
         self._lock = threading.Lock()
         self._channels: list[SupervisedChannel] = []
         self._changed = threading.Event()
@@ -423,14 +670,14 @@ class PollingThread:
         return not thread.is_alive()
 
     def _run(self) -> None:
-        idle_passes, pause = 0, _MIN_PAUSE_S
+        idle_passes, pause = 0, self._min_pause
         while not self._ended:
             with self._lock:
                 channels = list(self._channels)
             advanced = [channel.poll() for channel in channels if not channel.waiting]
             pending = any(channel.pending for channel in channels)
             idle_passes = 0 if pending else idle_passes + 1
-            pause = _MIN_PAUSE_S if any(advanced) else min(2 * pause, _MAX_PAUSE_S)
+            pause = self._min_pause if any(advanced) else min(2 * pause, self._max_pause)
             del channels, advanced
             if not pending:
                 self._progress()

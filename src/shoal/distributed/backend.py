@@ -2,6 +2,7 @@
 
 ``"gloo"``, torch's CPU backend, selects shoal's native engine, and ``"tcp"``, torch's first name for that
 backend, the native engine over TCP only.  None and ``"shoal"`` select the backend of ``SHOAL_BACKEND``.
+``"nccl"`` selects shoal's engine over NCCL, whose groups also take CPU tensors.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from importlib.util import find_spec
 
 import torch
 
-from ..backend.registry import NATIVE, backend_names, default_backend
+from ..backend.registry import NATIVE, NCCL, backend_names, default_backend
 from ..errors import UnsupportedOperation, UsageError
 from ..torch_terms import BACKEND
 from .state import GroupLike, default_group, is_non_member, state
 
 #: Torch's backends without a counterpart in shoal -> the hardware or library that each needs.
 _UNSUPPORTED = {
-    "nccl": "NVIDIA's GPUs",
     "ucc": "the UCC library",
     "xccl": "Intel's GPUs",
     "fake": "no communication at all",
@@ -61,7 +61,8 @@ def parse_backend(backend: str | None) -> BackendEngine:
     """Return the engine that the argument ``backend`` of ``init_process_group`` selects.
 
     Args:
-        backend: a name, or ``"cpu:name"``; None means ``"shoal"``, the backend of ``SHOAL_BACKEND``.
+        backend: a name, ``"cpu:name"`` or ``"cpu:name,cuda:nccl"``; None means ``"shoal"``, the
+            backend of ``SHOAL_BACKEND``.
 
     Raises:
         UnsupportedOperation: a backend of torch without a counterpart here, or a device other than the CPU.
@@ -73,13 +74,14 @@ def parse_backend(backend: str | None) -> BackendEngine:
         raise UsageError(f"backend={backend!r}: expected a str")
     parts = [part.strip() for part in backend.lower().split(",")]
     names = dict(_device_and_name(part) for part in parts)
-    others = [device for device in names if device != "cpu"]
-    if others or len(names) != len(parts):
+    cpu_name, cuda_name = names.pop("cpu", NATIVE), names.pop("cuda", None)
+    native = cpu_name in (*_NATIVE_NAMES, NATIVE, BackendName.SHOAL)
+    if names or cuda_name not in (None, NCCL) or (cuda_name is not None and not native):
         raise UnsupportedOperation(
-            f"backend={backend!r}: shoal communicates CPU tensors and has no backend for other devices; "
-            'use "gloo", "cpu:gloo" or None'
+            f"backend={backend!r}: shoal has no such backends for these devices; use "
+            '"gloo", "cpu:gloo" or None, or for CUDA "nccl" or "cpu:gloo,cuda:nccl"'
         )
-    name = names["cpu"]
+    name = cpu_name if cuda_name is None else NCCL
     if name in backend_names():
         return BackendEngine(name, name)
     if name == BackendName.SHOAL:
@@ -88,8 +90,8 @@ def parse_backend(backend: str | None) -> BackendEngine:
         return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
     if name in _UNSUPPORTED:
         raise UnsupportedOperation(
-            f"backend={backend!r} needs {_UNSUPPORTED[name]} and is not supported; shoal communicates CPU "
-            'tensors: use "gloo" or None for the native engine'
+            f"backend={backend!r} needs {_UNSUPPORTED[name]} and is not supported; "
+            'use "gloo" or None for the native engine'
         )
     known = ", ".join(sorted({BackendName.SHOAL, *_NATIVE_NAMES, *backend_names()}))
     raise UsageError(f"backend={backend!r} is unknown; expected one of {known}")
@@ -100,11 +102,15 @@ def _device_and_name(part: str) -> tuple[str, str]:
     return device or "cpu", name
 
 
-def refuse_device(operation: str, device: torch.device | int | None) -> None:
-    """Raise UnsupportedOperation unless ``device`` is None or the CPU."""
-    if device is not None and (isinstance(device, int) or torch.device(device).type != "cpu"):
+def refuse_device(operation: str, device: torch.device | int | None, backend: str = NATIVE) -> None:
+    """Raise UnsupportedOperation unless ``device`` is None, the CPU, or a CUDA device for NCCL."""
+    if device is None:
+        return
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type != "cpu" and (found.type != "cuda" or backend != NCCL):
         raise UnsupportedOperation(
-            f"{operation}: device_id={device!r}: shoal communicates CPU tensors; omit device_id"
+            f"{operation}: device_id={device!r}: the backend {backend!r} communicates CPU tensors; "
+            "omit device_id"
         )
 
 
@@ -118,11 +124,18 @@ def get_backend(group: GroupLike = None) -> str:
 
 def get_backend_config(group: GroupLike = None) -> str:
     """Return devices and their backends, such as ``"cpu:gloo"``."""
-    return f"cpu:{get_backend(group)}"
+    name = get_backend(group)
+    return f"cpu:{NATIVE},cuda:{NCCL}" if name == NCCL else f"cpu:{name}"
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return ``"shoal"`` for the CPU; raise UnsupportedOperation for any other device."""
+    """Return ``"shoal"`` for the CPU and ``"nccl"`` for CUDA.
+
+    Raises:
+        UnsupportedOperation: ``device`` is another one.
+    """
+    if torch.device(device).type == "cuda":
+        return BackendName.NCCL
     refuse_device("get_default_backend_for_device", torch.device(device))
     return BackendName.SHOAL
 
@@ -130,10 +143,10 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 def is_backend_available(backend: str) -> bool:
     """Return whether :func:`init_process_group` accepts this name."""
     try:
-        parse_backend(backend)
+        engine = parse_backend(backend)
     except UsageError:
         return False
-    return True
+    return engine.backend != NCCL or is_nccl_available()
 
 
 def is_gloo_available() -> bool:
@@ -142,8 +155,8 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """False: shoal communicates CPU tensors."""
-    return False
+    """Return whether torch finds a CUDA device, and nccl4py is installed, which ``"nccl"`` needs."""
+    return find_spec("nccl") is not None and torch.cuda.is_available()
 
 
 def is_mpi_available() -> bool:
@@ -157,5 +170,5 @@ def is_ucc_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """False: shoal communicates CPU tensors."""
+    """False: shoal has no backend for Intel's GPUs."""
     return False

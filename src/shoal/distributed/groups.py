@@ -116,7 +116,7 @@ def new_group(
             or ``{"transport": "tcp"}``, equal on all members.
         use_local_synchronization: True: return None on ranks that are not members.
         group_desc: part of the group's name.
-        device_id: None, or the CPU.
+        device_id: None, the CPU, or with ``"nccl"`` a CUDA device; not used.
         sort_ranks: whether group ranks follow global ranks; False: they follow the order of ``ranks``.
 
     Returns:
@@ -128,7 +128,8 @@ def new_group(
     """
     world = default_group("new_group")
     own = _subgroup_options("new_group", world, backend, pg_options)
-    refuse_device("new_group", device_id)
+    name = state.backend if backend is None else parse_backend(backend).backend
+    refuse_device("new_group", device_id, name)
     members = list(range(world.size)) if ranks is None else list(ranks)
     _check_members("new_group", world, members)
     state.count()

@@ -37,8 +37,9 @@ def init_process_group(
 
     Args:
         backend: ``"gloo"`` and ``"cpu:gloo"`` select the native engine, ``"tcp"`` the native engine without
-            shared memory, None and ``"shoal"`` the backend of ``SHOAL_BACKEND`` (native); or ``"mpi"``, or a
-            name registered with :func:`shoal.register_backend`.
+            shared memory, None and ``"shoal"`` the backend of ``SHOAL_BACKEND`` (native); ``"nccl"`` and
+            ``"cpu:gloo,cuda:nccl"`` NCCL for CUDA tensors and the native engine for others; or ``"mpi"``, or
+            a name registered with :func:`shoal.register_backend`.
         init_method: the rendezvous: ``env://`` (None), ``tcp://host:port``, ``file:///path``, or another URL
             of :func:`shoal.init`.  ``env://`` reads the variables of launchers, and those that scripts set
             themselves: MASTER_ADDR and MASTER_PORT, with RANK and WORLD_SIZE or arguments.
@@ -50,7 +51,8 @@ def init_process_group(
             usable until the default group is destroyed.
         group_name: not used, as in torch.
         pg_options: further arguments of :func:`shoal.init`, such as ``{"concurrency": 2}``.
-        device_id: None, or the CPU.
+        device_id: None, the CPU, or with ``"nccl"`` a CUDA device.  Not used: a group uses the device of the
+            tensors of its first operation.
 
     Raises:
         UsageError: a default group exists already, or an argument is invalid.
@@ -58,7 +60,7 @@ def init_process_group(
         RendezvousError: the rendezvous failed; RendezvousTimeout names the missing ranks.
     """
     engine = parse_backend(backend)
-    refuse_device("init_process_group", device_id)
+    refuse_device("init_process_group", device_id, engine.backend)
     if pg_options is not None and not isinstance(pg_options, Mapping):
         raise UsageError(
             f"init_process_group: pg_options={pg_options!r}: expected a dict of arguments of shoal.init"

@@ -63,7 +63,7 @@ class OrderedChannel(ForwardingChannel):
         self._cause: GroupError | None = None
 
     def submit(self, operation: Operation) -> Future[Any]:
-        if operation.key and self._channel.ordered:
+        if operation.key and self._channel.ordered and self._channel.keeps_order(operation):
             return self._callback_queue().submit(operation)
         return self._channel.submit(operation) if self._main is None else self._main.submit(operation)
 

@@ -227,7 +227,7 @@ class MpiCommunicator(Communicator):
         return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)
 
 
-class _StepwiseTransfer:
+class _StepwiseTransfer(Transfer):
     """A transfer as a generator of MPI requests."""
 
     def __init__(self, steps: _Steps) -> None:

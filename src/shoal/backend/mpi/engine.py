@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from ...common.mpi_library import library_name, mark_broken, mpi
 from ...errors import RendezvousError
 from ...rendezvous.membership import Membership
-from ..base import GroupSpec
-from ..engine import Communicator, Engine
+from ..engine import Communicator, Engine, Setup
 from ..supervised import SupervisedBackend
 from .communicator import MpiCommunicator
 
@@ -43,8 +42,8 @@ class MpiEngine(Engine):
             )
         self._world_ranks = ranks
 
-    def communicator(self, spec: GroupSpec) -> Communicator:
-        mpi = self._mpi
+    def communicator(self, setup: Setup) -> Communicator:
+        mpi, spec = self._mpi, setup.spec
         members = mpi.COMM_WORLD.Get_group().Incl([self._world_ranks[rank] for rank in spec.ranks])
         # Communicators of several groups may be made at the same time, with different tags.
         tag = spec.ident % (mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) + 1)

@@ -341,6 +341,7 @@ class NativeChannel(DataChannel):
         return self._core.external(
             operation.kind, count, DTYPE_CODES[tensors[0].dtype] if tensors else 0, operation.op.code,
             operation.root, sizes, operation.number, operation.key, operation.timeout,
+            bool(tensors) and not tensors[0].is_cpu,
         )  # fmt: skip
 
     def _message(self, operation: Operation) -> Future[Any]:

@@ -83,8 +83,8 @@ class BackendConformance:
             be refused.
         completes: when a future of an operation on a device other than the CPU is done.  "late": when the
             results are in the outputs, so not before all ranks have submitted the operation.  "early": when
-            the work is enqueued on a stream, without waiting for other ranks; ``wait()`` then waits for the
-            device.  On the CPU it is always "late".
+            the work is enqueued on a stream, without waiting for other ranks unless it is the first operation
+            of its kind in a group; ``wait()`` then waits for the device.  On the CPU it is always "late".
         rounding: where a reduction of float16 or bfloat16 rounds to that dtype.  "once": it adds in float32
             and rounds the result.  "per hop": it rounds after each addition or multiplication, so that the
             error grows with the number of ranks; results must be within the bound of these roundings.  In
@@ -216,11 +216,12 @@ class BackendConformance:
         def submitted_first(group: ProcessGroup) -> None:
             for device in devices:
                 x = full(10, 1.0, device)
+                group.all_reduce(x.clone()).wait()  # may have to connect
                 if group.rank == 0:
                     future = group.all_reduce(x)
                     if completes == "early" and device != "cpu":
                         end = time.monotonic() + TIMEOUT_S
-                        while not future.done():  # the first operation may have to connect
+                        while not future.done():
                             assert time.monotonic() < end
                             time.sleep(0.001)
                     else:

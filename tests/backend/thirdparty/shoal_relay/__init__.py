@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.backend.base import GroupSpec
-from shoal.backend.engine import Communicator, Engine
+from shoal.backend.engine import Communicator, Engine, Setup, Transfer
 from shoal.backend.kernels import reduction_kernel
 from shoal.backend.supervised import SupervisedBackend
 from shoal.rendezvous import Membership
@@ -34,10 +34,8 @@ class RelayEngine(Engine):
     def __init__(self, membership: Membership) -> None:
         self._store = membership.store
 
-    def connect(self, addresses: Sequence[bytes]) -> None:
-        """Do nothing: the store is connected."""
-
-    def communicator(self, spec: GroupSpec) -> RelayCommunicator:
+    def communicator(self, setup: Setup) -> RelayCommunicator:
+        spec = setup.spec
         return RelayCommunicator(PrefixStore(f"relay/{spec.ident:x}/", self._store), spec)
 
 
@@ -73,7 +71,7 @@ class RelayCommunicator(Communicator):
         """Do nothing: the last reader of an operation has deleted its keys."""
 
 
-class RelayTransfer:
+class RelayTransfer(Transfer):
     """One operation on this rank: waits for the parts that it needs, and then writes the outputs."""
 
     def __init__(self, communicator: RelayCommunicator, number: int, operation: Operation) -> None:
