@@ -237,8 +237,8 @@ CONCURRENCY: Variable[int] = Variable(
 )  # fmt: skip
 BACKEND: Variable[str] = Variable(
     "SHOAL_BACKEND", "the name of a backend", str, "native",
-    "Backend of groups for which the program names none: `native`, `mpi`, or a registered one. Also for the "
-    "backend `shoal` of torch.distributed.",
+    "Backend of groups for which the program names none: `native`, `mpi`, `nccl`, or a registered one. Also "
+    "for the backend `shoal` of torch.distributed.",
 )  # fmt: skip
 TRANSPORT: Variable[str] = Variable(
     "SHOAL_TRANSPORT", "auto, shm or tcp", _choice("auto", "shm", "tcp"), "auto",

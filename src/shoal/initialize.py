@@ -57,8 +57,8 @@ def init(
             ``SHOAL_TIMEOUT`` (300 s).
         secret: the job's secret; None: ``SHOAL_SECRET``, or the file that ``SHOAL_SECRET_FILE`` names; else,
             on one host, a file that only this user can read (``docs/security.md``).
-        backend: name of the data channel: "native", "mpi", or one given to :func:`shoal.register_backend`;
-            None: ``SHOAL_BACKEND`` ("native").
+        backend: name of the data channel: "native", "mpi", "nccl", or one given to
+            :func:`shoal.register_backend`; None: ``SHOAL_BACKEND`` ("native").
         name: name of the group, for errors and logs.
         concurrency: number of lanes: maximum number of operations of a group in progress at once; None:
             ``SHOAL_CONCURRENCY`` (1).

@@ -58,3 +58,10 @@ def test_a_package_brings_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "entry_points", entry_points)
     assert backend_factory("brought") is StoreBackend
     assert {"brought", "native"} <= {*backend_names()}
+
+
+def test_a_name_may_list_a_backend_for_each_device() -> None:
+    assert backend_factory("cpu:native") is backend_factory("native")
+    assert backend_factory("cuda:nccl, cpu:native") is backend_factory("nccl")
+    with pytest.raises(UsageError, match="unknown backend 'cpu:native,cuda:gloo'"):
+        backend_factory("cpu:native,cuda:gloo")

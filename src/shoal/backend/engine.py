@@ -90,7 +90,7 @@ class Communicator(abc.ABC):
 
 
 class Setup(Protocol):
-    """What a group offers to an engine that makes a communicator for it."""
+    """The means of a group to make a communicator for it."""
 
     spec: GroupSpec
     #: The device of the tensors; a group uses one device of an engine.

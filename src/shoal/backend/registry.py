@@ -33,6 +33,8 @@ _BUILT_IN = {
     MPI: ("shoal.backend.mpi.engine", "MpiBackend"),
     NCCL: ("shoal.backend.nccl.engine", "NcclBackend"),
 }
+#: Names that list a backend for each device type, as in torch.distributed.
+_PER_DEVICE = {"cpu:native": NATIVE, "cpu:mpi": MPI, "cpu:native,cuda:nccl": NCCL}
 _ENTRY_POINT_GROUP = "shoal.backends"
 #: Names of torch.distributed's backends for CPU tensors.
 _TORCH_BACKENDS = ("gloo", "shoal")
@@ -79,6 +81,8 @@ def backend_factory(name: str) -> BackendFactory:
     Raises:
         UsageError: the name is unknown; the message lists the known names.
     """
+    if isinstance(name, str):
+        name = _PER_DEVICE.get(",".join(sorted(name.replace(" ", "").split(","))), name)
     if name in _factories:
         return _factories[name]
     if name in _BUILT_IN:

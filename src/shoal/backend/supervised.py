@@ -434,7 +434,7 @@ class SupervisedChannel(ForwardingChannel):
 
 
 class _CommunicatorSetup:
-    """What the engine gets to make a communicator; see :class:`~shoal.backend.engine.Setup`."""
+    """The setup of one communicator; see :class:`~shoal.backend.engine.Setup`."""
 
     def __init__(self, control: NativeChannel, spec: GroupSpec, device: torch.device, timeout: float) -> None:
         self._control, self._timeout = control, timeout

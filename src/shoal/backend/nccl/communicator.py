@@ -34,7 +34,7 @@ _FINALIZE_TIMEOUT_S = 5.0
 _ABORT_TIMEOUT_S = 10.0
 
 #: A collective: yields when its calls are made, continues when NCCL has put them on the stream, and yields
-#: again if it has temporary tensors, which live until the work is done.
+#: again if it has temporary tensors, to keep them until the work is done.
 _Steps = Generator[None, None, None]
 #: ``call(source, target, count, dtype, op)``: one reduction, with addresses and codes of NCCL
 _ReduceCall = Callable[[int, int, int, int, int], None]
