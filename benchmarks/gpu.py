@@ -5,8 +5,8 @@
 Uses the torch of ``PYTHON``, which must see a GPU. Builds shoal from this checkout into ``build/gpu``, with
 wheels from the folder ``WHEELS`` for missing packages (default: from pip's index). Runs the tests marked
 ``gpu``, and trains with ``init_process_group("cpu:shoal,cuda:nccl")`` and one rank per GPU, and with
-``"cpu:shoal,cuda:gloo"`` and two ranks, which may share a GPU (NCCL refuses that). Writes
-``benchmarks/results/gpu-<card>.json``.
+``"cpu:shoal,cuda:gloo"`` and two ranks, which may share a GPU (NCCL refuses that). Measures the backend
+"nccl" (``gpu_nccl.py``). Writes ``benchmarks/results/gpu-<card>.json``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "gpu"
-#: packages that shoal imports at run time and torch does not depend on; the modules have the same names
-NEEDS = ("click", "msgspec", "psutil", "rich")
+#: packages that shoal or its tests import and torch does not depend on -> their modules
+NEEDS = {
+    "click": "click", "msgspec": "msgspec", "psutil": "psutil", "rich": "rich",
+    "nccl4py": "nccl", "cuda-pathfinder": "cuda.pathfinder", "cloudpickle": "cloudpickle",
+}  # fmt: skip
 #: timeout of a step in seconds
 LIMIT_S = 240
 
@@ -52,10 +55,11 @@ def main() -> int:
     }
     cards = torch.cuda.device_count()
     record["tests"] = _tests(environment)
-    record["nccl"] = _program(cards, "nccl", environment)
+    record["nccl"] = _checks(cards, "nccl", environment)
     # FSDP2 gathers several tensors at once. Gloo (torch 2.11) copies GPU tensors as if they were in host
     # memory, which crashes the process.
-    record["gloo"] = _program(max(2, cards), "gloo", environment, without=("fsdp2",))
+    record["gloo"] = _checks(max(2, cards), "gloo", environment, without=("fsdp2",))
+    record["shoal nccl"] = _program(cards, "gpu_nccl.py", (), environment)
     given.results.mkdir(parents=True, exist_ok=True)
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
     path = given.results / f"gpu-{card}.json"
@@ -69,6 +73,7 @@ def main() -> int:
         and not failed
         and not record["nccl"]["code"]
         and not record["gloo"]["code"]
+        and not record["shoal nccl"]["code"]
     )
     print(f"{'passed' if good else 'FAILED'}; results: {path}", flush=True)
     return 0 if good else 1
@@ -78,13 +83,20 @@ def _build(wheels: str | None) -> float:
     """Build and install shoal and missing packages; return the seconds of the build."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     source = ["--no-index", "--find-links", str(Path(wheels).resolve())] if wheels else []
-    missing = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+    missing = [package for package, module in NEEDS.items() if not _is_installed(module)]
     target = ["--upgrade", "--target", str(SITE)]
     if missing:
         subprocess.run([*pip, *source, *target, *missing], check=True, timeout=LIMIT_S)
     started = time.monotonic()
     subprocess.run([*pip, *source, *target, "--no-build-isolation", str(ROOT)], check=True, timeout=LIMIT_S)
     return round(time.monotonic() - started, 1)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that contains it
+        return False
 
 
 def _machine() -> dict[str, Any]:
@@ -131,12 +143,10 @@ def _tests(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _program(
-    ranks: int, engine: str, environment: dict[str, str], without: Sequence[str] = ()
+    ranks: int, script: str, arguments: Sequence[str], environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run the checks except those in ``without``."""
-    program = [str(ROOT / "benchmarks" / "gpu_programs.py"), "--engine", engine]
-    if without:
-        program += ["--without", *without]
+    """Run a program; its figures are the JSON object that rank 0 prints."""
+    program = [str(ROOT / "benchmarks" / script), *arguments]
     command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), *program]
     print("+", " ".join(command), flush=True)
     try:
@@ -151,13 +161,16 @@ def _program(
     for line in text.splitlines():
         if (start := line.find('{"')) >= 0:
             figures = json.loads(line[start:])
-    return {
-        "ranks": ranks,
-        "code": code,
-        "checks": {name: each["outcome"] for name, each in figures.items()},
-        "figures": figures,
-        "stderr": errors[-2000:],
-    }
+    return {"ranks": ranks, "code": code, "figures": figures, "stderr": errors[-2000:]}
+
+
+def _checks(
+    ranks: int, engine: str, environment: dict[str, str], without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run the checks of gpu_programs.py except those in ``without``."""
+    arguments = ["--engine", engine, *(["--without", *without] if without else [])]
+    record = _program(ranks, "gpu_programs.py", arguments, environment)
+    return {**record, "checks": {name: each["outcome"] for name, each in record["figures"].items()}}
 
 
 def _text(captured: bytes | str | None) -> str:

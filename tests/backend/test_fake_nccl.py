@@ -323,6 +323,7 @@ def test_kernels_that_differ_never_complete_until_an_abort(ranks: Ranks, differe
 def test_the_first_launch_of_a_function_is_in_progress_until_all_ranks_have_launched_it(ranks: Ranks) -> None:
     made = ranks(2)
     results = [made[0].all_reduce(torch.ones(1))]
+    time.sleep(0.05)
     assert made[0].stream.record().wait(PATIENCE)  # the kernel is not on the stream
     assert made[0].state == Result.IN_PROGRESS
     ranks.expected_violations = 3
@@ -341,9 +342,9 @@ def test_the_first_launch_of_a_function_is_in_progress_until_all_ranks_have_laun
 def test_init_is_in_progress_until_all_ranks_have_connected(ranks: Ranks) -> None:
     nccl = ranks.nccl()
     unique_id = nccl.unique_id()
-    # the same rank twice, and another size
-    comms = [nccl.init(size, unique_id, rank, "test") for size, rank in ((2, 0), (2, 0), (3, 1))]
-    time.sleep(0.05)
+    # another size, and the same rank twice
+    comms = [nccl.init(size, unique_id, rank, "test") for size, rank in ((3, 1), (2, 0), (2, 0))]
+    time.sleep(0.3)
     assert [nccl.async_error(comm) for comm in comms] == [Result.IN_PROGRESS] * 3
     ranks.expected_violations = 4
     refused(INVALID_ARGUMENT, lambda: nccl.finalize(comms[0]))

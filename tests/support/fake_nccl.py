@@ -26,12 +26,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.backend.nccl.library import Nccl, Reduction, Result
+from shoal.backend.nccl.library import UNIQUE_ID_BYTES, Nccl, Reduction, Result
 from shoal.errors import WireError
 from shoal.net import Connection
 
 from .fake_streams import FakeRuntime, FakeStream
-from .nccl_hub import TIMEOUT_S, TORCH_DTYPES, UNIQUE_ID_BYTES, Hub, Signature, connect_to_hub, start_thread
+from .nccl_hub import TIMEOUT_S, TORCH_DTYPES, Hub, Signature, connect_to_hub, start_thread
 
 #: values of ``ncclResult_t``: name and ``ncclGetErrorString``
 RESULTS = {

@@ -37,7 +37,6 @@ _PURPOSE = "fake-nccl"
 _LIMIT_BYTES = 2**31
 #: port and secret, in 128 bytes
 _UNIQUE_ID = struct.Struct("<H32s94x")
-UNIQUE_ID_BYTES = _UNIQUE_ID.size
 
 
 class Signature(NamedTuple):

@@ -96,17 +96,18 @@ class NcclCommunicator(Communicator):
             return self._runtime.synchronize(self._runtime.record(self._stream), _ABORT_TIMEOUT_S)
 
     def close(self) -> None:
-        with _launch_lock, self._lock, self._runtime.use(self._stream):
-            self._nccl.finalize(self._comm)
         deadline = time.monotonic() + _FINALIZE_TIMEOUT_S
-        while not self.ready():
-            if time.monotonic() > deadline:
-                self.abort()
-                return
-            time.sleep(_PAUSE_S)
-        with _launch_lock, self._lock:
+        try:
+            for call in (self._nccl.finalize, self._nccl.destroy):
+                while not self.ready():
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    time.sleep(_PAUSE_S)
+                with _launch_lock, self._lock, self._runtime.use(self._stream):
+                    call(self._comm)
             self._aborted = True
-            self._nccl.destroy(self._comm)
+        except Exception:  # NCCL cannot end it in good order
+            self.abort()
 
     # -- the stream ------------------------------------------------------------------------------
 
