@@ -1,0 +1,49 @@
+"""The conformance tests with an engine of a device whose futures are done when the data is there, like UCC's.
+
+The ranks are processes, because a process that has the pretended device has it until it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shoal.testing import RankPool
+from shoal.testing.conformance import BackendConformance
+
+from .conftest import THIRD_PARTY
+
+POOLS: dict[int, RankPool] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools_end() -> Iterator[None]:
+    yield
+    while POOLS:
+        POOLS.popitem()[1].close()
+
+
+def make_device() -> None:
+    sys.path.append(str(THIRD_PARTY))
+    from tests.support import pretend_device
+    from tests.support.late_engine import use_late_engine
+
+    use_late_engine(pretend_device.make())
+
+
+class TestLateDevice(BackendConformance):
+    backend = "late"
+    devices = ("pretend", "cpu")
+    completes = "late"
+
+    # The pretended device keeps its streams, which are threads, and a list of tensors that streams use.
+    test_no_thread_is_left_behind = None  # type: ignore[assignment]
+    test_a_tensor_is_released_after_the_wait = None  # type: ignore[assignment]
+
+    def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
+        if size not in POOLS:
+            POOLS[size] = RankPool(size, prepare=make_device)
+        return POOLS[size].run(fn, *args, **self.with_defaults(options))
