@@ -74,6 +74,17 @@ def test_the_hosts_of_ranks_can_be_chosen(pool: RankPool) -> None:
         pool.run(describe, 1, hosts=["a"])
 
 
+def test_a_group_may_have_the_first_ranks_only(pool: RankPool) -> None:
+    pids = [pid for pid, _ in pool.run(describe, 0)]
+    assert pool.run(describe, 1, size=2, hosts=["a", "b"]) == [(pid, 9.0) for pid in pids[:2]]
+    with pytest.raises(RemoteError, match="rank 1 was still running at the deadline"):
+        pool.run(hang, size=2, timeout=1.0, op_timeout=30.0)
+    assert pool.pids == []
+    for size in (0, 4):
+        with pytest.raises(UsageError, match="expected 1 to 3, the number of processes of the pool"):
+            pool.run(describe, 1, size=size)
+
+
 def test_a_rank_that_raises_ends_the_others_and_the_processes_stay(pool: RankPool) -> None:
     def fail(group: ProcessGroup) -> None:
         if group.rank == 1:

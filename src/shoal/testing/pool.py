@@ -102,6 +102,7 @@ class RankPool:
         self,
         fn: Callable[..., T],
         *args: Any,
+        size: int | None = None,
         timeout: float = 60.0,
         hosts: Sequence[str] | None = None,
         op_timeout: float | None = None,
@@ -115,6 +116,7 @@ class RankPool:
             fn: called with each rank's world group.  Functions that the ranks cannot import, such as
                 closures, need cloudpickle.
             args: further arguments of ``fn``; they and the results are pickled.
+            size: number of ranks of the group, which are the first processes; None: all processes.
             timeout: seconds until all must have returned.  After that the stacks of the late ranks are in the
                 exception, and the processes are killed.
             hosts: host identity of each rank, to treat this machine as several; None means one host.
@@ -126,8 +128,11 @@ class RankPool:
                 start.  The message has each such rank's traceback, exit code or stacks, in the order of
                 failure.
         """
-        if hosts is not None and len(hosts) != self.size:
-            raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(self.size, 'rank')}")
+        size = self.size if size is None else size
+        if not 1 <= size <= self.size:
+            raise UsageError(f"size={size!r}: expected 1 to {self.size}, the number of processes of the pool")
+        if hosts is not None and len(hosts) != size:
+            raise UsageError(f"hosts={list(hosts)!r}: expected one for each of {counted(size, 'rank')}")
         seconds = timeout if op_timeout is None else op_timeout
         work = _pickled(fn, args)
         self._ensure_started()
@@ -141,9 +146,9 @@ class RankPool:
 
             common = {
                 "backend": "native", **options, "timeout": seconds, "url": server.url, "secret": secret,
-                "size": self.size, "job": job,
+                "size": size, "job": job,
             }  # fmt: skip
-            own = [{}] * self.size if hosts is None else [{"host_id": host} for host in hosts]
+            own = [{}] * size if hosts is None else [{"host_id": host} for host in hosts]
             jobs = [(work, {**common, **each, "rank": rank}) for rank, each in enumerate(own)]
             results: list[T] = values(self._outcomes(jobs, timeout, on_end))
             return results
@@ -231,17 +236,18 @@ class RankPool:
         timeout: float,
         on_end: Callable[[int], None] = lambda rank: None,
     ) -> list[Outcome]:
-        """Run one job on each rank; kill the processes if one has ended or is late.
+        """Run one job on each of the first ranks; kill all processes if one has ended or is late.
 
         Args:
+            jobs: one for each of these ranks.
             on_end: called with each rank whose process ends.
         """
         try:
-            for rank, job in zip(self._ranks, jobs, strict=True):
+            for rank, job in zip(self._ranks, jobs, strict=False):
                 with contextlib.suppress(WireError):  # the process has ended, as the next step detects
                     rank.connection.send(pickle.dumps(job), timeout)
-            outcomes = dict(self._reports(Deadline(timeout), on_end))
-            others = [number for number in range(self.size) if number not in outcomes]
+            outcomes = dict(self._reports(len(jobs), Deadline(timeout), on_end))
+            others = [number for number in range(len(jobs)) if number not in outcomes]
             outcomes |= self._endings([number for number in others if self._ranks[number].ended_at])
             outcomes |= self._late([number for number in others if not self._ranks[number].ended_at])
         except BaseException:
@@ -249,11 +255,16 @@ class RankPool:
             raise
         if others:
             self._kill()
-        return [outcomes[number] for number in range(self.size)]
+        return [outcomes[number] for number in range(len(jobs))]
 
-    def _reports(self, deadline: Deadline, on_end: Callable[[int], None]) -> Iterator[tuple[int, Outcome]]:
-        """Yield the outcomes of ranks that report before the deadline; set ``ended_at`` of those that end."""
-        waiting: dict[Any, int] = {rank.connection: number for number, rank in enumerate(self._ranks)}
+    def _reports(
+        self, size: int, deadline: Deadline, on_end: Callable[[int], None]
+    ) -> Iterator[tuple[int, Outcome]]:
+        """Yield the outcomes of the first ``size`` ranks that report before the deadline.
+
+        Sets ``ended_at`` of those that end.
+        """
+        waiting: dict[Any, int] = {self._ranks[number].connection: number for number in range(size)}
         while waiting and (ready := connection.wait(list(waiting), deadline.remaining())):
             for peer in ready:
                 assert isinstance(peer, Connection)
