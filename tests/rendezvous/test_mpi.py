@@ -189,8 +189,13 @@ with shoal.init() as group:
     found.append((type(group._backend).name, group.world.membership.secret != shoal.rendezvous.user_secret()))
 for dist in (shoal.distributed, torch.distributed):
     dist.init_process_group("shoal")
-    found.append((dist.get_backend(), total(dist)))
+    found.append((dist.get_backend(), total(dist), type(shoal.world.open_groups()[0]._backend).__name__))
     dist.destroy_process_group()
+torch.distributed.init_process_group("shoal")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(2, 4)).sum().backward()
+found.append(model.module.weight.grad.tolist() == [[2.0] * 4] * 2)
+torch.distributed.destroy_process_group()
 sys.stdout.write(f"{found}\\n")
 """
 
@@ -198,7 +203,8 @@ sys.stdout.write(f"{found}\\n")
 def test_a_variable_makes_mpi_the_backend_and_the_place_to_meet(mpi: Mpi, tmp_path: Path) -> None:
     outcome = mpi.run(2, _DEFAULTS, folder=tmp_path, env={"SHOAL_BACKEND": "mpi"})
     assert outcome.code == 0, outcome
-    once = "[[2.0, 2.0], ('mpi', True), ('shoal', [3.0, 3.0, 3.0]), ('shoal', [3.0, 3.0, 3.0])]"
+    each = "('shoal', [3.0, 3.0, 3.0], 'MpiBackend')"
+    once = f"[[2.0, 2.0], ('mpi', True), {each}, {each}, True]"
     assert outcome.out.splitlines() == [once] * 2, outcome
 
 
