@@ -10,20 +10,18 @@ import pytest
 from shoal.testing import RankPool
 from shoal.testing.conformance import BackendConformance
 
-POOLS: dict[int, RankPool] = {}
+#: smaller groups use its first ranks
+POOL = RankPool(4)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _pools_end() -> Iterator[None]:
+def _pool_ends() -> Iterator[None]:
     yield
-    while POOLS:
-        POOLS.popitem()[1].close()
+    POOL.close()
 
 
 class TestProcesses(BackendConformance):
     backend = "native"
 
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
-        if size not in POOLS:
-            POOLS[size] = RankPool(size)
-        return POOLS[size].run(fn, *args, **self.with_defaults(options))
+        return POOL.run(fn, *args, size=size, **self.with_defaults(options))
