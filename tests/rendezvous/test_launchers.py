@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.tools.bench.contenders import mpi_environment
+from tests.support.mpi import mpiexec_of
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,13 +30,20 @@ sys.stdout.write(f"rank {member.rank} of {member.size}, local {member.local_rank
 
 
 # Under torchrun one script of tests/compat/launching meets in the same way.
-@pytest.mark.parametrize("name", [pytest.param("torchrun", marks=pytest.mark.stress), "mpich", "openmpi"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mpich",
+        "openmpi",
+        *(pytest.param(name, marks=pytest.mark.stress) for name in ("openmpi 5", "torchrun")),
+    ],
+)
 def test_ranks_meet_under(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    else:  # from the environment that the benchmark makes in this checkout, in the pinned versions
+    else:
         monkeypatch.chdir(ROOT)
-        launcher = [str(mpi_environment(name) / "bin" / "mpiexec"), "-n", "2", sys.executable]
+        launcher = [mpiexec_of(name), "-n", "2", sys.executable]
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
     environment = {

