@@ -1,7 +1,7 @@
 """Everything but ``shoal bench`` works where numpy is not installed.
 
 A virtual environment has links to all packages of the running environment except numpy.  The tests run there:
-the import of every module, a program on two ranks, programs of the pages, and a newcomer of a session.
+the import of every module, a program on two ranks, a newcomer of a session, and programs of the pages.
 """
 
 from __future__ import annotations
@@ -204,11 +204,16 @@ def test_objects_training_and_calls_work_on_two_ranks(run: Run, tmp_path: Path) 
     assert sorted(output.splitlines()) == [f"[{rank}] rank {rank} is done" for rank in (0, 1)]
 
 
-def test_programs_of_the_pages_and_a_newcomer_of_a_session_work(run: Run, tmp_path: Path) -> None:
-    tests = (
-        "tests/test_docs.py::test_every_program_on_the_pages_runs",
+@pytest.mark.parametrize(
+    "test",
+    [
         "tests/elastic/test_newcomers.py::test_newcomers_receive_the_state_and_train_on[shm]",
-    )
+        # The programs of the pages use little that the program above does not.
+        pytest.param("tests/test_docs.py::test_every_program_on_the_pages_runs", marks=pytest.mark.stress),
+    ],
+    ids=["a newcomer of a session", "programs of the pages"],
+)
+def test_other_tests_pass(run: Run, tmp_path: Path, test: str) -> None:
     options = "-q", "-W", QUIET, "-p", "no:cacheprovider", "-p", "no:xdist"
-    output = run("-m", "pytest", *options, f"--basetemp={tmp_path / 'inside'}", *tests, folder=ROOT)
+    output = run("-m", "pytest", *options, f"--basetemp={tmp_path / 'inside'}", test, folder=ROOT)
     assert re.search(r"^\d+ passed in", output, re.MULTILINE), output
