@@ -216,7 +216,7 @@ save = bytes_lm.Training.save
 
 def save_and_wait(training, path):
     save(training, path)
-    if training.done > 150:
+    if training.done > 40:
         time.sleep(300)
 
 bytes_lm.Training.save = save_and_wait
@@ -227,7 +227,7 @@ bytes_lm.main()
 def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(
     lm: ModuleType, launcher: QuickLauncher, tmp_path: Path
 ) -> None:
-    settings = lm.Settings(steps=200, **TINY)
+    settings = lm.Settings(steps=60, **TINY)
     given = [f"--{name}={value}" for name, value in asdict(settings).items()]
     options = [*given, "--checkpoint-every=2", f"--out={tmp_path}"]
     endless = tmp_path / "endless.py"
@@ -238,15 +238,15 @@ def test_a_run_whose_rank_0_is_killed_goes_on_as_if_it_had_not(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert run.stderr is not None
-        # When step 10 is told, the checkpoint of step 8 is there.
-        assert run.stdout.readline().startswith("[0] step  10 ")
+        # When step 3 is told, the checkpoint of step 2 is there.
+        assert run.stdout.readline().startswith("[0] step  3 ")
         for process in psutil.Process(run.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.environ().get("SHOAL_RANK") == "0":
                     process.kill()
         assert "rank 0 failed first" in run.stderr.read()
     assert run.returncode == 128 + signal.SIGKILL
-    assert 8 <= len(_load(checkpoint)["history"]["train"]) < settings.steps
+    assert 2 <= len(_load(checkpoint)["history"]["train"]) < settings.steps
 
     code, out, err = launcher.run(2, str(EXAMPLES / "bytes_lm.py"), *options, "--resume")
     assert code == 0, out + err
