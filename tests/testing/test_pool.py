@@ -242,25 +242,24 @@ parent = os.getpid()
 from tests.testing.test_pool import LAUNCHER, hang
 from shoal.testing import RankPool
 
-launcher = LAUNCHER if sys.argv[1] == "launcher" else None
-pool = RankPool(2, launcher=launcher)
-pool.run(lambda group: None)
-print(*pool.pids, flush=True)
-if sys.argv[2] == "killed":
-    pool.run(lambda group: os.kill(parent, signal.SIGKILL) or hang(group))
+pools = [RankPool(2), RankPool(2, launcher=LAUNCHER)]
+for pool in pools:
+    pool.run(lambda group: None)
+    print(*pool.pids, flush=True)
+if sys.argv[1] == "killed":
+    pools[0].run(lambda group: os.kill(parent, signal.SIGKILL) or hang(group))
 """
 
 
-@pytest.mark.parametrize("started", ["children", "launcher"])
 @pytest.mark.parametrize("ending", ["killed", "exits"])
-def test_ranks_end_with_the_process_that_has_the_pool(tmp_path: Path, started: str, ending: str) -> None:
+def test_ranks_end_with_the_process_that_has_the_pools(tmp_path: Path, ending: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, started, ending],
+        [sys.executable, "-c", PROGRAM, ending],
         stdout=subprocess.PIPE, text=True, timeout=120, env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == (-signal.SIGKILL if ending == "killed" else 0)
     pids = [int(pid) for pid in result.stdout.split()]
-    assert len(pids) == 2
+    assert len(pids) == 4
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     # A killed process leaves the folder of multiprocessing's fork server.
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
