@@ -42,14 +42,15 @@ hypothesis.settings.load_profile("patient")
 #: Files of few tests that take long.  The processes of ``make test`` begin with them: a file that begins last
 #: keeps one process busy while the others have nothing to do.
 LONGEST = (
-    "compat/launching/test_launchers.py", "hosts/test_srun.py", "failure/test_cuts.py",
+    "backend/test_mpi.py", "compat/launching/test_launchers.py", "hosts/test_srun.py", "failure/test_cuts.py",
     "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",
     "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
     "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",
     "compat/frameworks/test_page.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
     "examples/test_notebook.py", "test_without_numpy.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
-    "compat/launching/test_failures.py", "examples/test_digits.py",
+    "compat/launching/test_failures.py", "examples/test_digits.py", "rendezvous/test_mpi.py",
+    "testing/test_pool.py", "benchmarks/test_gpu.py", "backend/test_early_device.py",
 )  # fmt: skip
 
 
