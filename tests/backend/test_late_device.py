@@ -16,15 +16,6 @@ from shoal.testing.conformance import BackendConformance
 
 from .conftest import THIRD_PARTY
 
-POOLS: dict[int, RankPool] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pools_end() -> Iterator[None]:
-    yield
-    while POOLS:
-        POOLS.popitem()[1].close()
-
 
 def make_device() -> None:
     sys.path.append(str(THIRD_PARTY))
@@ -32,6 +23,16 @@ def make_device() -> None:
     from tests.support.late_engine import use_late_engine
 
     use_late_engine(pretend_device.make())
+
+
+#: smaller groups use its first ranks
+POOL = RankPool(4, prepare=make_device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool_ends() -> Iterator[None]:
+    yield
+    POOL.close()
 
 
 class TestLateDevice(BackendConformance):
@@ -43,7 +44,13 @@ class TestLateDevice(BackendConformance):
     test_no_thread_is_left_behind = None  # type: ignore[assignment]
     test_a_tensor_is_released_after_the_wait = None  # type: ignore[assignment]
 
+    # The pretended device is slow.
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.parametrize(
+        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
+    )
+    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
+        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
+
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
-        if size not in POOLS:
-            POOLS[size] = RankPool(size, prepare=make_device)
-        return POOLS[size].run(fn, *args, **self.with_defaults(options))
+        return POOL.run(fn, *args, size=size, **self.with_defaults(options))

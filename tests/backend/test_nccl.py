@@ -30,15 +30,6 @@ from shoal.testing.conformance import BackendConformance
 
 PATIENCE = 30.0
 
-_pools: dict[int, RankPool] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pools_end() -> Iterator[None]:
-    yield
-    while _pools:
-        _pools.popitem()[1].close()
-
 
 def prepare() -> None:
     from tests.support import pretend_device
@@ -47,10 +38,14 @@ def prepare() -> None:
     use_fake_nccl(pretend_device.make())
 
 
-def pool(size: int) -> RankPool:
-    if size not in _pools:
-        _pools[size] = RankPool(size, prepare=prepare)
-    return _pools[size]
+#: smaller groups use its first ranks
+POOL = RankPool(4, prepare=prepare)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool_ends() -> Iterator[None]:
+    yield
+    POOL.close()
 
 
 def run(fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
@@ -67,7 +62,7 @@ def run(fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[A
             assert violations == []
 
     defaults = {"backend": "fake-nccl", "timeout": 60.0, "op_timeout": 30.0}
-    return pool(size).run(checked, *args, **{**defaults, **options})
+    return POOL.run(checked, *args, size=size, **{**defaults, **options})
 
 
 class TestFakeNccl(BackendConformance):
@@ -79,6 +74,14 @@ class TestFakeNccl(BackendConformance):
     # The pretended device keeps its streams, which are threads, and a list of tensors that streams use.
     test_no_thread_is_left_behind = None  # type: ignore[assignment]
     test_a_tensor_is_released_after_the_wait = None  # type: ignore[assignment]
+
+    # The pretended device is slow.
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    @pytest.mark.parametrize(
+        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
+    )
+    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
+        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
 
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
         return run(fn, size, *args, **self.with_defaults(options))
