@@ -240,6 +240,11 @@ BACKEND: Variable[str] = Variable(
     "Backend of groups for which the program names none: `native`, `mpi`, `nccl`, or a registered one. Also "
     "for the backend `shoal` of torch.distributed.",
 )  # fmt: skip
+MPI_REDUCTIONS: Variable[str] = Variable(
+    "SHOAL_MPI_REDUCTIONS", "native or mpi", _choice("native", "mpi"), "native",
+    "Reductions of the backend `mpi`: by shoal (`native`), with the bits of the native backend, or by the "
+    "MPI library (`mpi`), in its own order.",
+)  # fmt: skip
 TRANSPORT: Variable[str] = Variable(
     "SHOAL_TRANSPORT", "auto, shm or tcp", _choice("auto", "shm", "tcp"), "auto",
     "Transport between ranks on one host: shared memory (`shm`), sockets (`tcp`), or the best one (`auto`).",

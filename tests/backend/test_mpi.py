@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import DistributedDataParallel, Future, ProcessGroup, RendezvousError
+import shoal
+from shoal import DistributedDataParallel, Future, ProcessGroup, RendezvousError, UsageError
 from shoal.backend.mpi.engine import MpiEngine
 from shoal.common import mpi_library
 from shoal.testing import RankPool
 from shoal.testing.conformance import BackendConformance
+from shoal.testing.conformance.cases import all_cases, check_cases, run_cases
 from tests.support.mpi import Mpi
 
 #: the ranks of each MPI library; smaller groups use the first ones
@@ -70,6 +72,23 @@ class TestMpi(BackendConformance):
             native.close()
 
         self.run(reductions, 3)
+
+    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+    def test_reductions_of_mpi_agree_with_the_reference(self) -> None:
+        cases = [case for case in all_cases(37, "cpu", messages=False) if case.op]
+        assert any(case.collective == "reduce_scatter" for case in cases)
+        check_cases(cases, self.run(run_cases, 3, cases, reductions="mpi"), "per hop")
+
+    def test_ranks_that_let_different_libraries_reduce_are_refused(self) -> None:
+        def refused(group: ProcessGroup) -> None:
+            reductions = "mpi" if group.rank else "native"
+            with pytest.raises(RendezvousError, match=r"reductions='.*' here, and another value on rank"):
+                shoal.init(backend="mpi", store=group.store, rank=group.rank, size=2, reductions=reductions)
+            with pytest.raises(UsageError, match="reductions='none': expected 'native' or 'mpi'"):
+                shoal.init(backend="mpi", reductions="none")
+            group.barrier().wait()
+
+        self.run(refused, 2)
 
     def test_operations_in_callbacks_and_subgroups(self) -> None:
         def chains(group: ProcessGroup) -> None:

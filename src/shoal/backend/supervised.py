@@ -88,7 +88,7 @@ class SupervisedBackend(Backend):
         shared_memory_limit: int | None = None,
     ) -> None:
         deadline = time.monotonic() + timeout
-        self.engine = self.engine_type(membership)
+        self.engine = self.make_engine(membership)
         self.native = NativeBackend(
             membership,
             timeout=timeout,
@@ -105,6 +105,10 @@ class SupervisedBackend(Backend):
         except BaseException:
             self.close(0.0)
             raise
+
+    def make_engine(self, membership: Membership) -> Engine:
+        """Return the engine of this process; backends whose engines take options override it."""
+        return self.engine_type(membership)
 
     def channel(self, group: GroupSpec) -> DataChannel:
         control = self.native.channel(group)

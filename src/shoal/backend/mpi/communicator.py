@@ -3,7 +3,7 @@
 Data is passed to MPI as elements of a size.  Reductions are computed by shoal's kernels, in the order of the
 ranks and rounded once: MPI has no bfloat16, and does not promise equal bits on all ranks.  An all-reduce is
 Ialltoallv, the reduction of one part on each rank, and Iallgatherv; a small one is Iallgather, and the
-reduction of all inputs on each rank.
+reduction of all inputs on each rank.  On request, MPI computes the reductions that it has.
 
 All ranks must start the operations of an MPI communicator in the same order.  So there are two communicators:
 one for the first parts of transfers, which start when the operation is submitted, and one for the second
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import CollectiveMismatch
-from ...spec import Operation, OpKind
+from ...spec import AVG, BAND, BOR, BXOR, MAX, MIN, PREMUL_SUM, PRODUCT, SUM, Operation, OpKind
 from ..engine import Communicator, Transfer
 from ..kernels import copy_bytes, reduction_kernel
 
@@ -42,9 +42,10 @@ class MpiCommunicator(Communicator):
     Args:
         mpi: the module ``mpi4py.MPI``.
         first, second: the communicators of the first and second parts of transfers.
+        reduces: whether MPI computes the reductions that it has.
     """
 
-    def __init__(self, mpi: ModuleType, first: Any, second: Any) -> None:
+    def __init__(self, mpi: ModuleType, first: Any, second: Any, reduces: bool) -> None:
         self._mpi = mpi
         self._first, self._second = first, second
         self._rank, self._size = int(first.Get_rank()), int(first.Get_size())
@@ -56,6 +57,7 @@ class MpiCommunicator(Communicator):
             16: mpi.C_DOUBLE_COMPLEX,
         }
         self._kept: torch.Tensor | None = None
+        self._reductions = _mpi_reductions(mpi) if reduces else {}
 
     def start(self, operation: Operation) -> Transfer:
         return _StepwiseTransfer(_TRANSFERS[operation.kind](self, operation))
@@ -68,6 +70,10 @@ class MpiCommunicator(Communicator):
 
     def _all_reduce(self, operation: Operation) -> _Steps:
         x = operation.outputs[0]
+        if native := self._native(operation):
+            yield self._first.Iallreduce(self._mpi.IN_PLACE, self._typed(x, native), native.op)
+            native.finish(x, self._size)
+            return
         if self._is_small(x):
             gathered = self._temporary(x.nbytes * self._size)
             yield self._first.Iallgather(self._whole(x), self._equal_parts(gathered, x))
@@ -81,6 +87,14 @@ class MpiCommunicator(Communicator):
     def _reduce(self, operation: Operation) -> _Steps:
         x, root = operation.inputs[0], operation.root
         at_root = self._rank == root
+        if native := self._native(operation):
+            source, into = self._typed(x, native), None
+            if at_root:
+                source, into = self._mpi.IN_PLACE, source
+            yield self._first.Ireduce(source, into, native.op, root)
+            if at_root:
+                native.finish(x, self._size)
+            return
         if self._is_small(x):
             gathered = self._temporary(x.nbytes * self._size if at_root else 0)
             into = self._equal_parts(gathered, x) if at_root else None
@@ -126,7 +140,14 @@ class MpiCommunicator(Communicator):
 
     def _reduce_scatter(self, operation: Operation) -> _Steps:
         packed, counts = self._packed(operation.inputs)
-        yield from self._reduce_scatter_into(operation, packed, counts, operation.outputs[0])
+        y = operation.outputs[0]
+        if native := self._native(operation):
+            yield self._first.Ireduce_scatter(
+                self._typed(packed, native), self._typed(y, native), counts, native.op
+            )
+            native.finish(y, self._size)
+        else:
+            yield from self._reduce_scatter_into(operation, packed, counts, y)
 
     def _all_to_all(self, operation: Operation) -> _Steps:
         inputs, outputs = operation.inputs, operation.outputs
@@ -208,10 +229,17 @@ class MpiCommunicator(Communicator):
         counts = [x.numel() for x in tensors]
         return torch.empty(sum(counts), dtype=tensors[0].dtype, device="cpu"), counts
 
+    def _native(self, operation: Operation) -> _Reduction | None:
+        """The reduction of MPI for an operation; None: shoal computes it."""
+        return self._reductions.get((operation.inputs[0].dtype, operation.op.code))
+
     # -- arguments of MPI ------------------------------------------------------------------------
 
     def _whole(self, x: torch.Tensor) -> list[Any]:
         return [self._memory(x), x.numel(), self._types[x.element_size()]]
+
+    def _typed(self, x: torch.Tensor, reduction: _Reduction) -> list[Any]:
+        return [self._memory(x), x.numel(), reduction.type]
 
     def _parts(self, x: torch.Tensor, counts: Sequence[int]) -> list[Any]:
         return [self._memory(x), counts, None, self._types[x.element_size()]]
@@ -225,6 +253,44 @@ class MpiCommunicator(Communicator):
 
     def _memory(self, x: torch.Tensor) -> Any:
         return self._mpi.buffer.fromaddress(x.data_ptr(), x.nbytes)
+
+
+class _Reduction(NamedTuple):
+    """A reduction of MPI: its datatype and operation, and whether it is divided by the number of ranks."""
+
+    type: Any
+    op: Any
+    averages: bool
+
+    def finish(self, x: torch.Tensor, size: int) -> None:
+        if self.averages:
+            with torch.inference_mode():  # also for tensors that require gradients
+                x.div_(size)
+
+
+def _mpi_reductions(mpi: ModuleType) -> dict[tuple[torch.dtype, int], _Reduction]:
+    """The reductions of MPI that mean the same as those of shoal, by dtype and code."""
+    floats = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE}
+    numbers = floats | {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
+    wide = {
+        torch.int32: mpi.INT32_T, torch.int64: mpi.INT64_T,
+        torch.uint32: mpi.UINT32_T, torch.uint64: mpi.UINT64_T,
+    }  # fmt: skip
+    integers = wide | {
+        torch.int8: mpi.INT8_T, torch.int16: mpi.INT16_T,
+        torch.uint8: mpi.UINT8_T, torch.uint16: mpi.UINT16_T,
+    }  # fmt: skip
+    table = {}
+    for ops, types in (
+        ({SUM: mpi.SUM, PRODUCT: mpi.PROD}, numbers | wide),  # Open MPI saturates narrower sums
+        ({AVG: mpi.SUM, PREMUL_SUM: mpi.SUM}, numbers),  # averages of integers do not overflow
+        # MPI does not say what MIN and MAX of NaN are.
+        ({MIN: mpi.MIN, MAX: mpi.MAX, BAND: mpi.BAND, BOR: mpi.BOR, BXOR: mpi.BXOR}, integers),
+    ):
+        for op, of_mpi in ops.items():
+            for dtype, type_ in types.items():
+                table[dtype, op.code] = _Reduction(type_, of_mpi, op is AVG)
+    return table
 
 
 class _StepwiseTransfer(Transfer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,17 +19,17 @@ from .library import Nccl, load
 class NcclEngine(Engine):
     """The NCCL library of this process.
 
-    Attributes:
-        high_priority: whether the streams of new communicators have high priority.
+    Args:
+        high_priority: whether the streams of communicators have high priority.
     """
 
     name = "NCCL"
     device = "cuda"
     early = True
-    high_priority = False
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, high_priority: bool = False) -> None:
         self._nccl = self.library(membership.rank)
+        self._high_priority = high_priority
 
     def library(self, rank: int) -> Nccl:
         """The library, on a machine that can use it."""
@@ -42,7 +42,7 @@ class NcclEngine(Engine):
 
     def communicator(self, setup: Setup) -> Communicator:
         runtime = runtime_of(setup.device)
-        stream = runtime.stream_from_pool(setup.device, self.high_priority)
+        stream = runtime.stream_from_pool(setup.device, self._high_priority)
         return NcclCommunicator(self._nccl, setup, runtime, stream)
 
 
@@ -54,7 +54,7 @@ class NcclBackend(SupervisedBackend):
     """
 
     name = "nccl"
-    engine_type = NcclEngine
+    engine_type: ClassVar[type[NcclEngine]] = NcclEngine
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -72,6 +72,7 @@ class NcclBackend(SupervisedBackend):
         heartbeat_timeout: float | None = None,
         shared_memory_limit: int | None = None,
     ) -> None:
+        self._high_priority = high_priority
         super().__init__(
             membership,
             timeout=timeout,
@@ -79,5 +80,6 @@ class NcclBackend(SupervisedBackend):
             heartbeat_timeout=heartbeat_timeout,
             shared_memory_limit=shared_memory_limit,
         )
-        assert isinstance(self.engine, NcclEngine)
-        self.engine.high_priority = high_priority
+
+    def make_engine(self, membership: Membership) -> Engine:
+        return self.engine_type(membership, high_priority=self._high_priority)

@@ -124,6 +124,13 @@ CONTENDERS = (
         environment={"SHOAL_BACKEND": "mpi"},
         under_mpi=True,
     ),
+    Contender(
+        "shoal-mpi-reductions",
+        "shoal",
+        (Variant("shoal over MPI, its reductions"),),
+        environment={"SHOAL_BACKEND": "mpi", "SHOAL_MPI_REDUCTIONS": "mpi"},
+        under_mpi=True,
+    ),
     Contender("shoal-torch", "torch", (Variant("shoal in torch"),), environment={"SHOAL_TRANSPORT": "shm"}),
     Contender("gloo", "gloo", (Variant("Gloo"),)),
     Contender("mpich", "mpi", (Variant("MPICH"),), wheel="mpich"),
@@ -147,6 +154,7 @@ OWN_VARIANTS = (
     "shoal tcp",
     "shoal hierarchical",
     "shoal over MPI",
+    "shoal over MPI, its reductions",
     "shoal in torch",
 )
 MPI = ("MPICH", "Open MPI")

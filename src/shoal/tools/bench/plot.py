@@ -14,6 +14,7 @@ from .table import markdown, size_name
 _COLOURS = {
     "shoal registered": "#d62728", "shoal": "#ff7f0e", "shoal tcp": "#bcbd22",
     "shoal hierarchical": "#e377c2", "shoal in torch": "#8c564b", "shoal over MPI": "#17becf",
+    "shoal over MPI, its reductions": "#9edae5",
     "Gloo": "#1f77b4", "MPICH": "#2ca02c", "Open MPI": "#9467bd",
     FLOOR: "#222222", "floor, numpy": "#888888", "memcpy": "#bbbbbb",
 }  # fmt: skip
