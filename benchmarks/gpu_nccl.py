@@ -11,7 +11,7 @@ mean nothing.  Rank 0 prints one JSON object:
 ``order_us``: host time of ``wait(blocking=False)`` on its result.
 ``step_ms``, ``step_alone_ms``, ``reduce_ms``: a training step of an MLP with data-parallel training, the same
     without communication, and the all-reduces of its gradients alone.
-``overlap``: the share of ``reduce_ms`` that the step hides; absent with one rank.
+``overlap``: the share of ``reduce_ms`` that the step hides; with several ranks only.
 """
 
 from __future__ import annotations
