@@ -54,7 +54,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Agent, Agent
 
 def occupy(agent: Agent, key: str) -> Any:
     """Let ``owner`` handle a call until ``key`` was noted; what queues behind it stays queued."""
-    future = agent.peer("owner").call(handlers.blocked, key)
+    future = agent.peer("owner").options(timeout=3 * PATIENCE).call(handlers.blocked, key)
     handlers.wait_for(f"{key} runs")
     return future
 
@@ -72,12 +72,15 @@ def cancel(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
 
 
 def cut_off(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
-    for number, connection in list(owner.connections._by_number.items()):
-        if connection.worker.name == "maker":
-            owner.endpoint.post.disconnect(number)
+    connections = list(owner.connections._by_number.items())
+    numbers = [number for number, connection in connections if connection.worker.name == "maker"]
+    for number in numbers:
+        owner.endpoint.post.disconnect(number)
     assert ref.created is not None
     with pytest.raises(WorkerLost):
         ref.created.wait()
+    # Before the owner knows of the loss, it would still make the object.
+    become(True, lambda: all(map(owner.connections.ended, numbers)))
 
 
 def run_out(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
