@@ -156,7 +156,10 @@ def become(value: Any, what: Callable[[], Any]) -> None:
 
     def is_so() -> bool:
         gc.collect()
-        return bool(what() == value)
+        if what() == value:
+            return True
+        time.sleep(0.02)  # a collection takes as long, and the processor
+        return False
 
     until(is_so, what)
 

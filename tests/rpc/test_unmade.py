@@ -18,6 +18,7 @@ from tests.rpc import handlers
 from tests.rpc.handlers import PATIENCE
 from tests.rpc.test_holds import Late
 from tests.rpc.test_references import become
+from tests.support.waiting import until
 
 made: list[Any] = []
 
@@ -85,7 +86,7 @@ def cut_off(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
 
 def run_out(maker: Agent, owner: Agent, ref: RRef[Any]) -> None:
     assert ref.created is not None
-    become(True, ref.created.done)
+    until(ref.created.done)
 
 
 @pytest.mark.parametrize(

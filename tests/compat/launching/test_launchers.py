@@ -79,7 +79,7 @@ def test_torchrun_starts_the_ranks_again_after_one_was_killed(stage: Stage) -> N
 
 
 def test_under_torchrun_a_rank_hears_within_a_second_that_another_one_was_killed(stage: Stage) -> None:
-    """Which torchrun itself, as it is told to here, looks for every ten seconds."""
+    """Which torchrun itself, as it is told to here, looks for every four seconds."""
     script = stage.script(
         """
         dist.init_process_group("shoal")
@@ -96,7 +96,7 @@ def test_under_torchrun_a_rank_hears_within_a_second_that_another_one_was_killed
         """,
         prelude="import shoal\n" + PRELUDE,
     )
-    ended = stage.run(*DISTRIBUTED_RUN, "--monitor-interval", "10", script)
+    ended = stage.run(*DISTRIBUTED_RUN, "--monitor-interval", "4", script)
     assert ended.code == 1, ended
     assert ended.out.splitlines() == ["(1,) True"], ended
     stage.assert_nothing_is_left()
