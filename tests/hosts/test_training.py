@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.quick_launcher import QuickLauncher
 from tests.support.ssh_hosts import HEAD, SshHosts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,22 +48,24 @@ group.close(0.3)  # or it would wait for those who do not hear it
 """
 
 
-def train(hosts: SshHosts, *options: str) -> dict[str, list[list[float]]]:
-    (hosts.folder / "script.py").write_text(TRAINING)
-    code, _, err = hosts.run("run", *options, "script.py")
-    assert code == 0, err.decode()
-    return result(hosts)
-
-
 def result(hosts: SshHosts) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = json.loads((hosts.folder / "told-result").read_text())
     return found
 
 
-def test_three_hosts_of_two_ranks_train_what_one_host_of_six_does(hosts: SshHosts) -> None:
-    several = train(hosts, "--hosts", "a:2,b:2,c:2")
+def test_three_hosts_of_two_ranks_train_what_one_host_of_six_does(
+    hosts: SshHosts, launcher: QuickLauncher
+) -> None:
+    (hosts.folder / "script.py").write_text(TRAINING)
+    code, _, err = hosts.run("run", "--hosts", "a:2,b:2,c:2", "script.py")
+    assert code == 0, err.decode()
+    several = result(hosts)
     (hosts.folder / "told-result").unlink()
-    one = train(hosts, "-n", "6")
+    script = hosts.folder / "one_host.py"
+    script.write_text(f"import os\nos.chdir({str(hosts.folder)!r})\n{TRAINING}")
+    returned, out, said = launcher.run(6, str(script))
+    assert returned == 0, out + said
+    one = result(hosts)
     assert len(several["parameters"]) == len(one["parameters"]) > 3
     for mine, theirs in zip(several["parameters"], one["parameters"], strict=True):
         torch.testing.assert_close(
