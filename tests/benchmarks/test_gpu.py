@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.quick_launcher import QuickLauncher
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = ROOT / "benchmarks" / "gpu_programs.py"
 
 
-def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(PROGRAMS), "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout.partition("[0] ")[2])
+def test_every_check_passes_on_two_ranks_of_the_cpu(launcher: QuickLauncher) -> None:
+    code, out, err = launcher.run(2, str(PROGRAMS), "--device", "cpu")
+    assert code == 0, out + err
+    figures = json.loads(out.partition("[0] ")[2])
     assert {name: result["outcome"] for name, result in figures.items()} == dict.fromkeys(
         ("collectives", "objects", "ddp", "checkpoint", "fsdp2", "refusal", "latency"), "passed"
     )
