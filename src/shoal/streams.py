@@ -34,6 +34,10 @@ class StreamRuntime(abc.ABC):
     """The interface of a device type.  Streams and events are opaque to its callers."""
 
     @abc.abstractmethod
+    def devices(self) -> Iterable[torch.device]:
+        """The devices that this process has used, and possibly more; never initialises one."""
+
+    @abc.abstractmethod
     def current_stream(self, device: torch.device) -> Any:
         """The stream on which the calling thread enqueues work for ``device``."""
 
@@ -107,6 +111,11 @@ class StreamRuntime(abc.ABC):
 
 class CudaRuntime(StreamRuntime):
     """NVIDIA (and, with HIP, AMD) devices, by ``torch.cuda``."""
+
+    def devices(self) -> Iterable[torch.device]:
+        is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+        count = torch.cuda.device_count() if is_initialized() else 0
+        return [torch.device("cuda", index) for index in range(count)]
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -292,15 +301,28 @@ class DeviceEvents:
         return True
 
     @contextmanager
-    def ordered_streams(self, value: object, high_priority: bool | None = None) -> Iterator[None]:
-        """A context in which the current stream of each device is a new one that waits for the events.
+    def ordered_streams(
+        self,
+        value: object,
+        high_priority: bool | None = None,
+        given: Mapping[torch.device, Any] | None = None,
+    ) -> Iterator[None]:
+        """A context in which the current stream of each device waits for the events.
 
         Args:
-            high_priority: use streams with high priority; None: as given to the constructor.
+            value: the value of the future; its memory is not reused while these streams use it.
+            high_priority: use new streams with high priority; None: as given to the constructor.
+            given: use these streams; a device without one keeps its current stream.  None: use new streams.
         """
         tensors = list(device_tensors(value))
         high = self._high_priority if high_priority is None else high_priority
-        streams = {device: runtime_of(device).stream_from_pool(device, high) for device in self._devices}
+        streams = {}
+        for device in self._devices:
+            runtime = runtime_of(device)
+            if given is None:
+                streams[device] = runtime.stream_from_pool(device, high)
+            else:
+                streams[device] = given.get(device) or runtime.current_stream(device)
         for device, _, event in self._recorded:
             runtime_of(device).wait_event(streams[device], event)
         for device, stream in streams.items():
@@ -322,6 +344,15 @@ def completion_events(value: object, given: DeviceEvents | None, inputs: object)
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
     """The current streams of the calling thread."""
     return {device: runtime_of(device).current_stream(device) for device in devices}
+
+
+def all_current_streams() -> dict[torch.device, Any]:
+    """The current streams of the calling thread on all devices that this process has used."""
+    return {
+        device: runtime.current_stream(device)
+        for runtime in _runtimes.values()
+        for device in runtime.devices()
+    }
 
 
 @contextmanager

@@ -133,6 +133,14 @@ def test_a_wait_that_times_out_leaves_the_operation_running() -> None:
         assert future.wait(0) == 5
 
 
+def test_waiting_without_blocking_waits_for_results_on_the_host() -> None:
+    future: Future[int] = Future()
+    with pytest.raises(WaitTimeout):
+        future.wait(0.01, blocking=False)
+    future.set_result(1)
+    assert future.wait(blocking=False) == 1
+
+
 def test_an_endless_timeout_is_none() -> None:
     future: Future[int] = Future()
     threading.Timer(0.01, future.set_result, [1]).start()

@@ -153,7 +153,7 @@ class FakeRuntime(StreamRuntime):
 
     def __init__(self, *, held: bool = False) -> None:
         self.done: list[str] = []
-        self.recorded: list[tuple[torch.Tensor, str]] = []
+        self.recorded: list[tuple[torch.Tensor, FakeStream]] = []
         self.pool: list[FakeStream] = []
         self.blocked = 0
         self._held = held
@@ -202,6 +202,9 @@ class FakeRuntime(StreamRuntime):
 
     # -- the interface ---------------------------------------------------------------------------
 
+    def devices(self) -> list[torch.device]:
+        return list({stream.device: None for stream in list(self._streams)})
+
     def current_stream(self, device: torch.device) -> FakeStream:
         streams: dict[torch.device, FakeStream] = self._current.__dict__.setdefault("streams", {})
         if device not in streams:
@@ -246,12 +249,15 @@ class FakeRuntime(StreamRuntime):
         return event.wait(timeout)
 
     def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        self.recorded.append((tensor, stream.name))
+        self.recorded.append((tensor, stream))
 
     def finish(self, device: torch.device) -> None:
         """Wait until the current stream has run all that it has."""
         assert self.record(self.current_stream(device)).wait(_PATIENCE), "a stream is held"
 
-    def streams_of(self, tensor: torch.Tensor) -> set[str]:
-        """The names of the streams to which the memory of ``tensor`` is tied."""
-        return {name for recorded, name in self.recorded if recorded is tensor}
+    def is_high(self, stream: FakeStream) -> bool:
+        return " high " in stream.name
+
+    def streams_of(self, tensor: torch.Tensor) -> set[FakeStream]:
+        """The streams to which the memory of ``tensor`` is tied."""
+        return {stream for recorded, stream in self.recorded if recorded is tensor}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import torch
+
 from ..errors import InvalidFutureState, UsageError, WaitTimeout
-from ..streams import DeviceEvents
+from ..streams import DeviceEvents, all_current_streams
 from .pool import pool
 from .scope import CallbackScope, callback_scope, derive_key
 from .state import WAIT_SLICE_S, FutureState, drop_outer_frames
@@ -21,6 +23,9 @@ U = TypeVar("U")
 
 #: The priority of the streams that a callback runs under.
 Priority = Literal["high", "low"]
+
+#: The streams that a callback runs under: new ones, or those that were current where it was registered.
+CallbackStreams = Literal["new", "current"]
 
 
 class Future(FutureState[T]):
@@ -149,30 +154,50 @@ class Future(FutureState[T]):
 
     # -- callbacks -----------------------------------------------------------------------------
 
-    def then(self, fn: Callable[[Future[T]], U], *, priority: Priority | None = None) -> Future[U]:
+    def then(
+        self,
+        fn: Callable[[Future[T]], U],
+        *,
+        priority: Priority | None = None,
+        streams: CallbackStreams = "new",
+    ) -> Future[U]:
         """Run ``fn(self)`` in a separate thread once this future is complete; return a future of its result.
 
         ``fn`` also runs if the operation failed (``value()`` then raises).  An exception of ``fn`` becomes
         the exception of the returned future; a future that ``fn`` returns is an ordinary value.  ``fn`` may
         block, issue operations and wait for them.  The callbacks of one future start in the order of
         registration.  Thread-local settings of torch (``no_grad``, ``inference_mode``, the current device)
-        are not passed to ``fn``; for results on devices, its current streams are new and wait for the work.
+        are not passed to ``fn``.
+
+        For results on devices, ``fn`` runs when their work is enqueued, with current streams that wait for
+        it.  Call ``wait()`` in ``fn`` to block until the work is done.
 
         Operations issued in callbacks are matched across ranks by their position in the callback, so every
         rank must register the same callbacks on a future in the same order.
 
         Args:
-            priority: the priority of these streams, ``"high"`` or ``"low"``; None: as the engine chose.
+            priority: the priority of new streams, ``"high"`` or ``"low"``; None: as the engine chose.
+            streams: for results on devices, ``"new"`` runs ``fn`` with new current streams, ``"current"``
+                with those that are current in the thread that calls ``then``.  Work of ``fn`` is then
+                enqueued behind all work that these streams have when ``fn`` runs.  No effect for results on
+                the host.
+
+        Raises:
+            UsageError: another ``priority`` or ``streams``, or a ``priority`` with ``streams="current"``.
         """
-        if priority not in (None, "high", "low"):
-            raise UsageError(f'then: priority must be "high", "low" or None, got {priority!r}')
         child: Future[U] = Future()
-        self._register(fn, child, priority)
+        self._register(fn, child, *_chosen_streams("then", priority, streams))
         return child
 
-    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+    def add_done_callback(
+        self,
+        fn: Callable[[Future[T]], object],
+        *,
+        priority: Priority | None = None,
+        streams: CallbackStreams = "new",
+    ) -> None:
         """Run ``fn(self)`` like :meth:`then`, but discard its result and log its exception."""
-        self._register(fn, None, None)
+        self._register(fn, None, *_chosen_streams("add_done_callback", priority, streams))
 
     # -- cancelling ----------------------------------------------------------------------------
 
@@ -217,14 +242,18 @@ class Future(FutureState[T]):
             )
 
     def _register(
-        self, fn: Callable[[Future[T]], Any], child: Future[Any] | None, priority: Priority | None
+        self,
+        fn: Callable[[Future[T]], Any],
+        child: Future[Any] | None,
+        high_priority: bool | None,
+        streams: Mapping[torch.device, Any] | None,
     ) -> None:
         with pool.lock:
             index = self._callbacks
             self._callbacks += 1
         if child is not None and self.key is not None:
             child.key = derive_key(b"then", self.key, index)
-        callback = _Callback(fn, index, child, None if priority is None else priority == "high")
+        callback = _Callback(fn, index, child, high_priority, streams)
         self._subscribe(lambda future: pool.submit(partial(callback.run, future)))
 
 
@@ -233,17 +262,24 @@ class _Callback:
 
     Args:
         high_priority: whether its streams have high priority; None: as the future's engine chose.
+        streams: the streams that it runs under; None: new ones.
     """
 
-    __slots__ = ("_fn", "_high_priority", "_index", "_result_future", "_run_token")
+    __slots__ = ("_fn", "_high_priority", "_index", "_result_future", "_run_token", "_streams")
 
     def __init__(
-        self, fn: Callable[[Any], Any], index: int, child: FutureState[Any] | None, high_priority: bool | None
+        self,
+        fn: Callable[[Any], Any],
+        index: int,
+        child: FutureState[Any] | None,
+        high_priority: bool | None,
+        streams: Mapping[torch.device, Any] | None,
     ) -> None:
         self._fn = fn
         self._index = index
         self._result_future = child
         self._high_priority = high_priority
+        self._streams = streams
         #: Ctrl-C may cause the callback to be queued twice; only the run that pops this element proceeds.
         self._run_token = [1]
 
@@ -261,7 +297,7 @@ class _Callback:
             else:
                 if self._result_future is not None:
                     self._result_future._device = device.successor()
-                with device.ordered_streams(future._payload(), self._high_priority):
+                with device.ordered_streams(future._payload(), self._high_priority, self._streams):
                     self._call(future)
         except BaseException as error:
             if self._result_future is None or self._result_future.done():
@@ -277,6 +313,24 @@ class _Callback:
         if self._result_future is not None:
             # Within the callback's streams: the events of the result are recorded on them.
             self._result_future.set_result(value)
+
+
+def _chosen_streams(
+    caller: str, priority: Priority | None, streams: CallbackStreams
+) -> tuple[bool | None, Mapping[torch.device, Any] | None]:
+    """Validate the arguments of ``then``; return the priority of new streams, and the streams if not new."""
+    if priority not in (None, "high", "low"):
+        raise UsageError(f'{caller}: priority must be "high", "low" or None, got {priority!r}')
+    if streams not in ("new", "current"):
+        raise UsageError(f'{caller}: streams must be "new" or "current", got {streams!r}')
+    if streams == "new":
+        return None if priority is None else priority == "high", None
+    if priority is not None:
+        raise UsageError(
+            f"{caller}: priority={priority!r} is for new streams, but streams='current' uses existing ones; "
+            "leave one of the two out"
+        )
+    return None, all_current_streams()
 
 
 def _traceback(value: object) -> TracebackType | None:
