@@ -57,8 +57,9 @@ def main() -> int:
     record["tests"] = _tests(environment)
     record["nccl"] = _checks(cards, "nccl", environment)
     # FSDP2 gathers several tensors at once. Gloo (torch 2.11) copies GPU tensors as if they were in host
-    # memory, which crashes the process.
-    record["gloo"] = _checks(max(2, cards), "gloo", environment, without=("fsdp2",))
+    # memory, which crashes the process. Accelerate and Lightning need a GPU for each rank.
+    without = ("fsdp2", "accelerate", "lightning")
+    record["gloo"] = _checks(max(2, cards), "gloo", environment, without=without)
     record["shoal nccl"] = _program(cards, "gpu_nccl.py", (), environment)
     given.results.mkdir(parents=True, exist_ok=True)
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
@@ -66,7 +67,7 @@ def main() -> int:
     path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(json.dumps(record, indent=1, sort_keys=True))
     failed = [
-        name for part in ("nccl", "gloo") for name, each in record[part]["checks"].items() if each != "passed"
+        name for part in ("nccl", "gloo") for name, each in record[part]["checks"].items() if each == "failed"
     ]
     good = (
         record["tests"]["code"] == 0

@@ -4,12 +4,15 @@
     shoal run -n 2 benchmarks/gpu_programs.py --device cpu
 
 Every check compares with a reference in the same process, and all checks run even if some fail. Rank 0 prints
-one JSON object at the end: ``{"<check>": {"outcome": "passed" | "failed", "seconds": ..., ...}}``.
+one JSON object at the end: ``{"<check>": {"outcome": "passed", "seconds": ..., ...}}``. The outcome is
+"skipped", with the reason, if a package is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -54,6 +57,18 @@ def images(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, (x.mean((1, 2, 3)) * 200).long().remainder(10)
 
 
+class NotInstalled(Exception):
+    """A check is skipped, because a package is missing."""
+
+
+def first_installed(*modules: str) -> Any:
+    """Import the first of ``modules`` that is installed; raise NotInstalled if none is."""
+    for module in modules:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            return importlib.import_module(module)
+    raise NotInstalled(f"{modules[0].partition('.')[0]} is not installed")
+
+
 class Checks:
     """The checks of one rank; ``folder`` is shared by the ranks."""
 
@@ -66,13 +81,20 @@ class Checks:
         mine = slice(BATCH * self.rank, BATCH * (self.rank + 1))
         self.mine = self.whole[0][mine], self.whole[1][mine]
 
-    def train(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    def train(
+        self,
+        model: nn.Module,
+        batch: tuple[torch.Tensor, torch.Tensor],
+        *,
+        optimizer: Any = None,
+        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    ) -> list[float]:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         losses = []
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-            loss.backward()
+            backward(loss)
             optimizer.step()
             losses.append(loss.item())
         return losses
@@ -125,6 +147,46 @@ class Checks:
         distance = _distance(model.module, self.reference())
         assert distance < 1e-3, distance
         return {"distance": distance, "ms_per_step": round(1000 * seconds / STEPS, 3)}
+
+    def accelerate(self) -> Figures:
+        """Training with Accelerate in the existing group, compared with the same in one process."""
+        library = first_installed("accelerate")
+        accelerator = library.Accelerator(cpu=self.device.type == "cpu")
+        assert accelerator.num_processes == self.size
+        assert accelerator.device.type == self.device.type
+        model = small_cnn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        self.train(model, self.mine, optimizer=optimizer, backward=accelerator.backward)
+        distance = _distance(accelerator.unwrap_model(model), self.reference())
+        assert distance < 1e-3, distance
+        mean = accelerator.reduce(torch.full((3,), float(self.rank), device=self.device), "mean")
+        assert mean.tolist() == [(self.size - 1) / 2] * 3
+        objects = library.utils.gather_object([{"rank": self.rank}])
+        assert objects == [{"rank": rank} for rank in range(self.size)]
+        accelerator.wait_for_everyone()
+        return {"distance": distance, "version": library.__version__}
+
+    def lightning(self) -> Figures:
+        """Training with Lightning Fabric in the existing group, compared with the same in one process."""
+        library = first_installed("lightning_fabric", "lightning.fabric")
+        strategies = importlib.import_module(f"{library.__name__}.strategies")
+        fabric = library.Fabric(
+            accelerator=self.device.type, devices=self.size, strategy=strategies.DDPStrategy()
+        )
+        fabric.launch()
+        assert (fabric.global_rank, fabric.world_size) == (self.rank, self.size)
+        net = small_cnn()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = fabric.setup(net, optimizer)
+        self.train(model, self.mine, optimizer=optimizer, backward=fabric.backward)
+        distance = _distance(net, self.reference())
+        assert distance < 1e-3, distance
+        mean = fabric.all_reduce(torch.full((3,), float(self.rank), device=self.device), reduce_op="mean")
+        assert mean.tolist() == [(self.size - 1) / 2] * 3
+        assert fabric.broadcast({"rank": self.rank}, src=self.size - 1) == {"rank": self.size - 1}
+        fabric.barrier()
+        return {"distance": distance, "version": library.__version__}
 
     def checkpoint(self) -> Figures:
         """A distributed checkpoint of a trained network, loaded into a new network and compared."""
@@ -195,7 +257,9 @@ class Checks:
         return figures
 
 
-CHECKS = ("collectives", "objects", "ddp", "checkpoint", "fsdp2", "refusal", "latency")
+CHECKS = (
+    "collectives", "objects", "ddp", "checkpoint", "fsdp2", "accelerate", "lightning", "refusal", "latency",
+)  # fmt: skip
 
 
 def _distance(a: nn.Module, b: nn.Module) -> float:
@@ -207,6 +271,8 @@ def _checked(check: Callable[[], Figures]) -> Figures:
     started = time.perf_counter()
     try:
         figures, outcome = check(), "passed"
+    except NotInstalled as missing:
+        figures, outcome = {"reason": str(missing)}, "skipped"
     except Exception:
         figures, outcome = {"error": traceback.format_exc()[-3000:]}, "failed"
     return {"outcome": outcome, "seconds": round(time.perf_counter() - started, 3), **figures}

@@ -183,6 +183,43 @@ def test_bad_input_raises_before_anything_is_sent(call: Callable[[ProcessGroup],
     group.close()
 
 
+meta = torch.ones(4, device="meta")
+metas = [torch.ones(4, device="meta") for _ in range(4)]
+#: every operation with a tensor on a device that the group does not have, as an input and as an output
+ELSEWHERE: dict[str, Callable[[ProcessGroup], Any]] = {
+    "all_reduce": lambda g: g.all_reduce(meta),
+    "reduce": lambda g: g.reduce(meta, 0),
+    "broadcast": lambda g: g.broadcast(meta, 0),
+    "all_gather": lambda g: g.all_gather(meta),
+    "all_gather out": lambda g: g.all_gather(metas, ones),
+    "all_gather_single": lambda g: g.all_gather_single(torch.ones(16), meta),
+    "all_gather_single out": lambda g: g.all_gather_single(torch.ones(16, device="meta"), ones),
+    "reduce_scatter": lambda g: g.reduce_scatter(ones, metas),
+    "reduce_scatter out": lambda g: g.reduce_scatter(meta, [torch.ones(4) for _ in range(4)]),
+    "reduce_scatter_single": lambda g: g.reduce_scatter_single(torch.ones(1), meta),
+    "gather": lambda g: g.gather(meta, 0),
+    "scatter": lambda g: g.scatter(meta, root=0),
+    "all_to_all": lambda g: g.all_to_all(metas, [torch.ones(4) for _ in range(4)]),
+    "all_to_all_single": lambda g: g.all_to_all_single(torch.ones(4), meta),
+    "send": lambda g: g.send(meta, 0),
+    "recv": lambda g: g.recv(meta, 0),
+    "empty": lambda g: g.empty(4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_tensor_on_another_device_is_refused_before_anything_is_sent(name: str) -> None:
+    group, channel = null_group()
+    expected = (
+        f"{name.split()[0]} on rank 1: .* meta, but the group takes tensors on cpu; copy the tensor there, "
+        "or create the group with a backend for meta"
+    )
+    with pytest.raises(UsageError, match=expected):
+        ELSEWHERE[name](group)
+    assert channel.operations == []
+    group.close()
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_what_has_no_meaning_is_an_unsupported_operation() -> None:
     group, _ = null_group()

@@ -73,7 +73,11 @@ class OperationCall:
     def device(self, device: torch.device, what: str) -> None:
         """Check that the group takes tensors on ``device``; ``what`` begins the error message."""
         if device.type not in self.devices:
-            self.refuse(f"{what} {device}, but the group takes tensors on {_listed(sorted(self.devices))}")
+            self.refuse(
+                f"{what} {device}, but the group takes tensors on {_listed(sorted(self.devices))}; copy the "
+                f"tensor there, or create the group with a backend for {device.type} (in torch.distributed: "
+                f'"cpu:shoal,{device.type}:<backend>")'
+            )
 
     def output(self, x: torch.Tensor, what: str) -> None:
         """Check that ``x`` is a tensor that can be written to: its elements do not share memory."""
