@@ -249,3 +249,55 @@ def test_the_core_uses_no_streams_of_the_cpp_library() -> None:
         if re.search(r"#include <[a-z]*stream>|std::\w*stream\b", path.read_text())
     ]
     assert found == []
+
+
+#: In training, the calls of ``wait()`` that block the host: (file of shoal.parallel, object) -> the reason.
+HOST_WAITS = {
+    ("consistency.py", "group.all_gather(digest)"): "bytes on the host",
+    ("consistency.py", "group.all_gather(torch.tensor([len(own)], device='cpu'))"): "a number on the host",
+    (
+        "consistency.py",
+        "group.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8))",
+    ): "bytes on the host",
+    ("reducer/outcome.py", "self._future"): "flags on the host",
+    ("reducer/outcome.py", "group.all_gather(own)"): "flags on the host",
+    ("reducer/reducer.py", "self._outcome"): "flags on the host",
+    ("reducer/reducer.py", "sent"): "a SparseReduction, which waits without blocking",
+    ("reducer/reducer.py", "reach"): "flags on the host",
+    ("reducer/reducer.py", "self._group.broadcast(shown, root=self._participants.first)"): "on the host",
+    ("reducer/sparse_gradients.py", "self._counts"): "numbers on the host",
+    ("hooks/contract.py", "future"): "a future of torch, which does not block either",
+    ("ddp/uneven.py", "numbers"): "numbers on the host",
+    ("ddp/uneven.py", "_from_all(self._group, is_last_joiner)"): "numbers on the host",
+    ("join.py", "answer"): "numbers on the host",
+    (
+        "join.py",
+        "_count_active(self._group, self._device, _Part.SHADOWS, named=self._throw)",
+    ): "no batch left",
+    ("join.py", "_count_active(self._group, self._device, _Part.REFUSES, named=self._throw)"): "an error",
+    (
+        "zero/checkpoint.py",
+        "group.gather_object(None if group.rank == to else (structure, shapes), root=to)",
+    ): ("a checkpoint"),
+    ("zero/checkpoint.py", "message"): "a checkpoint",
+    ("zero/checkpoint.py", "arrival"): "a checkpoint",
+    ("zero/ownership.py", "group.recv_object(sender, tag=STATE_TAG)"): "a change of the group",
+    ("zero/ownership.py", "arrival"): "a change of the group",
+    ("zero/ownership.py", "message"): "a change of the group",
+    ("zero/ownership.py", "group.all_gather_object(mine)"): "a change of the group",
+    ("zero/ownership.py", "group.barrier()"): "a change of the group",
+}
+
+
+def test_training_never_blocks_the_host_until_a_device_has_gradients_or_buffers() -> None:
+    """``wait(blocking=False)`` instead; on the CPU it is the same."""
+    found = {
+        (path.relative_to(PACKAGE / "parallel").as_posix(), ast.unparse(node.func.value))
+        for path in sorted((PACKAGE / "parallel").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "wait"
+        and not any(keyword.arg == "blocking" for keyword in node.keywords)
+    }
+    assert found == HOST_WAITS.keys(), "use wait(blocking=False), or name the reason in HOST_WAITS"

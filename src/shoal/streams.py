@@ -181,6 +181,11 @@ def runtime_of(device: torch.device) -> StreamRuntime:
         ) from None
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on ``device`` is enqueued on streams."""
+    return device.type in _runtimes
+
+
 def device_tensors(value: object) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, and in containers in it, on devices that have streams.
 

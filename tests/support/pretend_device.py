@@ -89,6 +89,13 @@ def make() -> PretendRuntime:
     runtime.library.fallback(
         lambda operator, *args, **kwargs: _Call(runtime, operator, args, kwargs).run(), "PrivateUse1"
     )
+    copy_storage = torch.Tensor.__deepcopy__
+
+    def deepcopy(x: torch.Tensor, memo: Any) -> Any:
+        """torch copies the storage, which needs an allocator of the device."""
+        return memo.setdefault(id(x), x.detach().clone()) if is_pretend(x) else copy_storage(x, memo)
+
+    torch.Tensor.__deepcopy__ = deepcopy  # type: ignore[assignment]
     return runtime
 
 

@@ -265,7 +265,7 @@ class Join:
         active = answer.wait()
         _raise_if_uneven(group, active)
         count: Future[torch.Tensor] = Future()
-        count.set_result(active.sum())
+        count.set_result(active.sum().to(joinable.join_device))
         return count
 
     def _shadow(self, hooks: Sequence[JoinHook]) -> bool:
@@ -341,11 +341,14 @@ class Join:
 def _count_active(
     group: ProcessGroup, device: torch.device, part: _Part, *, named: bool
 ) -> Future[torch.Tensor]:
-    """Return the part of each rank if ``named``, else ``active + refusing * (size + 1)``.  Collective."""
+    """Return the part of each rank if ``named``, else ``active + refusing * (size + 1)``.  Collective.
+
+    The parts are on the host, where every rank reads them in each step; the sum is on ``device``.
+    """
     if not named:
         weight = group.size + 1 if part is _Part.REFUSES else int(part)
         return group.all_reduce(torch.full((), weight, device=device))
-    active = torch.zeros(group.size, dtype=torch.int64, device=device)
+    active = torch.zeros(group.size, dtype=torch.int64, device="cpu")
     active[group.rank] = part
     return group.all_reduce(active)
 

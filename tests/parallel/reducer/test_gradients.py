@@ -12,6 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.parallel.core import Pass
+from shoal.parallel.reducer.gradient_streams import GradientStreams
 from shoal.parallel.reducer.reducer import register_gradient_hooks
 from tests.parallel.training import on_ranks, wrapped
 
@@ -117,7 +118,7 @@ def test_no_gradient_of_another_device_is_heard_of_before_one_is_in_its_place() 
         copy_to_bucket=copy_to_bucket,
     )
     hearing: Any = Hearing()
-    hooks = register_gradient_hooks(hearing, passes, gradients, [parameters])
+    hooks = register_gradient_hooks(hearing, passes, gradients, GradientStreams(), [parameters])
     hooked(0)
     threads[0].join(30)
     assert early == [False]

@@ -171,8 +171,9 @@ class LowPrecision:
                     where[name] = None if now is None else now.to(full.dtype)
                     continue
                 where[name] = full
-                if not torch.equal(full.to(low.dtype), low):  # it was written to; else keep full precision
-                    full.copy_(low)
+                # Elements that forward did not write keep their full precision.  torch.equal would make the
+                # host wait for the device.
+                full.copy_(torch.where(full.to(low.dtype) == low, full, low.to(full.dtype)))
 
 
 @never_compile

@@ -34,9 +34,11 @@ from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ...spec import AVG, MAX
+from ...streams import has_streams
 from ..core import OUTCOME, Mark, Pass, PassEnd, gradient_hook
 from ..hooks.contract import CommHook, GradBucket, HookedReduction
 from .buckets import Bucket, alias_bucket
+from .gradient_streams import GradientStreams
 from .gradients import Gradients, ReducerOptions
 from .outcome import OutcomeExchange, raise_pass_error, unexpected_gradient_message
 from .sparse_gradients import SparseReduction
@@ -132,6 +134,7 @@ class Reducer:
         self._local_pass: int | None = None
         self._gradients = Gradients(group, self._names, self._copies, options)
         self._gradients.arrange_buckets(range(count - 1, -1, -1))
+        self._streams = GradientStreams()
         self._pass = Pass(
             self._gradients.set.members(),
             [self._copy_count] * count,
@@ -153,7 +156,7 @@ class Reducer:
         self.after_pass: list[Callable[[], None]] = []
         self.waited = 0.0
         self._detach_closed_reducers()
-        self._hooks = register_gradient_hooks(self, self._pass, self._gradients, trained)
+        self._hooks = register_gradient_hooks(self, self._pass, self._gradients, self._streams, trained)
         with _live_reducers_lock:
             _live_reducers.add(self)
 
@@ -404,6 +407,7 @@ class Reducer:
             return False
         if not bucket.sparse:
             if self._gradients.has_copies:
+                self._streams.order()
                 self._gradients.sum_into_bucket(bucket)
             elif self._pass.gaps:
                 self._gradients.fill_gaps(bucket, self._pass.counts())
@@ -417,6 +421,7 @@ class Reducer:
                 if isinstance(sent, SparseReduction):
                     sent.start()
             return
+        self._streams.order()
         bucket = self.buckets[number]
         if bucket.sparse:
             (index,) = bucket.members
@@ -500,6 +505,7 @@ class Reducer:
             if end is not PassEnd.NOTHING:
                 self._graphs.difference_update(self._entered)
                 self._gradients.clear_copies()
+                self._streams.clear()
                 self._reset_pass()
                 self._pass.close()
 
@@ -579,20 +585,33 @@ class ParameterHooks:
 
 
 def register_gradient_hooks(
-    reducer: Reducer, passes: Pass, gradients: Gradients, copies: Sequence[Sequence[torch.Tensor]]
+    reducer: Reducer,
+    passes: Pass,
+    gradients: Gradients,
+    streams: GradientStreams,
+    copies: Sequence[Sequence[torch.Tensor]],
 ) -> ParameterHooks:
     """Register hooks that notify ``reducer`` of every gradient of ``copies``, to which autograd writes."""
     lock = threading.Lock()
     put_in_place = _on_only_gradient(reducer, gradients)
-    on_several_devices = len({parameter.device for parameter in copies[0]}) > 1
+    on_several_devices = len({parameter.device for copy in copies for parameter in copy}) > 1
+    locked = gradients.has_copies or on_several_devices
 
     def hook(index: int, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         if gradients.has_copies:
-            return _copy_hook(reducer, passes, index, lock, gradients.is_further(index, parameter))
-        only = gradient_hook(
-            passes, index, gradients.views, gradients.addresses, index not in gradients.copied, put_in_place
-        )
-        return _serialised(lock, only) if on_several_devices else only
+            run = _copy_hook(reducer, passes, index, gradients.is_further(index, parameter))
+        else:
+            run = gradient_hook(
+                passes,
+                index,
+                gradients.views,
+                gradients.addresses,
+                index not in gradients.copied,
+                put_in_place,
+            )
+        if has_streams(parameter.device):
+            run = _noting_stream(streams, run)
+        return _serialised(lock, run) if locked else run
 
     handles = [
         parameter.register_post_accumulate_grad_hook(hook(index, parameter))  # type: ignore[no-untyped-call]
@@ -614,6 +633,19 @@ def _serialised(lock: threading.Lock, hook: Callable[[torch.Tensor], None]) -> C
     return gradient_is_ready
 
 
+def _noting_stream(
+    streams: GradientStreams, hook: Callable[[torch.Tensor], None]
+) -> Callable[[torch.Tensor], None]:
+    """Note the stream of a gradient, then run ``hook``, which may send buckets."""
+
+    @never_compile
+    def gradient_is_ready(parameter: torch.Tensor) -> None:
+        streams.note(parameter.device)
+        hook(parameter)
+
+    return gradient_is_ready
+
+
 def _on_only_gradient(reducer: Reducer, gradients: Gradients) -> Callable[[int, Mark, bool], None]:
     """The function that the hooks of the only copy call when there is something to do."""
     owner = weakref.ref(reducer)
@@ -630,23 +662,20 @@ def _on_only_gradient(reducer: Reducer, gradients: Gradients) -> Callable[[int, 
     return arrived
 
 
-def _copy_hook(
-    reducer: Reducer, passes: Pass, index: int, lock: threading.Lock, further: bool
-) -> Callable[[torch.Tensor], None]:
-    """Return a hook for one of several copies (``further``: not the first), which may run in any thread."""
+def _copy_hook(reducer: Reducer, passes: Pass, index: int, further: bool) -> Callable[[torch.Tensor], None]:
+    """Return a hook for one of several copies (``further``: not the first)."""
     mark = passes.mark
     owner = weakref.ref(reducer)
 
     @never_compile
     def gradient_is_ready(_: torch.Tensor) -> None:
-        with lock:
-            result = mark(index)
-            if result is Mark.ARRIVED or (alive := owner()) is None:
-                return
-            if result is not Mark.IGNORED:
-                alive.on_gradient(index, result)
-            elif further:
-                alive.sum_copies_later()
+        result = mark(index)
+        if result is Mark.ARRIVED or (alive := owner()) is None:
+            return
+        if result is not Mark.IGNORED:
+            alive.on_gradient(index, result)
+        elif further:
+            alive.sum_copies_later()
 
     return gradient_is_ready
 
