@@ -60,7 +60,7 @@ def trained(
     device: Device,
     *,
     make: Callable[[], nn.Module] = mlp,
-    hook: Callable[[shoal.DistributedDataParallel, torch.optim.Optimizer], Any] | None = None,
+    hook: Callable[..., tuple[Any, Any]] | None = None,
     zero: dict[str, Any] | None = None,
     uneven: bool = False,
     averaged: bool = False,
@@ -75,7 +75,7 @@ def trained(
         kind = shoal.ZeroRedundancyOptimizer
         optimizer = kind(model.parameters(), torch.optim.SGD, group=group, lr=0.1, momentum=0.9, **zero)
     if hook is not None:
-        model.register_comm_hook(None, hook(model, optimizer))
+        model.register_comm_hook(*hook(group, model, optimizer))
     data = batches(STEPS * group.size)[group.rank :: group.size]
     with shoal.Join([model] if zero is None else [model, optimizer], enable=uneven):
         mine = [(x.to(device), y.to(device)) for x, y in data[: STEPS - uneven * group.rank]]
@@ -95,6 +95,14 @@ def centred_in_single() -> nn.Module:
 
 def branches() -> nn.Module:
     return fixed(Branches().double())
+
+
+def without_state(hook: Any, *_: Any) -> tuple[None, Any]:
+    return None, hook
+
+
+def power_sgd(group: shoal.ProcessGroup, *_: Any) -> tuple[Any, Any]:
+    return hooks.PowerSGDState(group, start_powerSGD_iter=2), hooks.powerSGD_hook
 
 
 HALF = shoal.MixedPrecision(
@@ -118,15 +126,32 @@ CASES: dict[str, Callable[[shoal.ProcessGroup, Device], list[torch.Tensor]]] = {
     "several streams, copies": partial(trained, make=branches, copies=2),
     "join": partial(trained, uneven=True),
     "averaging": partial(trained, averaged=True),
-    "allreduce_hook": partial(trained, hook=lambda *_: hooks.allreduce_hook),
-    "fp16_compress_hook": partial(trained, hook=lambda *_: hooks.fp16_compress_hook),
+    **{
+        hook.__name__: partial(trained, hook=partial(without_state, hook))
+        for hook in (
+            hooks.allreduce_hook,
+            hooks.fp16_compress_hook,
+            hooks.bf16_compress_hook,
+            hooks.fp16_compress_wrapper(hooks.allreduce_hook),
+            hooks.quantization_pertensor_hook,
+            hooks.quantization_perchannel_hook,
+        )
+    },
+    "powerSGD_hook": partial(trained, hook=power_sgd),
+    "buffers, hook": partial(trained, make=centred, hook=partial(without_state, hooks.allreduce_hook)),
+    "unused, hook": partial(
+        trained,
+        make=centred,
+        find_unused_parameters=True,
+        hook=partial(without_state, hooks.allreduce_hook),
+    ),
     "zero": partial(trained, zero={}),
     "zero, views": partial(trained, zero={"parameters_as_bucket_view": True}),
     "zero, join": partial(trained, zero={}, uneven=True),
     "zero in backward": partial(
         trained,
         zero={"overlap_with_ddp": True},
-        hook=lambda *both: hooks.hook_with_zero_step(hooks.allreduce_hook, *both),
+        hook=lambda _, *both: (None, hooks.hook_with_zero_step(hooks.allreduce_hook, *both)),
     ),
 }
 
