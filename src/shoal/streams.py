@@ -13,9 +13,10 @@ The design is that of "CUDA-aware future for distributed" (pytorch issue 48305).
 from __future__ import annotations
 
 import abc
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ _SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
 
 #: maximum time in seconds of one blocking wait; Ctrl-C is handled between two waits
 _SLICE_S = 0.1
+
+#: ``cudaStreamCaptureModeRelaxed``
+_CAPTURE_MODE_RELAXED = 2
 
 
 class StreamRuntime(abc.ABC):
@@ -93,9 +97,13 @@ class StreamRuntime(abc.ABC):
         """
         raise UnsupportedOperation(f"{type(self).__name__} has no native handles of streams")
 
-    def capturing(self) -> bool:
-        """Whether the current stream records its work into a graph instead of running it."""
+    def capturing(self, device: torch.device) -> bool:
+        """Whether the current stream of ``device`` records its work into a graph instead of running it."""
         return False
+
+    def prepare_thread(self, device: torch.device) -> None:
+        """Make ``device`` current in this thread, which must not disturb captures of other threads."""
+        return
 
     @abc.abstractmethod
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -124,8 +132,11 @@ class CudaRuntime(StreamRuntime):
         make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
         return make(device, priority=-1 if high_priority else 0)
 
-    def use(self, stream: torch.cuda.Stream) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def use(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # torch.cuda.stream alone ends with the thread's first device current, which takes memory there.
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            yield
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         make: Callable[[], torch.cuda.Event] = torch.cuda.Event
@@ -144,8 +155,16 @@ class CudaRuntime(StreamRuntime):
         handle: int = stream.cuda_stream
         return handle
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, device: torch.device) -> bool:
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def prepare_thread(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        # Otherwise queries of events in this thread invalidate captures of all others.
+        with suppress(OSError, AttributeError):
+            runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
@@ -207,8 +226,8 @@ class DeviceEvents:
         high_priority: run callbacks on streams with high priority.
         check: for engines with events that also occur after a failure, or never.  ``check(timeout)`` waits
             for up to ``timeout`` seconds, returns whether the work is known to have succeeded, and raises its
-            error.  Called while the host waits for the events, and before it uses the value.  It applies to
-            the results of callbacks too.
+            error; with 0 it only looks.  Called while the host waits for the events, and before it or a
+            stream uses the value.  It applies to the results of callbacks too.
     """
 
     __slots__ = ("_checks", "_devices", "_high_priority", "_recorded")
@@ -230,9 +249,13 @@ class DeviceEvents:
 
     def record(self, streams: Mapping[torch.device, Any]) -> None:
         """Record an event on each of ``streams``, on which all work for the value is enqueued."""
-        for device, stream in streams.items():
+        self.add({device: (stream, runtime_of(device).record(stream)) for device, stream in streams.items()})
+
+    def add(self, events: Mapping[torch.device, tuple[Any, Any]]) -> None:
+        """Take a stream of each device that has all work for the value, and an event after that."""
+        for device, (stream, event) in events.items():
             self._devices.setdefault(device)
-            self._recorded.append((device, stream, runtime_of(device).record(stream)))
+            self._recorded.append((device, stream, event))
 
     def successor(self) -> DeviceEvents:
         """Events for a value computed from this one: the same devices, priority and checks, none recorded."""
@@ -272,8 +295,13 @@ class DeviceEvents:
 
         Args:
             value: the value of the future; its memory is not reused while these streams use it.
+
+        Raises:
+            Exception: the work is known to have failed.
         """
         tensors = list(device_tensors(value))
+        for check in self._checks:
+            check(0.0)
         for device, _, event in self._recorded:
             runtime = runtime_of(device)
             current = runtime.current_stream(device)

@@ -31,7 +31,7 @@ class Rank:
     def __init__(self, runtime: FakeRuntime, size: int, unique_id: bytes, rank: int, nccl: FakeNccl) -> None:
         self.runtime, self.nccl, self.rank = runtime, nccl, rank
         self.stream = runtime.stream(pretend_device.DEVICE, f"stream of {rank}")
-        self.comm = nccl.init(size, unique_id, rank, "test")
+        self.comm = nccl.init(size, unique_id, rank)
 
     @property
     def state(self) -> int:
@@ -76,7 +76,7 @@ class Ranks:
         self.expected_violations = 0
 
     def nccl(self, **options: float) -> FakeNccl:
-        self.instances.append(FakeNccl(self.runtime, **options))
+        self.instances.append(FakeNccl(self.runtime, **{"launch_s": 0.0, **options}))
         return self.instances[-1]
 
     def __call__(self, size: int, instances: Sequence[FakeNccl] = (), **options: float) -> list[Rank]:
@@ -320,6 +320,15 @@ def test_kernels_that_differ_never_complete_until_an_abort(ranks: Ranks, differe
     assert result.tolist() == [7.0, 7.0]
 
 
+def test_every_launch_takes_a_moment(ranks: Ranks) -> None:
+    made = ranks(2, launch_s=0.05)
+    warmed(made)
+    results = [rank.all_reduce(torch.ones(1)) for rank in made]
+    assert [rank.state for rank in made] == [Result.IN_PROGRESS] * 2
+    finish(made)
+    assert [result.item() for result in results] == [2.0, 2.0]
+
+
 def test_the_first_launch_of_a_function_is_in_progress_until_all_ranks_have_launched_it(ranks: Ranks) -> None:
     made = ranks(2)
     results = [made[0].all_reduce(torch.ones(1))]
@@ -343,14 +352,14 @@ def test_init_is_in_progress_until_all_ranks_have_connected(ranks: Ranks) -> Non
     nccl = ranks.nccl()
     unique_id = nccl.unique_id()
     # another size, and the same rank twice
-    comms = [nccl.init(size, unique_id, rank, "test") for size, rank in ((3, 1), (2, 0), (2, 0))]
+    comms = [nccl.init(size, unique_id, rank) for size, rank in ((3, 1), (2, 0), (2, 0))]
     time.sleep(0.3)
     assert [nccl.async_error(comm) for comm in comms] == [Result.IN_PROGRESS] * 3
     ranks.expected_violations = 4
     refused(INVALID_ARGUMENT, lambda: nccl.finalize(comms[0]))
-    refused(INVALID_ARGUMENT, lambda: nccl.init(2, unique_id, 2, "test"))
-    refused(INVALID_ARGUMENT, lambda: nccl.init(0, unique_id, 0, "test"))
-    refused(INVALID_ARGUMENT, lambda: nccl.init(2, unique_id[1:], 0, "test"))
+    refused(INVALID_ARGUMENT, lambda: nccl.init(2, unique_id, 2))
+    refused(INVALID_ARGUMENT, lambda: nccl.init(0, unique_id, 0))
+    refused(INVALID_ARGUMENT, lambda: nccl.init(2, unique_id[1:], 0))
     for comm in comms:
         nccl.abort(comm)
 
@@ -503,9 +512,9 @@ def test_failures_that_a_test_asks_for(ranks: Ranks) -> None:
     refused(3, lambda: rank.all_reduce(torch.zeros(1)))
     nccl.abort(rank.comm)
     nccl.init_failure = INVALID_USAGE
-    refused(INVALID_USAGE, lambda: nccl.init(1, nccl.unique_id(), 0, "test"))
+    refused(INVALID_USAGE, lambda: nccl.init(1, nccl.unique_id(), 0))
     nccl.init_failure = 2
-    assert nccl.async_error(nccl.init(1, nccl.unique_id(), 0, "test")) == 2
+    assert nccl.async_error(nccl.init(1, nccl.unique_id(), 0)) == 2
     nccl.version_code = 22100
     assert nccl.version() == 22100
     assert nccl.error_string(6) == "remote process exited or there was a network error"
@@ -515,7 +524,7 @@ def test_a_unique_id_without_a_hub_is_a_remote_error(ranks: Ranks) -> None:
     nccl = ranks.nccl()
     unique_id = nccl.unique_id()
     nccl.close()
-    comm = nccl.init(2, unique_id, 0, "test")
+    comm = nccl.init(2, unique_id, 0)
     until(lambda: nccl.async_error(comm) == REMOTE_ERROR)
 
 

@@ -19,6 +19,7 @@ import torch
 from shoal import ProcessGroup
 from shoal.errors import (
     CollectiveMismatch,
+    GroupAborted,
     GroupError,
     OperationTimeout,
     PeerLost,
@@ -174,6 +175,42 @@ def test_a_device_that_does_not_finish_is_a_timeout_that_says_so() -> None:
         own_stream_is_free()
 
     run(held, 2)
+
+
+def test_a_failure_reaches_those_that_wait_without_blocking_and_frees_what_it_ended() -> None:
+    def aborted(group: ProcessGroup) -> None:
+        group.all_reduce(full(4, 1.0)).wait()
+        group.barrier().wait()
+        if group.rank == 0:
+            future = group.all_reduce(full(4, 1.0))
+            assert future.done()
+            future.wait(blocking=False)  # enqueued, and not known to have failed
+            group.store.set("enqueued", b"")
+            wait_for_failure(group)
+            with pytest.raises(GroupAborted, match="the test says so"):
+                future.wait(blocking=False)
+            assert isinstance(future.exception(), GroupAborted)
+            deadline = time.monotonic() + PATIENCE
+            while group._channel._channel.pending:  # type: ignore[attr-defined]
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        else:
+            group.store.wait(["enqueued"])
+            group.abort("the test says so")
+        own_stream_is_free()
+
+    run(aborted, 2)
+
+
+def test_a_thread_starts_only_what_cannot_be_started_at_once() -> None:
+    def counted(group: ProcessGroup) -> None:
+        group.all_reduce(full(4, 1.0)).wait()
+        futures = [group.all_reduce(full(4, float(i))) for i in range(30)]
+        done = sum(future.done() for future in futures)
+        assert done > 15, done  # a launch takes a moment, and longer on a loaded machine
+        assert [future.wait().tolist() for future in futures] == [[2.0 * i] * 4 for i in range(30)]
+
+    run(counted, 2)
 
 
 def test_tensors_of_the_cpu_and_of_a_device_do_not_match() -> None:

@@ -34,7 +34,7 @@ def test_the_binding_calls_the_installed_library() -> None:
     assert nccl.error_string(Result.IN_PROGRESS) == "NCCL operation in progress"
     if not torch.cuda.is_available():
         with pytest.raises(Exception, match="UnhandledCudaError"):
-            nccl.init(1, nccl.unique_id(), 0, "world")
+            nccl.init(1, nccl.unique_id(), 0)
 
 
 def test_a_library_that_is_too_old_or_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +52,10 @@ def test_a_library_that_is_too_old_or_missing_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(library, "import_module", missing)
     with pytest.raises(ConfigurationError, match=r"needs the package nccl4py: .*pip install 'shoal\[nccl\]'"):
         load()
+
+
+def test_blocking_communicators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    with pytest.raises(ConfigurationError, match=r"rank 0: .*; unset NCCL_COMM_BLOCKING"):
+        shoal.init(backend="nccl")

@@ -107,6 +107,7 @@ class FakeNccl(Nccl):
         runtime: has the streams.
         connect_s: seconds that the first launch of a kind of function stays IN_PROGRESS after all ranks that
             take part have launched it.
+        launch_s: seconds that each launch stays IN_PROGRESS, as with several ranks since NCCL 2.23.
 
     Attributes:
         violations: descriptions of the calls that NCCL forbids.
@@ -117,12 +118,13 @@ class FakeNccl(Nccl):
 
     _handles = itertools.count(0x7F00_0000_0000, 0x1000)
 
-    def __init__(self, runtime: FakeRuntime, *, connect_s: float = 0.003) -> None:
+    def __init__(self, runtime: FakeRuntime, *, connect_s: float = 0.003, launch_s: float = 30e-6) -> None:
         self.violations: list[str] = []
         self.init_failure: int | None = None
         self.version_code = 22809
         self._runtime = runtime
         self._connect_s = connect_s
+        self._launch_s = launch_s
         self._comms: dict[int, _Communicator] = {}
         self._hubs: list[Hub] = []
         self._lock = threading.Lock()
@@ -155,12 +157,12 @@ class FakeNccl(Nccl):
         self._hubs.append(hub)
         return hub.unique_id
 
-    def init(self, size: int, unique_id: bytes, rank: int, name: str) -> int:
+    def init(self, size: int, unique_id: bytes, rank: int) -> int:
         if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < size:
             raise self._misuse(INVALID_ARGUMENT, f"init of rank {rank} of {size}")
         if self.init_failure in (INVALID_ARGUMENT, INVALID_USAGE):
             raise FakeNcclError(self.init_failure)
-        comm = _Communicator(size, unique_id, rank, name)
+        comm = _Communicator(size, unique_id, rank)
         if self.init_failure is not None:
             comm.fail(self.init_failure)
         else:
@@ -346,17 +348,20 @@ class FakeNccl(Nccl):
         for kernel in kernels.values():
             self._check_kernel(kernel)
         connected = [kernel.comm.begin_launch(kernel) for kernel in kernels.values()]
-        if all(connected):
+        at_once = not self._launch_s or all(comm.size == 1 for comm in kernels)
+        if at_once and all(connected):
             self._enqueue([*kernels.values()])
         else:
-            start_thread(self._connect, [*kernels.values()])
+            start_thread(self._launch_later, [*kernels.values()], all(connected))
 
-    def _connect(self, kernels: Sequence[_Kernel]) -> None:
-        for kernel in kernels:
-            kernel.comm.request_connections(kernel)
-        for kernel in kernels:
-            kernel.comm.wait_connected(kernel)
-        time.sleep(self._connect_s)
+    def _launch_later(self, kernels: Sequence[_Kernel], connected: bool) -> None:
+        """Enqueue kernels as NCCL's thread does, which carries out each launch since NCCL 2.23."""
+        if not connected:
+            for kernel in kernels:
+                kernel.comm.request_connections(kernel)
+            for kernel in kernels:
+                kernel.comm.wait_connected(kernel)
+        time.sleep(self._launch_s if connected else self._connect_s)
         self._enqueue(kernels)
 
     def _enqueue(self, kernels: Sequence[_Kernel]) -> None:
@@ -399,9 +404,9 @@ class _Kernel:
 class _Communicator:
     """One rank of a communicator.  Its thread connects to the hub and receives from it."""
 
-    def __init__(self, size: int, unique_id: bytes, rank: int, name: str) -> None:
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         self.size, self.rank = size, rank
-        self.name = f"rank {rank} of {name}"
+        self.name = f"rank {rank} of {size}"
         self.finalized = False
         self._unique_id = unique_id
         # Guards all that follows, and the memory of kernels.

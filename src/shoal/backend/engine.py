@@ -27,10 +27,11 @@ class Transfer(abc.ABC):
     """The data of one operation on its way.  Different threads call it, one at a time.
 
     Attributes:
-        streams: of an early engine, once the work is enqueued: the streams on which it runs.
+        events: of an early engine, once the work is enqueued: for each device, the stream on which it runs
+            and an event after it.
     """
 
-    streams: Mapping[torch.device, Any] | None = None
+    events: Mapping[torch.device, tuple[Any, Any]] | None = None
 
     def launched(self) -> bool:
         """Continue to enqueue the work, without blocking; return whether it is enqueued.
@@ -150,6 +151,10 @@ class Engine(abc.ABC):
 
         Called in a separate thread when all members have called the first operation, so it may wait for them.
         """
+
+    def prepare_thread(self, device: torch.device) -> None:
+        """Prepare a thread of the backend that will call transfers and communicators of ``device``."""
+        return
 
     def supports(self, kind: OpKind, dtype: torch.dtype | None, op: ReduceOp | None) -> bool:
         """Whether the engine supports an operation, as in ``DataChannel.supports``."""

@@ -190,28 +190,32 @@ class SupervisedChannel(ForwardingChannel):
             return self._control.submit(operation)
         external = _ExternalOperation(self, self._control.external(operation), operation)
         future = external.future(self._engine.early)
-        if operation.kind is OpKind.ALL_TO_ALL and self._engine.early:
-            external.counts = self._exchange_counts(operation)
         try:
-            with self._starting:
-                if self._communicator is not None and not self._queue:
-                    self._start(external, self._communicator)
-                    if not external.launched():
-                        self._queue.append(external)
-                else:
-                    external.follow_caller()
-                    self._queue.append(external)
-                if self._queue and self._queue_thread is None:
-                    name = f"shoal-start-{self._spec.name}"
-                    thread = threading.Thread(target=self._run_queue, name=name, daemon=True)
-                    thread.start()
-                    self._queue_thread = thread
+            if operation.kind is OpKind.ALL_TO_ALL and self._engine.early:
+                external.counts = self._exchange_counts(operation)
+            # An engine that Ctrl-C interrupts between two of its calls could not be used any more.
+            defer_sigint(lambda: self._start_or_queue(external))
         except BaseException as error:  # Ctrl-C, or no thread can be started
             self._engine_failed(error)
             if not isinstance(error, Exception):
                 raise
         external.watch()
         return future
+
+    def _start_or_queue(self, external: _ExternalOperation) -> None:
+        with self._starting:
+            if self._communicator is not None and not self._queue:
+                self._start(external, self._communicator)
+                if external.launched():
+                    return
+            else:
+                external.follow_caller()
+            self._queue.append(external)
+            if self._queue_thread is None:
+                name = f"shoal-start-{self._spec.name}"
+                thread = threading.Thread(target=self._run_queue, name=name, daemon=True)
+                thread.start()
+                self._queue_thread = thread
 
     def keeps_order(self, operation: Operation) -> bool:
         return operation.kind not in _CONTROL_KINDS and (
@@ -247,7 +251,7 @@ class SupervisedChannel(ForwardingChannel):
             raise self._refusal(
                 operation, f"has tensors on {device}, but this group uses {self._device}; move them there"
             )
-        if runtime_of(device).capturing():
+        if runtime_of(device).capturing(device):
             raise self._refusal(operation, "cannot be captured into a graph; call it outside of the capture")
 
     def _refusal(self, operation: Operation, problem: str) -> UsageError:
@@ -258,22 +262,12 @@ class SupervisedChannel(ForwardingChannel):
 
     def _run_queue(self) -> None:
         """Make the communicator, if there is none, and start what is queued."""
-        if self._communicator is None and not self._connect():
-            return
-        while True:
-            with self._starting:
-                if self._closed or not self._queue:
-                    self._queue_thread = None
-                    return
-                external = self._queue[0]
-                assert self._communicator is not None
-                self._start(external, self._communicator)
-            pause = _MIN_PAUSE_S
-            while not external.launched():
-                time.sleep(pause)
-                pause = min(2 * pause, _MAX_PAUSE_S)
-            with self._starting:
-                self._queue.popleft()
+        try:
+            self._engine.prepare_thread(self._queue[0].device)
+            if self._communicator is not None or self._connect():
+                self._start_queued()
+        except Exception as error:
+            self._engine_failed(error)
 
     def _connect(self) -> bool:
         """Make the communicator when all members have called an operation; return whether it is made."""
@@ -282,15 +276,31 @@ class SupervisedChannel(ForwardingChannel):
             pass
         if not first.core.met():
             return False  # the group is broken or closed
-        try:
-            setup = _CommunicatorSetup(self._control, self._spec, first.device, first.timeout)
-            communicator = self._engine.communicator(setup)
-        except Exception as error:
-            self._engine_failed(error)
-            return False
+        setup = _CommunicatorSetup(self._control, self._spec, first.device, first.timeout)
+        communicator = self._engine.communicator(setup)
         with self._starting:
-            self._communicator = communicator
-        return True
+            if not self._closed:
+                self._communicator = communicator
+                return True
+        communicator.abort()  # nobody closes it any more
+        return False
+
+    def _start_queued(self) -> None:
+        communicator = self._communicator
+        assert communicator is not None
+        while True:
+            with self._starting:
+                if self._closed or not self._queue:
+                    self._queue_thread = None
+                    return
+                external = self._queue[0]
+                self._start(external, communicator)
+            pause = _MIN_PAUSE_S
+            while not external.launched():
+                time.sleep(pause)
+                pause = min(2 * pause, _MAX_PAUSE_S)
+            with self._starting:
+                self._queue.popleft()
 
     def _start(self, external: _ExternalOperation, communicator: Communicator) -> None:
         if external.started or external.core.done() or self._closed:  # done: it has failed
@@ -325,6 +335,13 @@ class SupervisedChannel(ForwardingChannel):
             finally:
                 self._polling.release()
         return completed
+
+    def prepare_thread(self, prepared: set[torch.device]) -> None:
+        """Prepare this thread for polls of the channel's device, unless ``prepared`` has it."""
+        device = self._device
+        if device is not None and device not in prepared:
+            self._engine.prepare_thread(device)
+            prepared.add(device)
 
     def _poll_often(self, core: _core.Operation) -> None:
         for _ in range(_POLLS_PER_YIELD):
@@ -374,7 +391,12 @@ class SupervisedChannel(ForwardingChannel):
         if self._aborting is None and communicator is not None:
 
             def abort() -> None:
+                if self._device is not None:
+                    self._engine.prepare_thread(self._device)
                 self._transfers_ended = communicator.abort()
+                if self._transfers_ended:
+                    with self._polling:
+                        self._started = deque()
 
             thread = threading.Thread(target=abort, name=f"shoal-abort-{self._spec.name}", daemon=True)
             thread.start()
@@ -409,8 +431,12 @@ class SupervisedChannel(ForwardingChannel):
             self._close_communicator(min(left, _STUCK_TIMEOUT_S) if failed else left, failed)
 
     def _close_communicator(self, timeout: float, failed: bool) -> None:
-        with self._starting:
-            self._closed = True
+        if not self._starting.acquire(timeout=timeout):  # a thread does not return from the engine
+            self._backend.engine_broke()
+            _abandoned.append(self)
+            return
+        self._closed = True
+        self._starting.release()
         thread = self._queue_thread
         if thread is not None:
             thread.join(timeout)
@@ -422,19 +448,21 @@ class SupervisedChannel(ForwardingChannel):
             _abandoned.append(self)
             return
         try:
-            if self._started or (failed and self._engine.early):
+            aborts = bool(self._started) or (failed and self._engine.early)
+            if aborts:
                 self._abort_transfers()
-                if self._aborting is not None:
-                    self._aborting.join(timeout)
-                if not self._transfers_ended and self._started:
-                    self._backend.engine_broke()
-                    _abandoned.append((self._communicator, self._started))
-                self._started = deque()
             elif self._communicator is not None:
                 self._communicator.close()
-            self._communicator = None
         finally:
             self._polling.release()
+        if aborts and self._aborting is not None:
+            self._aborting.join(timeout)
+        if self._started and not self._transfers_ended:
+            self._backend.engine_broke()
+            _abandoned.append((self._communicator, self._started))
+        self._started = deque()
+        self._queue = deque()
+        self._communicator = None
 
 
 class _CommunicatorSetup:
@@ -543,8 +571,8 @@ class _ExternalOperation:
         try:
             if not transfer.launched():
                 return False
-            assert transfer.streams is not None
-            events.record(transfer.streams)
+            assert transfer.events is not None
+            events.add(transfer.events)
         except Exception as error:
             self._fail(error)
             return True
@@ -562,7 +590,7 @@ class _ExternalOperation:
 
     def _check(self, timeout: float) -> bool:
         """Wait for the external operation, and raise its error; see :class:`~shoal.streams.DeviceEvents`."""
-        complete = self.wait(timeout)
+        complete = self.core.done() or (timeout > 0 and self.wait(timeout))
         if complete and (error := self.exception()) is not None:
             raise error
         return complete
@@ -675,9 +703,12 @@ class PollingThread:
 
     def _run(self) -> None:
         idle_passes, pause = 0, self._min_pause
+        prepared: set[torch.device] = set()
         while not self._ended:
             with self._lock:
                 channels = list(self._channels)
+            for channel in channels:
+                channel.prepare_thread(prepared)
             advanced = [channel.poll() for channel in channels if not channel.waiting]
             pending = any(channel.pending for channel in channels)
             idle_passes = 0 if pending else idle_passes + 1

@@ -81,7 +81,7 @@ class Future(FutureState[T]):
             if blocking:
                 self._synchronize(device, begun, timeout)
             else:
-                device.order(self._payload())
+                self._order(device)
         error = self._error
         if error is not None:
             # Otherwise traceback, this frame, the future and the error would form a reference cycle, which
@@ -223,6 +223,15 @@ class Future(FutureState[T]):
         return f"<shoal.Future {' '.join(words)}>"
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _order(self, device: DeviceEvents) -> None:
+        """Make the current streams wait for the work on devices; if that is known to have failed, so does the
+        future.
+        """
+        try:
+            device.order(self._payload())
+        except Exception as failure:
+            self._fail_late(failure.with_traceback(None))
 
     def _synchronize(self, device: DeviceEvents, begun: float, timeout: float | None) -> None:
         """Block until the work on devices is done, for at most ``timeout`` seconds after ``begun``.

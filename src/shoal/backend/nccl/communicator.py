@@ -9,10 +9,10 @@ the elements that are NaN on a rank.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ from ..engine import Communicator, Setup, Transfer
 from .library import Nccl, Reduction, Result
 from .reductions import BYTES, native_reduction, reduce_in_torch
 
-#: NCCL forbids parallel calls for communicators of one device.
+#: NCCL forbids parallel calls for communicators of one device.  Held until NCCL's thread has put the work on
+#: the stream, so that kernels of several communicators have the order of the program on every rank.
 _launch_lock = threading.Lock()
+#: seconds for which a launch is awaited with the lock; only connecting to other ranks takes longer
+_LAUNCH_S = 1e-3
 #: seconds between two looks at a communicator that other ranks join or leave
 _PAUSE_S = 1e-3
 #: seconds in which a communicator is finalized; afterwards it is aborted
@@ -33,11 +36,10 @@ _FINALIZE_TIMEOUT_S = 5.0
 #: seconds in which the work of an aborted communicator ends on the device
 _ABORT_TIMEOUT_S = 10.0
 
-#: A collective: yields when its calls are made, continues when NCCL has put them on the stream, and yields
-#: again if it has temporary tensors, to keep them until the work is done.
-_Steps = Generator[None, None, None]
-#: ``call(source, target, count, dtype, op)``: one reduction, with addresses and codes of NCCL
-_ReduceCall = Callable[[int, int, int, int, int], None]
+#: One call of NCCL: a function, and its arguments before the communicator and the stream.
+_Call = tuple[Callable[..., None], tuple[int, ...]]
+#: Work of torch on the stream after the calls; keeps temporary tensors.  None: there is none.
+_Finish = Callable[[], object] | None
 
 
 class NcclCommunicator(Communicator):
@@ -50,10 +52,10 @@ class NcclCommunicator(Communicator):
         self._rank, self._size = setup.spec.rank, len(setup.spec.ranks)
         #: Held during calls for this communicator.
         self._lock = threading.Lock()
-        self._aborted = False
+        self._ended = False
         unique_id = setup.from_first(nccl.unique_id)
         with _launch_lock, runtime.use(stream):
-            self._comm = nccl.init(self._size, unique_id, self._rank, setup.spec.name)
+            self._comm = nccl.init(self._size, unique_id, self._rank)
         try:
             while not self.ready():
                 setup.check()
@@ -72,42 +74,52 @@ class NcclCommunicator(Communicator):
             GroupError: the communicator has failed.
         """
         with self._lock:
-            if self._aborted:
-                raise GroupError("the communicator was aborted")
-            state = self._nccl.async_error(self._comm)
-            if state == Result.IN_PROGRESS:
-                return False
-            if state != Result.SUCCESS:
-                details = self._nccl.last_error(self._comm).strip()
-                raise GroupError(self._nccl.error_string(state) + (f"; {details}" if details else ""))
-            return True
+            return self._is_ready()
+
+    def _is_ready(self) -> bool:
+        if self._ended:
+            raise GroupError("the communicator was aborted")
+        state = self._nccl.async_error(self._comm)
+        if state == Result.IN_PROGRESS:
+            return False
+        if state != Result.SUCCESS:
+            details = self._nccl.last_error(self._comm).strip()
+            raise GroupError(self._nccl.error_string(state) + (f"; {details}" if details else ""))
+        return True
 
     def abort(self) -> bool:
         # A thread that holds the lock for so long hangs in NCCL, and is freed by the call.
         locked = self._lock.acquire(timeout=_ABORT_TIMEOUT_S)
         try:
-            if not self._aborted:
-                self._aborted = True
-                self._nccl.abort(self._comm)
+            with self._runtime.use(self._stream):
+                if not self._ended:
+                    self._ended = True
+                    self._nccl.abort(self._comm)
+                event = self._runtime.record(self._stream)
         finally:
             if locked:
                 self._lock.release()
-        with self._runtime.use(self._stream):
-            return self._runtime.synchronize(self._runtime.record(self._stream), _ABORT_TIMEOUT_S)
+        return self._runtime.synchronize(event, _ABORT_TIMEOUT_S)
 
     def close(self) -> None:
         deadline = time.monotonic() + _FINALIZE_TIMEOUT_S
         try:
-            for call in (self._nccl.finalize, self._nccl.destroy):
-                while not self.ready():
-                    if time.monotonic() > deadline:
-                        raise TimeoutError
-                    time.sleep(_PAUSE_S)
-                with _launch_lock, self._lock, self._runtime.use(self._stream):
-                    call(self._comm)
-            self._aborted = True
+            self._await_ready(deadline)
+            with _launch_lock, self._lock, self._runtime.use(self._stream):
+                self._nccl.finalize(self._comm)
+            self._await_ready(deadline)
         except Exception:  # NCCL cannot end it in good order
             self.abort()
+            return
+        with self._lock, self._runtime.use(self._stream):
+            self._ended = True
+            self._nccl.destroy(self._comm)
+
+    def _await_ready(self, deadline: float) -> None:
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_PAUSE_S)
 
     # -- the stream ------------------------------------------------------------------------------
 
@@ -116,10 +128,10 @@ class NcclCommunicator(Communicator):
         runtime = self._runtime
         runtime.wait_event(self._stream, runtime.record(runtime.current_stream(self.device)))
 
-    def advance(self, steps: _Steps) -> None:
-        """Continue a collective on the stream."""
+    def compute(self, work: Callable[[], Any]) -> Any:
+        """Call ``work`` with the stream as the current one, without autograd."""
         with self._runtime.use(self._stream), torch.inference_mode():
-            next(steps, None)
+            return work()
 
     def record(self) -> tuple[Any, Any]:
         """Return the stream, and an event after what is on it."""
@@ -128,214 +140,181 @@ class NcclCommunicator(Communicator):
     def has_occurred(self, event: Any) -> bool:
         return self._runtime.query(event)
 
-    # -- collectives -----------------------------------------------------------------------------
+    # -- collectives: call NCCL, and return what torch has to do afterwards ----------------------
 
-    def _all_reduce(self, operation: Operation) -> _Steps:
+    def _all_reduce(self, operation: Operation) -> _Finish:
+        x, op = operation.outputs[0], operation.op
+        if native_reduction(x.dtype, op) is None:
+            gathered = self._temporary((self._size, *x.shape), x.dtype)
+            self._launch([(self._nccl.all_gather, (x.data_ptr(), gathered.data_ptr(), x.nbytes, BYTES))])
+            return lambda: x.copy_(reduce_in_torch(list(gathered), op))
+        calls, finish = self._reduction(op, x, x, self._nccl.all_reduce)
+        self._launch(calls)
+        return finish
+
+    def _reduce(self, operation: Operation) -> _Finish:
+        x, op, root = operation.inputs[0], operation.op, operation.root
+        result = x if self._rank == root else None
+        if native_reduction(x.dtype, op) is None:
+            parts = [] if result is None else [self._temporary(x.shape, x.dtype) for _ in range(self._size)]
+            self._launch([*self._sends(self._only(root, x)), *self._receives(parts)])
+            return None if result is None else lambda: x.copy_(reduce_in_torch(parts, op))
+        calls, finish = self._reduction(op, x, result, self._nccl.reduce, (root,))
+        self._launch(calls)
+        return finish
+
+    def _reduce_scatter(self, operation: Operation) -> _Finish:
+        inputs, y, op = operation.inputs, operation.outputs[0], operation.op
+        if native_reduction(y.dtype, op) is None:
+            parts = [self._temporary(y.shape, y.dtype) for _ in range(self._size)]
+            split = list(inputs[0].detach().view(self._size, -1)) if len(inputs) == 1 else inputs
+            self._launch([*self._sends(split), *self._receives(parts)])
+            return lambda: y.copy_(reduce_in_torch(parts, op))
+        if len(inputs) == 1:
+            calls, finish = self._reduction(op, inputs[0], y, self._nccl.reduce_scatter, parts=self._size)
+            self._launch(calls)
+            return finish
+        reductions = [
+            self._reduction(op, x, y if root == self._rank else None, self._nccl.reduce, (root,))
+            for root, x in enumerate(inputs)
+        ]
+        self._launch([call for calls, _ in reductions for call in calls])
+        return lambda: [finish() for _, finish in reductions if finish is not None]
+
+    def _broadcast(self, operation: Operation) -> _Finish:
         x = operation.outputs[0]
-        if native_reduction(x.dtype, operation.op) is None:
-            gathered = x.new_empty((self._size, *x.shape))
-            with self._calls():
-                self._nccl.all_gather(
-                    x.data_ptr(), gathered.data_ptr(), x.nbytes, BYTES, self._comm, self._handle
-                )
-            yield
-            x.copy_(reduce_in_torch(list(gathered), operation.op))
-            yield
-            return
-        yield from self._reduction(
-            operation.op, x, x,
-            lambda source, to, count, dtype, op: self._nccl.all_reduce(
-                source, to, count, dtype, op, self._comm, self._handle
-            ),
-        )  # fmt: skip
+        self._launch([(self._nccl.broadcast, (x.data_ptr(), x.data_ptr(), x.nbytes, BYTES, operation.root))])
+        return None
 
-    def _reduce(self, operation: Operation) -> _Steps:
-        x, root = operation.inputs[0], operation.root
-        at_root = self._rank == root
-        if native_reduction(x.dtype, operation.op) is None:
-            parts = [torch.empty_like(x) for _ in range(self._size)] if at_root else []
-            with self._calls():
-                self._send([x if rank == root else None for rank in range(self._size)])
-                self._receive(parts)
-            yield
-            if at_root:
-                x.copy_(reduce_in_torch(parts, operation.op))
-            yield
-            return
-        yield from self._reduction(operation.op, x, x if at_root else None, self._reduce_call(root))
-
-    def _reduce_scatter(self, operation: Operation) -> _Steps:
-        inputs, y = operation.inputs, operation.outputs[0]
-        if native_reduction(y.dtype, operation.op) is None:
-            parts = [torch.empty_like(y) for _ in range(self._size)]
-            with self._calls():
-                self._send(self._split(inputs))
-                self._receive(parts)
-            yield
-            y.copy_(reduce_in_torch(parts, operation.op))
-            yield
-        elif len(inputs) == 1:
-            yield from self._reduction(
-                operation.op, inputs[0], y,
-                lambda source, to, count, dtype, op: self._nccl.reduce_scatter(
-                    source, to, count // self._size, dtype, op, self._comm, self._handle
-                ),
-            )  # fmt: skip
-        else:
-            reductions = [
-                self._reduction(
-                    operation.op, x, y if root == self._rank else None, self._reduce_call(root), grouped=True
-                )
-                for root, x in enumerate(inputs)
-            ]
-            with self._calls():
-                for reduction in reductions:
-                    next(reduction)
-            yield
-            for reduction in reductions:
-                next(reduction)
-            yield
-
-    def _broadcast(self, operation: Operation) -> _Steps:
-        x = operation.outputs[0]
-        with self._calls():
-            self._nccl.broadcast(
-                x.data_ptr(), x.data_ptr(), x.nbytes, BYTES, operation.root, self._comm, self._handle
-            )
-        yield
-
-    def _all_gather(self, operation: Operation) -> _Steps:
+    def _all_gather(self, operation: Operation) -> _Finish:
         x, outputs = operation.inputs[0], operation.outputs
-        with self._calls():
-            if len(outputs) == 1:
-                self._nccl.all_gather(
-                    x.data_ptr(), outputs[0].data_ptr(), x.nbytes, BYTES, self._comm, self._handle
-                )
-            else:
-                for root, output in enumerate(outputs):
-                    source = x if root == self._rank else output
-                    self._nccl.broadcast(
-                        source.data_ptr(), output.data_ptr(), output.nbytes, BYTES, root, self._comm,
-                        self._handle,
-                    )  # fmt: skip
-        yield
+        if len(outputs) == 1:
+            self._launch([(self._nccl.all_gather, (x.data_ptr(), outputs[0].data_ptr(), x.nbytes, BYTES))])
+            return None
+        calls: list[_Call] = []
+        for rank, y in enumerate(outputs):
+            source = x if rank == self._rank else y
+            calls.append((self._nccl.broadcast, (source.data_ptr(), y.data_ptr(), y.nbytes, BYTES, rank)))
+        self._launch(calls)
+        return None
 
-    def _gather(self, operation: Operation) -> _Steps:
-        x, root = operation.inputs[0], operation.root
-        with self._calls():
-            self._send([x if rank == root else None for rank in range(self._size)])
-            self._receive(operation.outputs)
-        yield
+    def _gather(self, operation: Operation) -> _Finish:
+        sends = self._sends(self._only(operation.root, operation.inputs[0]))
+        self._launch([*sends, *self._receives(operation.outputs)])
+        return None
 
-    def _scatter(self, operation: Operation) -> _Steps:
-        y, root = operation.outputs[0], operation.root
-        with self._calls():
-            self._send(operation.inputs)
-            self._receive([y if rank == root else None for rank in range(self._size)])
-        yield
+    def _scatter(self, operation: Operation) -> _Finish:
+        receives = self._receives(self._only(operation.root, operation.outputs[0]))
+        self._launch([*self._sends(operation.inputs), *receives])
+        return None
 
-    def _all_to_all(self, operation: Operation) -> _Steps:
-        with self._calls():
-            self._send(operation.inputs)
-            self._receive(operation.outputs)
-        yield
+    def _all_to_all(self, operation: Operation) -> _Finish:
+        self._launch([*self._sends(operation.inputs), *self._receives(operation.outputs)])
+        return None
 
     # -- calls -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _calls(self) -> Iterator[None]:
-        """A context whose calls of NCCL are launched together at its end."""
+    def _launch(self, calls: Sequence[_Call]) -> None:
+        """Call NCCL, several functions as one group; wait for a moment until the work is on the stream."""
+        nccl = self._nccl
         with _launch_lock, self._lock:
-            if self._aborted:
+            if self._ended:
                 raise GroupError("the communicator was aborted")
-            self._nccl.group_start()
-            try:
-                yield
-            finally:
-                self._nccl.group_end()
+            if len(calls) == 1:
+                function, arguments = calls[0]
+                function(*arguments, self._comm, self._handle)
+            elif calls:
+                nccl.group_start()
+                try:
+                    for function, arguments in calls:
+                        function(*arguments, self._comm, self._handle)
+                finally:
+                    nccl.group_end()
+            end = time.monotonic() + _LAUNCH_S
+            while not self._is_ready() and time.monotonic() < end:
+                os.sched_yield()
 
-    def _send(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Send a part to each rank, except None and empty ones."""
-        for rank, x in enumerate(parts):
-            if x is not None and x.nbytes:
-                self._nccl.send(x.data_ptr(), x.nbytes, BYTES, rank, self._comm, self._handle)
+    def _only(self, peer: int, x: torch.Tensor) -> list[torch.Tensor | None]:
+        """A part for ``peer`` alone."""
+        return [x if rank == peer else None for rank in range(self._size)]
 
-    def _receive(self, parts: Sequence[torch.Tensor | None]) -> None:
-        """Receive a part from each rank, except None and empty ones."""
-        for rank, x in enumerate(parts):
-            if x is not None and x.nbytes:
-                self._nccl.recv(x.data_ptr(), x.nbytes, BYTES, rank, self._comm, self._handle)
+    def _sends(self, parts: Sequence[torch.Tensor | None]) -> list[_Call]:
+        """The calls that send a part to each rank, except None and empty ones."""
+        return self._messages(self._nccl.send, parts)
 
-    def _split(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The part for each rank, of the list or of the ONE tensor with all of them."""
-        return list(inputs[0].view(self._size, -1)) if len(inputs) == 1 else inputs
+    def _receives(self, parts: Sequence[torch.Tensor | None]) -> list[_Call]:
+        """The calls that receive a part from each rank, except None and empty ones."""
+        return self._messages(self._nccl.recv, parts)
 
-    def _reduce_call(self, root: int) -> _ReduceCall:
-        """The call of a reduction to ``root``."""
-
-        def call(source: int, target: int, count: int, dtype: int, op: int) -> None:
-            self._nccl.reduce(source, target, count, dtype, op, root, self._comm, self._handle)
-
-        return call
+    @staticmethod
+    def _messages(function: Callable[..., None], parts: Sequence[torch.Tensor | None]) -> list[_Call]:
+        return [
+            (function, (x.data_ptr(), x.nbytes, BYTES, rank))
+            for rank, x in enumerate(parts)
+            if x is not None and x.nbytes
+        ]
 
     def _reduction(
         self,
         op: ReduceOp,
         x: torch.Tensor,
         result: torch.Tensor | None,
-        call: _ReduceCall,
-        grouped: bool = False,
-    ) -> _Steps:
-        """One reduction that NCCL supports.
+        function: Callable[..., None],
+        root: tuple[int, ...] = (),
+        parts: int = 1,
+    ) -> tuple[list[_Call], _Finish]:
+        """The calls of one reduction that NCCL supports, and the work after them.
 
         Args:
             result: None if this rank gets no result.
-            call: calls the function of NCCL.
-            grouped: whether the caller is in :meth:`_calls`.
+            root: last argument of ``function``, if it has one.
+            parts: the number of parts of ``x``, of which ``function`` gets the size.
         """
         native = native_reduction(x.dtype, op)
         assert native is not None
-        x, target = x.detach(), None if result is None else result.detach()
-        has_nan: torch.Tensor | None = None
-        if x.is_floating_point() and op.code in (MIN.code, MAX.code):
-            has_nan = x.isnan().view(torch.uint8)
-        nan_result = None
-        if has_nan is not None and target is not None:
-            nan_result = target.new_empty(target.shape, dtype=torch.uint8)
+        target = 0 if result is None else result.data_ptr()
+        count = x.numel() // parts
+        arguments = (x.data_ptr(), target, count * native.width, native.dtype, native.op, *root)
+        calls: list[_Call] = [(function, arguments)]
+        if op.code not in (MIN.code, MAX.code) or not x.is_floating_point():
+            return calls, None
+        has_nan = self.compute(lambda: x.isnan().view(torch.uint8))
+        if result is None:
+            calls.append((function, (has_nan.data_ptr(), 0, count, BYTES, Reduction.MAX, *root)))
+            return calls, lambda: has_nan.numel()  # only keeps it
+        found = self._temporary(result.shape, torch.uint8)
+        calls.append((function, (has_nan.data_ptr(), found.data_ptr(), count, BYTES, Reduction.MAX, *root)))
 
-        def calls() -> None:
-            call(_address(x), _address(target), x.numel() * native.width, native.dtype, native.op)
-            if has_nan is not None:
-                call(_address(has_nan), _address(nan_result), has_nan.numel(), BYTES, Reduction.MAX)
+        def finish() -> None:
+            result.masked_fill_(found.bool(), float("nan"))
+            has_nan.numel()  # only keeps it
 
-        if grouped:
-            calls()
-        else:
-            with self._calls():
-                calls()
-        yield
-        if target is not None and nan_result is not None:
-            target.masked_fill_(nan_result.bool(), float("nan"))
-        yield
+        return calls, finish
+
+    def _temporary(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory for the stream."""
+        memory: torch.Tensor = self.compute(lambda: torch.empty(shape, dtype=dtype, device=self.device))
+        return memory
 
 
 class _NcclTransfer(Transfer):
-    """One collective: its steps, and the event after its work."""
+    """One collective, and the event after its work."""
 
     def __init__(self, communicator: NcclCommunicator, operation: Operation) -> None:
         self._communicator = communicator
-        self._steps = _STEPS[operation.kind](communicator, operation)
-        self._event: Any = None
         communicator.follow_current_stream()
-        communicator.advance(self._steps)
+        #: Kept until the transfer is complete, with its temporary tensors.
+        self._finish = _COLLECTIVES[operation.kind](communicator, operation)
+        self._event: Any = None
 
     def launched(self) -> bool:
         communicator = self._communicator
-        if self.streams is None and communicator.ready():
-            communicator.advance(self._steps)
+        if self._event is None and communicator.ready():
+            if self._finish is not None:
+                communicator.compute(self._finish)
             stream, self._event = communicator.record()
-            self.streams = {communicator.device: stream}
-        return self.streams is not None
+            self.events = {communicator.device: (stream, self._event)}
+        return self._event is not None
 
     def poll(self) -> bool:
         if self._communicator.has_occurred(self._event):
@@ -344,11 +323,7 @@ class _NcclTransfer(Transfer):
         return False
 
 
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-_STEPS: dict[OpKind, Callable[[NcclCommunicator, Operation], _Steps]] = {
+_COLLECTIVES: dict[OpKind, Callable[[NcclCommunicator, Operation], _Finish]] = {
     OpKind.ALL_REDUCE: NcclCommunicator._all_reduce,
     OpKind.REDUCE: NcclCommunicator._reduce,
     OpKind.BROADCAST: NcclCommunicator._broadcast,

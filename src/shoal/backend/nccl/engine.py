@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -38,7 +39,14 @@ class NcclEngine(Engine):
                 f"rank {rank}: backend='nccl' needs a CUDA device, and torch {torch.__version__} finds none; "
                 "use backend='native' for tensors on the CPU"
             )
+        if os.environ.get("NCCL_COMM_BLOCKING", "0") != "0":
+            raise ConfigurationError(
+                f"rank {rank}: backend='nccl' needs nonblocking communicators; unset NCCL_COMM_BLOCKING"
+            )
         return load()
+
+    def prepare_thread(self, device: torch.device) -> None:
+        runtime_of(device).prepare_thread(device)
 
     def communicator(self, setup: Setup) -> Communicator:
         runtime = runtime_of(setup.device)

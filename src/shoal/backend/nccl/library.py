@@ -53,7 +53,7 @@ DTYPES: dict[torch.dtype, int] = {
 class Nccl(Protocol):
     """Functions of NCCL, by the names and with the arguments of ``nccl.h``.
 
-    Communicators, streams (``cudaStream_t``) and addresses of memory are integers.  Communicators are
+    Streams (``cudaStream_t``) and addresses of memory are integers.  Communicators are opaque, and
     nonblocking: a call may return before it is carried out.  Then :meth:`async_error` is IN_PROGRESS, nothing
     else but ``abort`` may be called for the communicator, and work is not on its stream yet.
 
@@ -66,25 +66,25 @@ class Nccl(Protocol):
     def unique_id(self) -> bytes:
         """128 bytes that identify a new communicator, for all its ranks."""
 
-    def init(self, size: int, unique_id: bytes, rank: int, name: str) -> int:
+    def init(self, size: int, unique_id: bytes, rank: int) -> Any:
         """Return a nonblocking communicator on the current device; see :meth:`async_error`."""
 
-    def async_error(self, comm: int) -> int:
+    def async_error(self, comm: Any) -> int:
         """The state of a communicator: SUCCESS, IN_PROGRESS or the result of an error."""
 
-    def last_error(self, comm: int) -> str:
+    def last_error(self, comm: Any) -> str:
         """A description of the last error in this process, may be empty."""
 
     def error_string(self, result: int) -> str:
         """A description of a result."""
 
-    def finalize(self, comm: int) -> None:
+    def finalize(self, comm: Any) -> None:
         """Begin to complete what was started; complete when :meth:`async_error` is SUCCESS again."""
 
-    def destroy(self, comm: int) -> None:
+    def destroy(self, comm: Any) -> None:
         """Free a communicator that is finalized."""
 
-    def abort(self, comm: int) -> None:
+    def abort(self, comm: Any) -> None:
         """End the work of a communicator in any state, and destroy it."""
 
     def group_start(self) -> None:
@@ -94,26 +94,26 @@ class Nccl(Protocol):
         """See :meth:`group_start`."""
 
     def all_reduce(
-        self, send: int, receive: int, count: int, dtype: int, op: int, comm: int, stream: int
+        self, send: int, receive: int, count: int, dtype: int, op: int, comm: Any, stream: int
     ) -> None: ...
 
     def reduce(
-        self, send: int, receive: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int
+        self, send: int, receive: int, count: int, dtype: int, op: int, root: int, comm: Any, stream: int
     ) -> None: ...
 
     def broadcast(
-        self, send: int, receive: int, count: int, dtype: int, root: int, comm: int, stream: int
+        self, send: int, receive: int, count: int, dtype: int, root: int, comm: Any, stream: int
     ) -> None: ...
 
-    def all_gather(self, send: int, receive: int, count: int, dtype: int, comm: int, stream: int) -> None: ...
+    def all_gather(self, send: int, receive: int, count: int, dtype: int, comm: Any, stream: int) -> None: ...
 
     def reduce_scatter(
-        self, send: int, receive: int, count: int, dtype: int, op: int, comm: int, stream: int
+        self, send: int, receive: int, count: int, dtype: int, op: int, comm: Any, stream: int
     ) -> None: ...
 
-    def send(self, send: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None: ...
+    def send(self, send: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> None: ...
 
-    def recv(self, receive: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> None: ...
+    def recv(self, receive: int, count: int, dtype: int, peer: int, comm: Any, stream: int) -> None: ...
 
 
 class BoundNccl:
@@ -142,16 +142,14 @@ class BoundNccl:
     def unique_id(self) -> bytes:
         return ctypes.string_at(self._bindings.get_unique_id().ptr, UNIQUE_ID_BYTES)
 
-    def init(self, size: int, unique_id: bytes, rank: int, name: str) -> int:
+    def init(self, size: int, unique_id: bytes, rank: int) -> Any:
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise ValueError(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes, got {len(unique_id)}")
         ident = self._bindings.UniqueId()
         ctypes.memmove(ident.ptr, unique_id, UNIQUE_ID_BYTES)
         config = self._bindings.Config()
         config.blocking = 0
-        config.comm_name = name
-        communicator: int = self._bindings.comm_init_rank_config(size, ident, rank, config)
-        return communicator
+        return self._bindings.comm_init_rank_config(size, ident, rank, config)
 
 
 def load() -> Nccl:
