@@ -421,7 +421,7 @@ def outlive_a_stopped_one(group: ProcessGroup, seed: int) -> str:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_stopped_rank_that_is_given_up_writes_nothing_any_more(seed: int) -> None:
     victim = random.Random(seed).randrange(3)
-    # A rank that was stopped before the others saw its first beat is given up after 60 s.
+    # A survivor that ran late itself, on a loaded machine, waits for up to a minute longer.
     with no_leaks(), processes(outlive_a_stopped_one, 3, seed, timeout=90.0) as ranks:
         outcomes = ranks.join()
     assert outcomes.pop(victim).describe() == f"rank {victim} was ended by SIGKILL"
