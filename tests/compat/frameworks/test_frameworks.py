@@ -73,13 +73,18 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 @needs_accelerate
-def test_accelerate_trains_under_torchrun(tmp_path: Path) -> None:
-    check(run("accelerate_program.py", tmp_path, *TORCHRUN))
-
-
-@needs_accelerate
-def test_accelerate_trains_under_shoal_run_with_its_own_variables(tmp_path: Path) -> None:
-    check(run("accelerate_program.py", tmp_path, *SHOAL_RUN, ACCELERATE_USE_CPU="true"))
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        pytest.param(TORCHRUN, {"ACCELERATE_USE_CPU": "true"}, id="torchrun"),
+        # Under which test_page.py runs, also with Accelerator(cpu=True).
+        pytest.param(SHOAL_RUN, {}, id="shoal run", marks=pytest.mark.stress),
+    ],
+)
+def test_accelerate_trains_under(
+    launcher: tuple[str, ...], variables: dict[str, str], tmp_path: Path
+) -> None:
+    check(run("accelerate_program.py", tmp_path, *launcher, **variables))
 
 
 @needs_fabric
