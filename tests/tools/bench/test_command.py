@@ -29,18 +29,25 @@ def _bench(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtypes", ["fp32", pytest.param("fp32,bf16", marks=pytest.mark.stress)])
-def test_a_quick_run_measures_every_operation_and_leaves_a_record(dtypes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtypes", "peers"),
+    [(["fp32"], {}), pytest.param(["fp32", "bf16"], {"gloo": "Gloo"}, marks=pytest.mark.stress)],
+    ids=["shoal", "shoal and Gloo"],
+)
+def test_a_quick_run_measures_every_operation_and_leaves_a_record(
+    dtypes: list[str], peers: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('a module of the working directory')\n")
-    options = ["--quick", "--dtypes", dtypes, "--sizes", "64K+4@1", "--rounds", "1"]
-    result = _bench(tmp_path, *options, "--contenders", "shoal,gloo,floor")
+    options = ["--quick", "--dtypes", ",".join(dtypes), "--sizes", "64K+4@1", "--rounds", "1"]
+    contenders = ["shoal", *peers, "floor"]
+    result = _bench(tmp_path, *options, "--contenders", ",".join(contenders))
     assert result.returncode == 0, result.stdout + result.stderr
     record = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert record["absent"] == []
-    assert set(record["versions"]) == {"shoal", "gloo", "floor"}
-    names = ["shoal registered", "shoal", "Gloo", "floor"]
+    assert set(record["versions"]) == set(contenders)
+    names = ["shoal registered", "shoal", *peers.values(), "floor"]
     # Six operations in each dtype, and the barrier; memcpy and numpy's sum for fp32's all_reduce.
-    assert len(record["cells"]) == len(names) * (6 * len(dtypes.split(",")) + 1) + 2
+    assert len(record["cells"]) == len(names) * (6 * len(dtypes) + 1) + 2
     assert all(cell["samples"] for cell in record["cells"])
     assert record["futex_round_trip"]
     assert (tmp_path / "out" / "all_reduce-fp32-n2.png").exists()
@@ -105,7 +112,10 @@ def test_without_numpy_it_says_so_before_it_measures(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+# tests/tools/test_signals.py tries that both become exceptions.
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.stress)]
+)
 def test_a_signal_leaves_no_process_and_no_folder(number: signal.Signals, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "--contenders", "shoal,floor", "--out", "out"],
