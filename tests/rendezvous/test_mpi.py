@@ -158,11 +158,9 @@ group.close()
 """
 
 
-def test_survivors_of_a_killed_rank_name_it_and_end_without_mpi_finalize(mpi: Mpi, tmp_path: Path) -> None:
-    outcome = mpi.run(3, _LOSE, "kill", folder=tmp_path, survives_deaths=True, timeout=30)
-    assert sorted(re.findall("^rank .*", outcome.out, re.M)) == ["rank 0 lost (1,)", "rank 2 lost (1,)"], (
-        outcome
-    )
+def test_a_survivor_of_a_killed_rank_names_it_and_ends_without_mpi_finalize(mpi: Mpi, tmp_path: Path) -> None:
+    outcome = mpi.run(2, _LOSE, "kill", folder=tmp_path, survives_deaths=True, timeout=30)
+    assert re.findall("^rank .*", outcome.out, re.M) == ["rank 0 lost (1,)"], outcome
 
 
 def test_a_rank_that_raises_ends_the_job(mpi: Mpi, tmp_path: Path) -> None:
