@@ -9,6 +9,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +22,6 @@ import torch
 
 from shoal import CollectiveMismatch, PeerLost, ProcessGroup
 from shoal.testing import no_leaks, processes, run_threads
-from tests.support.quick_launcher import QuickLauncher
 from tests.support.topologies import TOPOLOGIES, topology_options
 from tests.support.waiting import until
 
@@ -226,15 +227,19 @@ print("the last line of rank", group.rank)
 """
 
 
-def test_a_program_that_ends_without_closing_fails_at_its_end(
-    launcher: QuickLauncher, tmp_path: Path
-) -> None:
+def test_a_program_that_ends_without_closing_fails_at_its_end(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    code, out, err = launcher.run(SIZE, str(script))
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "run", "-n", str(SIZE), str(script)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     for rank in range(SIZE):
-        assert f"the last line of rank {rank}" in out
-    assert "[1] shoal.errors.CollectiveMismatch: group 'world' on rank 1 failed while it was closed" in err
-    assert "[1]   rank 2: all_reduce(float32[4], op=SUM)" in err
-    assert "shoal: rank 1 failed first: exit code 1" in err
-    assert code == 1
+        assert f"the last line of rank {rank}" in done.stdout
+    assert (
+        "[1] shoal.errors.CollectiveMismatch: group 'world' on rank 1 failed while it was closed"
+        in done.stderr
+    )
+    assert "[1]   rank 2: all_reduce(float32[4], op=SUM)" in done.stderr
+    assert "shoal: rank 1 failed first: exit code 1" in done.stderr
+    assert done.returncode == 1
