@@ -106,9 +106,10 @@ def communicator(group: Any) -> Any:
     return group._channel._channel._communicator
 
 
-def error_of(future: Any) -> BaseException:
+def error_of(start: Callable[[], Any]) -> BaseException:
+    """The error of the operation that ``start`` starts; also if the group has failed before."""
     with pytest.raises(GroupError) as caught:
-        future.wait()
+        start().wait()
     return caught.value
 
 
@@ -145,7 +146,7 @@ def test_a_timeout_bounds_the_work_on_the_device_and_frees_the_streams() -> None
         group.all_reduce(full(4, 1.0)).wait()
         group.barrier().wait()
         if group.rank == 0:
-            error = error_of(group.all_reduce(full(4, 1.0), timeout=0.5))
+            error = error_of(lambda: group.all_reduce(full(4, 1.0), timeout=0.5))
             assert isinstance(error, OperationTimeout)
             assert "ranks that never arrived: 1" in str(error)
             with pytest.raises(OperationTimeout):
@@ -169,7 +170,7 @@ def test_a_device_that_does_not_finish_is_a_timeout_that_says_so() -> None:
         group.all_reduce(full(4, 1.0)).wait()
         stream = fake()._runtime.current_stream(torch.device("pretend", 0))
         stream.hold()
-        error = error_of(group.all_reduce(full(4, 1.0), timeout=0.5))
+        error = error_of(lambda: group.all_reduce(full(4, 1.0), timeout=0.5))
         stream.release()
         assert "all ranks have arrived, but the data did not come in time" in str(error)
         own_stream_is_free()
@@ -216,7 +217,7 @@ def test_a_thread_starts_only_what_cannot_be_started_at_once() -> None:
 def test_tensors_of_the_cpu_and_of_a_device_do_not_match() -> None:
     def mismatched(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
-        error = error_of(group.all_reduce(full(4, 1.0) if group.rank else torch.ones(4)))
+        error = error_of(lambda: group.all_reduce(full(4, 1.0) if group.rank else torch.ones(4)))
         assert isinstance(error, CollectiveMismatch)
         assert "all_reduce(float32[4], op=SUM)\n" in str(error) + "\n"
         assert "all_reduce(float32[4], op=SUM) on a device" in str(error)
@@ -229,7 +230,7 @@ def test_different_calls_are_named_and_free_the_streams() -> None:
     def mismatched(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
         x = full(8, 1.0)
-        error = error_of(group.all_reduce(x) if group.rank else group.broadcast(x, root=0))
+        error = error_of(lambda: group.all_reduce(x) if group.rank else group.broadcast(x, root=0))
         assert isinstance(error, CollectiveMismatch)
         assert "all_reduce(float32[8]" in str(error)
         assert "broadcast(float32[8]" in str(error)
@@ -242,7 +243,7 @@ def test_an_all_to_all_whose_parts_differ_is_a_mismatch() -> None:
     def mismatched(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
         outputs = [full(2 + group.rank, 0.0), full(2, 0.0)]
-        error = error_of(group.all_to_all(outputs, [full(2, 1.0), full(2, 1.0)]))
+        error = error_of(lambda: group.all_to_all(outputs, [full(2, 1.0), full(2, 1.0)]))
         assert "all_to_all: rank 0 sends 2 elements, but the output for its part has 3" in str(error)
         own_stream_is_free()
 
@@ -256,11 +257,11 @@ def test_an_asynchronous_error_of_nccl_aborts_the_group_and_names_the_rank() -> 
         if group.rank == 1:
             group.store.wait(["submitted"])
             fake().fail(communicator(group)._comm, 6)
-            future = group.all_reduce(full(4, 1.0)) if group.state == "open" else None
+            error = error_of(lambda: group.all_reduce(full(4, 1.0)))
         else:
             future = group.all_reduce(full(4, 1.0))
             group.store.set("submitted", b"")
-        error = error_of(future)
+            error = error_of(lambda: future)
         assert "rank 1 aborted the group: NCCL failed there: " in str(error)
         assert "remote process exited or there was a network error" in str(error)
         own_stream_is_free()
@@ -273,7 +274,7 @@ def test_a_communicator_that_cannot_be_made_is_named() -> None:
         if group.rank == 1:
             fake().init_failure = 5
         try:
-            error = error_of(group.all_reduce(full(4, 1.0)))
+            error = error_of(lambda: group.all_reduce(full(4, 1.0)))
         finally:
             fake().init_failure = None
         assert "rank 1 aborted the group: NCCL failed there: FakeNcclError: InvalidUsage (5)" in str(error)
@@ -290,7 +291,7 @@ def test_a_killed_rank_is_named_and_the_survivors_go_on() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         group.store.set(f"past it/{group.rank}", b"")
         begun = time.monotonic()
-        error = error_of(group.all_reduce(full(100_000, 1.0)))
+        error = error_of(lambda: group.all_reduce(full(100_000, 1.0)))
         seconds = time.monotonic() - begun
         assert isinstance(error, PeerLost)
         assert list(error.ranks) == [victim]
