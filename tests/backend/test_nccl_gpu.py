@@ -78,12 +78,14 @@ def test_a_device_that_does_not_finish_is_a_timeout(group: shoal.ProcessGroup) -
 def test_a_capture_is_refused_in_words(group: shoal.ProcessGroup) -> None:
     x = torch.ones(4, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    pending = group.all_reduce(torch.ones(1 << 24, device="cuda"))  # looked at by a thread during the capture
+    with torch.cuda.graph(graph):
         y = x * 2
         with pytest.raises(UsageError, match="cannot be captured into a graph"):
             group.all_reduce(x)
     graph.replay()
     assert y.sum().item() == 8
+    assert pending.wait()[0].item() == 1
 
 
 def test_training_equals_training_without_a_group(group: shoal.ProcessGroup) -> None:

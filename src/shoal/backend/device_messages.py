@@ -21,7 +21,7 @@ from .base import DataChannel
 def submit_device_message(channel: DataChannel, operation: Operation) -> Future[Any]:
     """Submit a SEND or RECV, whose tensor is on a device, to ``channel``, as ``DataChannel.submit`` would."""
     if operation.kind is OpKind.SEND:
-        return channel.submit(replace(operation, inputs=[operation.inputs[0].cpu()]))
+        return channel.submit(replace(operation, inputs=[operation.inputs[0].detach().cpu()]))
     return _DeviceReceive(channel, operation).future()
 
 

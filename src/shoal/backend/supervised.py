@@ -391,9 +391,10 @@ class SupervisedChannel(ForwardingChannel):
         if self._aborting is None and communicator is not None:
 
             def abort() -> None:
-                if self._device is not None:
-                    self._engine.prepare_thread(self._device)
-                self._transfers_ended = communicator.abort()
+                with contextlib.suppress(Exception):  # then the tensors are kept
+                    if self._device is not None:
+                        self._engine.prepare_thread(self._device)
+                    self._transfers_ended = communicator.abort()
                 if self._transfers_ended:
                     with self._polling:
                         self._started = deque()
