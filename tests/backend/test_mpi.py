@@ -15,13 +15,15 @@ import pytest
 import torch
 
 import shoal
-from shoal import DistributedDataParallel, Future, ProcessGroup, RendezvousError, UsageError
+from shoal import Future, ProcessGroup, RendezvousError, UsageError
 from shoal.backend.mpi.engine import MpiEngine
 from shoal.common import mpi_library
 from shoal.testing import RankPool
 from shoal.testing.conformance import BackendConformance
 from shoal.testing.conformance.cases import all_cases, check_cases, run_cases
 from tests.support.mpi import Mpi
+
+from . import test_training
 
 #: the ranks of each MPI library; smaller groups use the first ones
 _pools: dict[str, RankPool] = {}
@@ -112,24 +114,7 @@ class TestMpi(BackendConformance):
         self.run(chains, 4)
 
     def test_a_training_has_the_same_bits_as_with_the_native_backend(self) -> None:
-        def trained(group: ProcessGroup) -> list[torch.Tensor]:
-            torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
-            model = DistributedDataParallel(net, group=group)
-            optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-            torch.manual_seed(group.rank)
-            for _ in range(5):
-                optimiser.zero_grad()
-                model(torch.randn(16, 64)).square().mean().backward()
-                optimiser.step()
-            return [parameter.detach().clone() for parameter in net.parameters()]
-
-        def compare(group: ProcessGroup) -> None:
-            with group.subgroup(range(group.size), backend="native") as native:
-                expected = trained(native)
-            assert all(torch.equal(x, y) for x, y in zip(trained(group), expected, strict=True))
-
-        self.run(compare, 2)
+        test_training.check(self.run(test_training.trained, 2))
 
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
         pool = _pools.get(self.mpi.name)

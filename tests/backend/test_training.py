@@ -1,9 +1,8 @@
-"""Data-parallel training has the same result, bit for bit, on every backend for the CPU."""
+"""Data-parallel training has the same bits on every backend for the CPU; ``test_mpi.py`` has MPI."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.testing import RankPool, run_threads
+from shoal.testing import run_threads
 from tests.parallel.models import Normed, batches, experts, fixed, loss_of, part
 from tests.parallel.training import sgd, wrapped
-from tests.support.mpi import Mpi
 
 STEPS = 5
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -56,11 +54,3 @@ def check(results: list[list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_training_gives_the_same_bits_on_every_backend(name: str) -> None:
     check(run_threads(trained, 2, **BACKENDS[name]))
-
-
-def test_training_gives_the_same_bits_on_mpi(mpi: Mpi, tmp_path: Path) -> None:
-    pool = RankPool(2, launcher=mpi.launcher(2), env=mpi.environment(tmp_path))
-    try:
-        check(pool.run(trained, backend="mpi"))
-    finally:
-        pool.close()
