@@ -11,6 +11,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,8 +29,7 @@ from shoal.errors import (
 )
 from shoal.testing import RankPool
 from shoal.testing.conformance import BackendConformance
-
-PATIENCE = 30.0
+from tests.support.waiting import until
 
 
 def prepare() -> None:
@@ -113,6 +113,17 @@ def error_of(start: Callable[[], Any]) -> BaseException:
     return caught.value
 
 
+@contextmanager
+def own_stream_held() -> Iterator[None]:
+    """A context in which the current stream of this thread runs nothing."""
+    stream = fake()._runtime.current_stream(torch.device("pretend", 0))
+    stream.hold()
+    try:
+        yield
+    finally:
+        stream.release()
+
+
 def own_stream_is_free() -> None:
     """Fail if a kernel that never ends is left on a stream."""
     x = full(3, 1.0) * 2
@@ -126,16 +137,14 @@ def test_work_is_ordered_with_the_streams_of_the_caller() -> None:
     def ordered(group: ProcessGroup) -> None:
         runtime = fake()._runtime
         group.all_reduce(full(4, 1.0)).wait()
-        stream = runtime.current_stream(torch.device("pretend", 0))
-        stream.hold()
-        x = full(1000, 0.0)
-        x += group.rank + 1  # not computed yet
-        future = group.all_reduce(x)
-        assert future.done()  # enqueued
-        blocked = runtime.blocked
-        total = future.wait(blocking=False) * 10  # not computed yet either
-        assert runtime.blocked == blocked
-        stream.release()
+        with own_stream_held():
+            x = full(1000, 0.0)
+            x += group.rank + 1  # not computed yet
+            future = group.all_reduce(x)
+            until(future.done)  # enqueued
+            blocked = runtime.blocked
+            total = future.wait(blocking=False) * 10  # not computed yet either
+            assert runtime.blocked == blocked
         assert total.tolist() == [30.0] * 1000
 
     run(ordered, 2)
@@ -152,26 +161,17 @@ def test_a_timeout_bounds_the_work_on_the_device_and_frees_the_streams() -> None
             with pytest.raises(OperationTimeout):
                 group.all_reduce(full(4, 1.0))
         else:
-            wait_for_failure(group)
+            until(lambda: group.state != "open")
         own_stream_is_free()
 
     run(absent, 2)
 
 
-def wait_for_failure(group: ProcessGroup) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while group.state == "open":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_device_that_does_not_finish_is_a_timeout_that_says_so() -> None:
     def held(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
-        stream = fake()._runtime.current_stream(torch.device("pretend", 0))
-        stream.hold()
-        error = error_of(lambda: group.all_reduce(full(4, 1.0), timeout=0.5))
-        stream.release()
+        with own_stream_held():
+            error = error_of(lambda: group.all_reduce(full(4, 1.0), timeout=0.5))
         assert "all ranks have arrived, but the data did not come in time" in str(error)
         own_stream_is_free()
 
@@ -184,17 +184,13 @@ def test_a_failure_reaches_those_that_wait_without_blocking_and_frees_what_it_en
         group.barrier().wait()
         if group.rank == 0:
             future = group.all_reduce(full(4, 1.0))
-            assert future.done()
             future.wait(blocking=False)  # enqueued, and not known to have failed
             group.store.set("enqueued", b"")
-            wait_for_failure(group)
+            until(lambda: group.state != "open")
             with pytest.raises(GroupAborted, match="the test says so"):
                 future.wait(blocking=False)
             assert isinstance(future.exception(), GroupAborted)
-            deadline = time.monotonic() + PATIENCE
-            while group._channel._channel.pending:  # type: ignore[attr-defined]
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: not group._channel._channel.pending)  # type: ignore[attr-defined]
         else:
             group.store.wait(["enqueued"])
             group.abort("the test says so")
@@ -206,9 +202,13 @@ def test_a_failure_reaches_those_that_wait_without_blocking_and_frees_what_it_en
 def test_a_thread_starts_only_what_cannot_be_started_at_once() -> None:
     def counted(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
-        futures = [group.all_reduce(full(4, float(i))) for i in range(30)]
-        done = sum(future.done() for future in futures)
-        assert done > 15, done  # a launch takes a moment, and longer on a loaded machine
+        until(lambda: not group._channel._channel._queue)  # type: ignore[attr-defined]
+        launch_s, fake()._launch_s = fake()._launch_s, 0.0
+        try:
+            futures = [group.all_reduce(full(4, float(i))) for i in range(30)]
+            assert all(future.done() for future in futures)
+        finally:
+            fake()._launch_s = launch_s
         assert [future.wait().tolist() for future in futures] == [[2.0 * i] * 4 for i in range(30)]
 
     run(counted, 2)
