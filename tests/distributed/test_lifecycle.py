@@ -106,6 +106,7 @@ def test_a_failed_beginning_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         ({"backend": "ucc"}, shoal.UnsupportedOperation, "needs the UCC library and is not supported"),
         ({"backend": "cpu:gloo,cuda:gloo"}, shoal.UnsupportedOperation, "no such backends for these devices"),
+        ({"backend": "cpu:gloo,cpu:mpi"}, shoal.UnsupportedOperation, "no such backends for these devices"),
         ({"backend": "cpu:mpi,cuda:nccl"}, shoal.UnsupportedOperation, "no such backends for these devices"),
         ({"backend": "glue"}, shoal.UsageError, "unknown; expected one of gloo, mpi, native, nccl, shoal"),
         ({"backend": 3}, shoal.UsageError, "expected a str"),
@@ -136,6 +137,7 @@ def test_backends_answer_to_torchs_names() -> None:
     for name in ("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"):
         assert dist.is_backend_available(name) == dist.is_nccl_available()
         assert parse_backend(name).backend == "nccl"
+    assert parse_backend("cpu:tcp,cuda:nccl").transport == "tcp"
     assert dist.get_default_backend_for_device("cuda") == "nccl"
     assert dist.is_available()
     assert dist.is_gloo_available()

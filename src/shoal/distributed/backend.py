@@ -65,7 +65,7 @@ def parse_backend(backend: str | None) -> BackendEngine:
             backend of ``SHOAL_BACKEND``.
 
     Raises:
-        UnsupportedOperation: a backend of torch without a counterpart here, or a device other than the CPU.
+        UnsupportedOperation: a backend of torch without a counterpart here, or backends of other devices.
         UsageError: no backend is registered under that name.
     """
     if backend is None:
@@ -74,20 +74,22 @@ def parse_backend(backend: str | None) -> BackendEngine:
         raise UsageError(f"backend={backend!r}: expected a str")
     parts = [part.strip() for part in backend.lower().split(",")]
     names = dict(_device_and_name(part) for part in parts)
+    is_listed_twice = len(names) != len(parts)
     cpu_name, cuda_name = names.pop("cpu", NATIVE), names.pop("cuda", None)
     native = cpu_name in (*_NATIVE_NAMES, NATIVE, BackendName.SHOAL)
-    if names or cuda_name not in (None, NCCL) or (cuda_name is not None and not native):
+    if names or is_listed_twice or cuda_name not in (None, NCCL) or (cuda_name is not None and not native):
         raise UnsupportedOperation(
             f"backend={backend!r}: shoal has no such backends for these devices; use "
             '"gloo", "cpu:gloo" or None, or for CUDA "nccl" or "cpu:gloo,cuda:nccl"'
         )
+    transport = "tcp" if cpu_name == BackendName.TCP else None
     name = cpu_name if cuda_name is None else NCCL
     if name in backend_names():
-        return BackendEngine(name, name)
+        return BackendEngine(name, name, transport)
     if name == BackendName.SHOAL:
         return BackendEngine(name, default_backend())
     if name in _NATIVE_NAMES:
-        return BackendEngine(name, NATIVE, "tcp" if name == BackendName.TCP else None)
+        return BackendEngine(name, NATIVE, transport)
     if name in _UNSUPPORTED:
         raise UnsupportedOperation(
             f"backend={backend!r} needs {_UNSUPPORTED[name]} and is not supported; "
