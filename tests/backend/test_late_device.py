@@ -6,15 +6,14 @@ The ranks are processes, because a process that has the pretended device has it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from shoal.testing import RankPool
-from shoal.testing.conformance import BackendConformance
 
 from .conftest import THIRD_PARTY
+from .slow_conformance import DeviceConformance
 
 
 def make_device() -> None:
@@ -35,22 +34,7 @@ def _pool_ends() -> Iterator[None]:
     POOL.close()
 
 
-class TestLateDevice(BackendConformance):
+class TestLateDevice(DeviceConformance):
     backend = "late"
-    devices = ("pretend", "cpu")
     completes = "late"
-
-    # The pretended device keeps its streams, which are threads, and a list of tensors that streams use.
-    test_no_thread_is_left_behind = None  # type: ignore[assignment]
-    test_a_tensor_is_released_after_the_wait = None  # type: ignore[assignment]
-
-    # The pretended device is slow.
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-    @pytest.mark.parametrize(
-        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
-    )
-    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
-        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
-
-    def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
-        return POOL.run(fn, *args, size=size, **self.with_defaults(options))
+    pool = POOL

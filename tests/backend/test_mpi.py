@@ -19,11 +19,11 @@ from shoal import Future, ProcessGroup, RendezvousError, UsageError
 from shoal.backend.mpi.engine import MpiEngine
 from shoal.common import mpi_library
 from shoal.testing import RankPool
-from shoal.testing.conformance import BackendConformance
 from shoal.testing.conformance.cases import all_cases, check_cases, run_cases
 from tests.support.mpi import Mpi
 
 from . import test_training
+from .slow_conformance import SlowConformance
 
 #: the ranks of each MPI library; smaller groups use the first ones
 _pools: dict[str, RankPool] = {}
@@ -38,7 +38,7 @@ def pools() -> Iterator[None]:
     _pools.clear()
 
 
-class TestMpi(BackendConformance):
+class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores from other tests
     backend = "mpi"
     mpi: Mpi
 
@@ -46,14 +46,6 @@ class TestMpi(BackendConformance):
     def library(self, mpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.mpi = mpi
         self.folder = tmp_path_factory.getbasetemp()
-
-    # The rest takes half a minute, and keeps the cores from other tests: ranks of MPI wait busily.
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-    @pytest.mark.parametrize(
-        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
-    )
-    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
-        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
 
     def test_reductions_in_parts_have_the_same_bits_as_with_the_native_backend(self) -> None:
         def reductions(group: ProcessGroup) -> None:

@@ -28,8 +28,9 @@ from shoal.errors import (
     UsageError,
 )
 from shoal.testing import RankPool
-from shoal.testing.conformance import BackendConformance
 from tests.support.waiting import until
+
+from .slow_conformance import DeviceConformance
 
 
 def prepare() -> None:
@@ -66,23 +67,10 @@ def run(fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[A
     return POOL.run(checked, *args, size=size, **{**defaults, **options})
 
 
-class TestFakeNccl(BackendConformance):
+class TestFakeNccl(DeviceConformance):
     backend = "fake-nccl"
-    devices = ("pretend", "cpu")
     completes = "early"
     rounding = "per hop"
-
-    # The pretended device keeps its streams, which are threads, and a list of tensors that streams use.
-    test_no_thread_is_left_behind = None  # type: ignore[assignment]
-    test_a_tensor_is_released_after_the_wait = None  # type: ignore[assignment]
-
-    # The pretended device is slow.
-    @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-    @pytest.mark.parametrize(
-        "size", [1, 3, *(pytest.param(size, marks=pytest.mark.stress) for size in (2, 4))]
-    )
-    def test_every_collective_dtype_and_reduction_agrees_with_the_reference(self, size: int) -> None:
-        super().test_every_collective_dtype_and_reduction_agrees_with_the_reference(size)
 
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
         return run(fn, size, *args, **self.with_defaults(options))
