@@ -144,7 +144,8 @@ def test_a_circle_is_found_and_named(tmp_path: Path) -> None:
 
 def test_few_modules_import_the_core() -> None:
     importers = {
-        "backend.kernels", "backend.native.channel", "backend.native.errors",
+        "backend.kernels", "backend.mpi.channel", "backend.mpi.library", "backend.native.channel",
+        "backend.native.errors",
         "controller.commands.interrupts", "future.state", "parallel.core", "recorder",
         "rpc.connection.endpoint",
         "backend.supervised",  # types only

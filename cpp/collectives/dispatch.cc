@@ -2,6 +2,7 @@
 #include "engine/context.h"
 #include "engine/describe.h"
 #include "engine/messages.h"
+#include "engine/mover.h"
 
 namespace shoal::collectives {
 namespace {
@@ -40,6 +41,14 @@ Task external(Operation& op) {
     co_await meeting;
   }
   op.set_met();
+  Group& group = op.group();
+  if (group.moved()) {
+    auto connected = op.until([&group] { return group.mover() != nullptr; });
+    co_await connected;
+    Task moving = group.mover()->move(op);
+    co_await moving;
+    co_return;
+  }
   auto finished = op.until([&op] { return op.finished_externally(); });
   co_await finished;
 }

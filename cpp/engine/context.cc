@@ -85,6 +85,7 @@ void Context::close(std::int64_t deadline) {
   peers_.close();
   std::lock_guard lock(groups_mutex_);
   groups_.clear();
+  moving_library_.reset();
 }
 
 void Context::disown() {
@@ -153,6 +154,19 @@ void Context::drop_groups() {
 std::vector<std::shared_ptr<Group>> Context::groups() {
   std::lock_guard lock(groups_mutex_);
   return groups_;
+}
+
+std::shared_ptr<MovingLibrary> Context::moving_library() {
+  std::lock_guard lock(groups_mutex_);
+  return moving_library_;
+}
+
+void Context::use(std::shared_ptr<MovingLibrary> library) {
+  {
+    std::lock_guard lock(groups_mutex_);
+    moving_library_ = std::move(library);
+  }
+  bell().wake();
 }
 
 std::shared_ptr<Group> Context::find(std::uint64_t ident) {

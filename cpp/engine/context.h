@@ -16,6 +16,7 @@
 #include "common/tickets.h"
 #include "engine/group.h"
 #include "engine/messenger.h"
+#include "engine/mover.h"
 #include "engine/peers.h"
 #include "engine/quarantine.h"
 #include "shm/arena.h"
@@ -94,6 +95,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     return rank == options_.rank ? arena_->mapping() : peers_.memory(rank);
   }
   void submitted(bool large);
+  // Calls the progress() of the library from now on.
+  void use(std::shared_ptr<MovingLibrary> library);
   // Records peers that have died, before losses are reported.
   void look_for_deaths();
   // All ranks that this rank, or one that reported it, has lost.
@@ -128,13 +131,14 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::int64_t check_local_peers(std::int64_t now, bool held, std::int64_t late);
   bool busy();
   void release_or_reclaim_sockets(bool readable, std::uint64_t& seen);
-  bool progress(bool& waiting);
+  bool progress(Remaining& remaining);
   void check(std::int64_t now, std::int64_t& next);
   void lost(Loss loss);
   void report_to_groups(const std::vector<Loss>& losses);
   void left(std::uint64_t group, int peer);
   void on_peer_left(int peer, Departure why);
   std::vector<std::shared_ptr<Group>> groups();
+  std::shared_ptr<MovingLibrary> moving_library();
   std::shared_ptr<Group> find(std::uint64_t ident);  // requires groups_mutex_
   void keep_early(int peer, const FrameHeader& header, std::string text);
   void refuse(Group& group, int peer, const char* flaw);
@@ -154,6 +158,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   std::mutex groups_mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
+  std::shared_ptr<MovingLibrary> moving_library_;
   struct Pending {  // frames for groups that do not exist here yet
     int peer;
     FrameHeader header;

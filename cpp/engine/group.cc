@@ -5,6 +5,7 @@
 #include "common/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
+#include "engine/mover.h"
 
 namespace shoal {
 
@@ -46,6 +47,12 @@ int Group::rank_of(int global) const {
 }
 
 Link* Group::link(int rank) const { return context_->link(global(rank)); }
+
+void Group::set_mover(std::shared_ptr<Mover> mover) {
+  mover_owner_ = std::move(mover);
+  mover_.store(mover_owner_.get(), std::memory_order_release);
+  context_->bell().wake();
+}
 
 OperationPtr Group::submit(Request request) {
   auto op = std::make_shared<Operation>(shared_from_this(), std::move(request));

@@ -18,6 +18,7 @@
 namespace shoal {
 
 class Context;
+class Mover;
 
 // The effect of a failure between two members: it ends the whole group, or only the messages between them.  A
 // pairwise group has no collectives: after a failure on one rank, the ranks would be at different operations.
@@ -34,6 +35,7 @@ class Group : public std::enable_shared_from_this<Group> {
     int lanes = 1;
     Scope scope = Scope::kAll;
     Agreements::Rules agreements = {};
+    bool moved = false;  // a mover moves the data of its numbered collectives
   };
   Group(std::shared_ptr<Context> context, Options options);
   ~Group();
@@ -55,6 +57,13 @@ class Group : public std::enable_shared_from_this<Group> {
   Lanes& lanes() { return lanes_; }
   CallComparison& inquiry() { return inquiry_; }
   Agreements& agreements() { return agreements_; }
+
+  // Whether a mover moves the data of numbered collectives; the mover, null until it is there.
+  bool moved() const { return options_.moved; }
+  Mover* mover() const { return mover_.load(std::memory_order_acquire); }
+  void set_mover(std::shared_ptr<Mover> mover);  // once
+  // Whether an operation failed while the mover used its memory.
+  bool abandoned() const { return abandoned_.load(std::memory_order_acquire); }
 
   OperationPtr submit(Request request);
   // Checks deadlines and inquiries; lowers `next` to the time of the next check.
@@ -133,6 +142,10 @@ class Group : public std::enable_shared_from_this<Group> {
   Lanes lanes_;
   CallComparison inquiry_;
   Agreements agreements_;
+  std::shared_ptr<Mover> mover_owner_;
+  std::atomic<Mover*> mover_{nullptr};
+  std::atomic<bool> abandoned_{false};
+  friend class Operation;
 
   std::mutex goodbye_mutex_;
   bool said_goodbye_ = false;

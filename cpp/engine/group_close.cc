@@ -127,11 +127,12 @@ void Group::close(std::int64_t deadline) {
   begin_close();
   if (closed_.exchange(true)) return;
   while (lanes_.pending() && now_ns() < deadline) {
-    bool waiting = false;
-    if (lanes_.progress(waiting)) continue;
+    Remaining remaining = Remaining::kNone;
+    if (lanes_.progress(remaining)) continue;
     Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
-    if (lanes_.progress(waiting) || !lanes_.pending()) continue;
-    sleeper.sleep(std::min(deadline - now_ns(), 20 * kMillisecond));
+    if (lanes_.progress(remaining) || !lanes_.pending()) continue;
+    const std::int64_t pause = remaining == Remaining::kPolled ? kPollPause : 20 * kMillisecond;
+    sleeper.sleep(std::min(deadline - now_ns(), pause));
   }
   while (!lanes_.pending() && !settled() && now_ns() < deadline) {
     Doorbell::Sleeper sleeper(context_->bell(), Wake::Any);
@@ -141,8 +142,8 @@ void Group::close(std::int64_t deadline) {
   const std::uint64_t abandoned = std::min(first_abandoned_.load(), lanes_.first_pending());
   if (lanes_.pending()) {
     fail({ErrorCode::kClosed, "the group was closed before the operation had finished"}, false);
-    bool waiting = false;
-    while (lanes_.pending()) lanes_.progress(waiting);
+    Remaining remaining = Remaining::kNone;
+    while (lanes_.pending()) lanes_.progress(remaining);
   }
   // A peer that does not know yet why the group broke must not take this member's leaving for the reason.
   if (auto error = failure(); error && error->code != ErrorCode::kClosed) {

@@ -51,7 +51,7 @@ bool Lanes::run(Lane& lane, RunMode effort) {
 
 // Runs the lane's operations in order until one must wait.  Requires the token.
 bool Lanes::run_held(Lane& lane, RunMode effort) {
-  bool moved = false;
+  bool moved = false, polled = false;
   while (true) {
     OperationPtr op;
     {
@@ -65,11 +65,15 @@ bool Lanes::run_held(Lane& lane, RunMode effort) {
       moved |= op->step();
       if (!op->done()) group_.fail_if_unreachable(*op);
     }
-    if (!op->done()) break;
+    if (!op->done()) {
+      polled = op->polled();
+      break;
+    }
     moved = true;
     std::lock_guard lock(lane.mutex);
     lane.queue.pop_front();
   }
+  lane.polled.store(polled, std::memory_order_relaxed);
   return moved;
 }
 
@@ -107,7 +111,11 @@ void Lanes::remove_waiter(const Operation& op) {
   if (!lane.queue.empty()) group_.context().submitted(false);  // the progress thread takes over the rest
 }
 
-bool Lanes::progress(bool& waiting) {
+bool Lanes::polled(const Operation& op) {
+  return op.request().numbered() && lane_of(op).polled.load(std::memory_order_relaxed);
+}
+
+bool Lanes::progress(Remaining& remaining) {
   bool moved = false;
   const bool all = group_.broken();
   for (Lane& lane : lanes_) {
@@ -118,7 +126,9 @@ bool Lanes::progress(bool& waiting) {
     }
     moved |= run(lane);
     std::lock_guard lock(lane.mutex);
-    waiting |= !lane.queue.empty();
+    if (!lane.queue.empty())
+      remaining = std::max(
+          remaining, lane.polled.load(std::memory_order_relaxed) ? Remaining::kPolled : Remaining::kSome);
   }
   if (loose_count_.load(std::memory_order_relaxed) == 0) return moved;
   std::vector<UnorderedOperation> loose;
@@ -129,7 +139,7 @@ bool Lanes::progress(bool& waiting) {
   for (auto& entry : loose) moved |= run(*entry.lane);
   std::lock_guard lock(loose_mutex_);
   drop_done();
-  waiting |= !unordered_.empty();
+  if (!unordered_.empty()) remaining = std::max(remaining, Remaining::kSome);
   return moved;
 }
 

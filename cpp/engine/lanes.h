@@ -15,6 +15,12 @@
 
 namespace shoal {
 
+// Least pause between two steps of an operation that must be driven often.
+constexpr std::int64_t kPollPause = 50'000;  // nanoseconds
+
+// Operations that no thread waits for: none; some; some that must be driven often.
+enum class Remaining { kNone, kSome, kPolled };
+
 class Lanes {
  public:
   Lanes(Group& group, int count);
@@ -23,8 +29,10 @@ class Lanes {
   void submit(const OperationPtr& op);
   // Drives everything that must precede the completion of `op`; true if anything moved.
   bool drive(Operation& op);
-  // Drives everything that no thread waits for.  `waiting`: such operations remain.
-  bool progress(bool& waiting);
+  // Drives everything that no thread waits for.  Raises `remaining` to what is left of it.
+  bool progress(Remaining& remaining);
+  // Whether threads that wait for `op` must drive it often, because nothing wakes them.
+  bool polled(const Operation& op);
   bool pending();
   // A thread that waits for `op` begins, or stops, driving its lane.
   void add_waiter(const Operation& op);
@@ -48,6 +56,7 @@ class Lanes {
   struct Lane {
     std::atomic_flag token;
     std::atomic<bool> missed{false};  // a thread found the token taken
+    std::atomic<bool> polled{false};  // its first operation must be driven often
     std::atomic<int> waiters{0};      // threads in wait() that drive this lane
     std::mutex mutex;
     std::deque<OperationPtr> queue;

@@ -78,6 +78,12 @@ bool Operation::step() {
     group_->fail({ErrorCode::kWire, "rank " + std::to_string(flaw.rank) + " " + flaw.what(), {flaw.rank}},
                  true);
     return true;
+  } catch (const MoverFailed& error) {
+    group_->fail({ErrorCode::kAborted,
+                  "rank " + std::to_string(group_->rank()) + " aborted the group: " + error.what(),
+                  {group_->rank()}},
+                 true);
+    return true;
   } catch (const std::exception& error) {  // out of memory: the peers wait in vain
     Error lack{ErrorCode::kOutOfMemory, error.what(), {group_->rank()}};
     if (group_->pairwise())
@@ -149,6 +155,11 @@ bool Operation::cancel() {
   while (!done())
     if (!group_->lanes().drive(*this)) sched_yield();  // another thread holds the token
   return error_.code == ErrorCode::kCancelled;
+}
+
+void Operation::abandon() {
+  abandoned_.store(true, std::memory_order_release);
+  group_->abandoned_.store(true, std::memory_order_release);
 }
 
 void Operation::finish_external() {

@@ -30,6 +30,12 @@ class InvalidPeerData : public std::runtime_error {
   const int rank;  // in the group
 };
 
+// A mover cannot move the data of an operation.  Ends the group of the operation that throws it.
+class MoverFailed : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 struct Span {
   std::byte* data = nullptr;
   std::uint64_t bytes = 0;
@@ -60,8 +66,9 @@ struct Request {
   std::int32_t peer = -1;
   std::uint64_t tag = 0;
   Shape shape;
-  // Another engine moves the data: the members only meet and compare their calls, and the operation is
-  // complete after Operation::finish_external().
+  // Another engine moves the data: the members only meet and compare their calls.  Then the mover of the
+  // group moves the data; in a group without one, the operation is complete after
+  // Operation::finish_external().
   bool external = false;
   bool on_device = false;  // the tensors of an external operation are not on the CPU
 
@@ -112,6 +119,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   void set_met() { met_.store(true, std::memory_order_release); }
   bool finished_externally() const { return finished_externally_.load(std::memory_order_acquire); }
   void finish_external();
+  // Whether threads must call step() often, because nothing wakes them.  Requires the token of its lane.
+  bool polled() const { return waiting_for_ != nullptr && waiting_for_->polled; }
+  // It has failed while a mover used its memory: that memory must be kept until the process ends.
+  void abandon();
+  bool abandoned() const { return abandoned_.load(std::memory_order_acquire); }
   // In a forked child, an unfinished operation never completes: fails it and returns true.
   bool orphaned();
 
@@ -119,13 +131,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   template <class Predicate>
   class Until final : public Condition {
    public:
-    Until(Operation& op, Predicate predicate) : op_(op), predicate_(std::move(predicate)) {}
+    Until(Operation& op, Predicate predicate, bool polled = false)
+        : Condition(polled), op_(op), predicate_(std::move(predicate)) {}
     bool await_ready() { return predicate_(); }
     void await_suspend(std::coroutine_handle<> self) {
       op_.waiting_for_ = this;
       op_.resume_ = self;
     }
-    void await_resume() {}
+    void await_resume() {
+      // ready() must not throw: a predicate that can fail throws here, within the coroutine.
+      if constexpr (requires { predicate_.check(); }) predicate_.check();
+    }
     bool ready() override { return predicate_(); }
 
    private:
@@ -135,6 +151,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   template <class Predicate>
   Until<Predicate> until(Predicate predicate) {
     return Until<Predicate>(*this, std::move(predicate));
+  }
+  // For predicates that become true without a ring of the doorbell.
+  template <class Predicate>
+  Until<Predicate> poll_until(Predicate predicate) {
+    return Until<Predicate>(*this, std::move(predicate), true);
   }
   auto never() {
     return until([] { return false; });
@@ -174,6 +195,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool beginning_ = false;  // begin() is running; guarded by the token
   std::int64_t deadline_;
   std::int64_t ask_at_;  // time of the comparison of calls with a neighbour
+  std::atomic<bool> abandoned_{false};
   Task task_;
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;

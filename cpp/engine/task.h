@@ -14,7 +14,10 @@ namespace shoal {
 // The condition that an operation waits for.  It is in the coroutine's frame.
 class Condition {
  public:
+  explicit Condition(bool polled = false) : polled(polled) {}
   virtual bool ready() = 0;
+  // Nothing wakes a thread when it becomes ready, so threads must call ready() often.
+  const bool polled;
 
  protected:
   ~Condition() = default;

@@ -14,7 +14,9 @@ namespace {
 
 // Time after a submission during which the progress thread checks often.
 constexpr std::int64_t kActive = 20 * kMillisecond;
-// Time for which released memory keeps its pages: a training loop allocates the same sizes in its next step.
+// Time for which a thread in wait() polls without a pause: all members move data then.
+constexpr std::int64_t kPolledYield = kSecond;
+constexpr std::int64_t kLongNap = 50 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls
 
 void pause_cpu() {
@@ -27,9 +29,9 @@ void pause_cpu() {
 
 }  // namespace
 
-bool Context::progress(bool& waiting) {
+bool Context::progress(Remaining& remaining) {
   bool moved = peers_.poll_rings();
-  for (auto& group : groups()) moved |= group->lanes().progress(waiting);
+  for (auto& group : groups()) moved |= group->lanes().progress(remaining);
   return moved;
 }
 
@@ -52,7 +54,7 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
   } attention(op);
   SocketPolling driving(*this);
   int idle = 0;
-  std::int64_t mark_evicted = 0;
+  std::int64_t yield_until = 0;
   while (true) {
     bool moved = op.group().lanes().drive(op);
     if (reached()) return true;
@@ -68,13 +70,14 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
       continue;
     }
     std::int64_t now = now_ns();
-    if (idle++ == spins_) mark_evicted = now + yield_time_;
-    if (now < mark_evicted) {
+    const bool polled = op.group().lanes().polled(op);
+    if (idle++ == spins_) yield_until = now + (polled ? kPolledYield : yield_time_);
+    if (now < yield_until) {
       sched_yield();
       continue;
     }
     if (now >= until) return false;
-    std::int64_t next = std::min(until, now + 100 * kMillisecond);
+    std::int64_t next = std::min(until, now + (polled ? kPollPause : 100 * kMillisecond));
     op.group().check(now, next);
     Doorbell::Sleeper sleeper(bell(), Wake::Any);
     driving.pause();
@@ -89,10 +92,16 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
 
 void Context::progress_loop() {
   std::uint64_t seen = 0;
-  std::int64_t active_until = 0, trim_at = 0;
+  std::int64_t active_until = 0, trim_at = 0, poll_pause = kPollPause;
   while (!stop_.load(std::memory_order_acquire)) {
-    bool waiting = false;
-    if (progress(waiting)) continue;
+    Remaining remaining = Remaining::kNone;
+    if (progress(remaining)) {
+      poll_pause = kPollPause;
+      continue;
+    }
+    const bool waiting = remaining != Remaining::kNone, polled = remaining == Remaining::kPolled;
+    const auto library = moving_library();
+    if (library && !polled) library->progress();
     std::int64_t now = now_ns();
     std::uint64_t submissions = submissions_.load(std::memory_order_acquire);
     if (submissions != seen) {
@@ -106,12 +115,16 @@ void Context::progress_loop() {
     deep_.store(!active && !waiting, std::memory_order_seq_cst);
     {
       Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
-      bool still = false;
+      Remaining still = Remaining::kNone;
       bool moved = progress(still);
-      if (!moved && still == waiting && submissions_.load(std::memory_order_seq_cst) == seen &&
+      if (!moved && still == remaining && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
         if (waiting) wake_monitor();
-        std::int64_t nap = waiting ? 50 * kMillisecond : active ? progress_interval_ : 1000 * kMillisecond;
+        std::int64_t nap = waiting ? kLongNap : active ? progress_interval_ : library ? kLongNap : kSecond;
+        if (polled) {
+          nap = poll_pause;
+          poll_pause = std::min(2 * poll_pause, kMillisecond);
+        }
         sleeper.sleep(std::min(nap, next - now));
       }
     }
@@ -213,8 +226,8 @@ void Context::rearm() {
 // Reads the sockets, and runs operations that no thread waits for; waiting threads run the others.
 bool Context::poll_sockets() {
   if (!peers_.remote() || !peers_.poll_sockets()) return false;
-  bool waiting = false;
-  for (auto& group : groups()) group->lanes().progress(waiting);
+  Remaining remaining = Remaining::kNone;
+  for (auto& group : groups()) group->lanes().progress(remaining);
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (asleep_.load(std::memory_order_relaxed) > 0) bell().wake();
   return true;

@@ -7,6 +7,7 @@ void bind_engine(nanobind::module_& m);
 void bind_ending(nanobind::module_& m);
 void bind_interrupt(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_mpi(nanobind::module_& m);
 void bind_packed(nanobind::module_& m);
 void bind_post(nanobind::module_& m);
 void bind_record(nanobind::module_& m);

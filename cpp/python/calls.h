@@ -16,8 +16,9 @@ inline std::int64_t nanoseconds(double seconds) {
 
 inline std::int64_t until(double seconds) { return now_ns() + nanoseconds(seconds); }
 
-// Whether the request is so small that it is submitted with the GIL held.
-inline bool is_quick(const Request& request) { return request.bytes() < 32 * 1024; }
+// Whether the request is so small that it is submitted with the GIL held.  A library that moves data may need
+// the GIL itself, for functions of the program.
+inline bool is_quick(const Request& request) { return request.bytes() < 32 * 1024 && !request.external; }
 
 inline Request new_request(Kind kind, double timeout) {
   Request request(kind, collectives::start);
@@ -29,6 +30,7 @@ inline Request new_request(Kind kind, double timeout) {
 inline Request collective_request(const Group& group, Kind kind, DType dtype, RedOp op, std::uint64_t count,
                                   int root, double timeout) {
   Request request = new_request(kind, timeout);
+  request.external = group.moved() && kind != Kind::kBarrier;
   request.reduction = {dtype, op, static_cast<std::uint32_t>(group.size())};
   request.count = count;
   request.root = root;

@@ -16,6 +16,7 @@
 
 #include "common/clock.h"
 #include "engine/context.h"
+#include "mpi/library.h"
 #include "net/check.h"
 #include "python/bindings.h"
 #include "python/calls.h"
@@ -64,6 +65,7 @@ OperationPtr collective(Group& group, int kind, const Parts& in, const Parts& ou
   Request request = collective_request(group, static_cast<Kind>(kind), static_cast<DType>(dtype),
                                        static_cast<RedOp>(op), count, root, timeout);
   request.channel = number < 0 ? kKeyed | (key & (kKeyed - 1)) : static_cast<std::uint64_t>(number);
+  request.external &= !request.keyed();
   request.in = spans(in);
   request.out = spans(out);
   request.sizes = std::move(sizes);
@@ -334,6 +336,8 @@ void bind_engine(nb::module_& m) {
           nb::arg("timeout"), "Like wait, but until all members have called the external operation.")
       .def("finish_external", &Operation::finish_external, nb::call_guard<nb::gil_scoped_release>(),
            "Complete an external operation once all members have met.")
+      .def("abandoned", &Operation::abandoned,
+           "Whether the library that moved its data may still use the memory of its tensors.")
       .def("received", &received);
 
   nb::class_<Group>(m, "Group", "The core of one process group.")
@@ -347,6 +351,9 @@ void bind_engine(nb::module_& m) {
       .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))
       .def("broken", &Group::broken)
+      .def(
+          "abandoned", &Group::abandoned,
+          "Whether an operation failed while the library that moved its data used the memory of its tensors.")
       .def("failure",
            [](Group& group) -> nb::object {
              auto error = group.failure();
@@ -437,17 +444,22 @@ void bind_engine(nb::module_& m) {
       .def("add_remote", &Context::add_remote, nb::arg("peer"), nb::arg("socket"))
       .def("start", &Context::start)
       .def(
+          "use",
+          [](Context& context, std::shared_ptr<mpi::Library> library) { context.use(std::move(library)); },
+          nb::arg("library"), "Let a thread of the core call the progress of an MPI library.")
+      .def(
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
              std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise, double vote_timeout,
-             bool losses_are_deaths) {
+             bool losses_are_deaths, bool moved) {
             return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts),
                                         lanes, pairwise ? Scope::kPair : Scope::kAll,
-                                        Agreements::Rules{nanoseconds(vote_timeout), losses_are_deaths}});
+                                        Agreements::Rules{nanoseconds(vote_timeout), losses_are_deaths},
+                                        moved});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
           nb::arg("lanes"), nb::arg("pairwise") = false, nb::arg("vote_timeout") = 10.0,
-          nb::arg("believing") = false, nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("believing") = false, nb::arg("moved") = false, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
           [](Context& context, double timeout) {

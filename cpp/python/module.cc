@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
   bind_ending(m);
   bind_interrupt(m);
   bind_kernels(m);
+  bind_mpi(m);
   bind_packed(m);
   bind_post(m);
   bind_record(m);

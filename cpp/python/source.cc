@@ -59,6 +59,7 @@ bool complete(Source* self) { return !self->op || self->op->done() || self->op->
 
 void release_tensors(Source* self) {
   PyObject* keep = std::exchange(self->keep, nullptr);
+  if (self->op && self->op->abandoned()) return;  // the memory is still used: leaked on purpose
   Py_XDECREF(keep);
 }
 
@@ -162,7 +163,7 @@ int source_traverse(PyObject* object, visitproc visit, void* arg) {
 
 int source_clear(PyObject* object) {
   Py_CLEAR(as_source(object)->channel);
-  Py_CLEAR(as_source(object)->keep);
+  release_tensors(as_source(object));
   return 0;
 }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "engine/describe.h"
+#include "mpi/library.h"
 
 namespace shoal::stress {
 namespace {
@@ -195,6 +196,8 @@ Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t c
   request.channel = channel;
   make_request(request);
   desk_.doing("submitting", group_.get());
+  plan_.external &= !group_->moved();
+  if (group_->moved()) request.external = plan_.kind != Kind::kBarrier && !request.keyed();
   if (plan_.external) {
     request.external = true;
     request.in.clear();
@@ -211,6 +214,13 @@ Call::Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t c
     std::this_thread::sleep_for(std::chrono::microseconds(time));
     op->finish_external();
   });
+}
+
+Call::~Call() {
+  // As for the tensors of a program.
+  if (!op_ || !op_->abandoned()) return;
+  if (in_room_) mpi::keep_forever(std::move(in_room_));
+  if (out_room_) mpi::keep_forever(std::move(out_room_));
 }
 
 // A buffer with one part per rank of the group, or with one part.

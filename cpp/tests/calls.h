@@ -67,6 +67,7 @@ Request message_request(Kind kind, int peer, std::uint64_t tag, DType dtype, std
 class Call {
  public:
   Call(std::shared_ptr<Group> group, Plan plan, Taste taste, std::uint64_t channel, Desk& desk, Tally& tally);
+  ~Call();
 
   // False if it failed; a successful result must be right.
   bool finish();

@@ -111,11 +111,22 @@ class Part {
     division.base = (static_cast<std::uint64_t>(chapter_.number) << 24 | made_++ << 12) + 1;
     division.labels = std::move(labels);
     const int lanes = pick(script_, 1, 4);
+    const bool moved = chance(script_, 3);
     if (int mine = division.labels[static_cast<std::size_t>(rank_)]; mine >= 0) {
       dawdle();
       desk_.doing("making a group");
       auto members = division.members(mine);
-      division.group = world_.make_group(rank_, division.ident(mine), members, lanes);
+      const bool moves = moved && members.size() > 1;
+      division.group = world_.make_group(rank_, division.ident(mine), members, lanes, Scope::kAll, moves);
+      // In a program, a thread makes the communicators.
+      if (moves && chance(own_, 2))
+        connecting_.emplace_back(
+            [group = division.group, &mpi = world_.mpi(), random = Random(own_())]() mutable {
+              nap(random, 1, 500);
+              mpi.connect(*group);
+            });
+      else if (moves)
+        world_.mpi().connect(*division.group);
       if (members[0] == rank_) ++tally_.groups;
     }
     divisions_.push_back(std::move(division));
@@ -205,6 +216,7 @@ class Part {
   std::map<std::uint64_t, Error> failures_;  // the first of each group
   std::uint64_t doomed_ = 0;
   std::thread aborter_;
+  std::vector<std::jthread> connecting_;
 };
 
 }  // namespace

@@ -25,6 +25,9 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 // A pairwise group: messages that either side cancels, and a lost rank.
 void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally);
 
+// Movers that fail when they begin to move data, and later.
+void failing_movers(Watchdog& watchdog);
+
 // A frame that arrives while one thread stops reading a link and another is turned away.
 void late_frames();
 

@@ -168,6 +168,7 @@ int main(int count, char** arguments) {
     return 0;
   }
   late_frames();
+  failing_movers(watchdog);
   do {
     watchdog.begin_round(seed);
     (seed % 2 ? live : seed % 4 ? pairs : race)(seed, watchdog, tally);

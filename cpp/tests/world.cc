@@ -26,7 +26,7 @@ std::vector<int> random_hosts(Random& random) {
 
 World::World(Random& random) : World(random_hosts(random)) {}
 
-World::World(std::vector<int> hosts) : hosts_(std::move(hosts)) {
+World::World(std::vector<int> hosts) : hosts_(std::move(hosts)), mpi_(std::make_shared<FakeMpi>()) {
   for (int rank = 0; rank < size(); ++rank) {
     int local = static_cast<int>(std::count(hosts_.begin(), hosts_.end(), host(rank)));
     contexts_.push_back(
@@ -34,7 +34,10 @@ World::World(std::vector<int> hosts) : hosts_(std::move(hosts)) {
   }
   for (int a = 0; a < size(); ++a)
     for (int b = a + 1; b < size(); ++b) host(a) == host(b) ? share(a, b) : connect(a, b);
-  for (auto& context : contexts_) context->start();
+  for (auto& context : contexts_) {
+    context->use(mpi_);
+    context->start();
+  }
 }
 
 void World::share(int a, int b) {
@@ -64,8 +67,8 @@ void World::connect(int a, int b) {
 }
 
 std::shared_ptr<Group> World::make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
-                                         int lanes, Scope scope) const {
-  Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes, scope, {}};
+                                         int lanes, Scope scope, bool moved) const {
+  Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes, scope, {}, moved};
   options.agreements.vote_timeout = 30 * kSecond;
   options.rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
   for (int member : members) options.hosts.push_back(host(member));

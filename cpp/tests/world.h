@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/context.h"
+#include "tests/fake_mpi.h"
 #include "tests/support.h"
 
 namespace shoal::stress {
@@ -21,13 +22,15 @@ class World {
   Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
   // The group of `members`, for `rank`.
   std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members, int lanes,
-                                    Scope scope = Scope::kAll) const;
+                                    Scope scope = Scope::kAll, bool moved = false) const;
+  FakeMpi& mpi() const { return *mpi_; }
 
  private:
   void share(int a, int b);
   void connect(int a, int b);
 
   std::vector<int> hosts_;
+  std::shared_ptr<FakeMpi> mpi_;
   std::vector<std::shared_ptr<Context>> contexts_;
 };
 

@@ -212,6 +212,7 @@ class Operation:
     def met(self) -> bool: ...
     def wait_met(self, timeout: float) -> bool: ...
     def finish_external(self) -> None: ...
+    def abandoned(self) -> bool: ...
     def received(self) -> Message: ...
 
 class Record:
@@ -336,6 +337,7 @@ class Group:
         timeout: float,
     ) -> Operation: ...
     def broken(self) -> bool: ...
+    def abandoned(self) -> bool: ...
     def failure(self) -> Error | None: ...
     def abort(self, reason: str) -> None: ...
     def last_completed(self) -> int: ...
@@ -387,7 +389,9 @@ class Context:
         pairwise: bool = False,
         vote_timeout: float = 10.0,
         believing: bool = False,
+        moved: bool = False,
     ) -> Group: ...
+    def use(self, library: MpiLibrary) -> None: ...
     def completions(self, timeout: float) -> list[int]: ...
     def close(self, timeout: float) -> None: ...
     def program_ends(self) -> None: ...
@@ -397,6 +401,42 @@ class Context:
     def held(self) -> tuple[int, int, int, int]: ...
     def pause_heartbeats(self, silent: bool) -> None: ...
     def die_at(self, point: Fault) -> None: ...
+
+# -- cpp/python/mpi.cc ------------------------------------------------------------------------------
+
+class MpiLibrary:
+    """The functions of an MPI library.  Handles are their bits as integers."""
+
+    @staticmethod
+    def make(
+        functions: dict[str, int],
+        handle_bytes: int,
+        in_place: int,
+        any_source: int,
+        any_tag: int,
+        comm_self: int,
+    ) -> MpiLibrary:
+        """``functions``: the addresses by name."""
+
+    @staticmethod
+    def names() -> tuple[list[str], list[str]]:
+        """Names of collectives, which may have a variant with the suffix _c, and of other functions."""
+
+def move_by_mpi(
+    group: Group,
+    library: MpiLibrary,
+    comms: list[int],
+    types: dict[int, int],
+    reductions: dict[tuple[int, int], tuple[int, int, bool]],
+) -> None:
+    """Let MPI move the data of a group.
+
+    Args:
+        comms: a communicator for each lane.
+        types: datatypes by the bytes of an element.
+        reductions: datatype, operation, and whether the core divides by the number of ranks, by the codes of
+            dtype and reduction; the core computes all others.
+    """
 
 # -- cpp/python/packed.cc ---------------------------------------------------------------------------
 

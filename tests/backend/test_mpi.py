@@ -9,15 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal import Future, ProcessGroup, RendezvousError, UsageError
-from shoal.backend.mpi.engine import MpiEngine
+from shoal import Future, ProcessGroup, RendezvousError, UsageError, _core
+from shoal.backend.mpi import library
+from shoal.backend.mpi.channel import MpiBackend, checked_addresses
+from shoal.backend.native.channel import NativeBackend
 from shoal.common import mpi_library
+from shoal.store import PrefixStore
 from shoal.testing import RankPool
 from shoal.testing.conformance.cases import all_cases, check_cases, run_cases
 from tests.support.mpi import Mpi
@@ -50,7 +54,7 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
     def test_reductions_in_parts_have_the_same_bits_as_with_the_native_backend(self) -> None:
         def reductions(group: ProcessGroup) -> None:
             native = group.subgroup(range(group.size), backend="native")
-            for count in (20_000, 300_001):  # reduced in parts
+            for count in (20_000, 1_200_001):  # reduced in parts, and these in pieces
                 for dtype in (torch.float32, torch.bfloat16, torch.int16):
                     for op in ("sum", "max", "avg"):
                         x = (torch.arange(count) % 97 + group.rank).to(dtype)
@@ -84,6 +88,25 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
 
         self.run(refused, 2)
 
+    def test_a_library_without_large_counts(self) -> None:
+        """As those of MPI 3; the other test runs use the functions with large counts where there are some."""
+
+        def small(group: ProcessGroup) -> None:
+            collectives, others = _core.MpiLibrary.names()
+            known = SimpleNamespace(names=lambda: ([], collectives + others), make=_core.MpiLibrary.make)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(library, "_core", SimpleNamespace(MpiLibrary=known))
+                store = PrefixStore("inner", group.store)
+                inner = shoal.init(backend="mpi", store=store, rank=group.rank, size=2)
+            with inner:
+                x = torch.arange(500_000) + group.rank
+                assert torch.equal(inner.all_reduce(x.clone()).wait(), 2 * torch.arange(500_000) + 1)
+                parts = inner.all_gather([torch.empty(3), torch.empty(5)], torch.ones(3 + 2 * group.rank))
+                assert [part.sum().item() for part in parts.wait()] == [3.0, 5.0]
+            group.barrier().wait()
+
+        self.run(small, 2)
+
     def test_operations_in_callbacks_and_subgroups(self) -> None:
         def chains(group: ProcessGroup) -> None:
             shuffle = random.Random(group.rank)
@@ -103,7 +126,7 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
             assert all(future.wait().eq(part.size).all() for future in reversed(futures))
             part.close()
 
-        self.run(chains, 4)
+        self.run(chains, 4, concurrency=3)
 
     def test_a_training_has_the_same_bits_as_with_the_native_backend(self) -> None:
         test_training.check(self.run(test_training.trained, 2))
@@ -169,9 +192,13 @@ except Exception as error:
     assert "start all of them by one mpiexec" in outcome.out, outcome
 
 
+def test_options_are_those_of_the_native_backend_and_its_own() -> None:
+    assert MpiBackend.option_names() == ["reductions", *(NativeBackend.option_names() or ())]
+    with pytest.raises(UsageError, match="takes no argument 'transprt'"):
+        shoal.init(backend="mpi", transprt="shm")
+
+
 def test_invalid_addresses_are_refused() -> None:
-    engine = MpiEngine.__new__(MpiEngine)
-    engine._rank, engine._size = 0, 2
     for addresses in ([b"", b""], [b"x" * 8, b"y" * 8], [b"\0" * 4 + b"\1\0\0\0", b"short"]):
         with pytest.raises(RendezvousError, match="valid rank of MPI"):
-            engine.connect(addresses)
+            checked_addresses(addresses, 0, False, "MPICH")

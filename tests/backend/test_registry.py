@@ -38,7 +38,7 @@ def test_an_unknown_name_of_the_variable_is_named_as_such(monkeypatch: pytest.Mo
 
 
 def test_the_backend_over_mpi_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = ModuleType("shoal.backend.mpi.engine")
+    engine = ModuleType("shoal.backend.mpi.channel")
     engine.MpiBackend = StoreBackend  # type: ignore[attr-defined]
     monkeypatch.setattr(registry, "import_module", {engine.__name__: engine}.__getitem__)
     assert backend_factory("mpi") is StoreBackend

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from .. import config
-from ..common.arguments import accepted_keywords, checked_count, unknown_keyword_error
+from ..common.arguments import accepted_keywords, checked_count, keyword_names, unknown_keyword_error
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
@@ -282,6 +282,21 @@ class Backend(abc.ABC):
     losses_reported: bool = False
 
     @classmethod
+    def option_names(cls) -> list[str] | None:
+        """Return the names of the options: keywords of the constructor, and if that passes on others
+        (``**options``), of the constructors that it inherits; None: any name.
+        """
+        names: list[str] = []
+        for each in cls.__mro__:
+            if "__init__" in vars(each):
+                constructor = vars(each)["__init__"]
+                found = keyword_names(constructor)
+                names += [name for name in found if name not in ("membership", "timeout", *names)]
+                if accepted_keywords(constructor) is not None:
+                    return names
+        return None
+
+    @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Validate the values of options, before any process waits for another.
 
@@ -344,10 +359,11 @@ def check_options(
         where: the called function, for the message.
         others: the other arguments of that function.
     """
-    own = accepted_keywords(factory)
-    if own is not None:
-        known = [name for name in own if name not in ("membership", "timeout")]
-        if unknown := [name for name in options if name not in known]:
-            raise unknown_keyword_error(where, unknown, [*others, *known])
-    if isinstance(factory, type) and issubclass(factory, Backend):
-        factory.check_options(options)
+    backend = factory if isinstance(factory, type) and issubclass(factory, Backend) else None
+    known = accepted_keywords(factory) if backend is None else backend.option_names()
+    if known is not None:
+        names = [name for name in known if name not in ("membership", "timeout")]
+        if unknown := [name for name in options if name not in names]:
+            raise unknown_keyword_error(where, unknown, [*others, *names])
+    if backend is not None:
+        backend.check_options(options)

@@ -30,7 +30,7 @@ NCCL = "nccl"
 #: uninstalled source tree has none.
 _BUILT_IN = {
     NATIVE: ("shoal.backend.native.channel", "NativeBackend"),
-    MPI: ("shoal.backend.mpi.engine", "MpiBackend"),
+    MPI: ("shoal.backend.mpi.channel", "MpiBackend"),
     NCCL: ("shoal.backend.nccl.engine", "NcclBackend"),
 }
 #: Names that list a backend for each device type, as in torch.distributed.

@@ -35,11 +35,12 @@ from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
 from ..streams import DeviceEvents, completion_events, runtime_of
-from .base import Backend, DataChannel, GroupSpec, NoShortcut, Shortcut, group_ident
+from .base import Backend, DataChannel, GroupSpec, NoShortcut, Shortcut
 from .device_messages import submit_device_message
 from .engine import Communicator, Engine, Transfer
 from .forwarding import ForwardingChannel
 from .native.channel import NativeBackend, NativeChannel
+from .native.gathering import all_gather_bytes
 
 if TYPE_CHECKING:
     from .. import _core
@@ -101,7 +102,7 @@ class SupervisedBackend(Backend):
         try:
             if membership.size > 1:
                 left = max(deadline - time.monotonic(), 0.1)
-                self.engine.connect(_all_gather_bytes(self.native, membership, self.engine.address, left))
+                self.engine.connect(all_gather_bytes(self.native, membership, self.engine.address, left))
         except BaseException:
             self.close(0.0)
             raise
@@ -735,27 +736,3 @@ class PollingThread:
                     channel.polled = True
             if self._channels or self._ended:
                 self._changed.set()
-
-
-def _all_gather_bytes(
-    native: NativeBackend, membership: Membership, mine: bytes, timeout: float
-) -> list[bytes]:
-    """Return the ``mine`` of all ranks, exchanged in a native group."""
-    ident = derive_key(b"engine", group_ident(f"{membership.job}/{membership.epoch}"))
-    channel = native.channel(
-        GroupSpec(name="engine", ident=ident, rank=membership.rank, ranks=tuple(range(membership.size)))
-    )
-
-    def all_gather(number: int, x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        parts = [torch.empty(size, dtype=x.dtype, device="cpu") for size in sizes]
-        operation = Operation(OpKind.ALL_GATHER, number, 0, [x], parts, timeout, sizes=sizes)
-        gathered: list[torch.Tensor] = channel.submit(operation).wait()
-        return gathered
-
-    try:
-        length = torch.tensor([len(mine)], device="cpu")
-        sizes = [int(size) for size in all_gather(0, length, [1] * membership.size)]
-        raw = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
-        return [bytes(part.tolist()) for part in all_gather(1, raw, sizes)]
-    finally:
-        channel.close(timeout)

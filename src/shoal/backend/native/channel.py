@@ -43,6 +43,8 @@ from .mesh import OfferedMemory, connect
 T = TypeVar("T")
 
 _SINGLE_COUNT_KINDS = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
+#: Tensors of operations that failed while a library used their memory; kept until the process ends.
+_abandoned: list[object] = []
 _DISPATCH_POLL_INTERVAL_S = 1.0  # seconds between checks whether the backend is still open
 
 
@@ -164,8 +166,12 @@ class NativeBackend(Backend):
                 self._context.add_remote(rank, mesh.remote.pop(rank))
 
     def channel(self, group: GroupSpec) -> NativeChannel:
+        return NativeChannel(self, self._core_group(group), group)
+
+    def _core_group(self, group: GroupSpec, *, moved: bool = False) -> _core.Group:
+        """Make the group in the core; ``moved``: a mover moves the data of its numbered collectives."""
         with explain_resource_errors(f"rank {self._membership.rank} cannot make the group {group.name!r}"):
-            core = self._context.group(
+            core: _core.Group = self._context.group(
                 group.ident,
                 encodable(group.name),
                 group.rank,
@@ -175,8 +181,9 @@ class NativeBackend(Backend):
                 group.scope == FailureScope.PAIR,
                 config.VOTE_TIMEOUT.get(),
                 config.QUORUM.get() == "any",
+                moved,
             )
-        return NativeChannel(self, core, group)
+        return core
 
     def hosts(self, ranks: Sequence[int]) -> list[int]:
         return [self._hosts[rank] for rank in ranks]
@@ -310,23 +317,28 @@ class NativeChannel(DataChannel):
         return self._shortcut
 
     def _collective(self, operation: Operation) -> Future[Any]:
+        return self._future_of(self._submit_collective(operation), operation)
+
+    def _submit_collective(self, operation: Operation) -> _core.Operation:
         inputs, outputs = operation.inputs, operation.outputs
         tensors = inputs or outputs
         count, sizes = _counts(operation)
-        op = operation.op
-        core = self._core.collective(
+        return self._core.collective(
             operation.kind,
             _parts(inputs),
             _parts(outputs),
             count,
             DTYPE_CODES[tensors[0].dtype] if tensors else 0,
-            op.code,
+            operation.op.code,
             operation.root,
             sizes,
             operation.number,
             operation.key,
             operation.timeout,
         )
+
+    def _future_of(self, core: _core.Operation, operation: Operation) -> Future[Any]:
+        inputs, outputs = operation.inputs, operation.outputs
         value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
         return _CoreFuture(_core.Source(self, core, (inputs, outputs)), value=value)
 
@@ -445,7 +457,7 @@ class NativeChannel(DataChannel):
     def keep(self, core: _core.Operation, tensors: object) -> None:
         """Keep the tensors alive until an operation whose future was dropped is complete."""
         with contextlib.suppress(OutOfResources):  # the backend keeps them nevertheless
-            self._backend.notify(core, partial(_drop, tensors))
+            self._backend.notify(core, partial(_release, core, tensors))
 
 
 class NativeAgreement:
@@ -502,8 +514,10 @@ class _Closed:
 _CLOSED: Any = _Closed()
 
 
-def _drop(tensors: object) -> None:
-    """Do nothing; the caller then drops its reference to the tensors."""
+def _release(core: _core.Operation, tensors: object) -> None:
+    """Let the caller drop its reference to the tensors, unless a library may still use their memory."""
+    if core.abandoned():
+        _abandoned.append(tensors)
 
 
 def _parts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

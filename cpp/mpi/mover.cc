@@ -1,0 +1,391 @@
+#include "mpi/mover.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+#include "collectives/collectives.h"
+#include "engine/group.h"
+#include "kernels/reduce.h"
+
+namespace shoal::mpi {
+namespace {
+
+// Bytes of all ranks up to which every rank gets all inputs and reduces them; between two ranks that sends no
+// more than a reduction in parts.
+constexpr std::uint64_t kSmallBytes = 64 << 10, kSmallPairBytes = 512 << 10;
+// Bytes of each rank's part that are reduced at a time.
+constexpr std::size_t kPieceBytes = 1 << 20;
+// Maximum bytes of temporary memory that a lane keeps for its next operation.
+constexpr std::size_t kKeptBytes = 64 << 20;
+
+std::size_t item_of(const Request& request) { return itemsize(request.reduction.dtype); }
+
+std::uint64_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), 0ULL); }
+
+// The elements of each part: of `spans`, or of one span that stands for `size` equal parts.
+Counts counts_of(const std::vector<Span>& spans, std::size_t size, std::size_t item) {
+  Counts counts;
+  for (const Span& span : collectives::parts_of(spans, static_cast<int>(size)))
+    counts.push_back(span.bytes / item);
+  return counts;
+}
+
+void pack(std::byte* to, const std::vector<Span>& spans) {
+  for (const Span& span : spans) {
+    if (span.bytes > 0) std::memcpy(to, span.data, span.bytes);
+    to += span.bytes;
+  }
+}
+
+void unpack(const std::byte* from, const std::vector<Span>& spans) {
+  for (const Span& span : spans) {
+    if (span.bytes > 0) std::memcpy(span.data, from, span.bytes);
+    from += span.bytes;
+  }
+}
+
+struct Finished {
+  Library& library;
+  Call& call;
+  bool operator()() { return library.complete(call); }
+  void check() const {
+    if (!call.failure.empty()) throw MoverFailed(call.failure);
+  }
+};
+
+auto finished(Operation& op, Library& library, Call& call) { return op.poll_until(Finished{library, call}); }
+
+}  // namespace
+
+// Temporary memory of an operation; kept until the process ends if the operation is abandoned.
+class MpiMover::Scratch {
+ public:
+  Scratch(Operation& op, LaneState& lane, std::size_t bytes) : op_(op), lane_(lane), bytes_(bytes) {
+    if (lane.kept_bytes >= bytes && lane.kept) {
+      memory_ = std::move(lane.kept);
+      bytes_ = std::exchange(lane.kept_bytes, 0);
+    } else {
+      memory_.reset(new std::byte[bytes]);
+    }
+  }
+  ~Scratch() {
+    if (op_.abandoned()) {
+      keep_forever(std::move(memory_));
+    } else if (bytes_ > lane_.kept_bytes && bytes_ <= kKeptBytes) {
+      lane_.kept = std::move(memory_);
+      lane_.kept_bytes = bytes_;
+    }
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  std::byte* data() const { return memory_.get(); }
+
+ private:
+  Operation& op_;
+  LaneState& lane_;
+  std::size_t bytes_;
+  std::unique_ptr<std::byte[]> memory_;
+};
+
+MpiMover::MpiMover(std::shared_ptr<Library> library, Options options)
+    : library_(std::move(library)),
+      options_(std::move(options)),
+      rank_(options_.rank),
+      size_(static_cast<std::size_t>(options_.size)),
+      self_(static_cast<std::size_t>(options_.rank)) {
+  for (Handle comm : options_.comms) lanes_.push_back({comm, nullptr});
+  for (int dtype = 0; dtype < kDTypeCount; ++dtype)
+    if (!options_.types.contains(itemsize(static_cast<DType>(dtype))))
+      throw std::invalid_argument("no datatype of MPI for the elements of a dtype");
+}
+
+Task MpiMover::move(Operation& op) {
+  LaneState& lane = lanes_[op.request().channel % lanes_.size()];
+  switch (op.request().kind) {
+    case Kind::kAllReduce:
+      return all_reduce(op, lane);
+    case Kind::kReduce:
+      return reduce(op, lane);
+    case Kind::kBroadcast:
+      return broadcast(op, lane);
+    case Kind::kAllGather:
+      return all_gather(op, lane);
+    case Kind::kGather:
+      return gather(op, lane);
+    case Kind::kScatter:
+      return scatter(op, lane);
+    case Kind::kReduceScatter:
+      return reduce_scatter(op, lane);
+    default:
+      return all_to_all(op, lane);
+  }
+}
+
+Task MpiMover::all_reduce(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const Span x = request.out[0];
+  const std::uint64_t count = x.bytes / item_of(request);
+  if (const MpiReduction* reduction = reduction_of(request)) {
+    Call call(op);
+    library_->all_reduce({x.data, count, reduction->type}, reduction->op, lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+    divide(request, *reduction, x.data, count);
+    co_return;
+  }
+  if (is_small(x.bytes)) {
+    Scratch gathered(op, lane, x.bytes * size_);
+    Call call(op);
+    library_->all_gather({x.data, count, type_of(request)}, gathered.data(), lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+    std::vector<const void*> parts;
+    for (std::size_t rank = 0; rank < size_; ++rank) parts.push_back(gathered.data() + rank * x.bytes);
+    reduce_parts(request, parts, x.data, count);
+    co_return;
+  }
+  const Counts counts = shares(count, item_of(request));
+  const Parts parts{x.data, counts, starts_of(counts), type_of(request)};
+  Task reduced = reduce_scatter_into(op, lane, x, counts, x.data + parts.starts[self_] * item_of(request));
+  co_await reduced;
+  Call call(op);
+  library_->all_gather_parts(nullptr, parts, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+}
+
+Task MpiMover::reduce(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const Span x = request.in[0];
+  const std::size_t item = item_of(request);
+  const std::uint64_t count = x.bytes / item;
+  const int root = request.root;
+  const bool at_root = rank_ == root;
+  if (const MpiReduction* reduction = reduction_of(request)) {
+    Call call(op);
+    library_->reduce({x.data, count, reduction->type}, reduction->op, root, at_root, lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+    if (at_root) divide(request, *reduction, x.data, count);
+    co_return;
+  }
+  const Handle type = type_of(request);
+  if (is_small(x.bytes)) {
+    Scratch gathered(op, lane, at_root ? x.bytes * size_ : 0);
+    const Counts counts(size_, count);
+    const Parts to{gathered.data(), counts, starts_of(counts), type};
+    const Whole whole{x.data, count, type};
+    Call call(op);
+    library_->gather_parts(&whole, at_root ? &to : nullptr, root, lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+    if (!at_root) co_return;
+    std::vector<const void*> parts;
+    for (std::size_t rank = 0; rank < size_; ++rank) parts.push_back(gathered.data() + rank * x.bytes);
+    reduce_parts(request, parts, x.data, count);
+    co_return;
+  }
+  const Counts counts = shares(count, item);
+  const Parts parts{x.data, counts, starts_of(counts), type};
+  // Only the root's tensor may change.
+  LaneState own{lane.comm, nullptr};
+  Scratch part(op, own, at_root ? 0 : counts[self_] * item);
+  std::byte* mine = at_root ? x.data + parts.starts[self_] * item : part.data();
+  Task reduced = reduce_scatter_into(op, lane, x, counts, mine);
+  co_await reduced;
+  const Whole whole{mine, counts[self_], type};
+  Call call(op);
+  library_->gather_parts(at_root ? nullptr : &whole, at_root ? &parts : nullptr, root, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+}
+
+Task MpiMover::broadcast(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const Span x = request.out[0];
+  Call call(op);
+  library_->broadcast({x.data, x.bytes / item_of(request), type_of(request)}, request.root, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+}
+
+Task MpiMover::all_gather(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const Whole from{request.in[0].data, request.in[0].bytes / item, type_of(request)};
+  const Counts counts = counts_of(request.out, size_, item);
+  const bool packs = request.out.size() > 1;
+  Scratch room(op, lane, packs ? sum(counts) * item : 0);
+  const Parts to{packs ? room.data() : request.out[0].data, counts, starts_of(counts), from.type};
+  Call call(op);
+  library_->all_gather_parts(&from, to, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+  if (packs) unpack(room.data(), request.out);
+}
+
+Task MpiMover::gather(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const bool at_root = rank_ == request.root;
+  const Whole from{request.in[0].data, request.in[0].bytes / item, type_of(request)};
+  const Counts counts = at_root ? counts_of(request.out, size_, item) : Counts();
+  const bool packs = request.out.size() > 1;
+  Scratch room(op, lane, packs ? sum(counts) * item : 0);
+  const Parts to{packs || !at_root ? room.data() : request.out[0].data, counts, starts_of(counts), from.type};
+  Call call(op);
+  library_->gather_parts(&from, at_root ? &to : nullptr, request.root, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+  if (packs) unpack(room.data(), request.out);
+}
+
+Task MpiMover::scatter(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const bool at_root = rank_ == request.root;
+  const Whole to{request.out[0].data, request.out[0].bytes / item, type_of(request)};
+  const Counts counts = at_root ? counts_of(request.in, size_, item) : Counts();
+  const bool packs = at_root && request.in.size() > 1;
+  Scratch room(op, lane, packs ? sum(counts) * item : 0);
+  if (packs) pack(room.data(), request.in);
+  const Parts from{packs || !at_root ? room.data() : request.in[0].data, counts, starts_of(counts), to.type};
+  Call call(op);
+  library_->scatter_parts(at_root ? &from : nullptr, to, request.root, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+}
+
+Task MpiMover::reduce_scatter(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const Counts counts = counts_of(request.in, size_, item);
+  const bool packs = request.in.size() > 1;
+  LaneState own{lane.comm, nullptr};  // the lane's memory is for the parts of the others
+  Scratch room(op, own, packs ? sum(counts) * item : 0);
+  if (packs) pack(room.data(), request.in);
+  const Span x{packs ? room.data() : request.in[0].data, sum(counts) * item}, y = request.out[0];
+  if (const MpiReduction* reduction = reduction_of(request)) {
+    Call call(op);
+    library_->reduce_scatter(x.data, {y.data, y.bytes / item, reduction->type}, counts, reduction->op,
+                             lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+    divide(request, *reduction, y.data, y.bytes / item);
+    co_return;
+  }
+  Task reduced = reduce_scatter_into(op, lane, x, counts, y.data);
+  co_await reduced;
+}
+
+Task MpiMover::all_to_all(Operation& op, LaneState& lane) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const Counts sends = counts_of(request.in, size_, item), receives = counts_of(request.out, size_, item);
+  // The meeting does not compare its sizes.
+  Scratch sizes(op, lane, 2 * size_ * sizeof(std::uint64_t));
+  auto* sent = reinterpret_cast<std::uint64_t*>(sizes.data());
+  std::ranges::copy(sends, sent);
+  {
+    Call call(op);
+    library_->all_to_all(sent, sent + size_, options_.types.at(sizeof *sent), lane.comm, call);
+    auto done = finished(op, *library_, call);
+    co_await done;
+  }
+  for (std::size_t rank = 0; rank < size_; ++rank) {
+    if (sent[size_ + rank] == receives[rank]) continue;
+    const std::string name = "rank " + std::to_string(rank);
+    op.group().fail({ErrorCode::kMismatch,
+                     "all_to_all on rank " + std::to_string(rank_) + ": " + name + " sends " +
+                         std::to_string(sent[size_ + rank]) + " elements, but the output for its part has " +
+                         std::to_string(receives[rank]),
+                     {static_cast<int>(rank)}},
+                    true);
+    auto never = op.never();
+    co_await never;
+  }
+  const bool packs = request.in.size() > 1, unpacks = request.out.size() > 1;
+  LaneState own_in{lane.comm, nullptr}, own_out{lane.comm, nullptr};
+  Scratch from(op, own_in, packs ? sum(sends) * item : 0);
+  Scratch room(op, own_out, unpacks ? sum(receives) * item : 0);
+  if (packs) pack(from.data(), request.in);
+  const Handle type = type_of(request);
+  const Parts outgoing{packs ? from.data() : request.in[0].data, sends, starts_of(sends), type};
+  const Parts incoming{unpacks ? room.data() : request.out[0].data, receives, starts_of(receives), type};
+  Call call(op);
+  library_->all_to_all_parts(outgoing, incoming, lane.comm, call);
+  auto done = finished(op, *library_, call);
+  co_await done;
+  if (unpacks) unpack(room.data(), request.out);
+}
+
+// Sends part i of `x` to rank i, and reduces this rank's part of all ranks into `mine`; in pieces, so that
+// their reduction finds what was received in a cache.
+Task MpiMover::reduce_scatter_into(Operation& op, LaneState& lane, Span x, const Counts& counts,
+                                   std::byte* mine) {
+  const Request& request = op.request();
+  const std::size_t item = item_of(request);
+  const std::uint64_t step = kPieceBytes / item, longest = std::ranges::max(counts);
+  const Counts starts = starts_of(counts);
+  Scratch gathered(op, lane, std::min(step, counts[self_]) * item * (size_ - 1));
+  for (std::uint64_t at = 0; at < longest; at += step) {
+    auto piece_of = [&](std::size_t rank) { return std::min(step, std::max(counts[rank], at) - at); };
+    const std::uint64_t own = piece_of(self_);
+    Parts from{x.data, {}, {}, type_of(request)};
+    for (std::size_t rank = 0; rank < size_; ++rank) {
+      from.counts.push_back(rank == self_ ? 0 : piece_of(rank));
+      from.starts.push_back(starts[rank] + std::min(at, counts[rank]));
+    }
+    Parts to{gathered.data(), Counts(size_, own), {}, from.type};
+    to.counts[self_] = 0;
+    to.starts = starts_of(to.counts);
+    {
+      Call call(op);
+      library_->all_to_all_parts(from, to, lane.comm, call);
+      auto done = finished(op, *library_, call);
+      co_await done;
+    }
+    std::vector<const void*> parts;
+    for (std::size_t rank = 0; rank < size_; ++rank)
+      parts.push_back(rank == self_ ? x.data + from.starts[rank] * item
+                                    : gathered.data() + to.starts[rank] * item);
+    reduce_parts(request, parts, mine + std::min(at, counts[self_]) * item, own);
+  }
+}
+
+const MpiReduction* MpiMover::reduction_of(const Request& request) const {
+  auto found = options_.reductions.find(
+      {static_cast<int>(request.reduction.dtype), static_cast<int>(request.reduction.op)});
+  return found == options_.reductions.end() ? nullptr : &found->second;
+}
+
+Handle MpiMover::type_of(const Request& request) const { return options_.types.at(item_of(request)); }
+
+bool MpiMover::is_small(std::uint64_t bytes) const {
+  return bytes * size_ <= (size_ == 2 ? kSmallPairBytes : kSmallBytes);
+}
+
+// The number of elements that each rank reduces.
+Counts MpiMover::shares(std::uint64_t count, std::size_t item) const {
+  Counts counts;
+  for (std::size_t rank = 0; rank < size_; ++rank) {
+    auto [first, last] = collectives::share(count, item, static_cast<int>(size_), static_cast<int>(rank));
+    counts.push_back(last - first);
+  }
+  return counts;
+}
+
+void MpiMover::reduce_parts(const Request& request, const std::vector<const void*>& parts, void* to,
+                            std::uint64_t count) const {
+  if (count > 0) kernels::reduce(request.reduction, &to, 1, parts.data(), parts.size(), count, false);
+}
+
+void MpiMover::divide(const Request& request, const MpiReduction& reduction, void* data,
+                      std::uint64_t count) const {
+  const void* from = data;
+  if (reduction.averages && count > 0) kernels::reduce(request.reduction, &data, 1, &from, 1, count, false);
+}
+
+}  // namespace shoal::mpi

@@ -1,0 +1,179 @@
+#include "tests/fake_mpi.h"
+
+#include <cstring>
+#include <string>
+
+#include "mpi/mover.h"
+
+namespace shoal::stress {
+namespace {
+
+using mpi::Call;
+using mpi::Counts;
+using mpi::Handle;
+using mpi::Parts;
+using mpi::Whole;
+
+// Handles of datatypes are the bytes of an element.
+std::vector<std::byte> bytes_at(const void* data, std::uint64_t count, Handle type) {
+  const auto* from = static_cast<const std::byte*>(data);
+  return count == 0 ? std::vector<std::byte>() : std::vector<std::byte>(from, from + count * type);
+}
+
+std::byte* part(const Parts& parts, std::size_t index) {
+  return static_cast<std::byte*>(parts.data) + parts.starts[index] * parts.type;
+}
+
+}  // namespace
+
+void FakeMpi::connect(Group& group) {
+  mpi::MpiMover::Options options;
+  options.rank = group.rank();
+  options.size = group.size();
+  for (std::size_t bytes : {1, 2, 4, 8, 16}) options.types[bytes] = bytes;
+  {
+    std::lock_guard lock(mutex_);
+    for (int lane = 0; lane < group.lane_count(); ++lane) {
+      auto& comm = comms_[group.ident() << 4 | static_cast<std::uint64_t>(lane)];
+      if (!comm) comm = std::make_shared<Comm>(static_cast<std::size_t>(group.size()));
+      members_.push_back(std::make_unique<Member>(
+          Member{comm, group.rank(), 0, Random(group.ident() + static_cast<std::uint64_t>(lane))}));
+      options.comms.push_back(reinterpret_cast<Handle>(members_.back().get()));
+    }
+  }
+  group.set_mover(std::make_shared<mpi::MpiMover>(shared_from_this(), std::move(options)));
+}
+
+void FakeMpi::post(const char* name, Member& member, std::vector<Bytes> sent, std::vector<Receive> receives,
+                   Call& call) {
+  Comm& comm = *member.comm;
+  Failure start = Failure::kAtStart;
+  if (failure_.compare_exchange_strong(start, Failure::kNone)) throw MoverFailed("the double fails there");
+  const std::uint64_t number = member.next++;
+  std::memcpy(call.request, &number, sizeof number);
+  call.arrays.push_back({reinterpret_cast<std::int64_t>(&member)});
+  call.pending = true;
+  std::lock_guard lock(comm.mutex);
+  Collective& collective = comm.collectives[number];
+  if (collective.name == nullptr) {
+    collective.name = name;
+    collective.ranks.resize(comm.size);
+  }
+  check(std::string(collective.name) == name, "ranks call different functions of MPI");
+  Posted& mine = collective.ranks[static_cast<std::size_t>(member.rank)];
+  mine = {true, std::move(sent), std::move(receives), false};
+  deliver(collective);
+}
+
+// Delivers to each rank for which all sources have posted.
+void FakeMpi::deliver(Collective& collective) {
+  for (std::size_t rank = 0; rank < collective.ranks.size(); ++rank) {
+    Posted& mine = collective.ranks[rank];
+    if (!mine.posted || mine.delivered) continue;
+    bool there = true;
+    for (const Receive& receive : mine.receives)
+      there &= collective.ranks[static_cast<std::size_t>(receive.source)].posted;
+    if (!there) continue;
+    for (const Receive& receive : mine.receives) {
+      const auto& sent = collective.ranks[static_cast<std::size_t>(receive.source)].sent;
+      const Bytes& bytes = sent.size() == 1 ? sent[0] : sent[rank];
+      check(bytes.size() == receive.bytes, std::string(collective.name) + " with different sizes");
+      if (!bytes.empty()) std::memcpy(receive.to, bytes.data(), bytes.size());
+    }
+    mine.delivered = true;
+  }
+}
+
+bool FakeMpi::complete(Call& call) {
+  if (!call.pending) return true;
+  Failure later = Failure::kLater;
+  if (failure_.compare_exchange_strong(later, Failure::kNone)) {
+    call.failure = "the double fails there";
+    return true;
+  }
+  std::uint64_t number;
+  std::memcpy(&number, call.request, sizeof number);
+  Member& member = *reinterpret_cast<Member*>(call.arrays.at(0).at(0));
+  if (chance(member.random, 3)) return false;
+  Comm& comm = *member.comm;
+  std::lock_guard lock(comm.mutex);
+  Collective& collective = comm.collectives.at(number);
+  if (!collective.ranks[static_cast<std::size_t>(member.rank)].delivered) return false;
+  call.pending = false;
+  if (++collective.completed == comm.size) comm.collectives.erase(number);
+  return true;
+}
+
+void FakeMpi::all_reduce(const Whole&, Handle, Handle, Call&) { die("MPI reduces"); }
+void FakeMpi::reduce(const Whole&, Handle, int, bool, Handle, Call&) { die("MPI reduces"); }
+void FakeMpi::reduce_scatter(const void*, const Whole&, const Counts&, Handle, Handle, Call&) {
+  die("MPI reduces");
+}
+
+void FakeMpi::broadcast(const Whole& x, int root, Handle comm, Call& call) {
+  Member& member = member_of(comm);
+  const bool at_root = member.rank == root;
+  std::vector<Bytes> sent;
+  std::vector<Receive> receives;
+  if (at_root)
+    sent.push_back(bytes_at(x.data, x.count, x.type));
+  else
+    receives.push_back({root, static_cast<std::byte*>(x.data), x.count * x.type});
+  post("broadcast", member, std::move(sent), std::move(receives), call);
+}
+
+void FakeMpi::all_gather(const Whole& from, void* to, Handle comm, Call& call) {
+  const Counts counts(member_of(comm).comm->size, from.count);
+  all_gather_parts(&from, {to, counts, mpi::starts_of(counts), from.type}, comm, call);
+}
+
+void FakeMpi::all_gather_parts(const Whole* from, const Parts& to, Handle comm, Call& call) {
+  Member& member = member_of(comm);
+  const auto self = static_cast<std::size_t>(member.rank);
+  std::vector<Bytes> sent;
+  sent.push_back(from != nullptr ? bytes_at(from->data, from->count, from->type)
+                                 : bytes_at(part(to, self), to.counts[self], to.type));
+  std::vector<Receive> receives;
+  for (std::size_t rank = 0; rank < to.counts.size(); ++rank)
+    if (from != nullptr || rank != self)
+      receives.push_back({static_cast<int>(rank), part(to, rank), to.counts[rank] * to.type});
+  post("all_gather", member, std::move(sent), std::move(receives), call);
+}
+
+void FakeMpi::gather_parts(const Whole* from, const Parts* to, int root, Handle comm, Call& call) {
+  Member& member = member_of(comm);
+  check((to != nullptr) == (member.rank == root), "a gather without a root, or with two");
+  std::vector<Bytes> sent;
+  if (from != nullptr) sent.push_back(bytes_at(from->data, from->count, from->type));
+  std::vector<Receive> receives;
+  for (std::size_t rank = 0; to != nullptr && rank < to->counts.size(); ++rank)
+    if (from != nullptr || static_cast<int>(rank) != root)
+      receives.push_back({static_cast<int>(rank), part(*to, rank), to->counts[rank] * to->type});
+  post("gather", member, std::move(sent), std::move(receives), call);
+}
+
+void FakeMpi::scatter_parts(const Parts* from, const Whole& to, int root, Handle comm, Call& call) {
+  std::vector<Bytes> sent;
+  for (std::size_t rank = 0; from != nullptr && rank < from->counts.size(); ++rank)
+    sent.push_back(bytes_at(part(*from, rank), from->counts[rank], from->type));
+  post("scatter", member_of(comm), std::move(sent),
+       {{root, static_cast<std::byte*>(to.data), to.count * to.type}}, call);
+}
+
+void FakeMpi::all_to_all(const void* from, void* to, Handle type, Handle comm, Call& call) {
+  const Counts counts(member_of(comm).comm->size, 1);
+  const Counts starts = mpi::starts_of(counts);
+  all_to_all_parts({const_cast<void*>(from), counts, starts, type}, {to, counts, starts, type}, comm, call);
+}
+
+void FakeMpi::all_to_all_parts(const Parts& from, const Parts& to, Handle comm, Call& call) {
+  std::vector<Bytes> sent;
+  std::vector<Receive> receives;
+  for (std::size_t rank = 0; rank < from.counts.size(); ++rank) {
+    sent.push_back(bytes_at(part(from, rank), from.counts[rank], from.type));
+    receives.push_back({static_cast<int>(rank), part(to, rank), to.counts[rank] * to.type});
+  }
+  post("all_to_all", member_of(comm), std::move(sent), std::move(receives), call);
+}
+
+}  // namespace shoal::stress

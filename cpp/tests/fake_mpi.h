@@ -1,0 +1,90 @@
+// The collectives of MPI among the ranks of this process, for the movers of cpp/mpi.
+//
+// The data of a call is delivered by the thread of the rank that sends the last part of it, also after the
+// call was abandoned: memory that was freed too early is found by the address sanitizer.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/group.h"
+#include "mpi/library.h"
+#include "tests/support.h"
+
+namespace shoal::stress {
+
+class FakeMpi final : public mpi::Library, public std::enable_shared_from_this<FakeMpi> {
+ public:
+  // Makes the mover of a group, with a communicator for each lane.
+  void connect(Group& group);
+  // The next call of any rank fails, when it is begun or later.
+  enum class Failure { kNone, kAtStart, kLater };
+  void fail_next(Failure failure) { failure_.store(failure); }
+
+  void all_reduce(const mpi::Whole& x, mpi::Handle op, mpi::Handle comm, mpi::Call& call) override;
+  void reduce(const mpi::Whole& x, mpi::Handle op, int root, bool at_root, mpi::Handle comm,
+              mpi::Call& call) override;
+  void broadcast(const mpi::Whole& x, int root, mpi::Handle comm, mpi::Call& call) override;
+  void all_gather(const mpi::Whole& from, void* to, mpi::Handle comm, mpi::Call& call) override;
+  void all_gather_parts(const mpi::Whole* from, const mpi::Parts& to, mpi::Handle comm,
+                        mpi::Call& call) override;
+  void gather_parts(const mpi::Whole* from, const mpi::Parts* to, int root, mpi::Handle comm,
+                    mpi::Call& call) override;
+  void scatter_parts(const mpi::Parts* from, const mpi::Whole& to, int root, mpi::Handle comm,
+                     mpi::Call& call) override;
+  void reduce_scatter(const void* from, const mpi::Whole& to, const mpi::Counts& counts, mpi::Handle op,
+                      mpi::Handle comm, mpi::Call& call) override;
+  void all_to_all(const void* from, void* to, mpi::Handle type, mpi::Handle comm, mpi::Call& call) override;
+  void all_to_all_parts(const mpi::Parts& from, const mpi::Parts& to, mpi::Handle comm,
+                        mpi::Call& call) override;
+  bool complete(mpi::Call& call) override;
+  void progress() override {}
+
+ private:
+  using Bytes = std::vector<std::byte>;
+  struct Receive {
+    int source;
+    std::byte* to;
+    std::uint64_t bytes;
+  };
+  // The call of one rank.
+  struct Posted {
+    bool posted = false;
+    std::vector<Bytes> sent;  // for each rank; for all of them if it is one
+    std::vector<Receive> receives;
+    bool delivered = false;
+  };
+  struct Collective {
+    const char* name = nullptr;
+    std::vector<Posted> ranks;
+    std::size_t completed = 0;  // number of ranks
+  };
+  struct Comm {
+    explicit Comm(std::size_t size) : size(size) {}
+    const std::size_t size;
+    std::mutex mutex;
+    std::map<std::uint64_t, Collective> collectives;
+  };
+  struct Member {
+    std::shared_ptr<Comm> comm;
+    int rank;
+    std::uint64_t next = 0;
+    Random random;
+  };
+
+  static Member& member_of(mpi::Handle comm) { return *reinterpret_cast<Member*>(comm); }
+  void post(const char* name, Member& member, std::vector<Bytes> sent, std::vector<Receive> receives,
+            mpi::Call& call);
+  static void deliver(Collective& collective);
+
+  std::atomic<Failure> failure_{Failure::kNone};
+  std::mutex mutex_;
+  std::map<std::uint64_t, std::shared_ptr<Comm>> comms_;
+  std::vector<std::unique_ptr<Member>> members_;
+};
+
+}  // namespace shoal::stress
