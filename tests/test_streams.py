@@ -20,6 +20,7 @@ tests that also run on a GPU, and ``S`` those that only the simulated device can
 | a blocking ``then`` | ``test_a_callback_that_waits_...`` G |
 | tensors in nested values | ``test_tensors_are_found_in_nested_values`` G |
 | memory is not reused too early | ``test_memory_...`` G |
+| work in a graph | ``test_captured_work_...`` S, ``tests/backend/test_nccl_gpu.py`` G |
 | failures after completion | ``test_a_failure_of_the_device_...`` S, ``test_a_failure_found_...`` G |
 """
 
@@ -236,6 +237,52 @@ def test_waiting_for_all_need_not_block_the_host(runtime: Runtime, device: torch
     runtime.release()
     runtime.finish(device)
     assert runtime.done == ["reduce", "reduce", "use"]
+
+
+def test_captured_work_is_ordered_by_the_streams_of_its_capture(simulated: FakeRuntime) -> None:
+    simulated.release()
+    earlier: Future[torch.Tensor] = Future()
+    earlier.set_result(torch.empty(1, device=META))
+    with simulated.capture(META) as graph:
+        future: Future[torch.Tensor] = Future()
+        simulated.enqueue(META, "make")
+        future.set_result(torch.empty(1, device=META))
+        derived = map_future(future, lambda _: simulated.enqueue(META, "map"))
+        both = collect_all([future, derived.then(lambda _: simulated.enqueue(META, "then"))])
+        for blocking in (True, False):
+            with pytest.raises(UsageError, match="wait before the capture begins"):
+                earlier.wait(blocking=blocking)
+        for captured in (future, derived, both):
+            with pytest.raises(UsageError, match=r"call wait\(blocking=False\) during the capture"):
+                captured.wait()
+        both.wait(blocking=False)
+        simulated.enqueue(META, "use")
+    assert simulated.done == []
+    for _ in range(2):
+        graph.replay(simulated.current_stream(META))
+    simulated.finish(META)
+    assert simulated.done == ["make", "map", "then", "use"] * 2
+    with pytest.raises(UsageError, match=r"call wait\(blocking=False\) during the capture"):
+        future.wait()
+    assert earlier.wait() is earlier.value()
+
+
+def test_captured_work_that_no_stream_waits_for_is_an_error_of_the_simulated_device(
+    simulated: FakeRuntime,
+) -> None:
+    simulated.release()
+    side = simulated.stream(META, "side")
+
+    def capture() -> None:
+        with simulated.capture(META):
+            simulated.wait_event(side, simulated.record(simulated.current_stream(META)))
+            with simulated.use(side):
+                simulated.enqueue(META, "lost")
+
+    with pytest.raises(RuntimeError, match="unjoined work"):
+        capture()
+    with pytest.raises(RuntimeError, match="uncaptured work"), simulated.capture(META):
+        simulated.wait_event(simulated.current_stream(META), simulated.record(side))
 
 
 # -- callbacks ---------------------------------------------------------------------------------------

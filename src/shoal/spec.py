@@ -321,8 +321,8 @@ class Operation:
 
     Attributes:
         kind: kind of the operation.
-        number: sequence number in the group, equal on all ranks; -1 for SEND and RECV and for operations
-            matched by ``key``.
+        number: sequence number in the group, equal on all ranks; -1 for SEND and RECV, for operations matched
+            by ``key``, and for captured ones.
         key: 0, or a 64-bit key that replaces the number for operations issued in a callback.
         timeout: seconds from submission until the operation breaks the group, or, in a group with
             ``scope="pair"``, only fails itself.
@@ -340,3 +340,8 @@ class Operation:
     peer: int = -1
     tag: int = 0
     sizes: Sequence[int] = ()
+
+    @property
+    def captured(self) -> bool:
+        """Whether a graph of a device captures the operation, and runs it at each replay."""
+        return self.number < 0 and not self.key and self.kind not in (OpKind.SEND, OpKind.RECV)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .common.containers import tensors
-from .errors import UnsupportedOperation
+from .errors import UnsupportedOperation, UsageError
 
 #: seconds of polling an event without a pause, and then the first and the longest pause
 _SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
@@ -156,6 +156,8 @@ class CudaRuntime(StreamRuntime):
         return handle
 
     def capturing(self, device: torch.device) -> bool:
+        if device.index == torch.cuda.current_device():  # entering it again takes longer
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
@@ -228,9 +230,10 @@ class DeviceEvents:
             for up to ``timeout`` seconds, returns whether the work is known to have succeeded, and raises its
             error; with 0 it only looks.  Called while the host waits for the events, and before it or a
             stream uses the value.  It applies to the results of callbacks too.
+        captured: the work is captured into a graph, so only streams of that capture can wait for it.
     """
 
-    __slots__ = ("_checks", "_devices", "_high_priority", "_recorded")
+    __slots__ = ("_captured", "_checks", "_devices", "_high_priority", "_recorded")
 
     def __init__(
         self,
@@ -238,7 +241,9 @@ class DeviceEvents:
         *,
         high_priority: bool = False,
         check: Callable[[float], bool] | None = None,
+        captured: bool = False,
     ) -> None:
+        self._captured = captured
         self._devices = dict.fromkeys(devices)
         self._high_priority = high_priority
         self._checks: tuple[Callable[[float], bool], ...] = () if check is None else (check,)
@@ -258,8 +263,8 @@ class DeviceEvents:
             self._recorded.append((device, stream, event))
 
     def successor(self) -> DeviceEvents:
-        """Events for a value computed from this one: the same devices, priority and checks, none recorded."""
-        result = DeviceEvents(self._devices, high_priority=self._high_priority)
+        """Events for a value computed from this one: none recorded, all else the same."""
+        result = DeviceEvents(self._devices, high_priority=self._high_priority, captured=self._captured)
         result._checks = self._checks
         return result
 
@@ -271,6 +276,7 @@ class DeviceEvents:
             result._devices.update(part._devices)
             result._recorded.extend(part._recorded)
             result._checks += part._checks
+            result._captured = result._captured or part._captured
             result._high_priority = result._high_priority or part._high_priority
         return result
 
@@ -284,9 +290,10 @@ class DeviceEvents:
         tensors = [*device_tensors(value), *device_tensors(inputs)]
         recorded = {device for device, _, _ in self._recorded}
         needed = [*self._devices, *(tensor.device for tensor in tensors)]
-        self.record(
-            {device: runtime_of(device).current_stream(device) for device in needed if device not in recorded}
-        )
+        missing = dict.fromkeys(device for device in needed if device not in recorded)
+        if any(runtime_of(device).capturing(device) for device in missing):
+            self._captured = True
+        self.record(current_streams(missing))
         for device, stream, _ in self._recorded:
             _record_streams(tensors, device, stream)
 
@@ -297,9 +304,11 @@ class DeviceEvents:
             value: the value of the future; its memory is not reused while these streams use it.
 
         Raises:
+            UsageError: a current stream captures a graph, and the work was enqueued before.
             Exception: the work is known to have failed.
         """
         tensors = list(device_tensors(value))
+        self._refuse_in_capture()
         for check in self._checks:
             check(0.0)
         for device, _, event in self._recorded:
@@ -315,8 +324,16 @@ class DeviceEvents:
             value: the value of the future; its memory is not reused while the current streams use it.
 
         Raises:
+            UsageError: the work is captured into a graph, or a current stream captures one.
             Exception: the device, or the work on it, failed.
         """
+        if self._captured:
+            raise UsageError(
+                "wait() cannot block for work that is captured into a graph, because it runs when the graph "
+                "is replayed: call wait(blocking=False) during the capture, and synchronize the stream "
+                "after a replay"
+            )
+        self._refuse_in_capture()
         deadline = None if timeout is None else time.monotonic() + timeout
         tensors = list(device_tensors(value))
         for device, _, event in self._recorded:
@@ -332,6 +349,14 @@ class DeviceEvents:
                 if deadline is not None and time.monotonic() >= deadline:
                     return False
         return True
+
+    def _refuse_in_capture(self) -> None:
+        for device, _, _ in self._recorded:
+            if not self._captured and runtime_of(device).capturing(device):
+                raise UsageError(
+                    f"wait() during the capture of a graph, but the work on {device} was enqueued before it: "
+                    "wait before the capture begins"
+                )
 
     @contextmanager
     def ordered_streams(

@@ -504,6 +504,39 @@ def test_a_rank_that_finalizes_does_not_disturb_the_others(ranks: Ranks) -> None
         rank.close()
 
 
+def test_replays_launch_the_kernels_of_a_graph(ranks: Ranks) -> None:
+    made = ranks(2)
+    warmed(made)
+    xs, results, graphs = [torch.zeros(1) for _ in made], [], []
+    for rank, x in zip(made, xs, strict=True):
+        with ranks.runtime.use(rank.stream), ranks.runtime.capture(pretend_device.DEVICE) as graph:
+            captured = Rank.__new__(Rank)
+            captured.__dict__ |= {**vars(rank), "stream": ranks.runtime.current_stream(pretend_device.DEVICE)}
+            results.append(captured.all_reduce(x))
+            until(lambda rank=rank: rank.state == Result.SUCCESS)
+        graphs.append(graph)
+    assert [result.item() for result in results] == [0.0, 0.0]
+    for i in range(3):
+        between = []
+        for rank, x, graph in zip(made, xs, graphs, strict=True):
+            x.fill_(i + rank.rank)
+            graph.replay(rank.stream)
+            between.append(rank.all_reduce(torch.ones(1)))
+        finish(made)
+        assert [result.item() for result in (*results, *between)] == [2.0 * i + 1] * 2 + [2.0] * 2
+    for rank in made:
+        rank.nccl.finalize(rank.comm)
+    time.sleep(0.05)
+    assert [rank.state for rank in made] == [Result.IN_PROGRESS] * 2
+    ranks.expected_violations = 1
+    graphs[0].replay(made[0].stream)
+    del graph
+    graphs.clear()
+    until(lambda: made[1].state == Result.SUCCESS)
+    made[1].nccl.destroy(made[1].comm)
+    made[0].nccl.abort(made[0].comm)
+
+
 def test_failures_that_a_test_asks_for(ranks: Ranks) -> None:
     rank = ranks(1)[0]
     nccl = rank.nccl

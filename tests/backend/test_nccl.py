@@ -5,12 +5,14 @@ The ranks are processes, because a process that has the pretended device has it 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +32,7 @@ from shoal.errors import (
 from shoal.testing import RankPool
 from tests.support.waiting import until
 
+from . import captured
 from .slow_conformance import DeviceConformance
 
 
@@ -396,3 +399,122 @@ def test_random_operations_with_delays_are_right() -> None:
 
     for seed in range(3):
         run(storm, 3, seed)
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def capture() -> Iterator[Callable[[], object]]:
+    """A context in which the current stream captures; gives a function that replays the graph."""
+    runtime, device = fake()._runtime, torch.device("pretend", 0)
+    with runtime.capture(device) as graph:
+        yield lambda: graph.replay(runtime.current_stream(device))
+
+
+@pytest.mark.parametrize("body", captured.BODIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_graphs(body: Callable[..., None], size: int) -> None:
+    def play(group: ProcessGroup) -> None:
+        body(group, torch.device("pretend", 0), capture)
+
+    run(play, size)
+
+
+def test_a_callback_can_compute_in_a_capture_but_not_call_a_collective() -> None:
+    def called_back(group: ProcessGroup) -> None:
+        x = full(4, 1.0)
+        group.all_reduce(full(4, 1.0)).wait()
+        with capture() as replay:
+            future = group.all_reduce(x)
+            y = future.then(lambda f: f.value() * 2).wait(blocking=False)
+            with pytest.raises(UsageError, match="in a callback cannot be captured into a graph"):
+                future.then(lambda f: group.all_reduce(f.value())).wait(blocking=False)
+        replay()
+        assert y.tolist() == [4.0] * 4
+
+    run(called_back, 2)
+
+
+def test_captures_take_no_number_and_other_threads_may_call_meanwhile() -> None:
+    def unequal(group: ProcessGroup) -> None:
+        x = full(4, 1.0)
+        group.all_reduce(full(4, 1.0)).wait()
+        for _ in range(2 - group.rank):
+            with capture() as replay, ThreadPoolExecutor(1) as thread:
+                group.all_reduce(x).wait(blocking=False)
+                if group.rank == 1:
+                    total = thread.submit(lambda: group.all_reduce(full(4, 2.0)).wait().tolist()).result()
+        if group.rank == 0:
+            total = group.all_reduce(full(4, 2.0)).wait().tolist()
+        assert total == [4.0] * 4
+        replay()
+        assert group.all_reduce(full(4, 3.0)).wait().tolist() == [6.0] * 4
+        assert x.tolist() == [2.0] * 4
+
+    run(unequal, 2)
+
+
+def test_a_lost_rank_ends_the_replays_of_the_others() -> None:
+    def killed(group: ProcessGroup) -> None:
+        x = full(4, 1.0)
+        group.all_reduce(full(4, 1.0)).wait()
+        with capture() as replay:
+            group.all_reduce(x).wait(blocking=False)
+        replay()
+        assert x.tolist() == [3.0] * 4
+        group.store.set(f"replayed/{group.rank}", b"")
+        if group.rank == 2:
+            group.store.wait(["replayed/0", "replayed/1"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        replay()
+        own_stream_is_free()  # when the replay has ended
+        error = error_of(lambda: group.all_reduce(full(4, 1.0)))
+        assert isinstance(error, PeerLost)
+        assert list(error.ranks) == [2]
+        rebuilt = group.rebuild()
+        assert rebuilt.all_reduce(full(5, 1.0)).wait().tolist() == [2.0] * 5
+
+    with pytest.raises(RemoteError, match="1 of 3 ranks failed"):
+        run(killed, 3)
+
+
+def test_a_capture_that_must_wait_for_another_rank_ends_with_its_timeout() -> None:
+    def alone(group: ProcessGroup) -> None:
+        group.all_reduce(full(4, 1.0)).wait()
+        group.barrier().wait()
+        if group.rank == 0:
+            with capture():
+                future = group.broadcast(full(4, 1.0), timeout=0.5)
+                with pytest.raises(GroupAborted, match=r"broadcast on rank 0 was not captured within 0\.5 s"):
+                    future.wait(blocking=False)
+        error = error_of(lambda: group.all_reduce(full(4, 1.0)))
+        assert "rank 0 aborted the group: NCCL failed there: OperationTimeout: broadcast" in str(error)
+        own_stream_is_free()
+
+    run(alone, 2)
+
+
+def test_a_group_that_is_closed_before_its_graphs_are_released_warns() -> None:
+    def closed(group: ProcessGroup, keeps: bool) -> list[str]:
+        from shoal.backend.nccl import communicator as module
+
+        warnings: list[str] = []
+        module._logger.addHandler(handler := logging.Handler())
+        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+        module._FINALIZE_TIMEOUT_S = 0.3
+        part = group.subgroup([0, 1])
+        part.all_reduce(full(4, 1.0)).wait()
+        with capture() as replay:
+            part.all_reduce(full(4, 1.0)).wait(blocking=False)
+        replay()
+        own_stream_is_free()
+        if not keeps:
+            del replay
+        part.close()
+        module._logger.removeHandler(handler)
+        return warnings
+
+    assert run(closed, 2, False) == [[], []]
+    for warnings in run(closed, 2, True):
+        assert ["graphs that captured its collectives exist" in each for each in warnings] == [True]

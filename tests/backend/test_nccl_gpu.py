@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.errors import OperationTimeout, UsageError
+from shoal.errors import OperationTimeout
 from shoal.testing.conformance import BackendConformance
+
+from . import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,17 +78,32 @@ def test_a_device_that_does_not_finish_is_a_timeout(group: shoal.ProcessGroup) -
     assert torch.ones(2, device="cuda").sum().item() == 2
 
 
-def test_a_capture_is_refused_in_words(group: shoal.ProcessGroup) -> None:
-    x = torch.ones(4, device="cuda")
+@contextmanager
+def capture() -> Iterator[Callable[[], object]]:
     graph = torch.cuda.CUDAGraph()
-    pending = group.all_reduce(torch.ones(1 << 24, device="cuda"))  # looked at by a thread during the capture
     with torch.cuda.graph(graph):
-        y = x * 2
-        with pytest.raises(UsageError, match="cannot be captured into a graph"):
-            group.all_reduce(x)
-    graph.replay()
-    assert y.sum().item() == 8
+        yield graph.replay
+
+
+@pytest.mark.parametrize("body", captured.BODIES)
+def test_graphs(group: shoal.ProcessGroup, body: Callable[..., None]) -> None:
+    pending = group.all_reduce(torch.ones(1 << 24, device="cuda"))  # polled by a thread during the capture
+    with group.subgroup([0]) as part:
+        body(part, torch.device("cuda", torch.cuda.current_device()), capture)
     assert pending.wait()[0].item() == 1
+
+
+def test_a_group_closes_before_its_graphs_are_released(group: shoal.ProcessGroup) -> None:
+    x = torch.ones(4, device="cuda")
+    part = group.subgroup([0])
+    part.all_reduce(x).wait()
+    with capture() as replay:
+        part.all_reduce(x).wait(blocking=False)
+    replay()
+    torch.cuda.synchronize()
+    part.close()
+    del replay
+    assert group.all_reduce(x).wait().sum().item() == 4
 
 
 def test_training_equals_training_without_a_group(group: shoal.ProcessGroup) -> None:

@@ -10,6 +10,9 @@ Differences from NCCL:
 * A collective ends on all ranks only after it has begun on all; a send ends only after its receive has begun.
 * A group cannot mix collectives with sends and receives, and uses one stream for each communicator.
 * After a rank was lost, no kernel of its communicator completes any more.
+
+As in NCCL, each replay of a graph launches the kernels that it has captured, and a communicator ends only
+when no graph has its kernels any more.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +34,7 @@ from shoal.backend.nccl.library import UNIQUE_ID_BYTES, Nccl, Reduction, Result
 from shoal.errors import WireError
 from shoal.net import Connection
 
-from .fake_streams import FakeRuntime, FakeStream
+from .fake_streams import FakeGraph, FakeRuntime, FakeStream
 from .nccl_hub import TIMEOUT_S, TORCH_DTYPES, Hub, Signature, connect_to_hub, start_thread
 
 #: values of ``ncclResult_t``: name and ``ncclGetErrorString``
@@ -195,6 +199,8 @@ class FakeNccl(Nccl):
         found = self._found(comm, "abort")
         del self._comms[comm]
         found.end()
+        while found.graphs:
+            time.sleep(0.001)
 
     def group_start(self) -> None:
         self._enter("group_start")
@@ -366,9 +372,19 @@ class FakeNccl(Nccl):
 
     def _enqueue(self, kernels: Sequence[_Kernel]) -> None:
         for kernel in kernels:
-            kernel.stream.enqueue(functools.partial(kernel.comm.run, kernel))
+            run, replay = kernel.comm.run, functools.partial(self._replay, kernel)
+            kernel.stream.enqueue(functools.partial(run, kernel), replay)
         for kernel in kernels:
             kernel.comm.end_launch()
+
+    def _replay(self, captured: _Kernel) -> Callable[[], None]:
+        """Launch a captured kernel; return its work."""
+        comm = captured.comm
+        if comm.ended:
+            self.violations.append(f"replay of a graph with a kernel of {comm.name}, which has ended")
+        kernel = _Kernel(comm, captured.stream, captured.calls)
+        comm.number(kernel)
+        return functools.partial(comm.run, kernel)
 
 
 @dataclass
@@ -408,6 +424,8 @@ class _Communicator:
         self.size, self.rank = size, rank
         self.name = f"rank {rank} of {size}"
         self.finalized = False
+        #: those that have its kernels
+        self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self._unique_id = unique_id
         # Guards all that follows, and the memory of kernels.
         self._changed = threading.Condition()
@@ -430,6 +448,7 @@ class _Communicator:
                 return Result.SUCCESS
             if self._error is not None:
                 return self._error
+            self._continue_finalize()
             busy = not self._ready or self._launching or self._finalizing
             return Result.IN_PROGRESS if busy else Result.SUCCESS
 
@@ -451,11 +470,22 @@ class _Communicator:
 
     # -- kernels ---------------------------------------------------------------------------------
 
-    def begin_launch(self, kernel: _Kernel) -> bool:
-        """Number a kernel; return whether it has all connections."""
+    @property
+    def ended(self) -> bool:
+        return self._ended or self._finalizing
+
+    def number(self, kernel: _Kernel) -> None:
         with self._changed:
             kernel.number = self._launched
             self._launched += 1
+
+    def begin_launch(self, kernel: _Kernel) -> bool:
+        """Number a kernel that will run; return whether it has all connections."""
+        with self._changed:
+            if kernel.stream.graph is None:
+                self.number(kernel)
+            else:
+                self.graphs.add(kernel.stream.graph)
             self._launching = True
             return kernel.connections() <= self._connected
 
@@ -498,7 +528,7 @@ class _Communicator:
 
     def _continue_finalize(self) -> None:
         with self._changed:
-            complete = self._finalizing and self._done == self._launched
+            complete = self._finalizing and self._done == self._launched and not self.graphs
         if complete:
             self._send("finalize")
 

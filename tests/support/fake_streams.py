@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -17,8 +18,68 @@ from shoal.streams import StreamRuntime
 _PATIENCE = 30.0
 
 
+class FakeGraph:
+    """Work that streams have captured instead of running it.
+
+    A replay runs it in the reverse of the captured order, as far as the events that streams waited for allow
+    it, so that a missing event has an effect.
+
+    Attributes:
+        keep: kept as long as the graph, as its memory is on a GPU.
+    """
+
+    def __init__(self, origin: FakeStream) -> None:
+        self.keep: list[object] = []
+        #: what makes the work of one replay, and the nodes that it runs after
+        self._nodes: list[tuple[Callable[[], Callable[[], object]], frozenset[int]]] = []
+        #: the nodes before the next one of each stream; None: the capture has ended
+        self._before: dict[FakeStream, frozenset[int]] | None = {}
+        self._origin = origin
+        self.join(origin, frozenset())
+
+    def add(self, stream: FakeStream, make: Callable[[], Callable[[], object]]) -> None:
+        before = self.before(stream)
+        assert self._before is not None
+        self._before[stream] = before | {len(self._nodes)}
+        self._nodes.append((make, before))
+
+    def before(self, stream: FakeStream) -> frozenset[int]:
+        """The nodes that the next one of a stream runs after."""
+        assert self._before is not None
+        return self._before[stream]
+
+    def join(self, stream: FakeStream, nodes: frozenset[int]) -> None:
+        """Capture the stream from now on, behind ``nodes``."""
+        if self._before is None:
+            raise RuntimeError("dependency created on a capture that has ended")
+        self._before[stream] = self._before.get(stream, frozenset()) | nodes
+        stream.graph = self
+
+    def end(self) -> None:
+        assert self._before is not None
+        streams, self._before = self._before, None
+        for stream in streams:
+            stream.graph = None
+        if len(streams[self._origin]) < len(self._nodes):
+            raise RuntimeError("capturing stream has unjoined work")
+
+    def replay(self, stream: FakeStream) -> None:
+        waiting, done = list(range(len(self._nodes))), set[int]()
+        while waiting:
+            number = max(each for each in waiting if self._nodes[each][1] <= done)
+            waiting.remove(number)
+            done.add(number)
+            stream.enqueue(self._nodes[number][0]())
+
+
 class FakeEvent:
-    """Occurs when its stream has run what was enqueued before it; fails if the stream breaks before."""
+    """Occurs when its stream has run what was enqueued before it; fails if the stream breaks before.
+
+    Attributes:
+        captured: the graph that has captured it, and the nodes before it; None: it is a normal event.
+    """
+
+    captured: tuple[weakref.ref[FakeGraph], frozenset[int]] | None = None
 
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
@@ -31,6 +92,8 @@ class FakeEvent:
 
     def wait(self, timeout: float | None) -> bool:
         """Whether it occurred in time; raises what broke the stream."""
+        if self.captured is not None:
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
         over = self._over.wait(timeout)
         if over and self.error is not None:
             raise self.error
@@ -42,11 +105,15 @@ class FakeStream:
 
     Args:
         held: whether nothing runs until :meth:`release` or :meth:`step`.
+
+    Attributes:
+        graph: captures what is enqueued now; None: it runs.
     """
 
     def __init__(self, device: torch.device, name: str, *, held: bool = False) -> None:
         self.device = device
         self.name = name
+        self.graph: FakeGraph | None = None
         self._condition = threading.Condition()
         self._queue: deque[Callable[[Exception | None], None]] = deque()
         self._allowed = 0 if held else None
@@ -87,17 +154,34 @@ class FakeStream:
 
     # -- what a device does ----------------------------------------------------------------------
 
-    def enqueue(self, work: Callable[[], object]) -> None:
-        self._put(lambda error: None if error is not None else work())
+    def enqueue(
+        self, work: Callable[[], object], make: Callable[[], Callable[[], object]] | None = None
+    ) -> None:
+        """Run ``work``, or capture it; then each replay runs what ``make`` returns, or ``work``."""
+        if self.graph is not None:
+            self.graph.add(self, make or (lambda: work))
+        else:
+            self._put(lambda error: None if error is not None else work())
 
     def record(self) -> FakeEvent:
         event = FakeEvent(self)
-        self._put(event.occur)
+        if self.graph is not None:
+            event.captured = weakref.ref(self.graph), self.graph.before(self)
+        else:
+            self._put(event.occur)
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
         """What comes now runs after ``event``; a failure of the one stream is one of the other."""
-        self.enqueue(partial(event.wait, None))
+        if event.captured is not None:
+            graph, nodes = event.captured[0](), event.captured[1]
+            if graph is None or self.graph not in (None, graph):
+                raise RuntimeError("dependency created on another capture")
+            graph.join(self, nodes)
+        elif self.graph is not None:
+            raise RuntimeError("dependency created on uncaptured work in another stream")
+        else:
+            self.enqueue(partial(event.wait, None))
 
     def close(self) -> None:
         """End the thread; what was not run is failed."""
@@ -183,6 +267,20 @@ class FakeRuntime(StreamRuntime):
         finally:
             self._held = False
 
+    @contextmanager
+    def capture(self, device: torch.device) -> Iterator[FakeGraph]:
+        """A context in which a new current stream captures its work, as in ``torch.cuda.graph``."""
+        stream = self.stream(device, "capture")
+        graph = FakeGraph(stream)
+        with self.use(stream):
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.end()
+                raise
+            graph.end()
+
     def broken(self) -> list[str]:
         """The streams that failed, and with what."""
         return [f"{stream.name}: {stream.broken!r}" for stream in self._streams if stream.broken]
@@ -224,6 +322,9 @@ class FakeRuntime(StreamRuntime):
             yield
         finally:
             self._current.streams[stream.device] = before
+
+    def capturing(self, device: torch.device) -> bool:
+        return self.current_stream(device).graph is not None
 
     def handle(self, stream: FakeStream) -> int:
         return id(stream)

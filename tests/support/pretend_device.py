@@ -136,7 +136,10 @@ class _Call:
             with torch.inference_mode(False):  # the view of a normal tensor must be one
                 return tree_map(_to_device, viewed)
         if not any(is_pretend(leaf) for leaf in tree_leaves((self.args, self.kwargs))):
-            return tree_map(_to_device, tree_map(_spoilt, self._on_cpu()))  # makes a tensor
+            made = tree_map(_to_device, tree_map(_spoilt, self._on_cpu()))  # makes a tensor
+            if (graph := self.runtime.current_stream(DEVICE).graph) is not None:
+                graph.keep.append(made)
+            return made
         return self._enqueue()
 
     def _on_cpu(self, **others: Any) -> Any:

@@ -181,6 +181,14 @@ class DataChannel(abc.ABC):
             UsageError: the operation is not supported; the message says what to do instead.
         """
 
+    def captured(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a collective of these tensors would be captured into a graph of a device now.
+
+        Its data then moves at each replay of the graph.  The group does not number it; see
+        ``Operation.captured``.
+        """
+        return False
+
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
         """Return the fast path of the group.  Called once, before the first operation.
 

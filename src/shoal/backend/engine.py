@@ -7,7 +7,7 @@ agrees, and carries messages.  An engine consists of an :class:`Engine` for the 
 
 An engine of the CPU moves the data of all collectives, and an engine of another device that of collectives
 whose tensors are there.  Operations of an *early* engine are complete for the program as soon as their work
-is enqueued on streams.
+is enqueued on streams, and can be captured into graphs if it has :attr:`Engine.captures`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Communicator(abc.ABC):
         Different threads start collectives, one at a time, while another may poll.  BARRIER, SEND and RECV
         are not passed to an engine; operations of groups of one only to an engine of a device.
 
-        On a device, the inputs are complete after the work on the current stream.
+        On a device, the inputs are complete after the work on the current stream.  If ``operation.captured``,
+        that stream captures a graph, and the work must be captured too: the transfer's events are waited for
+        on streams of the capture, and the transfer is not polled.
 
         Raises:
             Exception: as in :meth:`Transfer.poll`.
@@ -121,12 +123,14 @@ class Engine(abc.ABC):
         name: its name, for messages.
         device: the device type of the tensors that it moves.
         early: whether its operations are complete for the program when their work is enqueued.
+        captures: whether an early engine supports captured operations.
         address: what other ranks must know about this one; they get it in :meth:`connect`.
     """
 
     name: str
     device: str = "cpu"
     early: bool = False
+    captures: bool = False
     address: bytes = b""
 
     @abc.abstractmethod

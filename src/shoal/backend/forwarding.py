@@ -37,6 +37,9 @@ class ForwardingChannel(DataChannel):
     def check(self, operation: Operation) -> None:
         self._inner.check(operation)
 
+    def captured(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._inner.captured(tensors)
+
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return self._inner.empty(nbytes, device)
 

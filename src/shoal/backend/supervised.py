@@ -9,6 +9,10 @@ The future of a *late* engine is complete with the external operation.  That of 
 when the work is enqueued on a stream; a thread that blocks for its result then waits for the external
 operation too, so it gets the error of a transfer that was ended.
 
+A collective that is captured into a graph has no external operation, because the host does not see its
+replays.  A group that has captured one is watched until it is closed: if it fails, its transfers are ended,
+and so are those of replays.
+
 Transfers need a thread that polls them, in the order of their start.  A thread that waits for a future polls;
 a thread of the backend polls for groups in which no thread waits.  Messages, barriers,
 agreements, collectives on the CPU if the engine's device is another, and groups of one on the CPU use the
@@ -29,7 +33,7 @@ import torch
 
 from ..common.formatting import describe_error
 from ..common.interrupts import defer_sigint
-from ..errors import CollectiveMismatch, InvalidFutureState, UsageError
+from ..errors import CollectiveMismatch, InvalidFutureState, OperationTimeout, UsageError
 from ..future import Future, derive_key
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership
@@ -176,6 +180,8 @@ class SupervisedChannel(ForwardingChannel):
         #: the later parts of transfers in the same order on all ranks.
         self._started: deque[_ExternalOperation] = deque()
         self._polling = threading.Lock()
+        #: Number of collectives that graphs have captured.
+        self._captures = 0
         #: Ends the transfers of a group that has failed; whether they no longer use memory.
         self._aborting: threading.Thread | None = None
         self._transfers_ended = False
@@ -189,6 +195,8 @@ class SupervisedChannel(ForwardingChannel):
             if self._on_device(operation):
                 return submit_device_message(self._control, operation)
             return self._control.submit(operation)
+        if operation.captured:
+            return self._capture(operation)
         external = _ExternalOperation(self, self._control.external(operation), operation)
         future = external.future(self._engine.early)
         try:
@@ -218,6 +226,55 @@ class SupervisedChannel(ForwardingChannel):
                 thread.start()
                 self._queue_thread = thread
 
+    def _capture(self, operation: Operation) -> Future[Any]:
+        """Start a collective whose work the current stream captures, and wait until it is captured."""
+        events, outputs = DeviceEvents(captured=True), operation.outputs
+        key = derive_key(b"captured", self._spec.ident, self._captures)
+        future: Future[Any] = Future(device=events, keep=operation.inputs, key=key)
+        deadline = time.monotonic() + operation.timeout
+        try:
+            while not self._capture_after_queue(operation, events, deadline):
+                self._pause_in_capture(operation, deadline)
+        except BaseException as error:
+            self._engine_failed(error)
+            if not isinstance(error, Exception):
+                raise
+            error.__traceback__ = None
+            future.set_exception(self._control.failure() or error)
+        else:
+            future.set_result(None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs))
+        return future
+
+    def _capture_after_queue(self, operation: Operation, events: DeviceEvents, deadline: float) -> bool:
+        """Capture a collective, unless earlier ones are not launched yet; return whether it is captured."""
+        started: list[Transfer] = []
+        with self._starting:
+            if self._queue:
+                return False
+            communicator = self._communicator
+            assert communicator is not None  # checked
+            self._captures += 1
+            defer_sigint(lambda: started.append(communicator.start(operation)))
+            while not started[0].launched():
+                self._pause_in_capture(operation, deadline)
+            assert started[0].events is not None
+            events.add(started[0].events)
+            if not self.polled:
+                self._backend.polling.add(self)
+                self.polled = True
+        return True
+
+    def _pause_in_capture(self, operation: Operation, deadline: float) -> None:
+        if (failure := self._control.failure()) is not None:
+            raise failure
+        if time.monotonic() > deadline:
+            raise OperationTimeout(
+                f"{operation.kind.name.lower()} on rank {self._spec.rank} was not captured within "
+                f"{operation.timeout:g} s, because {self._engine.name} waits for other ranks; call each "
+                "operation once on all ranks before the capture"
+            )
+        time.sleep(_MIN_PAUSE_S)
+
     def keeps_order(self, operation: Operation) -> bool:
         return operation.kind not in _CONTROL_KINDS and (
             self._engine.device == "cpu" or self._on_device(operation)
@@ -244,16 +301,29 @@ class SupervisedChannel(ForwardingChannel):
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor.device != device:
                 raise self._refusal(operation, f"has tensors on {device} and on {tensor.device}")
+        captured = operation.captured
+        if captured:
+            possible = self._engine.captures
+        else:  # the group has numbered a collective because it is not captured
+            possible = operation.number >= 0 or not runtime_of(device).capturing(device)
+        if not possible:
+            what = "in a callback " if operation.key else ""
+            raise self._refusal(
+                operation, f"{what}cannot be captured into a graph; call it before the capture"
+            )
         if operation.kind in _CONTROL_KINDS:
             return
-        if self._device is None:
-            self._device = device
-        elif self._device != device:
+        if self._device not in (None, device):
             raise self._refusal(
                 operation, f"has tensors on {device}, but this group uses {self._device}; move them there"
             )
-        if runtime_of(device).capturing(device):
-            raise self._refusal(operation, "cannot be captured into a graph; call it outside of the capture")
+        if captured and self._communicator is None:
+            raise self._refusal(
+                operation,
+                "cannot be captured yet, because the group has not run a collective on the device; "
+                "call it once, and wait for it, before the capture",
+            )
+        self._device = device
 
     def _refusal(self, operation: Operation, problem: str) -> UsageError:
         spec = self._spec
@@ -314,14 +384,28 @@ class SupervisedChannel(ForwardingChannel):
 
     # -- transfers -------------------------------------------------------------------------------
 
+    def captured(self, tensors: Sequence[torch.Tensor]) -> bool:
+        device = tensors[0].device if tensors and not tensors[0].is_cpu else None
+        return device is not None and runtime_of(device).capturing(device)
+
     @property
     def pending(self) -> bool:
         """Whether transfers are incomplete."""
         return bool(self._started)
 
+    @property
+    def watched(self) -> bool:
+        """Whether replays of graphs are ended when the group fails."""
+        return self._captures > 0 and self._aborting is None
+
     def poll(self) -> bool:
         """Advance the transfers, unless another thread does; return whether one was completed."""
         completed = False
+        if self.watched and self._control.failure() is not None and self._polling.acquire(blocking=False):
+            try:
+                self._abort_transfers()
+            finally:
+                self._polling.release()
         if self._started and self._polling.acquire(blocking=False):
             try:
                 while self._started and self._started[0].advance():
@@ -680,9 +764,10 @@ class PollingThread:
         self._thread: threading.Thread | None = None
 
     def add(self, channel: SupervisedChannel) -> None:
-        """Poll ``channel`` until it has no transfers; it sets ``polled`` to False then."""
+        """Poll ``channel`` until it has no transfers and is not watched; then set ``polled`` to False."""
         with self._lock:
-            self._channels.append(channel)
+            if channel not in self._channels:
+                self._channels.append(channel)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
@@ -730,9 +815,9 @@ class PollingThread:
         with self._lock:
             for channel in list(self._channels):
                 channel.polled = False
-                if not channel.pending:  # otherwise it has just started an operation
-                    self._channels.remove(channel)
-                else:
+                if channel.pending:  # it has just started an operation
                     channel.polled = True
-            if self._channels or self._ended:
+                elif not channel.watched:
+                    self._channels.remove(channel)
+            if any(channel.pending for channel in self._channels) or self._ended:
                 self._changed.set()

@@ -230,6 +230,8 @@ class Future(FutureState[T]):
         """
         try:
             device.order(self._payload())
+        except UsageError:  # the call is wrong, not the work
+            raise
         except Exception as failure:
             self._fail_late(failure.with_traceback(None))
 
@@ -241,6 +243,8 @@ class Future(FutureState[T]):
         left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
         try:
             in_time = device.synchronize(self._payload(), left)
+        except UsageError:  # the call is wrong, not the work
+            raise
         except Exception as failure:
             self._fail_late(failure.with_traceback(None))
             return

@@ -90,14 +90,17 @@ class OperationSubmitter:
             if self.local_state is not GroupState.OPEN or self.channel.failure() is not None:
                 self.raise_unusable()
             scope = callback_scope.get()
-            number, key = (self.shortcut.number, 0) if scope is None else (-1, scope.next_key())
+            if scope is not None:
+                number, key = -1, scope.next_key()
+            else:
+                number, key = -1 if self.channel.captured(inputs or outputs) else self.shortcut.number, 0
             operation = Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
             self._check(operation)
             future = self.channel.submit(operation)
-            if scope is None:
+            if number >= 0:
                 self.shortcut.number = number + 1
                 future.key = (self.spec.ident + number * _ODD) & _MASK
-            else:
+            elif key:
                 future.key = key
             if self.recorder is not None:
                 x = inputs[0] if inputs else outputs[0] if outputs else _NOTHING

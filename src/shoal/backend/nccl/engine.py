@@ -27,6 +27,7 @@ class NcclEngine(Engine):
     name = "NCCL"
     device = "cuda"
     early = True
+    captures = True
 
     def __init__(self, membership: Membership, *, high_priority: bool = False) -> None:
         self._nccl = self.library(membership.rank)
@@ -50,8 +51,9 @@ class NcclEngine(Engine):
 
     def communicator(self, setup: Setup) -> Communicator:
         runtime = runtime_of(setup.device)
-        stream = runtime.stream_from_pool(setup.device, self._high_priority)
-        return NcclCommunicator(self._nccl, setup, runtime, stream)
+        return NcclCommunicator(
+            self._nccl, setup, runtime, lambda: runtime.stream_from_pool(setup.device, self._high_priority)
+        )
 
 
 class NcclBackend(SupervisedBackend):
