@@ -342,12 +342,14 @@ def test_a_group_has_one_device() -> None:
 
 def test_operations_of_callbacks_have_the_order_of_rank_0() -> None:
     def chained(group: ProcessGroup) -> None:
+        fake().max_ctas.clear()
         futures = [
             group.all_reduce(full(50, float(i))).then(lambda f: group.all_reduce(f.value() * 2))
             for i in range(8)
         ]
         for i, future in enumerate(futures):
             assert future.wait().wait().tolist() == [8.0 * i] * 50
+        assert fake().max_ctas == [None, 8]
 
     run(chained, 2)
 

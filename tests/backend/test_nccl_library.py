@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
 from shoal.backend.nccl import library
-from shoal.backend.nccl.library import LEAST_VERSION, UNIQUE_ID_BYTES, Result, load
+from shoal.backend.nccl.library import LEAST_VERSION, UNIQUE_ID_BYTES, BoundNccl, Result, load
 from shoal.errors import ConfigurationError
 
 
@@ -34,7 +36,28 @@ def test_the_binding_calls_the_installed_library() -> None:
     assert nccl.error_string(Result.IN_PROGRESS) == "NCCL operation in progress"
     if not torch.cuda.is_available():
         with pytest.raises(Exception, match="UnhandledCudaError"):
-            nccl.init(1, nccl.unique_id(), 0)
+            nccl.init(1, nccl.unique_id(), 0, None)
+
+
+def test_the_configuration_of_a_communicator_is_passed_to_the_binding() -> None:
+    bindings = pytest.importorskip("nccl.bindings.nccl", reason="nccl4py is not installed")
+    given: list[Any] = []
+
+    class Bindings:
+        def __getattr__(self, name: str) -> Any:
+            return (
+                (lambda *args: given.append(args))
+                if name == "comm_init_rank_config"
+                else getattr(bindings, name)
+            )
+
+    nccl, unique_id = BoundNccl(Bindings()), bytes(range(UNIQUE_ID_BYTES))  # type: ignore[arg-type]
+    nccl.init(4, unique_id, 3, None)
+    nccl.init(4, unique_id, 3, 8)
+    default = bindings.Config().max_ctas
+    for (size, ident, rank, config), max_ctas in zip(given, (default, 8), strict=True):
+        assert (size, rank, config.blocking, config.max_ctas) == (4, 3, 0, max_ctas)
+        assert ctypes.string_at(ident.ptr, UNIQUE_ID_BYTES) == unique_id
 
 
 def test_a_library_that_is_too_old_or_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ class FakeNccl(Nccl):
         init_failure: result with which communicators fail from now on; :meth:`init` raises InvalidArgument
             and InvalidUsage, others are the result of :meth:`async_error`.
         version_code: result of :meth:`version`.
+        max_ctas: those of the communicators that were made.
     """
 
     _handles = itertools.count(0x7F00_0000_0000, 0x1000)
@@ -126,6 +127,7 @@ class FakeNccl(Nccl):
         self.violations: list[str] = []
         self.init_failure: int | None = None
         self.version_code = 22809
+        self.max_ctas: list[int | None] = []
         self._runtime = runtime
         self._connect_s = connect_s
         self._launch_s = launch_s
@@ -161,12 +163,13 @@ class FakeNccl(Nccl):
         self._hubs.append(hub)
         return hub.unique_id
 
-    def init(self, size: int, unique_id: bytes, rank: int) -> int:
-        if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < size:
-            raise self._misuse(INVALID_ARGUMENT, f"init of rank {rank} of {size}")
+    def init(self, size: int, unique_id: bytes, rank: int, max_ctas: int | None = None) -> int:
+        if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < size or max_ctas not in (None, *range(1, 65)):
+            raise self._misuse(INVALID_ARGUMENT, f"init of rank {rank} of {size}, max_ctas {max_ctas}")
         if self.init_failure in (INVALID_ARGUMENT, INVALID_USAGE):
             raise FakeNcclError(self.init_failure)
         comm = _Communicator(size, unique_id, rank)
+        self.max_ctas.append(max_ctas)
         if self.init_failure is not None:
             comm.fail(self.init_failure)
         else:

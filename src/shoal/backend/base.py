@@ -51,6 +51,7 @@ class GroupSpec:
         scope: ALL: a failure between two members breaks the group; PAIR: it fails the messages between these
             two, and the group has no collectives.
         world_ranks: the members' ranks in the current world group, if that was rebuilt.
+        for_callbacks: whether the channel is the second one of a group, for operations issued in callbacks.
     """
 
     name: str
@@ -61,6 +62,7 @@ class GroupSpec:
     options: dict[str, Any] = field(default_factory=dict)
     scope: FailureScope = FailureScope.ALL
     world_ranks: tuple[int, ...] | None = None
+    for_callbacks: bool = False
 
 
 class Shortcut(Protocol):

@@ -136,7 +136,8 @@ class OrderedChannel(ForwardingChannel):
                     raise GroupClosed(
                         f"{spec.name} on rank {spec.rank} was closed; make a new group to go on"
                     )
-                own = replace(spec, name=f"{spec.name}/callbacks", ident=derive_key(b"callbacks", spec.ident))
+                ident = derive_key(b"callbacks", spec.ident)
+                own = replace(spec, name=f"{spec.name}/callbacks", ident=ident, for_callbacks=True)
                 channel = self._backend.channel(own)
                 channel.on_failure = self._on_inner_failure
                 name = f"{own.name} on rank {spec.rank}"

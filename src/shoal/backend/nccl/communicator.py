@@ -31,6 +31,9 @@ _LAUNCH_S = 1e-3
 _PAUSE_S = 1e-3
 #: seconds in which a communicator is finalized; afterwards it is aborted
 _FINALIZE_TIMEOUT_S = 5.0
+#: Maximum number of thread blocks of a kernel of callbacks.  NCCL uses up to 64, and kernels of the group's
+#: other communicator must fit on the device beside them.
+_CALLBACK_CTAS = 8
 #: seconds in which the work of an aborted communicator ends on the device
 _ABORT_TIMEOUT_S = 10.0
 
@@ -57,7 +60,8 @@ class NcclCommunicator(Communicator):
         self._captured: StreamCollectives | None = None
         unique_id = setup.from_first(nccl.unique_id)
         with _launch_lock, runtime.use(self._stream):
-            self._comm = nccl.init(self.size, unique_id, self.rank)
+            max_ctas = _CALLBACK_CTAS if setup.spec.for_callbacks else None
+            self._comm = nccl.init(self.size, unique_id, self.rank, max_ctas)
         try:
             while not self.ready():
                 setup.check()

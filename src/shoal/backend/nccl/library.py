@@ -66,8 +66,11 @@ class Nccl(Protocol):
     def unique_id(self) -> bytes:
         """128 bytes that identify a new communicator, for all its ranks."""
 
-    def init(self, size: int, unique_id: bytes, rank: int) -> Any:
-        """Return a nonblocking communicator on the current device; see :meth:`async_error`."""
+    def init(self, size: int, unique_id: bytes, rank: int, max_ctas: int | None) -> Any:
+        """Return a nonblocking communicator on the current device; see :meth:`async_error`.
+
+        ``max_ctas`` is the largest number of thread blocks of a kernel; None: NCCL chooses.
+        """
 
     def async_error(self, comm: Any) -> int:
         """The state of a communicator: SUCCESS, IN_PROGRESS or the result of an error."""
@@ -142,13 +145,15 @@ class BoundNccl:
     def unique_id(self) -> bytes:
         return ctypes.string_at(self._bindings.get_unique_id().ptr, UNIQUE_ID_BYTES)
 
-    def init(self, size: int, unique_id: bytes, rank: int) -> Any:
+    def init(self, size: int, unique_id: bytes, rank: int, max_ctas: int | None) -> Any:
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise ValueError(f"a unique id of NCCL has {UNIQUE_ID_BYTES} bytes, got {len(unique_id)}")
         ident = self._bindings.UniqueId()
         ctypes.memmove(ident.ptr, unique_id, UNIQUE_ID_BYTES)
         config = self._bindings.Config()
         config.blocking = 0
+        if max_ctas is not None:
+            config.max_ctas = max_ctas
         return self._bindings.comm_init_rank_config(size, ident, rank, config)
 
 
