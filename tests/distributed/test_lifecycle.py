@@ -138,6 +138,9 @@ def test_backends_answer_to_torchs_names() -> None:
         assert dist.is_backend_available(name) == dist.is_nccl_available()
         assert parse_backend(name).backend == "nccl"
     assert parse_backend("cpu:tcp,cuda:nccl").transport == "tcp"
+    for name in ("cpu:nccl", "cpu:nccl,cuda:nccl"):
+        with pytest.raises(shoal.UnsupportedOperation, match=f"backend='{name}': .*use .*for CUDA \"nccl\""):
+            parse_backend(name)
     assert dist.get_default_backend_for_device("cuda") == "nccl"
     assert dist.is_available()
     assert dist.is_gloo_available()

@@ -77,7 +77,8 @@ def parse_backend(backend: str | None) -> BackendEngine:
     is_listed_twice = len(names) != len(parts)
     cpu_name, cuda_name = names.pop("cpu", NATIVE), names.pop("cuda", None)
     native = cpu_name in (*_NATIVE_NAMES, NATIVE, BackendName.SHOAL)
-    if names or is_listed_twice or cuda_name not in (None, NCCL) or (cuda_name is not None and not native):
+    wrong_device = f"cpu:{NCCL}" in parts or cuda_name not in (None, NCCL)
+    if names or is_listed_twice or wrong_device or (cuda_name is not None and not native):
         raise UnsupportedOperation(
             f"backend={backend!r}: shoal has no such backends for these devices; use "
             '"gloo", "cpu:gloo" or None, or for CUDA "nccl" or "cpu:gloo,cuda:nccl"'
