@@ -439,22 +439,25 @@ def test_a_callback_can_compute_in_a_capture_but_not_call_a_collective() -> None
 
 
 def test_captures_take_no_number_and_other_threads_may_call_meanwhile() -> None:
-    def unequal(group: ProcessGroup) -> None:
-        x = full(4, 1.0)
+    def in_another_order(group: ProcessGroup) -> None:
+        x, y = full(4, 1.0), full(4, 1.0)
         group.all_reduce(full(4, 1.0)).wait()
-        for _ in range(2 - group.rank):
-            with capture() as replay, ThreadPoolExecutor(1) as thread:
-                group.all_reduce(x).wait(blocking=False)
-                if group.rank == 1:
-                    total = thread.submit(lambda: group.all_reduce(full(4, 2.0)).wait().tolist()).result()
+
+        def eager() -> list[float]:
+            return group.all_reduce(full(4, 2.0)).wait().tolist()
+
+        with capture() as replay, ThreadPoolExecutor(1) as thread:
+            group.all_reduce(x).wait(blocking=False)
+            if group.rank == 1:
+                assert thread.submit(eager).result() == [4.0] * 4
+            group.all_reduce(y).wait(blocking=False)
         if group.rank == 0:
-            total = group.all_reduce(full(4, 2.0)).wait().tolist()
-        assert total == [4.0] * 4
+            assert eager() == [4.0] * 4
         replay()
         assert group.all_reduce(full(4, 3.0)).wait().tolist() == [6.0] * 4
-        assert x.tolist() == [2.0] * 4
+        assert x.tolist() == y.tolist() == [2.0] * 4
 
-    run(unequal, 2)
+    run(in_another_order, 2)
 
 
 def test_a_lost_rank_ends_the_replays_of_the_others() -> None:
