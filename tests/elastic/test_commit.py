@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from shoal.elastic.commit import RankProgress, num_completed_steps
+from shoal.elastic.commit import RankProgress, num_completed_steps, was_interrupted
 
 
 def test_a_note_is_read_as_it_was_written() -> None:
     assert RankProgress.decode(RankProgress(7, 7, 2).encode()) == RankProgress(7, 7, 2)
     assert RankProgress.decode(RankProgress(3).encode()) == RankProgress(3, -1, 0)
-    assert RankProgress.decode(RankProgress(3, ends=True).encode()) == RankProgress(3, -1, 0, True)
+    for last in (RankProgress(3, epoch=2, in_step=True), RankProgress(3, ends=True)):
+        assert RankProgress.decode(last.encode()) == last
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,22 @@ def test_a_step_counts_that_a_survivor_committed_or_that_all_prepared(
 ) -> None:
     assert num_completed_steps(survivors) == count
     assert num_completed_steps(reversed(survivors)) == count
+
+
+@pytest.mark.parametrize(
+    ("survivors", "interrupted"),
+    [
+        ([RankProgress(5, 5, 1, True), RankProgress(6)], False),  # a block in which a rank prepared the step
+        ([RankProgress(5, 5, 1, True), RankProgress(6, -1, 1, True)], True),
+        ([RankProgress(5, 5, 1), RankProgress(6, -1, 1, True)], True),
+        ([RankProgress(6), RankProgress(6, 6, 1, True)], True),
+        ([RankProgress(6), RankProgress(6, -1, 0, True)], False),  # a note of the previous epoch
+    ],
+)
+def test_a_step_is_interrupted_in_which_any_survivor_was(
+    survivors: list[RankProgress], interrupted: bool
+) -> None:
+    assert was_interrupted(survivors, num_completed_steps(survivors), 1) is interrupted
 
 
 class Model:

@@ -130,6 +130,7 @@ def train(
                 log.steps.append(
                     Committed(step.number, rank, size, indices.tolist(), training.state.digest().hex())
                 )
+            visit("after the block", step)
         visit("after the last", step)
         log.parameters = [parameter.detach().clone() for parameter in training.net.parameters()]
         log.best = training.state.best

@@ -6,6 +6,10 @@ it. Each surviving rank sends both as its note in the rebuild, so all ranks deci
 
 In this module a step may also be a block of ``session.attempts()``: blocks are numbered with the steps, and
 prepared and committed at their end.
+
+The program continues after the block of an interrupted step, and not after a completed one, so all ranks must
+have the same interruptions. A rank may detect a loss in a step while another detects it before the step, in a
+collective that has completed for the first rank. So the latter's next step is interrupted too.
 """
 
 from __future__ import annotations
@@ -111,7 +115,7 @@ def divergence(
     )
 
 
-_NOTE = struct.Struct("<qqq?")
+_NOTE = struct.Struct("<qqq??")
 _NONE = -1
 
 
@@ -122,14 +126,17 @@ class RankProgress(NamedTuple):
         committed: number of steps and blocks that it knows to be completed, which is also the number of the
             next one.  -1: it has joined, and does not hold the state yet.
         prepared: the number of the step that it has prepared and not committed, or -1.
-        epoch: the epoch of the group in which it prepared that step.  After a second loss during a rebuild, a
-            rank may vote with a note of the previous epoch.
+        epoch: the epoch of the group in which it prepared that step, or was in the next one.  After a second
+            loss during a rebuild, a rank may vote with a note of the previous epoch.
+        in_step: whether it was in the block of the next step, which may be a prepared one, and not in a block
+            of ``attempts()``.
         ends: whether the session ends because too few ranks would remain.
     """
 
     committed: int
     prepared: int = _NONE
     epoch: int = 0
+    in_step: bool = False
     ends: bool = False
 
     def encode(self) -> bytes:
@@ -161,3 +168,8 @@ def num_completed_steps(survivors: Iterable[RankProgress]) -> int:
     if all(each[:3] == (committed, committed, epoch) for each in known):
         return committed + 1
     return committed
+
+
+def was_interrupted(survivors: Iterable[RankProgress], number: int, epoch: int) -> bool:
+    """Whether any rank was in the step ``number``, not completed, in the group of ``epoch``."""
+    return any(each.in_step and (each.committed, each.epoch) == (number, epoch) for each in survivors)

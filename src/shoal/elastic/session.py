@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ from .commit import (
     agree,
     divergence,
     num_completed_steps,
+    was_interrupted,
 )
 from .membership.members import Resize, SessionMembers
 from .sharded import ShardedOptimizer
@@ -125,6 +127,9 @@ class Session:
         self._attempt: Attempt | None = None
         #: number of completed blocks of ``attempts()``
         self._blocks = 0
+        #: errors for the next steps of this rank, one each, which were interrupted on other ranks
+        self._interruptions: list[GroupError] = []
+        self._is_suspended = False
         self._hooks: list[RemovableHandle] = []
         #: Whether a commit in this group has compared the whole state; later ones compare only the samples.
         self._full_compare_done = False
@@ -209,6 +214,9 @@ class Session:
     def steps(self, until: int | None = None) -> Iterator[Step]:
         """Yield the steps from ``state.steps`` on; a step in which a rank was lost may be repeated.
 
+        The block of an interrupted step ends without an exception, on every rank, and ``step.committed`` is
+        False after it.
+
         Args:
             until: number of completed steps at which to stop; None: no end.
         """
@@ -242,10 +250,10 @@ class Session:
                     rank, size = session.group.rank, session.group.size
                     right = session.group.all_reduce(count_right(net, x[rank::size], y[rank::size])).wait()
 
-        Every rank calls it after the same step.  Usually the block runs once.  If a rank is lost in it, the
-        surviving ranks run it again in their new group, with the buffers and plain values of the state
-        restored; gradients and other changes of the program are not restored.  When the loop ends, every
-        surviving rank has completed the block.
+        Every rank calls it after the same step, and only if ``step.committed``.  Usually the block runs once.
+        If a rank is lost in it, the surviving ranks run it again in their new group, with the buffers and
+        plain values of the state restored; gradients and other changes of the program are not restored.  When
+        the loop ends, every surviving rank has completed the block.
 
         In a process that has not joined yet the block runs in a group of size 1.  A rank that has left the
         session gets no attempt.
@@ -274,6 +282,9 @@ class Session:
         if not self._full_compare_done:
             for each in self._regroupables:
                 each.check_regroup()
+        if self._interruptions:
+            self._is_suspended = True
+            self.group._submitter.suspend(self._interruptions[0])
 
     def exchange(self, step: Step) -> None:
         group, state = self.group, self.state
@@ -316,6 +327,9 @@ class Session:
         """Rebuild the group without the lost ranks; return the new position, or None if no rank is lost."""
         if not self._members.may_be_loss(error):
             return None
+        if self._is_suspended:
+            self._end_interruption()
+            return progress.committed
         began = time.monotonic()
         if not self._has_state:
             progress = NO_STATE
@@ -325,17 +339,30 @@ class Session:
         rebuilt = self._members.rebuild(progress, min(self._members.min_size, before.size))
         if not rebuilt.lost and not rebuilt.left:
             raise error  # caused by the program: a repetition would fail too
-        counts = num_completed_steps(map(RankProgress.decode, rebuilt.notes.values()))
+        notes = list(map(RankProgress.decode, rebuilt.notes.values()))
+        counts = num_completed_steps(notes)
         if self._has_state and counts > progress.committed + prepared:
             raise StateDiverged(
                 f"rank {before.rank} of group {before.name!r} has not reached the end of the step or block "
                 f"after {self.state.steps} steps, and another rank has completed it"
             )
-        again = self._step is not None and self._step.entered and counts == self._step.position
-        in_step = self._step is not None and self._step.running
-        number = counts - self._blocks if in_step else self.state.steps
+        again = was_interrupted(notes, counts, before.epoch)
+        if again and not (progress.in_step and progress.committed == counts):
+            assert isinstance(error, GroupError)
+            self._interruptions.append(copy(error).with_traceback(None))
+        number = counts - self._blocks if progress.in_step else self.state.steps
         self._members.add_event(number, before, began, rebuilt, again=again)
         return counts
+
+    def _end_interruption(self) -> None:
+        """Drop the backward pass of this step, and let the group communicate again."""
+        self._is_suspended = False
+        del self._interruptions[0]
+        self.group._submitter.resume()
+        self._detach_gradients(keep=False)
+        for each in self._regroupables:
+            if isinstance(each, DistributedDataParallel):
+                each.regroup(self.group)
 
     # -- the block -----------------------------------------------------------------------------
 
@@ -404,6 +431,8 @@ class Session:
     # -- another group -------------------------------------------------------------------------
 
     def goes_on(self, error: GroupError) -> bool:
+        if self._step is not None and self._step.running:
+            return False  # the step is interrupted
         return self.recover(error, RankProgress(self.position)) is not None
 
     def settle(self) -> None:

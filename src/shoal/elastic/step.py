@@ -112,7 +112,8 @@ class Step:
         try:
             self._session.exchange(self)
         except GroupError as error:
-            counts = self._session.recover(error, RankProgress(self.position, self.position, group.epoch))
+            progress = RankProgress(self.position, self.position, group.epoch, in_step=True)
+            counts = self._session.recover(error, progress)
             if counts is None:
                 raise
             if counts <= self.position:
@@ -151,10 +152,10 @@ class Step:
             return isinstance(error, GroupError)
         if self.committed:
             return False
-        state = self._session.state
-        if self._session.recover(error, RankProgress(self.position)) is None:
+        progress = RankProgress(self.position, epoch=self._session.group.epoch, in_step=True)
+        if self._session.recover(error, progress) is None:
             return False
-        state.put_back()
+        self._session.state.put_back()
         return True
 
     def _seed(self) -> None:

@@ -54,6 +54,7 @@ class OperationSubmitter:
         #: OPEN, CLOSING, CLOSED, ABORTED or FORKED, from the calls on this rank only.
         self.local_state = GroupState.OPEN
         self._was_closed = False
+        self._suspension: GroupError | None = None
         self._abort_reason = ""
         #: whether a thread is in abort(), and the other ranks have not been notified yet
         self._aborting = False
@@ -63,7 +64,7 @@ class OperationSubmitter:
         """The state, also from failures of the channel."""
         if self.local_state is not GroupState.OPEN:
             return self.local_state
-        failure = self.channel.failure()
+        failure = self._suspension or self.channel.failure()
         if failure is None:
             return GroupState.OPEN
         return GroupState.ABORTED if isinstance(failure, GroupAborted) else GroupState.BROKEN
@@ -87,8 +88,7 @@ class OperationSubmitter:
         """Submit a collective; the value of the future is as in ``DataChannel.submit``."""
         seconds = self.timeout if timeout is None else self.checked_timeout(timeout)
         with self.lock:
-            if self.local_state is not GroupState.OPEN or self.channel.failure() is not None:
-                self.raise_unusable()
+            self.check_usable()
             scope = callback_scope.get()
             if scope is not None:
                 number, key = -1, scope.next_key()
@@ -194,6 +194,18 @@ class OperationSubmitter:
         self._was_closed = True
         self._set_state(GroupState.CLOSED)
 
+    def suspend(self, error: GroupError) -> None:
+        """Let all operations raise a copy of ``error`` on this rank until :meth:`resume`."""
+        with self.lock:
+            self._suspension = error
+            self.shortcut.open = False
+
+    def resume(self) -> None:
+        """Accept operations again."""
+        with self.lock:
+            self._suspension = None
+            self.shortcut.open = self.local_state is GroupState.OPEN
+
     def become_forked(self) -> None:
         self.lock = threading.Lock()  # it may be held by a thread that does not exist in the child
         if self.local_state is not GroupState.CLOSED:
@@ -209,7 +221,7 @@ class OperationSubmitter:
 
     def check_usable(self) -> None:
         """Raise the reason if the group accepts no operations."""
-        if self.local_state is not GroupState.OPEN or self.channel.failure() is not None:
+        if self.state is not GroupState.OPEN:
             self.raise_unusable()
 
     def check_operation(self, timeout: float | None) -> None:
@@ -232,6 +244,8 @@ class OperationSubmitter:
             )
         if self.local_state in (GroupState.CLOSING, GroupState.CLOSED):
             raise GroupClosed(f"{where} is {self.local_state}; make a new group to go on")
+        if self._suspension is not None:
+            raise copy(self._suspension).with_traceback(None)
         failure = self.channel.failure()
         if failure is not None:
             raise self.error_for_call(failure)

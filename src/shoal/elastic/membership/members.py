@@ -39,7 +39,7 @@ class Resize:
 
     Attributes:
         step: number of the next step, the first to run in the new group.
-        again: whether that step had begun in the old group.
+        again: whether that step had begun in the old group, on any surviving rank.
         epoch: epoch of the new group.
         rank: rank of this process in the new group.
         size: size of the new group.
