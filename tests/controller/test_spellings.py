@@ -94,7 +94,7 @@ def test_a_transport_that_is_not_there_is_refused_before_anything_starts() -> No
 
 
 def test_a_backend_that_is_not_here_is_refused_before_anything_starts() -> None:
-    with pytest.raises(shoal.UnsupportedOperation, match="backend='mpi': ranks of MPI are fixed"):
+    with pytest.raises(shoal.UsageError, match=r"\(backend='mpi'\): workers=: MPI's launcher must start"):
         dist.init_master_worker(backend="mpi", workers=1)
     with pytest.raises(AttributeError, match="has no attribute 'StringTensor'"):
         dist.StringTensor  # noqa: B018

@@ -153,7 +153,8 @@ def mark_broken() -> None:
 # Registered when this module is imported, which is before that of shoal.world: handlers run in reverse order,
 # so MPI is finalised after all groups are closed.
 @atexit.register
-def _finalize() -> None:
+def finalize() -> None:
+    """Finalise MPI if it was initialised here and no rank is lost; waits for the other ranks."""
     if _broken or not _initialized_here or _owner != os.getpid() or _module.Is_finalized():
         return
     if getattr(sys, "last_exc", None) or getattr(sys, "last_value", None):

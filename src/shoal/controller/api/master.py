@@ -17,7 +17,8 @@ from ...backend.registry import MPI, NATIVE, backend_factory
 from ...common.arguments import checked_count, checked_seconds
 from ...common.copy_refusal import refuses_copies
 from ...common.formatting import counted
-from ...errors import ForkedProcess, NodeLost, UnsupportedOperation, UsageError, WorkerLost
+from ...common.mpi_library import mark_broken
+from ...errors import ForkedProcess, NodeLost, UsageError, WorkerLost
 from ...future import Future
 from ...net import Deadline
 from ..commands import interrupts
@@ -73,21 +74,23 @@ def init_master_worker(
             :meth:`Master.wait_for`.
         secret: the job's secret; None: as for :func:`shoal.init`.
         timeout: seconds for the nodes to start.
-        backend: data channel of collectives between nodes: "native", or a backend that a package installed
-            on the workers registers.
+        backend: data channel of collectives between nodes: "native", "mpi" (with ranks of mpiexec only), or a
+            backend that a package installed on the workers registers.
         transport: transport of the native backend, as for :func:`shoal.init`; ``"tcp"``: no shared memory.
         imports: names of modules that every node imports first: those that register user-defined operators.
 
     Raises:
         UsageError: this process or the rendezvous point already has a master, neither `workers`, `url` nor a
             launcher provides nodes, the backend is unknown, or a node cannot import a module.
-        UnsupportedOperation: another package uses torch's PrivateUse1 device, or the backend is "mpi".
+        ConfigurationError: the backend is "mpi", and the ranks are not those of one mpiexec.
+        UnsupportedOperation: another package uses torch's PrivateUse1 device.
         LaunchError, RendezvousTimeout: a node did not start.
     """
-    if backend == MPI:
-        raise UnsupportedOperation(
-            "init_master_worker: backend='mpi': ranks of MPI are fixed, but nodes join later; use the native "
-            "backend"
+    if backend == MPI and not (workers is None and url is None):
+        raise UsageError(
+            f"init_master_worker(backend='mpi'): {'url' if workers is None else 'workers'}=: MPI's launcher "
+            "must start the master and all nodes: call it without workers= and url=, in a program that "
+            "`mpiexec -n 3 python program.py` starts, for a master and two nodes"
         )
     count = None if workers is None else checked_count("workers", workers)
     seconds = checked_seconds("timeout", timeout)
@@ -99,7 +102,7 @@ def init_master_worker(
         raise UsageError("this process already has an open master: close() it first")
     backend_factory(backend)
     device.register()
-    workers_of_master = WorkerSource(count, None if url == "env://" else url, secret, seconds)
+    workers_of_master = WorkerSource(count, None if url == "env://" else url, secret, seconds, backend)
     master = Master(workers_of_master, seconds, backend, options, modules)
     current.set_master(master)
     interrupts.protect()
@@ -141,6 +144,9 @@ class Master:
         self._options = options
         self._imports = imports
         self._pids: list[int] = []
+        if backend == MPI:
+            # The nodes of a closed master end too, and are not lost for MPI_Finalize.
+            self._roster.callbacks.append(lambda _: None if self._closed else mark_broken())
         try:
             deadline = Deadline(timeout)
             for index in range(workers.count):

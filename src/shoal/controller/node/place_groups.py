@@ -20,8 +20,9 @@ from typing import TypeVar
 
 import torch
 
-from ...backend.registry import backend_factory
+from ...backend.registry import MPI, backend_factory
 from ...common.formatting import describe_error
+from ...common.mpi_library import mark_broken
 from ...errors import (
     GroupError,
     PeerLost,
@@ -124,6 +125,8 @@ class PlaceGroups:
 
     def _lost(self, index: int) -> None:
         """Abort the groups of a lost node; if it is only stopped, its connections would not break."""
+        if self._backend == MPI:
+            mark_broken()
         for place in list(self._groups.values()):
             group = place.group
             if index in place.members and group is not None and self._lost_member(place) is not None:

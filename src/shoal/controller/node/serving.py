@@ -22,6 +22,7 @@ import torch
 
 from ... import config, failure_report, rpc
 from ...common.formatting import format_seconds
+from ...common.mpi_library import finalize, mark_broken
 from ...errors import (
     AuthenticationError,
     RendezvousTimeout,
@@ -88,6 +89,7 @@ def serve_master(agent: rpc.Agent, index: int | None, timeout_s: float) -> bool:
     try:
         agent.check_reachable(MASTER, MASTER_CHECK_TIMEOUT_S)
     except WorkerLost:  # frees its name for the next master; on other machines nobody else can
+        mark_broken()
         if there is not None:
             agent.directory.withdraw(there)
     except ShoalError:
@@ -133,6 +135,7 @@ def serve_rank(place: RendezvousPoint, rank: int, timeout: float) -> NoReturn:
         failure_report.left()
         agent.close(CLOSE_TIMEOUT_S, graceful=False)
     if agent.executor.thread_count():
+        finalize()
         exit_now()  # without waiting for running handlers
     raise SystemExit(0)
 

@@ -9,8 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from ... import rpc
+from ...backend.registry import MPI, backend_factory
 from ...common.formatting import counted, format_seconds
+from ...common.mpi_library import check_world
 from ...errors import LaunchError, RendezvousTimeout, UnknownWorker, UsageError, WorkerLost
+from ...initialize import default_url
 from ...net import Deadline
 from ...rendezvous.point import RendezvousPoint, open_point
 from ...rendezvous.venue import parse_url
@@ -41,6 +44,7 @@ class WorkerSource:
         url: where workers join; None: that of the launcher, or only workers started here.
         secret: secret of the job.
         timeout: seconds to open the rendezvous point.
+        backend: data channel of collectives between nodes.
 
     Attributes:
         agent: the master's agent of :mod:`shoal.rpc`.
@@ -48,11 +52,12 @@ class WorkerSource:
     """
 
     def __init__(
-        self, workers: int | None, url: str | None, secret: str | bytes | None, timeout: float
+        self, workers: int | None, url: str | None, secret: str | bytes | None, timeout: float, backend: str
     ) -> None:
         self._stack = contextlib.ExitStack()
         self._processes: NodeProcesses | None = None
         self._url = url
+        self._backend = backend
         self._launched = workers is None and url is None
         self.count = workers or 0
         try:
@@ -71,10 +76,22 @@ class WorkerSource:
             raise
 
     def _open_launched(self, secret: str | bytes | None, timeout: float) -> RendezvousPoint:
-        place = open_point(timeout=timeout, secret=secret)
+        uses_mpi = self._backend == MPI
+        place = open_point(default_url(backend_factory(self._backend)), timeout=timeout, secret=secret)
         rank, size = place.venue.rank, place.venue.size
+        try:
+            if uses_mpi:  # also at a store that the environment names
+                check_world(rank, size, "the launcher")
+        except BaseException:
+            place.close()
+            raise
         if rank is None or size is None or size < 2:
             place.close()
+            if uses_mpi:
+                raise UsageError(
+                    "init_master_worker(backend='mpi'): this process is alone, and MPI's launcher must start "
+                    "the master and all nodes: mpiexec -n 3 python program.py, for a master and two nodes"
+                )
             ranks = "no ranks" if rank is None or size is None else counted(size, "rank")
             raise UsageError(
                 f"init_master_worker: the launcher started {ranks}, and a master needs at least 2; pass "
@@ -116,6 +133,11 @@ class WorkerSource:
 
         Raises `UsageError` if no worker can join, or `RendezvousTimeout`.
         """
+        if self._backend == MPI:
+            raise UsageError(
+                "init_master_worker(backend='mpi'): no worker can join this master, because MPI's launcher "
+                "must start all nodes: give mpiexec -n a larger number"
+            )
         if not self._launched and self._url is None:
             raise UsageError(
                 "no worker can join this master: pass init_master_worker the url= where `shoal worker` joins"
