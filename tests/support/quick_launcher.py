@@ -121,10 +121,7 @@ def _launch(
         assert hasattr(supervisor, name)
         setattr(supervisor, name, value)
     signal.alarm(DEADLINE)
-    for number, path in enumerate((os.devnull, out, err)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-        os.close(file)
+    _redirect(os.devnull, out, err)
     names = ("PIPE", "DEVNULL", "SubprocessError")
     process.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=_Rank, **{name: getattr(subprocess, name) for name in names}
@@ -159,6 +156,26 @@ class _Rank:
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def play_alone(argv: Sequence[str], env: Mapping[str, str], folder: Path, out: Path, err: Path) -> None:
+    """Be a rank that has no launcher to its end, in a process of the fork server."""
+    import shoal.compat.connect  # noqa: F401
+
+    exit_handlers.restore()
+    freeze()
+    os.setsid()
+    os.chdir(folder)
+    _redirect(os.devnull, out, err)
+    _play(argv, env)
+
+
+def _redirect(*paths: str | Path) -> None:
+    """Make files of stdin, stdout and stderr."""
+    for number, path in enumerate(paths):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
 
 
 def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import re
 import secrets
@@ -9,12 +10,17 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from shoal.testing.processes import fork_server
+
+from .launch_environments import Environment, by_hand
 from .ports import free_port
+from .quick_launcher import play_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +61,7 @@ class Stage:
         self.path = path
         self._mark = secrets.token_hex(16)
         self._started: list[subprocess.Popen[str]] = []
+        self._forks: list[multiprocessing.context.ForkServerProcess] = []
         self._shared = set(os.listdir("/dev/shm"))
         paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
@@ -100,11 +107,28 @@ class Stage:
         """Run a command to its end."""
         return self.end(self._start(*command, **environment))
 
-    def ranks(self, script: str, size: int = 2) -> list[Ended]:
-        """Run ``script`` on ranks that nobody watches over: each finds its place in its environment."""
-        meet = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        started = [self.start(script, RANK=str(rank), **meet) for rank in range(size)]
-        return [self.end(process) for process in started]
+    def ranks(
+        self, script: str, size: int = 2, launcher: Callable[[int, int, int], Environment] = by_hand
+    ) -> list[Ended]:
+        """Run ``script`` on ranks that nobody watches over; they are forks that have torch imported.
+
+        Args:
+            launcher: makes the variables by which a rank finds its place, of rank, size and a free port.
+        """
+        port, ranks = free_port(), []
+        for rank in range(size):
+            files = self.path / f"{rank}.out", self.path / f"{rank}.err"
+            variables = self.environment | launcher(rank, size, port)
+            arguments = ([script], variables, self.path, *files)
+            process = fork_server().Process(target=play_alone, args=arguments)
+            ranks.append((process, *files))
+            self._forks.append(process)
+            process.start()
+        end = time.monotonic() + DEADLINE
+        for process, _, _ in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+            assert process.exitcode is not None, [path.read_text() for _, *files in ranks for path in files]
+        return [Ended(process.exitcode, out.read_text(), err.read_text()) for process, out, err in ranks]
 
     def assert_nothing_is_left(self) -> None:
         """No process of this stage, and nothing new in shared memory."""
@@ -119,16 +143,20 @@ class Stage:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-        for process in self._alive():
-            process.kill()
+        for fork in self._forks:
+            fork.kill()
+            fork.join()
+        for left in self._alive():
+            left.kill()
 
     def _alive(self) -> list[psutil.Process]:
-        found = []
+        found, sessions = [], {fork.pid for fork in self._forks}
         for process in psutil.process_iter():
             try:
-                if process.environ().get("STAGE") == self._mark:
+                # The environment of a fork is that of the fork server, but each has a session.
+                if process.environ().get("STAGE") == self._mark or os.getsid(process.pid) in sessions:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, ProcessLookupError):
                 continue
         return found
 

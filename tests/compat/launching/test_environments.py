@@ -183,9 +183,7 @@ def test_the_others_are_told_if_torch_makes_no_group_after_the_meeting(tmp_path:
 
 def test_a_killed_rank_0_is_named_though_it_served_the_store(stage: Stage) -> None:
     script = stage.script(SURVIVE.format(rank=0, end="os.kill(os.getpid(), signal.SIGKILL)"))
-    port = free_port()
-    started = [stage.start(script, **slurm_on_two_hosts(rank, 3, port)) for rank in range(3)]
-    killed, *survivors = [stage.end(process) for process in started]
+    killed, *survivors = stage.ranks(script, 3, slurm_on_two_hosts)
     assert killed.code == -signal.SIGKILL
     for survivor in survivors:
         assert (survivor.code, survivor.err) == (0, ""), survivor
