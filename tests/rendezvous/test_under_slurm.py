@@ -129,17 +129,17 @@ def test_ranks_on_two_nodes_name_the_one_that_exits_and_srun_ends_with_its_code(
     )
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize(("nodes", "where"), [("1", "aa"), ("2", "aab")])
 def test_torch_distributed_needs_nothing_but_srun(
-    slurm: SlurmCluster, told: dict[str, str], tmp_path: Path, nodes: str
+    slurm: SlurmCluster, told: dict[str, str], tmp_path: Path, nodes: str, where: str
 ) -> None:
     """``torch.distributed.init_process_group("shoal")`` reads Slurm's variables."""
     if nodes == "1":
         del told["SHOAL_SECRET"]
-    code, said = slurm.run(_srun(_TORCH, f"-N{nodes}", "-n4"), told)
+    size, total = len(where), sum(range(len(where) + 1))
+    code, said = slurm.run(_srun(_TORCH, f"-N{nodes}", f"-n{size}"), told)
     assert code == 0, said
-    where = "aaaa" if nodes == "1" else "aabb"
-    assert sorted(said.splitlines()) == [f"rank {rank} of 4: 10 {where}" for rank in range(4)]
+    assert sorted(said.splitlines()) == [f"rank {rank} of {size}: {total} {where}" for rank in range(size)]
     assert not list(tmp_path.glob("shoal-*/*"))
 
 
@@ -209,11 +209,11 @@ def test_what_slurm_starts_is_gone_with_the_process_of_the_tests(tmp_path: Path)
         pytest.skip(reason)
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom shoal.testing import Network\n"
+        "import os, signal, time\nfrom pathlib import Path\nfrom shoal.testing import Network\n"
         "from tests.support.slurm_cluster import SlurmCluster\n"
         f"with Network('a') as network, SlurmCluster(network, Path({str(tmp_path)!r})) as slurm:\n"
         f"    with slurm.start(['srun', 'sh', '-c', 'echo > {tmp_path}/runs; sleep 1000; : {mark}']):\n"
-        f"        while not os.path.exists({str(tmp_path / 'runs')!r}): pass\n"
+        f"        while not os.path.exists({str(tmp_path / 'runs')!r}): time.sleep(0.01)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{ROOT}"}
