@@ -7,6 +7,7 @@ that nobody caught is printed, and Python finalizes itself before the process ex
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -16,15 +17,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
+from shoal.backend.native import channel
 from shoal.launch.ranks import guardian
 from shoal.testing.processes import fork_server
 
@@ -35,6 +39,8 @@ from .freezing import freeze
 DEADLINE = 240
 #: seconds after which a rank that still runs shows its stacks
 _STACKS = 220
+#: modules of others that a rank of this process had imported when its program began
+_libraries: list[str] = []
 
 
 class QuickLauncher:
@@ -198,8 +204,38 @@ def _play(argv: Sequence[str], env: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
     sys.argv[:] = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    ours = {"__main__", "shoal", *sys.stdlib_module_names}
+    _libraries[:] = [name for name in sys.modules if name.partition(".")[0] not in ours]
+    # After the exception that nobody caught was printed it returns; the program may also end by SystemExit.
+    program = f"""
+import runpy
+code = None
+try:
+    runpy.run_path({argv[0]!r}, run_name="__main__")
+except SystemExit as error:
+    code = error.code
+import {__name__}
+{__name__}.end(code)
+"""
+    ctypes.pythonapi.PyRun_SimpleString(program.encode())
+    end(1)
+
+
+def end(code: object) -> None:
+    """End as Python does, but let torch be: taking it to pieces takes each rank 0.3 s.
+
+    Python finalizes itself and the modules of shoal and of the program, not those of libraries.  Then the
+    process exits, without the destructors of C++, unless shoal has set an exit code, which is one of them.
+    """
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    with mock.patch("shoal.backend.native.channel.exit_with", wraps=channel.exit_with) as exit_with:
+        atexit._run_exitfuncs()
+    if not exit_with.called:
+        system = ctypes.CDLL(None)
+        system.on_exit(system._exit, None)
     python = ctypes.pythonapi
-    # It ends the process after SystemExit.
-    program = f"import runpy; runpy.run_path({argv[0]!r}, run_name='__main__')"
-    failed = python.PyRun_SimpleString(program.encode())
-    python.Py_Exit(1 if failed else 0)
+    python.Py_IncRef(ctypes.py_object([sys.modules.pop(name, None) for name in _libraries]))
+    python.Py_Exit(code or 0)
