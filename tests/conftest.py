@@ -67,6 +67,16 @@ def pytest_collection_finish() -> None:
     """Let ``gc.collect()`` look only at what the tests make, and not at all of torch each time."""
     gc.collect()
     gc.freeze()
+    preload("tests.support.frozen")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Do so for what a file leaves too, such as modules that it imported and reports of its tests."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

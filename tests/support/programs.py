@@ -23,7 +23,6 @@ from shoal.rendezvous import job_record
 from shoal.store import TCPStoreServer
 from shoal.testing.processes import fork_server
 from tests.support import exit_handlers
-from tests.support.freezing import freeze
 from tests.support.quick_workers import nursery, start_at
 
 #: seconds that a rank gets to write its stacks, once its time is up, and for each part of them
@@ -103,7 +102,6 @@ def _play(
     if workers is not None:
         start_at(workers)
     multiprocessing.set_start_method(None, force=True)  # the default again, not that of the fork server
-    freeze()
     exit_handlers.restore()
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):

@@ -169,7 +169,6 @@ def play_alone(argv: Sequence[str], env: Mapping[str, str], folder: Path, out: P
     import shoal.compat.connect  # noqa: F401
 
     exit_handlers.restore()
-    freeze()
     os.setsid()
     os.chdir(folder)
     _redirect(os.devnull, out, err)
