@@ -126,13 +126,18 @@ def tensor_parallel(world: World) -> Any:
     return output, [parameter.grad for parameter in net.parameters()]
 
 
-#: on two ranks only: compiling takes each of the others the same time again
-ON_TWO = [gradients, a_compiled_model_in_ddp, tensor_parallel]
-CASES = [functional_collectives, in_place_collectives, ddp, fsdp, dtensors]
+#: on four ranks too, but for DTensor in long tests: compiling takes each rank the same time again
+ON_FOUR = [functional_collectives, in_place_collectives, ddp, fsdp]
+CASES = [*ON_FOUR, dtensors, gradients, a_compiled_model_in_ddp, tensor_parallel]
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), [(case, size) for case in CASES for size in (2, 4)] + [(case, 2) for case in ON_TWO]
+    ("case", "size"),
+    [
+        *((case, 2) for case in CASES),
+        (dtensors, 4),
+        *(pytest.param(case, 4, marks=pytest.mark.stress) for case in ON_FOUR),
+    ],
 )
 def test_what_is_compiled_does_as_over_gloo(ranks, size, case):
     same_as_gloo(ranks(size), case)
