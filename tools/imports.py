@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "shoal"
@@ -22,8 +23,9 @@ def module_name(path: Path, package: Path = PACKAGE) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, package: Path = PACKAGE, *, types: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the imports of a file, with absolute names: ``("a", "b")`` for ``from a import b``.
+@functools.cache
+def imports(path: Path, package: Path = PACKAGE, *, types: bool = True) -> frozenset[tuple[str, str]]:
+    """Return the imports of a file, with absolute names: ``("a", "b")`` for ``from a import b``.
 
     Args:
         types: whether to include those under ``TYPE_CHECKING``.
@@ -37,15 +39,17 @@ def imports(path: Path, package: Path = PACKAGE, *, types: bool = True) -> Itera
         for branch in branches:
             if ast.unparse(branch.test) == "TYPE_CHECKING":
                 ignored.update(ast.walk(branch))
+    found: set[tuple[str, str]] = set()
     for node in ast.walk(tree):
         if node in ignored:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found.update((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             base = importlib.util.resolve_name(module, folder) if node.level else module
-            yield from ((base, alias.name) for alias in node.names)
+            found.update((base, alias.name) for alias in node.names)
+    return frozenset(found)
 
 
 def import_graph(package: Path = PACKAGE, *, types: bool = True) -> Graph:
