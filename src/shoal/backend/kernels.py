@@ -1,4 +1,4 @@
-"""Kernels of the core on memory of the CPU, for engines that only move bytes.  Without the GIL."""
+"""The reductions of the core, for engines that only move bytes.  Without the GIL."""
 
 from __future__ import annotations
 
@@ -25,8 +25,3 @@ def reduction_kernel(
     """
     reduction = _core.kernels.Reduction(DTYPE_CODES[dtype], op.code, size)
     return partial(_core.kernels.reduce, reduction)
-
-
-def copy_bytes(to: int, source: int, nbytes: int) -> None:
-    """Copy ``nbytes`` bytes from the address ``source`` to the address ``to``."""
-    _core.kernels.copy(to, source, nbytes)
