@@ -35,7 +35,7 @@ class Owner:
     """A session whose group is whatever a test wants."""
 
     state: State
-    group: Any = field(default_factory=lambda: SimpleNamespace(rank=0, size=2))
+    group: Any = field(default_factory=lambda: SimpleNamespace(rank=0, size=2, epoch=0))
     active: int | None = None
 
     @property
@@ -61,7 +61,7 @@ class Owner:
         return batch
 
     def resize(self, rank: int, size: int) -> None:
-        self.group = SimpleNamespace(rank=rank, size=size)
+        self.group = SimpleNamespace(rank=rank, size=size, epoch=0)
 
 
 class LostError(Exception):
