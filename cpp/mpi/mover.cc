@@ -12,9 +12,8 @@
 namespace shoal::mpi {
 namespace {
 
-// Bytes of all ranks up to which every rank gets all inputs and reduces them; between two ranks that sends no
-// more than a reduction in parts.
-constexpr std::uint64_t kSmallBytes = 64 << 10, kSmallPairBytes = 512 << 10;
+// Bytes of all ranks up to which every rank gets all inputs and reduces them.
+constexpr std::uint64_t kSmallBytes = 64 << 10;
 // Bytes of each rank's part that are reduced at a time.
 constexpr std::size_t kPieceBytes = 1 << 20;
 // Maximum bytes of temporary memory that a lane keeps for its next operation.
@@ -364,7 +363,7 @@ const MpiReduction* MpiMover::reduction_of(const Request& request) const {
 Handle MpiMover::type_of(const Request& request) const { return options_.types.at(item_of(request)); }
 
 bool MpiMover::is_small(std::uint64_t bytes) const {
-  return bytes * size_ <= (size_ == 2 ? kSmallPairBytes : kSmallBytes);
+  return bytes * size_ <= kSmallBytes;
 }
 
 // The number of elements that each rank reduces.
