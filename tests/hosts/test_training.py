@@ -15,10 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: rank 0 tells the parameters that it ends with; at step 5 it may let the test do something
 TRAINING = f"""
-import json, os, sys, time
+import json, os, sys, time, types
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import shoal
+
+# Optimisers import the compiler, which takes a second and is not used.
+compiler = types.ModuleType("torch._dynamo")
+compiler.disable = lambda function, *_, **__: function
+compiler.graph_break = lambda: None
+sys.modules[compiler.__name__] = torch._dynamo = compiler
+
 from tests.elastic.training import train
 
 torch.set_num_threads(1)
