@@ -49,8 +49,12 @@ LONGEST = (
     "compat/frameworks/test_page.py",
     "tools/bench/test_command.py", "test_lint.py", "controller/test_kills.py", "examples/test_bytes_lm.py",
     "examples/test_notebook.py", "test_without_numpy.py", "rpc/test_kills.py", "benchmarks/test_scaling.py",
-    "compat/launching/test_failures.py", "examples/test_digits.py", "rendezvous/test_mpi.py",
-    "testing/test_pool.py", "benchmarks/test_gpu.py", "backend/test_early_device.py",
+    "examples/test_digits.py", "rendezvous/test_mpi.py", "testing/test_pool.py", "benchmarks/test_gpu.py",
+    "backend/test_early_device.py", "backend/test_late_device.py", "compat/ecosystem/test_compile.py",
+    "parallel/test_device.py", "failure/test_fork.py", "controller/test_parity.py",
+    "controller/test_replacing.py", "controller/test_within.py", "controller/test_models.py",
+    "controller/test_curves_of_four.py", "controller/test_many_deaths.py", "examples/test_migration.py",
+    "examples/test_elastic_lm.py", "group/test_long_lives.py", "benchmarks/test_bootstrap.py",
 )  # fmt: skip
 
 
