@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -21,6 +22,7 @@ from shoal.backend.registry import unregister_backend
 from shoal.initialize import default_url
 from shoal.testing import no_leaks, run_threads
 from tests.rendezvous.together import together
+from tests.support.stage import Ended, Stage
 from tests.support.store_backend import StoreBackend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,34 +234,31 @@ group = shoal.init(backend="store")
 """
 
 
-def _run(then: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
-    }
-    return subprocess.run(
-        [sys.executable, "-c", _PROGRAM.format(then=then)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def _run(then: str, folder: Path, *, forks: bool = False) -> Ended:
+    """Run the program; a fork of one that forks waits for ever for the thread of its stacks."""
+    with contextlib.closing(Stage(folder)) as stage:
+        script = stage.script(_PROGRAM.format(then=then), prelude="")
+        if forks:
+            return stage.run(script, PYTHONPATH=f"{stage.environment['PYTHONPATH']}:{ROOT}")
+        (ended,) = stage.ranks(script, 1, lambda rank, size, port: {})
+        return ended
 
 
-def test_what_is_open_at_exit_is_closed() -> None:
-    result = _run("pass")
-    assert (result.returncode, result.stdout) == (0, "backend closed\n"), result.stderr
+def test_what_is_open_at_exit_is_closed(tmp_path: Path) -> None:
+    result = _run("pass", tmp_path)
+    assert (result.code, result.out) == (0, "backend closed\n"), result.err
 
 
-def test_an_uncaught_exception_is_told_to_the_others() -> None:
-    result = _run("raise KeyError('a bad day')")
-    assert result.returncode == 1
-    assert result.stdout == "aborted: rank 0 ended with KeyError: 'a bad day'\nbackend closed\n"
+def test_an_uncaught_exception_is_told_to_the_others(tmp_path: Path) -> None:
+    result = _run("raise KeyError('a bad day')", tmp_path)
+    assert result.code == 1
+    assert result.out == "aborted: rank 0 ended with KeyError: 'a bad day'\nbackend closed\n"
 
 
-def test_a_forked_child_closes_nothing_of_its_parents() -> None:
-    result = _run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('parent', flush=True)")
-    assert (result.returncode, result.stdout) == (0, "parent\nbackend closed\n"), result.stderr
+def test_a_forked_child_closes_nothing_of_its_parents(tmp_path: Path) -> None:
+    then = "import os\npid = os.fork()\nif pid: os.waitpid(pid, 0); print('parent', flush=True)"
+    result = _run(then, tmp_path, forks=True)
+    assert (result.code, result.out) == (0, "parent\nbackend closed\n"), result.err
 
 
 def test_a_rank_that_is_killed_leaves_no_trouble_for_the_next_job(tmp_path: Path, store_backend: str) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import shoal.distributed
 from shoal.parallel.averaging import average_parameters
 from shoal.parallel.hooks import PowerSGDState, allreduce_hook
 from shoal.testing import run_threads
+from tests.support.stage import Stage
 
 GLOO = "is a group of torch.distributed over the backend 'gloo', which shoal cannot use; make it with"
 
@@ -100,9 +100,10 @@ def test_the_default_group_may_be_of_several_devices(tmp_path):
         "assert shoal.DistributedDataParallel(torch.nn.Linear(1, 1)).group is own.group.WORLD\n"
         "own.destroy_process_group()\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    assert "both torch.distributed and shoal.distributed have a default group here; name one" in result.stdout
+    with contextlib.closing(Stage(tmp_path)) as stage:
+        (ended,) = stage.ranks(stage.script(program, prelude=""), 1, lambda rank, size, port: {})
+    assert ended.code == 0, ended
+    assert "both torch.distributed and shoal.distributed have a default group here; name one" in ended.out
 
 
 def test_without_a_default_group_the_error_says_how_to_get_one():
