@@ -16,6 +16,7 @@ import yaml
 import shoal
 from shoal.testing import Network
 from tests.support.machines import LONG, Machines, Program, why_none
+from tests.support.programs import run_program
 from tests.support.waiting import until
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
@@ -133,12 +134,7 @@ def losses(text: str) -> list[tuple[int, float]]:
 
 def alone(folder: Path, steps: int) -> float:
     """The loss of one process that trains as long."""
-    with hosts(folder, "one") as machines:
-        code, said = machines.run(
-            "one", [sys.executable, FOLDER / "train.py", "--steps", str(steps)],
-            environment={"PYTHONPATH": str(SOURCE)},
-        )  # fmt: skip
-    assert code == 0, said
+    (said,) = run_program(FOLDER / "train.py", 1, "--steps", str(steps), folder=folder)
     ((_, loss),) = losses(said)
     return loss
 
