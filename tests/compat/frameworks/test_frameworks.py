@@ -16,10 +16,19 @@ import pytest
 import torch
 
 from tests.support.ports import free_port
+from tests.support.quick_launcher import QuickLauncher
 
 PROGRAMS = Path(__file__).parent
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 SHOAL_RUN = ("-m", "shoal", "run", "-n", "2")
+
+#: a script around a program, with variables as under torchrun and `accelerate launch`
+FORKED = """
+import os, runpy
+os.chdir({folder!r})
+os.environ |= {{"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}}
+runpy.run_path({program!r}, run_name="__main__")
+"""
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 needs_fabric = pytest.mark.skipif(find_spec("lightning_fabric") is None, reason="lightning is not installed")
@@ -43,6 +52,10 @@ def run(program: str, folder: Path, *launcher: str, **environment: str) -> list[
         timeout=300,  # on a busy machine: importing Lightning takes each process eight seconds of a core
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    return loaded(folder)
+
+
+def loaded(folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -73,12 +86,22 @@ def check(results: list[dict[str, Any]]) -> None:
 
 
 @needs_accelerate
+def test_accelerate_trains_in_forks_of_a_launcher(launcher: QuickLauncher, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(FORKED.format(folder=str(tmp_path), program=str(PROGRAMS / "accelerate_program.py")))
+    code, out, err = launcher.run(2, str(script), str(tmp_path))
+    assert (code, err) == (0, ""), out + err
+    check(loaded(tmp_path))
+
+
+@needs_accelerate
+@pytest.mark.stress
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [
         pytest.param(TORCHRUN, {"ACCELERATE_USE_CPU": "true"}, id="torchrun"),
         # Under which test_page.py runs, also with Accelerator(cpu=True).
-        pytest.param(SHOAL_RUN, {}, id="shoal run", marks=pytest.mark.stress),
+        pytest.param(SHOAL_RUN, {}, id="shoal run"),
     ],
 )
 def test_accelerate_trains_under(
