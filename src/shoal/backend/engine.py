@@ -164,10 +164,6 @@ class Engine(abc.ABC):
         """Whether the engine supports an operation, as in ``DataChannel.supports``."""
         return True
 
-    def progress(self) -> None:
-        """Send what earlier transfers have left in buffers.  Called often, in a separate thread."""
-        return
-
     def close(self, *, broken: bool) -> None:
         """Release the resources of the engine.
 

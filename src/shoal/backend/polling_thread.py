@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +20,11 @@ class PollingThread:
     """A thread that polls the channels in which no thread waits; started on first use.
 
     Args:
-        progress: called between polls, also if no channel has a transfer.
         pauses: the first and the longest pause between two polls, in seconds.
     """
 
-    def __init__(self, name: str, progress: Callable[[], None], pauses: tuple[float, float]) -> None:
-        self._name, self._progress = name, progress
+    def __init__(self, name: str, pauses: tuple[float, float]) -> None:
+        self._name = name
         self._min_pause, self._max_pause = pauses
         self._lock = threading.Lock()
         self._channels: list[SupervisedChannel] = []
@@ -72,8 +70,6 @@ class PollingThread:
             idle_passes = 0 if pending else idle_passes + 1
             pause = self._min_pause if any(advanced) else min(2 * pause, self._max_pause)
             del channels, advanced
-            if not pending:
-                self._progress()
             if idle_passes >= _IDLE_PASSES:
                 self._drop_idle()
                 if self._changed.wait(_IDLE_PAUSE_S):

@@ -152,7 +152,7 @@ class SupervisedBackend(Backend):
     def _polling_thread(self, name: str) -> PollingThread:
         early = self.engine.early
         pauses = (_EARLY_MIN_PAUSE_S, _EARLY_MAX_PAUSE_S) if early else (_MIN_PAUSE_S, _MAX_PAUSE_S)
-        return PollingThread(name, self.engine.progress, pauses)
+        return PollingThread(name, pauses)
 
 
 class SupervisedChannel(ForwardingChannel):
