@@ -9,6 +9,7 @@ mean nothing.  Rank 0 prints one JSON object:
 ``submit_us``: host time of an all-reduce of 8 bytes until the call returns, and ``torch_submit_us`` that of
     torch's NCCL group.
 ``order_us``: host time of ``wait(blocking=False)`` on its result.
+``replay_us``: time of an all-reduce of 8 bytes in a graph of 20 of them, until the device has replayed it.
 ``step_ms``, ``step_alone_ms``, ``reduce_ms``: a training step of an MLP with data-parallel training, the same
     without communication, and the all-reduces of its gradients alone.
 ``overlap``: the share of ``reduce_ms`` that the step hides; with several ranks only.
@@ -24,8 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,12 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.streams import runtime_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+#: number of all-reduces in a graph
+CAPTURED = 20
 
 
 def main() -> None:
@@ -46,6 +51,7 @@ def main() -> None:
     with shoal.init(backend=backend) as group:
         figures: dict[str, Any] = {"device": given.device, "ranks": group.size}
         figures |= _submission(group, device, given.rounds)
+        figures["replay_us"] = _replay(group, device, given.rounds)
         figures |= _training(group, device, max(given.rounds // 10, 3))
         if given.device == "cuda":
             figures["torch_submit_us"] = _torch_submission(group, device, given.rounds)
@@ -78,6 +84,33 @@ def _submission(group: shoal.ProcessGroup, device: torch.device, rounds: int) ->
         submit.append(submitted - begun)
         future.wait()
     return {"submit_us": _us(submit), "order_us": _us(order)}
+
+
+def _replay(group: shoal.ProcessGroup, device: torch.device, rounds: int) -> float:
+    x = torch.ones(2, device=device)
+    with _captured(device) as replay:
+        for _ in range(CAPTURED):
+            group.all_reduce(x, "avg").wait(blocking=False)
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        replay()
+        x.sum().item()
+        times.append((time.perf_counter() - begun) / CAPTURED)
+    return _us(times)
+
+
+@contextmanager
+def _captured(device: torch.device) -> Iterator[Callable[[], object]]:
+    """A context in which the current stream captures; gives a function that replays the graph."""
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            yield graph.replay
+        return
+    runtime: Any = runtime_of(device)
+    with runtime.capture(device) as captured:
+        yield lambda: captured.replay(runtime.current_stream(device))
 
 
 def _torch_submission(group: shoal.ProcessGroup, device: torch.device, rounds: int) -> float:

@@ -351,8 +351,10 @@ class DeviceEvents:
         return True
 
     def _refuse_in_capture(self) -> None:
+        if self._captured:
+            return
         for device, _, _ in self._recorded:
-            if not self._captured and runtime_of(device).capturing(device):
+            if runtime_of(device).capturing(device):
                 raise UsageError(
                     f"wait() during the capture of a graph, but the work on {device} was enqueued before it: "
                     "wait before the capture begins"

@@ -484,6 +484,18 @@ def test_a_lost_rank_ends_the_replays_of_the_others() -> None:
         run(killed, 3)
 
 
+def test_a_capture_connects_ranks_if_all_of_them_capture() -> None:
+    def first(group: ProcessGroup) -> None:
+        group.all_reduce(full(4, 1.0)).wait()
+        x = full(4, float(group.rank))
+        with capture() as replay:
+            group.reduce(x, 0, "max").wait(blocking=False)  # the first one of its kind
+        replay()
+        assert x.tolist() == [1.0] * 4
+
+    run(first, 2)
+
+
 def test_a_capture_that_must_wait_for_another_rank_ends_with_its_timeout() -> None:
     def alone(group: ProcessGroup) -> None:
         group.all_reduce(full(4, 1.0)).wait()
