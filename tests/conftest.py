@@ -42,7 +42,8 @@ hypothesis.settings.load_profile("patient")
 #: Files of few tests that take long.  The processes of ``make test`` begin with them: a file that begins last
 #: keeps one process busy while the others have nothing to do.
 LONGEST = (
-    "backend/test_mpi.py", "compat/launching/test_launchers.py", "hosts/test_srun.py", "failure/test_cuts.py",
+    "backend/test_mpi.py", "controller/test_mpi.py", "compat/launching/test_launchers.py",
+    "hosts/test_srun.py", "failure/test_cuts.py",
     "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",
     "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
     "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",

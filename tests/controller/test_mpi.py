@@ -88,10 +88,12 @@ except (shoal.UsageError, shoal.ConfigurationError) as error:
 def test_a_master_that_is_not_started_by_mpiexec_is_told_to_be(mpi: Mpi, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_START)
-    alone = mpi.execute([sys.executable, str(program)], folder=tmp_path)
+    alone = mpi.execute([sys.executable, str(program)], folder=tmp_path, timeout=LIMIT_S)
     assert "UsageError init_master_worker(backend='mpi'): this process is alone" in alone.out, alone
     assert "mpiexec -n 3 python program.py" in alone.out
-    launched = mpi.execute([sys.executable, "-m", "shoal", "run", "-n", "2", str(program)], folder=tmp_path)
+    launched = mpi.execute(
+        [sys.executable, "-m", "shoal", "run", "-n", "2", str(program)], folder=tmp_path, timeout=LIMIT_S
+    )
     for rank in range(2):
         text = f"this process rank {rank} and size 2, but in MPI.COMM_WORLD it has rank 0 and size 1"
         assert text in launched.out, launched
