@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -462,6 +463,23 @@ def test_barriers_leave_no_keys(meeting: Agents, a: Agent) -> None:
     with pytest.raises(UnknownWorker):
         agents[0].barrier(names, timeout=0.01)
     assert all_come(agents[1:], 1) == [], "those of a worker that gave up go too"
+
+
+def test_a_barrier_ends_on_all_workers_if_one_dies_that_has_come(meeting: Agents, a: Agent) -> None:
+    """A worker that looks up the members afterwards does not come, so the others must not wait for it."""
+    names = ["a", "b", "c"]
+    meeting.start("b")
+    c = meeting.join("c")
+    a.peer("b").post(barrier, names)
+    with ThreadPoolExecutor() as threads:
+        future = threads.submit(a.barrier, names, PATIENCE)
+        until(lambda: sum("/came/" in key for key in meeting.store.list_keys("")) == 2)
+        meeting.kill("b")
+        meeting.outcome("b")
+        with pytest.raises(WorkerLost, match="'b'"):
+            c.barrier(names)
+        with pytest.raises(WorkerLost, match="'b'"):
+            future.result()
 
 
 def test_a_barrier_is_none_of_an_earlier_worker_of_the_name(meeting: Agents, a: Agent) -> None:

@@ -63,14 +63,14 @@ def keys_of(store: Store, kind: str, count: int) -> Store:
 
 
 def _wait_for_keys(
-    store: Store, keys: Mapping[K, str], deadline: Deadline, is_awaited: Callable[[K], bool]
+    store: Store, keys: Mapping[K, str], deadline: Deadline, awaited: Callable[[list[K]], list[K]]
 ) -> list[K]:
     """Wait until all keys are set; return those that are missing at the deadline.
 
     Args:
         keys: participant -> its key.
-        is_awaited: called repeatedly for each missing participant: whether to wait for it; raises if it has
-            failed.
+        awaited: called repeatedly with the missing participants; returns those to wait for, raises if a
+            participant has failed.
     """
     missing = list(keys)
     while missing:
@@ -79,7 +79,7 @@ def _wait_for_keys(
             return []
         except StoreTimeout:
             missing = [each for each in missing if not store.check([keys[each]])]
-        missing = [each for each in missing if is_awaited(each)]
+        missing = awaited(missing)
         if deadline.expired:
             break
     return missing
@@ -297,7 +297,9 @@ class WorkerMeeting:
         """Write ``data``, wait for those of the other workers that have not left, and return all."""
         keys = {rank: f"{where}/{rank}" for rank in range(self._size)}
         self._store.set(keys[self._rank], data)
-        missing = _wait_for_keys(self._store, keys, deadline, lambda rank: self._is_awaited(rank, agent))
+        missing = _wait_for_keys(
+            self._store, keys, deadline, lambda ranks: [r for r in ranks if self._is_awaited(r, agent)]
+        )
         if missing:
             who = ", ".join(map(self._described, missing))
             raise UnknownWorker(
@@ -380,7 +382,7 @@ class Barriers:
                 self._store,
                 {member: f"{start}came/{member}" for member in members},
                 deadline,
-                lambda member: self._check_running(there[member]),
+                lambda missing: self._checked(missing, there.values()),
             )
             if missing:
                 raise self._timeout_error(missing, members, deadline)
@@ -404,17 +406,26 @@ class Barriers:
                 if deadline.expired:
                     raise self._timeout_error([member], members, deadline) from None
 
-    def _check_running(self, worker: Worker) -> bool:
-        """Return True; raise WorkerLost if ``worker`` has ended or was replaced."""
+    def _checked(self, missing: list[str], members: Iterable[Worker]) -> list[str]:
+        """Return ``missing``; raise WorkerLost if any member has ended, also one that has come.
+
+        Members that look it up after its end do not come.
+        """
+        if missing:
+            for worker in members:
+                self._check_running(worker)
+        return missing
+
+    def _check_running(self, worker: Worker) -> None:
+        """Raise WorkerLost if ``worker`` has ended or was replaced."""
         now = self._directory.look(worker.name)
         replaced = now is not None and now.incarnation != worker.incarnation
         if replaced or worker.is_dead():
             raise WorkerLost(
-                f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before it reached a "
-                "barrier",
+                f"worker {self._me.name!r}: {worker.name!r} (process {worker.pid}) ended before all had "
+                "reached a barrier",
                 worker.name,
             )
-        return True
 
     def _timeout_error(self, missing: list[str], members: list[str], deadline: Deadline) -> UnknownWorker:
         return UnknownWorker(
