@@ -362,9 +362,7 @@ const MpiReduction* MpiMover::reduction_of(const Request& request) const {
 
 Handle MpiMover::type_of(const Request& request) const { return options_.types.at(item_of(request)); }
 
-bool MpiMover::is_small(std::uint64_t bytes) const {
-  return bytes * size_ <= kSmallBytes;
-}
+bool MpiMover::is_small(std::uint64_t bytes) const { return bytes * size_ <= kSmallBytes; }
 
 // The number of elements that each rank reduces.
 Counts MpiMover::shares(std::uint64_t count, std::size_t item) const {
