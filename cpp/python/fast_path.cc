@@ -76,6 +76,8 @@ struct Noted {
 std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
                                   int root, double seconds, Noted& noted) {
   if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
+  // Python connects the mover when it submits the first collective that is moved.
+  if (group.moved() && group.mover() == nullptr) return std::nullopt;
   // Only a barrier has no output, and only a broadcast's receiver has no input: otherwise None is an error.
   const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
   if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;

@@ -88,6 +88,13 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
 
         self.run(refused, 2)
 
+    def test_the_first_collective_that_mpi_moves_follows_a_barrier(self) -> None:
+        def late(group: ProcessGroup) -> None:
+            group.barrier().wait()
+            assert group.all_reduce(torch.ones(3)).wait().eq(2).all()
+
+        self.run(late, 2)
+
     def test_a_library_without_large_counts(self) -> None:
         """As those of MPI 3; the other test runs use the functions with large counts where there are some."""
 
