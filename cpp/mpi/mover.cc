@@ -1,8 +1,6 @@
 #include "mpi/mover.h"
 
 #include <algorithm>
-#include <cstring>
-#include <numeric>
 #include <stdexcept>
 
 #include "collectives/collectives.h"
@@ -21,30 +19,6 @@ constexpr std::size_t kKeptBytes = 64 << 20;
 
 std::size_t item_of(const Request& request) { return itemsize(request.reduction.dtype); }
 
-std::uint64_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), 0ULL); }
-
-// The elements of each part: of `spans`, or of one span that stands for `size` equal parts.
-Counts counts_of(const std::vector<Span>& spans, std::size_t size, std::size_t item) {
-  Counts counts;
-  for (const Span& span : collectives::parts_of(spans, static_cast<int>(size)))
-    counts.push_back(span.bytes / item);
-  return counts;
-}
-
-void pack(std::byte* to, const std::vector<Span>& spans) {
-  for (const Span& span : spans) {
-    if (span.bytes > 0) std::memcpy(to, span.data, span.bytes);
-    to += span.bytes;
-  }
-}
-
-void unpack(const std::byte* from, const std::vector<Span>& spans) {
-  for (const Span& span : spans) {
-    if (span.bytes > 0) std::memcpy(span.data, from, span.bytes);
-    from += span.bytes;
-  }
-}
-
 struct Finished {
   Library& library;
   Call& call;
@@ -61,10 +35,11 @@ auto finished(Operation& op, Library& library, Call& call) { return op.poll_unti
 // Temporary memory of an operation; kept until the process ends if the operation is abandoned.
 class MpiMover::Scratch {
  public:
-  Scratch(Operation& op, LaneState& lane, std::size_t bytes) : op_(op), lane_(lane), bytes_(bytes) {
-    if (lane.kept_bytes >= bytes && lane.kept) {
-      memory_ = std::move(lane.kept);
-      bytes_ = std::exchange(lane.kept_bytes, 0);
+  // `lane`: takes the memory that it keeps if that is enough, and leaves the memory there; null: neither.
+  Scratch(Operation& op, LaneState* lane, std::size_t bytes) : op_(op), lane_(lane), bytes_(bytes) {
+    if (lane != nullptr && lane->kept && lane->kept_bytes >= bytes) {
+      memory_ = std::move(lane->kept);
+      bytes_ = std::exchange(lane->kept_bytes, 0);
     } else {
       memory_.reset(new std::byte[bytes]);
     }
@@ -72,9 +47,9 @@ class MpiMover::Scratch {
   ~Scratch() {
     if (op_.abandoned()) {
       keep_forever(std::move(memory_));
-    } else if (bytes_ > lane_.kept_bytes && bytes_ <= kKeptBytes) {
-      lane_.kept = std::move(memory_);
-      lane_.kept_bytes = bytes_;
+    } else if (lane_ != nullptr && bytes_ > lane_->kept_bytes && bytes_ <= kKeptBytes) {
+      lane_->kept = std::move(memory_);
+      lane_->kept_bytes = bytes_;
     }
   }
   Scratch(const Scratch&) = delete;
@@ -83,9 +58,41 @@ class MpiMover::Scratch {
 
  private:
   Operation& op_;
-  LaneState& lane_;
+  LaneState* lane_;
   std::size_t bytes_;
   std::unique_ptr<std::byte[]> memory_;
+};
+
+// The spans of all ranks as parts in one memory: that of a single span, which stands for equal parts, or
+// temporary memory.
+class MpiMover::Joined {
+ public:
+  Joined(Operation& op, LaneState* lane, const std::vector<Span>& spans, std::size_t ranks, Handle type)
+      : spans_(spans), room_(op, lane, spans.size() > 1 ? total(spans) : 0) {
+    std::byte* const data = spans.size() == 1 ? spans[0].data : room_.data();
+    Counts counts;
+    for (const Span& part : collectives::parts_of(spans, static_cast<int>(ranks)))
+      counts.push_back(part.bytes / item_of(op.request()));
+    parts_ = {data, counts, starts_of(counts), type};
+  }
+  const Parts& parts() const { return parts_; }
+  void pack() { copy_all(true); }
+  void unpack() { copy_all(false); }
+
+ private:
+  void copy_all(bool to_room) {
+    if (spans_.size() < 2) return;
+    std::byte* at = room_.data();
+    for (const Span& span : spans_) {
+      const Span room{at, span.bytes};
+      to_room ? collectives::copy(room, span) : collectives::copy(span, room);
+      at += span.bytes;
+    }
+  }
+
+  const std::vector<Span>& spans_;
+  Scratch room_;
+  Parts parts_;
 };
 
 MpiMover::MpiMover(std::shared_ptr<Library> library, Options options)
@@ -135,14 +142,12 @@ Task MpiMover::all_reduce(Operation& op, LaneState& lane) {
     co_return;
   }
   if (is_small(x.bytes)) {
-    Scratch gathered(op, lane, x.bytes * size_);
+    Scratch gathered(op, &lane, x.bytes * size_);
     Call call(op);
     library_->all_gather({x.data, count, type_of(request)}, gathered.data(), lane.comm, call);
     auto done = finished(op, *library_, call);
     co_await done;
-    std::vector<const void*> parts;
-    for (std::size_t rank = 0; rank < size_; ++rank) parts.push_back(gathered.data() + rank * x.bytes);
-    reduce_parts(request, parts, x.data, count);
+    reduce_gathered(request, gathered.data(), x);
     co_return;
   }
   const Counts counts = shares(count, item_of(request));
@@ -172,7 +177,7 @@ Task MpiMover::reduce(Operation& op, LaneState& lane) {
   }
   const Handle type = type_of(request);
   if (is_small(x.bytes)) {
-    Scratch gathered(op, lane, at_root ? x.bytes * size_ : 0);
+    Scratch gathered(op, &lane, at_root ? x.bytes * size_ : 0);
     const Counts counts(size_, count);
     const Parts to{gathered.data(), counts, starts_of(counts), type};
     const Whole whole{x.data, count, type};
@@ -181,16 +186,13 @@ Task MpiMover::reduce(Operation& op, LaneState& lane) {
     auto done = finished(op, *library_, call);
     co_await done;
     if (!at_root) co_return;
-    std::vector<const void*> parts;
-    for (std::size_t rank = 0; rank < size_; ++rank) parts.push_back(gathered.data() + rank * x.bytes);
-    reduce_parts(request, parts, x.data, count);
+    reduce_gathered(request, gathered.data(), x);
     co_return;
   }
   const Counts counts = shares(count, item);
   const Parts parts{x.data, counts, starts_of(counts), type};
   // Only the root's tensor may change.
-  LaneState own{lane.comm, nullptr};
-  Scratch part(op, own, at_root ? 0 : counts[self_] * item);
+  Scratch part(op, nullptr, at_root ? 0 : counts[self_] * item);
   std::byte* mine = at_root ? x.data + parts.starts[self_] * item : part.data();
   Task reduced = reduce_scatter_into(op, lane, x, counts, mine);
   co_await reduced;
@@ -212,47 +214,35 @@ Task MpiMover::broadcast(Operation& op, LaneState& lane) {
 
 Task MpiMover::all_gather(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const std::size_t item = item_of(request);
-  const Whole from{request.in[0].data, request.in[0].bytes / item, type_of(request)};
-  const Counts counts = counts_of(request.out, size_, item);
-  const bool packs = request.out.size() > 1;
-  Scratch room(op, lane, packs ? sum(counts) * item : 0);
-  const Parts to{packs ? room.data() : request.out[0].data, counts, starts_of(counts), from.type};
+  const Whole from{request.in[0].data, request.in[0].bytes / item_of(request), type_of(request)};
+  Joined to(op, &lane, request.out, size_, from.type);
   Call call(op);
-  library_->all_gather_parts(&from, to, lane.comm, call);
+  library_->all_gather_parts(&from, to.parts(), lane.comm, call);
   auto done = finished(op, *library_, call);
   co_await done;
-  if (packs) unpack(room.data(), request.out);
+  to.unpack();
 }
 
 Task MpiMover::gather(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const std::size_t item = item_of(request);
   const bool at_root = rank_ == request.root;
-  const Whole from{request.in[0].data, request.in[0].bytes / item, type_of(request)};
-  const Counts counts = at_root ? counts_of(request.out, size_, item) : Counts();
-  const bool packs = request.out.size() > 1;
-  Scratch room(op, lane, packs ? sum(counts) * item : 0);
-  const Parts to{packs || !at_root ? room.data() : request.out[0].data, counts, starts_of(counts), from.type};
+  const Whole from{request.in[0].data, request.in[0].bytes / item_of(request), type_of(request)};
+  Joined to(op, &lane, request.out, size_, from.type);
   Call call(op);
-  library_->gather_parts(&from, at_root ? &to : nullptr, request.root, lane.comm, call);
+  library_->gather_parts(&from, at_root ? &to.parts() : nullptr, request.root, lane.comm, call);
   auto done = finished(op, *library_, call);
   co_await done;
-  if (packs) unpack(room.data(), request.out);
+  if (at_root) to.unpack();
 }
 
 Task MpiMover::scatter(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const std::size_t item = item_of(request);
   const bool at_root = rank_ == request.root;
-  const Whole to{request.out[0].data, request.out[0].bytes / item, type_of(request)};
-  const Counts counts = at_root ? counts_of(request.in, size_, item) : Counts();
-  const bool packs = at_root && request.in.size() > 1;
-  Scratch room(op, lane, packs ? sum(counts) * item : 0);
-  if (packs) pack(room.data(), request.in);
-  const Parts from{packs || !at_root ? room.data() : request.in[0].data, counts, starts_of(counts), to.type};
+  const Whole to{request.out[0].data, request.out[0].bytes / item_of(request), type_of(request)};
+  Joined from(op, &lane, request.in, size_, to.type);
+  if (at_root) from.pack();
   Call call(op);
-  library_->scatter_parts(at_root ? &from : nullptr, to, request.root, lane.comm, call);
+  library_->scatter_parts(at_root ? &from.parts() : nullptr, to, request.root, lane.comm, call);
   auto done = finished(op, *library_, call);
   co_await done;
 }
@@ -260,12 +250,11 @@ Task MpiMover::scatter(Operation& op, LaneState& lane) {
 Task MpiMover::reduce_scatter(Operation& op, LaneState& lane) {
   const Request& request = op.request();
   const std::size_t item = item_of(request);
-  const Counts counts = counts_of(request.in, size_, item);
-  const bool packs = request.in.size() > 1;
-  LaneState own{lane.comm, nullptr};  // the lane's memory is for the parts of the others
-  Scratch room(op, own, packs ? sum(counts) * item : 0);
-  if (packs) pack(room.data(), request.in);
-  const Span x{packs ? room.data() : request.in[0].data, sum(counts) * item}, y = request.out[0];
+  const Span y = request.out[0];
+  Joined from(op, nullptr, request.in, size_, type_of(request));  // the lane's memory is for received parts
+  from.pack();
+  const Counts& counts = from.parts().counts;
+  const Span x{static_cast<std::byte*>(from.parts().data), total(request.in)};
   if (const MpiReduction* reduction = reduction_of(request)) {
     Call call(op);
     library_->reduce_scatter(x.data, {y.data, y.bytes / item, reduction->type}, counts, reduction->op,
@@ -281,12 +270,13 @@ Task MpiMover::reduce_scatter(Operation& op, LaneState& lane) {
 
 Task MpiMover::all_to_all(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const std::size_t item = item_of(request);
-  const Counts sends = counts_of(request.in, size_, item), receives = counts_of(request.out, size_, item);
+  const Handle type = type_of(request);
+  Joined from(op, nullptr, request.in, size_, type), to(op, nullptr, request.out, size_, type);
+  const Counts& receives = to.parts().counts;
   // The meeting does not compare its sizes.
-  Scratch sizes(op, lane, 2 * size_ * sizeof(std::uint64_t));
+  Scratch sizes(op, &lane, 2 * size_ * sizeof(std::uint64_t));
   auto* sent = reinterpret_cast<std::uint64_t*>(sizes.data());
-  std::ranges::copy(sends, sent);
+  std::ranges::copy(from.parts().counts, sent);
   {
     Call call(op);
     library_->all_to_all(sent, sent + size_, options_.types.at(sizeof *sent), lane.comm, call);
@@ -305,19 +295,12 @@ Task MpiMover::all_to_all(Operation& op, LaneState& lane) {
     auto never = op.never();
     co_await never;
   }
-  const bool packs = request.in.size() > 1, unpacks = request.out.size() > 1;
-  LaneState own_in{lane.comm, nullptr}, own_out{lane.comm, nullptr};
-  Scratch from(op, own_in, packs ? sum(sends) * item : 0);
-  Scratch room(op, own_out, unpacks ? sum(receives) * item : 0);
-  if (packs) pack(from.data(), request.in);
-  const Handle type = type_of(request);
-  const Parts outgoing{packs ? from.data() : request.in[0].data, sends, starts_of(sends), type};
-  const Parts incoming{unpacks ? room.data() : request.out[0].data, receives, starts_of(receives), type};
+  from.pack();
   Call call(op);
-  library_->all_to_all_parts(outgoing, incoming, lane.comm, call);
+  library_->all_to_all_parts(from.parts(), to.parts(), lane.comm, call);
   auto done = finished(op, *library_, call);
   co_await done;
-  if (unpacks) unpack(room.data(), request.out);
+  to.unpack();
 }
 
 // Sends part i of `x` to rank i, and reduces this rank's part of all ranks into `mine`; in pieces, so that
@@ -328,7 +311,7 @@ Task MpiMover::reduce_scatter_into(Operation& op, LaneState& lane, Span x, const
   const std::size_t item = item_of(request);
   const std::uint64_t step = kPieceBytes / item, longest = std::ranges::max(counts);
   const Counts starts = starts_of(counts);
-  Scratch gathered(op, lane, std::min(step, counts[self_]) * item * (size_ - 1));
+  Scratch gathered(op, &lane, std::min(step, counts[self_]) * item * (size_ - 1));
   for (std::uint64_t at = 0; at < longest; at += step) {
     auto piece_of = [&](std::size_t rank) { return std::min(step, std::max(counts[rank], at) - at); };
     const std::uint64_t own = piece_of(self_);
@@ -372,6 +355,13 @@ Counts MpiMover::shares(std::uint64_t count, std::size_t item) const {
     counts.push_back(last - first);
   }
   return counts;
+}
+
+// Reduces the inputs of all ranks, which follow one another.
+void MpiMover::reduce_gathered(const Request& request, const std::byte* gathered, Span to) const {
+  std::vector<const void*> parts;
+  for (std::size_t rank = 0; rank < size_; ++rank) parts.push_back(gathered + rank * to.bytes);
+  reduce_parts(request, parts, to.data, to.bytes / item_of(request));
 }
 
 void MpiMover::reduce_parts(const Request& request, const std::vector<const void*>& parts, void* to,

@@ -45,6 +45,7 @@ class MpiMover final : public Mover {
     std::size_t kept_bytes = 0;
   };
   class Scratch;
+  class Joined;
 
   Task all_reduce(Operation& op, LaneState& lane);
   Task reduce(Operation& op, LaneState& lane);
@@ -60,6 +61,7 @@ class MpiMover final : public Mover {
   Handle type_of(const Request& request) const;
   bool is_small(std::uint64_t bytes) const;
   Counts shares(std::uint64_t count, std::size_t item) const;
+  void reduce_gathered(const Request& request, const std::byte* gathered, Span to) const;
   void reduce_parts(const Request& request, const std::vector<const void*>& parts, void* to,
                     std::uint64_t count) const;
   void divide(const Request& request, const MpiReduction& reduction, void* data, std::uint64_t count) const;

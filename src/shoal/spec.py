@@ -342,6 +342,12 @@ class Operation:
     sizes: Sequence[int] = ()
 
     @property
+    def result(self) -> torch.Tensor | list[torch.Tensor] | None:
+        """The value of the future of a collective; see ``DataChannel.submit``."""
+        outputs = self.outputs
+        return None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
+
+    @property
     def captured(self) -> bool:
         """Whether a graph of a device captures the operation, and runs it at each replay."""
         return self.number < 0 and not self.key and self.kind not in (OpKind.SEND, OpKind.RECV)

@@ -227,7 +227,7 @@ class SupervisedChannel(ForwardingChannel):
 
     def _capture(self, operation: Operation) -> Future[Any]:
         """Start a collective whose work the current stream captures, and wait until it is captured."""
-        events, outputs = DeviceEvents(captured=True), operation.outputs
+        events = DeviceEvents(captured=True)
         key = derive_key(b"captured", self._spec.ident, self._captures)
         future: Future[Any] = Future(device=events, keep=operation.inputs, key=key)
         deadline = time.monotonic() + operation.timeout
@@ -241,7 +241,7 @@ class SupervisedChannel(ForwardingChannel):
             error.__traceback__ = None
             future.set_exception(self._control.failure() or error)
         else:
-            future.set_result(None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs))
+            future.set_result(operation.result)
         return future
 
     def _capture_after_queue(self, operation: Operation, events: DeviceEvents, deadline: float) -> bool:
@@ -597,8 +597,7 @@ class _ExternalOperation:
         self.started = False
         self.spin_end = 0.0
         self.counts: Future[Any] | None = None
-        outputs = operation.outputs
-        self._value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
+        self._value = operation.result
         self._operation: Operation | None = operation
         self._transfer: Transfer | None = None
         self._complete = False

@@ -338,9 +338,8 @@ class NativeChannel(DataChannel):
         )
 
     def _future_of(self, core: _core.Operation, operation: Operation) -> Future[Any]:
-        inputs, outputs = operation.inputs, operation.outputs
-        value = None if not outputs else outputs[0] if len(outputs) == 1 else list(outputs)
-        return _CoreFuture(_core.Source(self, core, (inputs, outputs)), value=value)
+        source = _core.Source(self, core, (operation.inputs, operation.outputs))
+        return _CoreFuture(source, value=operation.result)
 
     def external(self, operation: Operation) -> _core.Operation:
         """Submit a collective whose data another engine moves.
