@@ -13,7 +13,6 @@ import time
 from bootstrap_ranks import PER_HOST, rendezvous_point
 
 from shoal.common.process_identity import ProcessIdentity
-from shoal.net import has_listener
 from shoal.rendezvous.protocol import Rendezvous
 from shoal.store import open_store
 
@@ -43,9 +42,6 @@ def serve() -> None:
 
 def meet(port: int, ranks: int, patience: float) -> float:
     """Let ``ranks`` threads meet in the etcd at ``port``; return the seconds until the last has finished."""
-    end = time.monotonic() + patience
-    while not has_listener("127.0.0.1", port, timeout=1.0) and time.monotonic() < end:
-        time.sleep(0.05)
     me, ends, failures = ProcessIdentity.current(), [0.0] * ranks, []
     url = f"etcd://127.0.0.1:{port}"
     open_store(url, secret=b"of the benchmark", timeout=patience).close()  # wait until it answers

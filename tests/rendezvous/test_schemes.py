@@ -185,6 +185,21 @@ def test_one_job_after_another_at_a_port_that_rank_0_serves(free_port: int) -> N
         assert results == [[str(number) for number in range(10)]] * 2
 
 
+@pytest.mark.parametrize("rank", [0, None])
+def test_a_process_serves_where_a_server_ends_while_it_connects(rank: int | None, free_port: int) -> None:
+    """The server is that of an earlier job. It listened when the process tried to start its own."""
+    with socket.create_server(("127.0.0.1", free_port)) as ending, no_leaks():
+
+        def end() -> None:
+            connection, _ = ending.accept()
+            ending.close()
+            connection.close()
+
+        ended, member = together(end, lambda: rendezvous_at(f"tcp://127.0.0.1:{free_port}", rank, 1))
+        assert ended is None
+        release_all(all_well([member]))
+
+
 def test_a_store_that_never_starts_is_named(free_port: int) -> None:
     with pytest.raises(
         RendezvousTimeout, match=f"the process that starts the store, is late or has ended.*{free_port}"

@@ -129,6 +129,15 @@ def test_no_server_at_all_is_a_timeout_that_names_the_address() -> None:
         TCPStore("127.0.0.1", port, SECRET, timeout=0.05)
 
 
+def test_a_client_that_does_not_wait_for_a_server_has_an_error_at_once() -> None:
+    port = free_port()
+    with pytest.raises(StoreError, match=rf"^no store at 127\.0\.0\.1:{port}: .*refused") as caught:
+        TCPStore("127.0.0.1", port, SECRET, timeout=60, wait_for_server=False)
+    assert not isinstance(caught.value, StoreTimeout)
+    with TCPStoreServer(secret=SECRET) as server:
+        TCPStore("127.0.0.1", server.port, SECRET, wait_for_server=False).close()
+
+
 def test_something_else_on_the_port_is_an_error_at_once() -> None:
     with listen("127.0.0.1") as listener, in_background() as call:
 

@@ -30,7 +30,7 @@ from .frames import FrameReader, frame_header
 from .handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Handshake, build_version
 from .peers import PeerConnection, PeerTransport, receive_hello, resource_error, send_hello
 from .server import Server, raise_descriptor_limit
-from .sockets import connect, connect_unix, has_listener, listen, listen_unix
+from .sockets import connect, connect_unix, listen, listen_unix
 from .stream import ByteStream, close_in_forked_child
 from .unix import peer_pid, recv_fds, send_fds
 
@@ -56,7 +56,6 @@ __all__ = [
     "connect_unix",
     "format_address",
     "frame_header",
-    "has_listener",
     "listen",
     "listen_unix",
     "parse_address",

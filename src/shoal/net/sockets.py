@@ -114,17 +114,6 @@ def connect_unix(
     return authenticate(sock, True, secret, purpose, deadline, limit)
 
 
-def has_listener(host: str, port: int, *, timeout: float) -> bool:
-    """Return whether ``host:port`` has a listener; True also after ``timeout`` seconds without an answer."""
-    try:
-        _connect_tcp(host, port, Deadline(timeout)).close()
-    except WireTimeout:
-        return True
-    except WireError:
-        return False
-    return True
-
-
 def configure_socket(sock: socket.socket) -> None:
     """Set TCP_NODELAY and keepalive on a TCP socket.
 

@@ -1,7 +1,8 @@
 """The handlers of ``env://``, ``tcp://`` and ``file://``, and of third-party servers.
 
-Rank 0 of a ``tcp://`` rendezvous starts a server if none listens. Further worlds of the process at the same
-address use that server too, so it runs until the last of them is closed.
+Rank 0 of a ``tcp://`` rendezvous starts a server if none listens; if one listens but ends before rank 0 has
+connected, rank 0 tries both again. Further worlds of the process at the same address use its server too, so
+it runs until the last of them is closed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..errors import (
     ConfigurationError,
     RendezvousError,
     RendezvousTimeout,
+    StoreError,
     StoreTimeout,
     UsageError,
     WireError,
 )
-from ..net import has_listener
 from ..store import FileStore, MemoryStore, TCPStore, TCPStoreServer
 from ..store.urls import open_external
 from .addresses import address_on_route_to, is_local_address, is_loopback, loopback_error, resolve
@@ -38,6 +39,8 @@ from .venue import Request, Venue, open_venue, parse_url, store_address
 
 #: seconds between two lookups of a name that is not known yet
 _NAME_RETRY_INTERVAL_S = 0.5
+#: seconds between two attempts to start a server or connect to one
+_SERVE_RETRY_INTERVAL_S = 0.02
 #: ranks that may connect to a store server in a second, and the job size from which this limit applies
 _CONNECTIONS_PER_S, _STAGGER_MIN_SIZE = 2500, 500
 
@@ -110,8 +113,31 @@ def tcp(request: Request) -> Venue:
     secret = request.secret or user_secret()
     may_serve = request.serves and request.rank in (0, None) and request.size is not None
     serves = may_serve and is_local_address(address)
-    hosted = share(address, port, secret, start=serves)
-    while serves and hosted is None and not has_listener(address, port, timeout=request.deadline.remaining()):
+    if not serves:
+        time.sleep(_before_first_try(request))
+    while True:
+        hosted = share(address, port, secret, start=serves)
+        try:
+            timeout = request.deadline.remaining()
+            store = TCPStore(address, port, secret, timeout=timeout, wait_for_server=not serves)
+            break
+        except BaseException as error:
+            if hosted is not None:
+                hosted.close()
+            if isinstance(error, StoreTimeout):
+                raise RendezvousTimeout(
+                    f"rendezvous: {_server_of(request)} is late or has ended: {error}"
+                ) from None  # the message contains the cause
+            if isinstance(error, AuthenticationError) and not request.secret:
+                raise AuthenticationError(
+                    f"{error}. This process was given no secret, so it used the one that the processes of "
+                    "its user share on this host; the store was started by another user, with a secret, or "
+                    f"with another TMPDIR: {SET_A_SECRET}"
+                ) from error
+            if not isinstance(error, StoreError):
+                raise
+        # The port was in use, but no server listens there: it is the local port of a connection, which will
+        # be closed, or that of a server that has ended since.
         if request.deadline.expired:
             raise RendezvousTimeout(
                 f"rendezvous: {'this process' if request.rank is None else 'rank 0'} cannot serve the store "
@@ -119,26 +145,7 @@ def tcp(request: Request) -> Venue:
                 f"{format_seconds(request.deadline.timeout)} without listening on it; choose a port outside "
                 "of the range in /proc/sys/net/ipv4/ip_local_port_range"
             )
-        time.sleep(0.05)  # most likely the local port of a connection, which will be closed
-        hosted = share(address, port, secret, start=True)
-    if not serves:
-        time.sleep(_before_first_try(request))
-    try:
-        store = TCPStore(address, port, secret, timeout=request.deadline.remaining())
-    except BaseException as error:
-        if hosted is not None:
-            hosted.close()
-        if isinstance(error, StoreTimeout):
-            raise RendezvousTimeout(
-                f"rendezvous: {_server_of(request)} is late or has ended: {error}"
-            ) from None  # the message contains the cause
-        if isinstance(error, AuthenticationError) and not request.secret:
-            raise AuthenticationError(
-                f"{error}. This process was given no secret, so it used the one that the processes of its "
-                "user share on this host; the store was started by another user, with a secret, or with "
-                f"another TMPDIR: {SET_A_SECRET}"
-            ) from error
-        raise
+        time.sleep(_SERVE_RETRY_INTERVAL_S)
     venue = Venue(store, request.rank, request.size, secret=secret, address=address)
     if hosted is None:
         return venue

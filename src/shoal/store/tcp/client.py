@@ -45,11 +45,13 @@ class TCPStore(Store):
     """A client of the store that a :class:`~shoal.store.TCPStoreServer` hosts.
 
     Args:
-        host, port: address of the server. It may start later: connecting is retried until the timeout.
+        host, port: address of the server.
         secret: the job's secret.
         timeout: default deadline in seconds, also for connecting; None: ``SHOAL_TIMEOUT``.
+        wait_for_server: if no server listens there, wait for one until the timeout.
 
     Raises:
+        StoreError: no server listens there, and ``wait_for_server`` is False.
         AuthenticationError, VersionMismatch: the server has another secret, or another build.
         StoreTimeout: no server listened there in time.
         WireError: the server there is not a store.
@@ -57,9 +59,17 @@ class TCPStore(Store):
 
     _backing: _TcpBacking
 
-    def __init__(self, host: str, port: int, secret: bytes = b"", *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes = b"",
+        *,
+        timeout: float | None = None,
+        wait_for_server: bool = True,
+    ) -> None:
         timeout = config.TIMEOUT.get() if timeout is None else timeout
-        super().__init__(_TcpBacking(host, port, secret, timeout), timeout)
+        super().__init__(_TcpBacking(host, port, secret, timeout, wait_for_server=wait_for_server), timeout)
 
     @property
     def host(self) -> str:
@@ -104,7 +114,7 @@ class _TcpBacking(RequestExecutor):
         timeout: float,
         welcome: Welcome | None = None,
         *,
-        wait_for_server: bool = True,
+        wait_for_server: bool,
     ) -> None:
         super().__init__()
         self.host = host
@@ -322,4 +332,4 @@ class _TcpBacking(RequestExecutor):
         return StoreTimeout(silence)
 
     def _lost_error(self, error: Exception) -> StoreError:
-        return StoreError(f"lost the store at {self.address}: {error}")
+        return StoreError(f"{'no' if self._welcome is None else 'lost the'} store at {self.address}: {error}")
