@@ -30,6 +30,7 @@ from shoal.testing import no_leaks
 from tests.compat.pool import Pool, Pools
 from tests.compat.rank import Context
 from tests.rpc import handlers
+from tests.support.ports import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rpc.md"
 
@@ -46,10 +47,12 @@ def pool(pools: Pools) -> Pool:
     return pools(3)
 
 
-def begin(context: Context, *, fixed: bool = True, timeout: float | None = None, place: str = "place") -> str:
+def begin(
+    context: Context, *, fixed: bool = True, timeout: float | None = None, place: str = "place", url: str = ""
+) -> str:
     """Join the others as ``w0``, ``w1``, ...; the name of the next one."""
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{context.scratch}/{place}", rpc_timeout=timeout
+        init_method=url or f"file://{context.scratch}/{place}", rpc_timeout=timeout
     )
     rpc.init_rpc(
         f"w{context.rank}",
@@ -215,6 +218,19 @@ def come_again(context: Context) -> None:
 
 def test_the_same_workers_can_meet_again_at_the_same_place(pool: Pool) -> None:
     pool.run(come_again)
+
+
+def come_again_at(context: Context, url: str) -> None:
+    for _ in range(20):
+        name = begin(context, url=url)
+        assert rpc.rpc_sync(name, my_name) == name
+        rpc.shutdown()
+
+
+@pytest.mark.concurrency
+def test_the_same_workers_can_meet_again_at_an_address_where_rank_0_serves_the_store(pool: Pool) -> None:
+    with no_leaks():
+        pool.run(come_again_at, f"tcp://127.0.0.1:{free_port()}")
 
 
 def same_name(context: Context) -> None:

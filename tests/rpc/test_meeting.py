@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from shoal.common.process_identity import ProcessIdentity
-from shoal.errors import RendezvousError, RendezvousTimeout, UsageError
+from shoal.errors import RendezvousError, RendezvousTimeout, StoreError, UsageError
 from shoal.net import Deadline
 from shoal.rendezvous.point import checked_request, open_request
 from shoal.rpc.connection.meeting import WorkerEntry, WorkerMeeting, keys_of
+from shoal.store import MemoryStore, Store, TCPStore, TCPStoreServer
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -30,6 +31,10 @@ def meet(url: str, rank: int, size: int, name: str, do: Callable[[WorkerMeeting]
                 keys_of(place.store, "meeting", 0), ProcessIdentity.current(), name, rank, size, "shutdown"
             )
         )
+
+
+def meeting_in(store: Store, rank: int, size: int) -> WorkerMeeting:
+    return WorkerMeeting(store, ProcessIdentity.current(), f"w{rank}", rank, size, "shutdown")
 
 
 def outcomes(*ranks: tuple[str, Callable[[WorkerMeeting], None]]) -> list[BaseException | None]:
@@ -135,3 +140,71 @@ def test_those_that_came_hear_who_did_not_though_they_would_have_waited_longer()
     assert isinstance(second, RendezvousError), repr(second)
     for error in (first, second):
         assert "ranks 2 of 3 have not joined within 0.3 s" in str(error)
+
+
+def test_the_process_with_the_store_waits_for_the_others_though_they_have_connected_again() -> None:
+    store, order = MemoryStore(), []
+
+    def serve() -> None:
+        meeting_in(store, 0, 3).release_store(PATIENCE, lambda: False)
+        order.append("closed")
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    for rank in (1, 2):
+        order.append(f"w{rank}")
+        meeting_in(store, rank, 3).release_store(PATIENCE, None)
+    serving.join()
+    assert order == ["w1", "w2", "closed"]
+
+
+def test_workers_wait_for_those_of_an_earlier_job_that_leave() -> None:
+    store = MemoryStore()
+    earlier, later = meeting_in(store, 0, 1), meeting_in(store, 0, 1)
+    both(earlier)
+    earlier._write_entry(joined=True, leaving=True)
+    with pytest.raises(
+        RendezvousTimeout,
+        match=r"an earlier job in this store is ending, but its worker 'w0' \(process \d+\)",
+    ):
+        later.gather(Deadline(0.05))
+    assert earlier._entry(0, 0.0).leaving, "the later one has not replaced the entry"
+    earlier.release_store(PATIENCE, None)
+    both(later)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_store_lost_before_rank_0_has_an_entry_is_that_of_an_earlier_job(own: bool) -> None:
+    with TCPStoreServer() as server, TCPStore(server.host, server.port) as store:
+        ended: list[BaseException] = []
+        meeting = meeting_in(store, 1, 3)
+
+        def gather() -> None:
+            try:
+                meeting.gather(Deadline(PATIENCE))
+            except (RendezvousError, StoreError) as error:
+                ended.append(error)
+
+        gathering = threading.Thread(target=gather)
+        with store.clone() as observer:
+            if own:
+                meeting_in(observer, 0, 3)._write_entry()
+            gathering.start()
+            observer.wait(["1"], PATIENCE)
+            if own:
+                until(lambda: meeting._seen)
+        server.close()
+        gathering.join()
+    (error,) = ended
+    assert isinstance(error, RendezvousError if own else StoreError), repr(error)
+    assert "lost the store" in str(error)
+
+
+def test_a_worker_that_could_not_join_has_not_joined_when_it_releases_the_store() -> None:
+    meeting = meeting_in(MemoryStore(), 0, 1)
+    meeting.gather(Deadline(PATIENCE))
+    meeting.fail(UsageError("there is no such device"))
+    meeting.release_store(PATIENCE, None)
+    entry = meeting._entry(0, 0.0)
+    assert (entry.joined, entry.left) == (False, True)
+    assert "there is no such device" in entry.failed

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from ..errors import AuthenticationError, StoreError, StoreTimeout, VersionMismatch, WireError, WireTimeout
 from ..net import Deadline
@@ -16,6 +17,8 @@ from ..store import PrefixStore, Store
 from .point import RendezvousPoint, checked_request, open_request
 from .protocol import Rendezvous
 from .venue import START_AGAIN, Request, Venue, nothing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +119,22 @@ def rendezvous(
 
 
 def open_and_rendezvous(request: Request, store: object = None) -> Membership:
-    """Open the rendezvous point of a checked request, or the one in ``store``, and meet there.
+    """Open the rendezvous point of a checked request, or the one in ``store``, and meet there."""
+    return open_and_meet(request, rendezvous_at, store)
+
+
+def open_and_meet(request: Request, meet: Callable[[RendezvousPoint], T], store: object = None) -> T:
+    """Open the rendezvous point of a checked request, or the one in ``store``; return ``meet(point)``.
 
     A store (not ``store``) that is lost before all have met is opened again: it belonged to a job that just
-    ended here, and rank 0 of this job will serve another one.
+    ended here, and rank 0 of this job will serve another one. If this raises, the point is closed.
     """
     settled: Deadline | None = None
     while True:
         place = None
         try:
             place = open_request(request, store)
-            return rendezvous_at(place)
+            return meet(place)
         except BaseException as error:
             if place is not None:
                 place.close()

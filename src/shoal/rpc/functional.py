@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,9 @@ from ..errors import UsageError
 from ..future import Future
 from ..net import Deadline
 from ..rendezvous.launcher_variables import read
-from ..rendezvous.point import RendezvousPoint, checked_request, open_request
+from ..rendezvous.membership import open_and_meet
+from ..rendezvous.point import RendezvousPoint, checked_request
+from ..rendezvous.venue import Request
 from ..torch_terms.arguments import CLOSE_TIMEOUT_S
 from .agent import Agent
 from .calls.context import UNSET, call_timeout, default_agent, state
@@ -61,10 +64,12 @@ def init_rpc(
             leave at any time, and this does not wait.
         rpc_backend_options: the rendezvous, the timeout of calls, and device maps.
 
-    With ``tcp://``, rank 0 serves the store unless another process does.
+    With ``tcp://``, rank 0 serves the store unless another process does.  After :func:`shutdown` the same
+    workers can call this again.
 
     Raises:
         UsageError: there already is a default agent, an argument is invalid, or two workers have one name.
+        RendezvousError: a worker could not join, or the store was lost.
         RendezvousTimeout: a worker did not join within ``SHOAL_TIMEOUT``.
     """
     options = _checked(backend, rpc_backend_options)
@@ -77,9 +82,12 @@ def init_rpc(
         handlers = max(HANDLERS, checked_count("num_worker_threads", options.num_worker_threads))
         settings = checked_settings(timeout, None, handlers, device_maps=options.device_maps)
         deadline = Deadline(config.TIMEOUT.get())
-        place = _opened(options.init_method, rank, world_size, deadline)
+        request = _request(options.init_method, rank, world_size, deadline)
+        number = cache(lambda: next(_meetings))  # the same if the store is opened again
+        gather = partial(_gathered, checked_name(name), world_size, number, deadline)
+        place, meeting = open_and_meet(request, gather)
         try:
-            state.set(*_joined(place, checked_name(name), world_size, settings, deadline))
+            state.set(_joined(place, meeting, name, settings, deadline), meeting)
         except BaseException:
             place.close()
             raise
@@ -204,7 +212,7 @@ def _checked(backend: object, options: object) -> TensorPipeRpcBackendOptions:
     return options
 
 
-def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> RendezvousPoint:
+def _request(init_method: str, rank: int, world_size: int | None, deadline: Deadline) -> Request:
     size = -1 if world_size is None else world_size
     url, own_rank, own_size = rendezvous_address(init_method, rank, size)
     if own_size is None and own_rank is not None and not (url == "env://" and read(os.environ)):
@@ -220,22 +228,35 @@ def _opened(init_method: str, rank: int, world_size: int | None, deadline: Deadl
         host=None,
         job=None,
     )
-    return open_request(replace(request, deadline=deadline))
+    return replace(request, deadline=deadline)
 
 
-def _joined(
-    place: RendezvousPoint, name: str, size: int | None, settings: dict[str, Any], deadline: Deadline
-) -> tuple[Agent, WorkerMeeting | None]:
+def _gathered(
+    name: str, size: int | None, number: Callable[[], int], deadline: Deadline, place: RendezvousPoint
+) -> tuple[RendezvousPoint, WorkerMeeting | None]:
+    """Gather the workers of the meeting with this number at ``place``, if their size is fixed."""
     if size is None:
-        return join_at(place, name, settings), None
+        return place, None
     rank = place.venue.rank
     if rank is None:
         raise UsageError("init_rpc: rank= is missing, and neither the launcher nor init_method sets it")
-    store = keys_of(place.store, "meeting", next(_meetings))
+    store = keys_of(place.store, "meeting", number())
     meeting = WorkerMeeting(store, place.identity, name, rank, size, "shutdown")
     meeting.gather(deadline)
+    return place, meeting
+
+
+def _joined(
+    place: RendezvousPoint,
+    meeting: WorkerMeeting | None,
+    name: str,
+    settings: dict[str, Any],
+    deadline: Deadline,
+) -> Agent:
+    if meeting is None:
+        return join_at(place, name, settings)
     try:
-        agent = join_at(place, name, settings)
+        agent = join_at(place, name, settings, meeting.release_store)
     except BaseException as error:
         meeting.fail(error)
         raise
@@ -245,7 +266,7 @@ def _joined(
     except BaseException:
         agent.close(_MIN_CLOSE_S, graceful=False)
         raise
-    return agent, meeting
+    return agent
 
 
 def _args(args: Sequence[Any] | None) -> Sequence[Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from .. import config
@@ -14,17 +12,14 @@ from ..common.arguments import checked_count, checked_seconds
 from ..common.process_identity import ProcessIdentity
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..net import Deadline
 from ..rendezvous.point import RendezvousPoint, open_point
 from .agent import Agent
 from .connection.device_maps import DeviceMaps
 from .connection.directory import checked_name
-from .connection.meeting import WorkerMeeting, keys_of
+from .connection.meeting import WorkerMeeting, keys_of, wait_until_disconnected
 
 #: default maximum number of handlers that run at once
 HANDLERS = 512
-#: seconds between two checks whether the others have left the store
-_POLL_INTERVAL_S = 0.02
 
 
 def join(
@@ -109,24 +104,29 @@ def checked_settings(
     }
 
 
-def join_at(place: RendezvousPoint, name: str, settings: dict[str, Any]) -> Agent:
-    """Make a worker with an open rendezvous point, which it closes when it is closed."""
+def join_at(
+    place: RendezvousPoint,
+    name: str,
+    settings: dict[str, Any],
+    release_store: Callable[[float, Callable[[], bool] | None], None] = wait_until_disconnected,
+) -> Agent:
+    """Make a worker with an open rendezvous point, which it closes when it is closed.
+
+    Before that, it calls ``release_store`` with a timeout in seconds and the venue's ``others_disconnected``.
+    """
     rank = place.venue.rank
+
+    def release(timeout: float) -> None:
+        try:
+            release_store(timeout, place.venue.others_disconnected)
+        finally:
+            place.close()
+
     return Agent(
         name, place.job, place.epoch, place.identity, place.host, place.store,
         secret=place.secret(), interface=place.interface(), rank=-1 if rank is None else rank,
-        release=partial(_close_store, place), **settings,
+        release=release, **settings,
     )  # fmt: skip
-
-
-def _close_store(place: RendezvousPoint, timeout: float) -> None:
-    """Close the store; if this process serves it, first wait (at most ``timeout``) until others left."""
-    deadline = Deadline(timeout)
-    while place.venue.others_disconnected is not None and not (
-        place.venue.others_disconnected() or deadline.expired
-    ):
-        time.sleep(_POLL_INTERVAL_S)
-    place.close()
 
 
 def _join_group(name: str | None, group: ProcessGroup, settings: dict[str, Any]) -> Agent:

@@ -15,6 +15,9 @@ worker enters a round when it is idle; when all have entered, it reports whether
 comparing the number of calls that it has made.  If all have, all were idle when the last one entered, and an
 idle worker makes no calls.  (Two equal counts: F. Mattern, "Algorithms for distributed termination
 detection", 1987.)
+
+The process that serves the store keeps it until all workers have released it.  It does not wait for the
+connections to end: the workers may already meet again at the same address, where they wait for a new store.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -39,10 +42,13 @@ from ...errors import (
     StoreTimeout,
     UnknownWorker,
     UsageError,
+    WireError,
     WorkerLost,
 )
 from ...net import Deadline
 from ...store import PrefixStore, Store
+from ...store.requests import Add, Set
+from ...torch_terms.arguments import CLOSE_TIMEOUT_S
 from .directory import Directory, Worker, is_name
 
 K = TypeVar("K")
@@ -60,6 +66,16 @@ _PRUNE_COUNTS_FROM = 64
 def keys_of(store: Store, kind: str, count: int) -> Store:
     """Return the part of the store for one meeting, the ``count``-th of its kind."""
     return PrefixStore(f"rpc/workers/{kind}/{count}", store)
+
+
+def wait_until_disconnected(timeout: float, others_disconnected: Callable[[], bool] | None) -> None:
+    """If this process serves the store, wait until all others have disconnected, at most ``timeout`` seconds.
+
+    ``others_disconnected``: that of the venue; None: another process serves the store.
+    """
+    deadline = Deadline(timeout)
+    while not (others_disconnected is None or others_disconnected() or deadline.expired):
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _wait_for_keys(
@@ -91,12 +107,14 @@ class WorkerEntry(ProcessIdentity, frozen=True):
     Attributes:
         joined: whether it has joined.
         failed: the reason why the meeting failed; "" if none is known.
-        left: whether it closed without waiting for the others.
+        leaving: whether it has begun a coordinated shutdown.
+        left: whether it closed without waiting for the others, or released the store.
     """
 
     name: str
     joined: bool = False
     failed: str = ""
+    leaving: bool = False
     left: bool = False
 
 
@@ -132,6 +150,8 @@ class WorkerMeeting:
         self._rank = rank
         self._size = size
         self._operation = operation
+        #: attributes of this worker's entry
+        self._state: dict[str, Any] = {}
         #: rank -> the entry that was read last
         self._seen: dict[int, WorkerEntry] = {}
         #: the entries of all ranks that :meth:`gather` has read
@@ -141,23 +161,36 @@ class WorkerMeeting:
     def gather(self, deadline: Deadline) -> None:
         """Write this worker's entry and wait for those of all others.
 
+        Before that, workers of an earlier job with the same keys that shut down must have left.
+
         Raises:
             UsageError: two workers have the same name.
-            RendezvousError: another worker has failed.
+            RendezvousError: another worker has failed, or the store was lost.
             RendezvousTimeout: a worker's entry is missing.
+            StoreError: the store was lost before rank 0 had an entry.  If rank 0 serves the store, it was
+                that of an earlier job.
         """
-        self._write_entry()
-        self._gathered = [self._await(rank, deadline, False) for rank in range(self._size)]
+        try:
+            self._await_earlier(deadline)
+            self._write_entry()
+            self._gathered = [self._await(rank, deadline, False) for rank in range(self._size)]
+        except StoreError as error:
+            if isinstance(error, StoreTimeout) or 0 not in self._seen:
+                raise
+            raise RendezvousError(
+                f"worker {self._name!r}: the store was lost before all {self._size} workers had come: "
+                f"{error}; start the job again"
+            ) from error
         self.names = [entry.name for entry in self._gathered]
         twice = [name for name, times in Counter(self.names).items() if times > 1]
         if twice:
             ranks = [str(rank) for rank, name in enumerate(self.names) if name == twice[0]]
-            error = UsageError(
+            duplicate = UsageError(
                 f"name={twice[0]!r} is not unique: ranks {', '.join(ranks)} have it; give every worker a "
                 "unique name"
             )
-            self._propagate_failure(str(error))
-            raise error
+            self._propagate_failure(str(duplicate))
+            raise duplicate
 
     def fail(self, why: BaseException) -> None:
         """Notify the others that this worker cannot join."""
@@ -191,6 +224,27 @@ class WorkerMeeting:
                 with contextlib.suppress(ShoalError):  # the store was closed, so the others have ended
                     self._write_entry(joined=True, left=True)
 
+    def release_store(self, timeout: float, others_disconnected: Callable[[], bool] | None) -> None:
+        """Announce that this worker no longer needs the store.
+
+        If its process serves the store, wait instead until this is true of all others, or until they have
+        disconnected, but at most ``timeout`` seconds.
+
+        Args:
+            others_disconnected: of the venue; None: another process serves the store.
+        """
+        deadline = Deadline(timeout)
+        self._store.timeout = min(timeout, CLOSE_TIMEOUT_S)
+        with contextlib.suppress(StoreError, WireError):  # the store was lost: nobody waits any more
+            if others_disconnected is None:
+                left = self._entry_call(**{**self._state, "leaving": False, "left": True})
+                self._store.together([left, Add("released", 1)])
+                return
+            while self._store.add("released", 0) < self._size - 1:
+                if others_disconnected() or deadline.expired:
+                    return
+                time.sleep(_POLL_INTERVAL_S)
+
     def wait_until_all_idle(self, agent: ClosingAgent, deadline: Deadline) -> None:
         """Wait until all have called this, and no call is pending or served at any of them.
 
@@ -198,6 +252,7 @@ class WorkerMeeting:
         """
         number, quiet = 0, False
         try:
+            self._write_entry(joined=True, leaving=True)
             while not quiet:
                 before = agent.wait_until_idle(deadline)
                 self._exchange(f"{number}/idle", b"", agent, deadline)
@@ -219,21 +274,43 @@ class WorkerMeeting:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _write_entry(self, *, joined: bool = False, failed: str = "", left: bool = False) -> None:
-        entry = WorkerEntry(self._me.machine, self._me.process, self._name, joined, failed, left)
-        self._store.set(str(self._rank), msgspec.msgpack.encode(entry))
+    def _write_entry(self, **state: Any) -> None:
+        self._store.together([self._entry_call(**state)])
+
+    def _entry_call(self, **state: Any) -> Set:
+        """Return the call that writes this worker's entry, with the given attributes."""
+        self._state = state
+        entry = WorkerEntry(self._me.machine, self._me.process, self._name, **state)
+        return Set(str(self._rank), msgspec.msgpack.encode(entry))
 
     def _entry(self, rank: int, timeout: float) -> WorkerEntry:
-        raw = self._store.get(str(rank), timeout)
+        entry = self._seen[rank] = self._decoded(rank, self._store.get(str(rank), timeout))
+        return entry
+
+    def _decoded(self, rank: int, raw: bytes) -> WorkerEntry:
         try:
-            entry = from_msgpack(raw, WorkerEntry)
+            return from_msgpack(raw, WorkerEntry)
         except MalformedMessage as error:
             raise RendezvousError(
                 f"worker {self._name!r}: the entry of rank {rank} in the store cannot be read ({error}); "
                 "does another program use the same keys?"
             ) from error
-        self._seen[rank] = entry
-        return entry
+
+    def _await_earlier(self, deadline: Deadline) -> None:
+        """Wait until the workers of an earlier job with the same keys have left, if they shut down."""
+        while True:
+            there = self._store.peek([str(rank) for rank in range(self._size)])
+            entries = [self._decoded(rank, raw) for rank, raw in enumerate(there) if raw is not None]
+            waited = [each for each in entries if each.leaving and not each.is_dead()]
+            if not waited:
+                return
+            if deadline.expired:
+                raise RendezvousTimeout(
+                    f"worker {self._name!r}: an earlier job in this store is ending, but its worker "
+                    f"{waited[0].name!r} (process {waited[0].pid}) did not leave it within "
+                    f"{format_seconds(deadline.timeout)}; end it, or use another job name or address"
+                )
+            time.sleep(_POLL_INTERVAL_S)
 
     def _entry_of_running(self, rank: int, timeout: float = 0.0) -> WorkerEntry | None:
         """Return the entry of ``rank``; None: it does not exist, or its process has ended."""
