@@ -184,8 +184,8 @@ def crew() -> Iterator[Crew]:
     with Crew():
         pass  # what stays for ever comes with the first one
     with no_leaks(), Crew() as crew:
-        for role in ROLES:
-            role(Trial(crew, -1))
+        for number, role in enumerate(ROLES, -len(ROLES)):
+            role(Trial(crew, number))
         yield crew
 
 
