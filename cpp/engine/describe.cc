@@ -4,7 +4,6 @@
 #include <string>
 
 namespace shoal {
-namespace {
 
 const char* name(Kind kind) {
   static const char* const names[] = {"?",          "all_reduce",     "reduce", "broadcast",
@@ -12,6 +11,8 @@ const char* name(Kind kind) {
                                       "all_to_all", "barrier",        "send",   "recv"};
   return kind <= Kind::kRecv ? names[static_cast<std::size_t>(kind)] : names[0];
 }
+
+namespace {
 
 bool reduces(Kind kind) {
   return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;

@@ -7,6 +7,7 @@
 
 namespace shoal {
 
+const char* name(Kind kind);
 std::string describe(const Fingerprint& call);
 std::string describe(const Request& request);
 

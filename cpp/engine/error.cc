@@ -112,4 +112,50 @@ const char* decode(const std::string& payload, int size, Error& error) {
   return members ? nullptr : "an error of ranks that are not in the group";
 }
 
+namespace {
+
+std::string reported_by(int rank) {
+  return rank < 0 ? std::string() : " (reported by rank " + std::to_string(rank) + ")";
+}
+
+std::string cause(const Error& error, const std::string& subject) {
+  std::vector<std::string> causes;
+  if (!error.text.empty()) {
+    // These texts name their ranks: the table of a mismatch all of them, an abort its caller.
+    const bool names_ranks = error.code == ErrorCode::kMismatch || error.code == ErrorCode::kAborted;
+    causes.push_back((subject.empty() ? error.text : subject + " " + error.text) +
+                     reported_by(names_ranks ? -1 : error.reporter));
+  }
+  for (std::size_t i = 0; i < error.lost.size();) {
+    const int reporter = error.lost[i].reporter;
+    std::string losses;
+    for (; i < error.lost.size() && error.lost[i].reporter == reporter; ++i)
+      losses += (losses.empty() ? "rank " : "; rank ") + std::to_string(error.lost[i].rank) +
+                " is lost: " + error.lost[i].cause;
+    causes.push_back(losses + reported_by(reporter));
+  }
+  std::string all;
+  for (const std::string& each : causes) all += (all.empty() ? "" : "; ") + each;
+  return error.absence.empty() ? all : error.absence + "; the others gave it up: " + all;
+}
+
+}  // namespace
+
+std::string explain(const Error& error, int rank, const std::string& group) {
+  if (error.operation.empty()) return cause(error, error.subject);
+  const std::string completed = error.completed < 0
+                                    ? "no operation had completed here"
+                                    : "last operation completed here: " + std::to_string(error.completed);
+  const std::string where =
+      error.operation + " on rank " + std::to_string(rank) + " of group '" + group + "' (" + completed + ")";
+  if (error.subject == error.operation) return cause(error, where);
+  return where + " failed: " + cause(error, error.subject);
+}
+
+bool caused_by_others(const Error& error, int rank) {
+  const bool possible = error.code == ErrorCode::kPeerLost || error.code == ErrorCode::kAborted ||
+                        error.code == ErrorCode::kClosed;
+  return possible && !error.blames(rank);
+}
+
 }  // namespace shoal

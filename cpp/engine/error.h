@@ -1,6 +1,6 @@
 // The error of a group or an operation.
 //
-// The core collects facts; Python composes the exception's text (src/shoal/backend/native/errors.py).
+// It consists of facts, which the ranks exchange; explain() composes the exception's text from them.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,11 @@ struct Error {
   void add(LostRank loss);
   bool blames(int rank) const;
 };
+
+// The text of the exception on `rank` of `group`.
+std::string explain(const Error& error, int rank, const std::string& group);
+// Whether other ranks than `rank` caused the error.
+bool caused_by_others(const Error& error, int rank);
 
 // The payload of a kBroken frame, of at most kTextLimit bytes.  It lacks code, operation and absence.
 //

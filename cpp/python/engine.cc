@@ -14,12 +14,12 @@
 #include <cerrno>
 #include <system_error>
 
+#include "collectives/calls.h"
 #include "common/clock.h"
 #include "engine/context.h"
 #include "mpi/library.h"
 #include "net/check.h"
 #include "python/bindings.h"
-#include "python/calls.h"
 #include "python/tensors.h"
 #include "python/text.h"
 
@@ -256,19 +256,17 @@ void bind_records(nb::module_& m) {
       .value("REBUILD", consensus::Op::kRebuild)
       .value("GROW", consensus::Op::kGrow);
 
-  nb::class_<LostRank>(m, "LostRank", "The loss of one rank of a group.")
-      .def_ro("rank", &LostRank::rank)
-      .def_prop_ro("cause", [](const LostRank& loss) { return str(loss.cause); })
-      .def_ro("reporter", &LostRank::reporter, "The rank that observed the loss; -1: this one.");
   nb::class_<Error>(m, "Error", "Why a group or an operation failed, see cpp/engine/error.h.")
       .def_ro("code", &Error::code)
-      .def_prop_ro("text", [](const Error& error) { return str(error.text); })
       .def_ro("ranks", &Error::ranks)
-      .def_ro("lost", &Error::lost)
-      .def_ro("reporter", &Error::reporter)
-      .def_prop_ro("subject", [](const Error& error) { return str(error.subject); })
-      .def_prop_ro("operation", [](const Error& error) { return str(error.operation); })
-      .def_ro("absence", &Error::absence)
+      .def(
+          "explain",
+          [](const Error& error, int rank, const std::string& group) {
+            return str(explain(error, rank, group));
+          },
+          nb::arg("rank"), nb::arg("group"), "The text of the exception on a rank of the group of this name.")
+      .def("caused_by_others", &caused_by_others, nb::arg("rank"),
+           "Whether other ranks than this one caused the error.")
       .def_ro("completed", &Error::completed, "Number of the last completed operation, or -1.");
   nb::class_<Message>(m, "Message", "A received message.")
       .def_ro("data", &Message::data, "An array of its bytes; None if the receive had a buffer.")

@@ -11,9 +11,9 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/calls.h"
 #include "engine/group.h"
 #include "python/bindings.h"
-#include "python/calls.h"
 #include "python/record.h"
 #include "python/source.h"
 #include "python/tensors.h"

@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <new>
 
+#include "collectives/calls.h"
 #include "python/bindings.h"
-#include "python/calls.h"
 #include "python/interruptible_wait.h"
 #include "python/text.h"
 #include "rpc/endpoint.h"

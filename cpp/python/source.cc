@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/calls.h"
 #include "engine/context.h"
 #include "engine/group.h"
 #include "python/bindings.h"
-#include "python/calls.h"
 
 namespace nb = nanobind;
 

@@ -163,25 +163,14 @@ class AgreementOp(enum.Enum):
     REBUILD = ...
     GROW = ...
 
-class LostRank:
-    """The loss of one rank of a group."""
-
-    rank: int
-    cause: str
-    reporter: int  # the rank that observed the loss; -1: this one
-
 class Error:
     """Why a group or an operation failed, see ``cpp/engine/error.h``."""
 
     code: ErrorCode
-    text: str
     ranks: list[int]
-    subject: str
-    lost: list[LostRank]
-    reporter: int
-    operation: str
-    absence: str
     completed: int
+    def explain(self, rank: int, group: str) -> str: ...
+    def caused_by_others(self, rank: int) -> bool: ...
 
 class Message:
     """A received message; ``data`` is None if the receive had a buffer."""

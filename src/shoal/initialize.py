@@ -11,7 +11,8 @@ from inspect import signature
 from typing import Any
 
 from . import config
-from .backend.base import GroupSpec, check_options, group_ident, lane_count
+from .backend.base import GroupSpec, check_options
+from .backend.identity import lane_count, world_ident
 from .backend.registry import BackendFactory, backend_factory, default_backend
 from .common.arguments import checked_seconds
 from .common.formatting import encodable
@@ -133,10 +134,9 @@ def world_group(
         within: timeout in seconds for connecting; None: as ``timeout``.
     """
     name = encodable(name)
-    identity = f"{membership.job}/{membership.epoch}/{name}"
     spec = GroupSpec(
         name=name,
-        ident=group_ident(identity),
+        ident=world_ident(membership.job, membership.epoch, name),
         rank=membership.rank,
         ranks=tuple(range(membership.size)),
         concurrency=concurrency,

@@ -10,7 +10,6 @@ Replaceable data channels follow ``DataChannel`` in the first design of torch.di
 from __future__ import annotations
 
 import abc
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from .. import config
-from ..common.arguments import accepted_keywords, checked_count, keyword_names, unknown_keyword_error
+from ..common.arguments import accepted_keywords, keyword_names, unknown_keyword_error
 from ..common.copy_refusal import refuses_copies
 from ..errors import GroupError, UnsupportedOperation
 from ..future import Future
@@ -32,18 +30,13 @@ if TYPE_CHECKING:
     from .registry import BackendFactory
 
 
-def group_ident(label: str) -> int:
-    """The 64-bit identifier of a group on the wire, derived from its unique ``label``."""
-    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
-
-
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """The description of one group for a backend.
 
     Attributes:
         name: unique in the job, equal on all members.
-        ident: see :func:`group_ident`.
+        ident: see :func:`~shoal.backend.identity.group_ident`.
         ranks: the members' ranks in the first group of the job, in group order; ``ranks[rank]`` is this
             process.
         concurrency: number of lanes.
@@ -353,11 +346,6 @@ class Backend(abc.ABC):
 
     def after_fork_in_child(self) -> None:
         """Release descriptors and memory that belong to the parent.  Called in a forked child."""
-
-
-def lane_count(concurrency: int | None) -> int:
-    """The number of lanes given by ``concurrency=`` or ``SHOAL_CONCURRENCY``."""
-    return config.CONCURRENCY.get() if concurrency is None else checked_count("concurrency", concurrency)
 
 
 def check_options(

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore
 
 from .. import config
-from ..backend.base import check_options, lane_count
+from ..backend.base import check_options
+from ..backend.identity import lane_count
 from ..backend.registry import BackendFactory, backend_factory, default_backend
 from ..common import torch_features
 from ..errors import UsageError

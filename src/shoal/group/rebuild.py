@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .. import config, failure_report
 from ..backend.agreement import AgreementOp
-from ..backend.base import GroupSpec, group_ident
+from ..backend.base import GroupSpec
+from ..backend.identity import group_ident
 from ..common.formatting import ranks_named
 from ..errors import GroupError, OperationTimeout, ProtocolError, TooFewRanks
 from ..net import Deadline

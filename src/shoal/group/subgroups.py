@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backend.base import GroupSpec, check_options, group_ident, lane_count
+from ..backend.base import GroupSpec, check_options
+from ..backend.identity import group_ident, lane_count
 from ..backend.registry import BackendFactory, backend_factory
 from ..common.arguments import keyword_names, unknown_keyword_error
 from ..common.formatting import encodable

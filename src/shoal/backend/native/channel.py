@@ -19,7 +19,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ... import _core, config, failure_report
-from ...common.arguments import checked_seconds
 from ...common.formatting import counted, encodable
 from ...errors import (
     CollectiveMismatch,
@@ -37,8 +36,9 @@ from ...recorder import FlightRecorder
 from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
 from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
-from .errors import caused_by_others, exception_of, explain_resource_errors
+from .errors import exception_of, explain_resource_errors
 from .mesh import OfferedMemory, connect
+from .options import checked_heartbeat, checked_shared_memory_limit, checked_transport, memory_size
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class NativeBackend(Backend):
         self._membership = membership
         way = checked_transport(transport)
         heartbeat = checked_heartbeat(heartbeat_timeout)
-        capacity, limit = _memory_size(membership.local_size, shared_memory_limit)
+        capacity, limit = memory_size(membership.local_size, shared_memory_limit)
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._callback_ids = itertools.count(1)
@@ -390,7 +390,7 @@ class NativeChannel(DataChannel):
 
     def error(self, error: _core.Error | None) -> GroupError | ForkedProcess | None:
         """Return the exception for an error of the core; report to the launcher if another rank caused it."""
-        if error is not None and caused_by_others(error, self._spec.rank):
+        if error is not None and error.caused_by_others(self._spec.rank):
             self._backend.report_notified(self._spec.ranks[rank] for rank in error.ranks)
         return exception_of(error, self._spec.rank, self._spec.name)
 
@@ -586,50 +586,3 @@ def unpack_shape(dims: list[int]) -> list[int]:
         shape[i] |= encoded[place] << shift
         place += 1
     return shape
-
-
-#: Values of ``transport=``: how a rank reaches other ranks on its host.
-TRANSPORTS = ("auto", "shm", "tcp")
-
-
-def checked_transport(transport: str | None) -> str:
-    """Return ``transport``, or ``SHOAL_TRANSPORT`` if it is None; raise UsageError if it is invalid."""
-    if transport is None:
-        return config.TRANSPORT.get()
-    if transport not in TRANSPORTS:
-        raise UsageError(f"transport={transport!r}: expected one of {', '.join(TRANSPORTS)}")
-    return transport
-
-
-def checked_heartbeat(seconds: float | None) -> float:
-    """Return ``seconds``, or ``SHOAL_HEARTBEAT_TIMEOUT`` if it is None.
-
-    Raises UsageError unless the value is a positive finite number.
-    """
-    if seconds is None:
-        return config.HEARTBEAT_TIMEOUT.get()
-    return checked_seconds("heartbeat_timeout", seconds, finite=True)
-
-
-def checked_shared_memory_limit(limit: int | None) -> int | None:
-    """Return ``limit`` in bytes, or ``SHOAL_SHARED_MEMORY_LIMIT`` if it is None; None: no limit.
-
-    Raises UsageError unless the value is an integer of at least 1 MiB.
-    """
-    what = "shared_memory_limit"
-    if limit is None:
-        limit, what = config.SHARED_MEMORY_LIMIT.get(), config.SHARED_MEMORY_LIMIT.name
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 << 20):
-        raise UsageError(f"{what}={limit!r}: expected a number of bytes, at least a mebibyte (2**20)")
-    return limit
-
-
-def _memory_size(local_size: int, limit: int | None) -> tuple[int, int]:
-    """Return the bytes of address space to reserve, and the maximum bytes in use."""
-    limit = checked_shared_memory_limit(limit)
-    if limit is None:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Every rank maps the memory of every other; ranks that are threads share one address space.
-    most: int = 2**46 // max(local_size, 1) ** 2
-    capacity = min(max(limit, 1 << 30) + (1 << 28), most)
-    return capacity // 4096 * 4096, limit

@@ -9,7 +9,8 @@ import torch
 from ...future import derive_key
 from ...rendezvous.membership import Membership
 from ...spec import Operation, OpKind
-from ..base import GroupSpec, group_ident
+from ..base import GroupSpec
+from ..identity import group_ident
 from .channel import NativeBackend
 
 

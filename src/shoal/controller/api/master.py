@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...backend.native.channel import checked_transport
+from ...backend.native.options import checked_transport
 from ...backend.registry import MPI, NATIVE, backend_factory
 from ...common.arguments import checked_count, checked_seconds
 from ...common.copy_refusal import refuses_copies

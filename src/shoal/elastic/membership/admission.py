@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from ... import config, failure_report
-from ...backend.base import lane_count
+from ...backend.identity import lane_count
 from ...backend.registry import backend_factory
 from ...errors import GroupError, RendezvousError, ShoalError, StoreError, StoreTimeout, UsageError, WireError
 from ...group import ProcessGroup

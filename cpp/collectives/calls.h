@@ -1,4 +1,4 @@
-// Requests and times from Python's arguments, for all files of the binding.
+// Requests from the arguments of a program, for the bindings of Python and C.
 #pragma once
 
 #include <cstdint>
