@@ -75,7 +75,11 @@ def test_sibling_folders_do_not_import_each_other_in_circles() -> None:
 
 def _includes() -> dict[str, set[str]]:
     """Each file of the core and what it includes, of the core (``engine/group.h``) and others (``<new>``)."""
-    files = {str(path.relative_to(CPP)): path for path in CPP.rglob("*") if path.suffix in (".cc", ".h")}
+    files = {
+        str(path.relative_to(CPP)).removeprefix("include/"): path
+        for path in CPP.rglob("*")
+        if path.suffix in (".cc", ".h")
+    }
     pattern = re.compile(r'^#include (?:"([^"]+)"|(<[^>]+>))', re.MULTILINE)
     graph = {name: {a or b for a, b in pattern.findall(path.read_text())} for name, path in files.items()}
     assert sum(map(len, graph.values())) > len(graph), "the includes were not found"
@@ -103,6 +107,16 @@ def test_a_folder_of_the_core_includes_only_what_it_may() -> None:
         )
     ]
     assert not breaches, "pyproject.toml says which folder may include what: " + "; ".join(breaches)
+
+
+def test_only_the_headers_for_torch_include_torch() -> None:
+    found = [
+        name
+        for name, others in _includes().items()
+        if any(re.match("<(torch|ATen|c10)/", other) for other in others)
+    ]
+    assert found
+    assert all(name.startswith("shoal/torch/") for name in found)
 
 
 def test_no_include_leads_in_a_circle() -> None:
@@ -260,7 +274,7 @@ HOST_WAITS = {
     ("consistency.py", "group.all_gather(torch.tensor([len(own)], device='cpu'))"): "a number on the host",
     (
         "consistency.py",
-        "group.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8))",
+        "group.all_gather(parts, text)",
     ): "bytes on the host",
     ("reducer/outcome.py", "self._future"): "flags on the host",
     ("reducer/outcome.py", "group.all_gather(own)"): "flags on the host",

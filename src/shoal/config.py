@@ -219,6 +219,20 @@ REPORT_FD: Variable[tuple[int, int] | None] = Variable(
     "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
     "Descriptor on which this process reports failures to its launcher; `shoal run` sets it.",
 )  # fmt: skip
+PYTHON: Variable[str | None] = Variable(
+    "SHOAL_PYTHON", "the path or name of a program", str, None,
+    "Python with shoal, which a C++ program starts for its rendezvous; `shoal run` sets it. Not set: the one "
+    "that CMake found, or `python3`.",
+)  # fmt: skip
+CONNECT: Variable[bool] = Variable(
+    "SHOAL_CONNECT", "0 or 1", _flag, False,
+    "1: the launcher starts the helper process of each rank that is a C++ program; `shoal run --connect` "
+    "sets it.",
+)  # fmt: skip
+HELPER_FD: Variable[tuple[int, int] | None] = Variable(
+    "SHOAL_HELPER_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
+    "Socket of that helper process; `shoal run --connect` sets it.",
+)  # fmt: skip
 HOST_ID: Variable[str | None] = Variable(
     "SHOAL_HOST_ID", "any text", str, None,
     "Overrides the identity of the host: with different values one machine counts as several hosts.",

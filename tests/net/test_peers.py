@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -55,6 +57,38 @@ def over(
             return left(made), answer.result(20)
 
 
+@pytest.mark.parametrize("sends_process", [True, False])
+def test_a_side_can_name_the_process_that_it_connects_for(sends_process: bool) -> None:
+    """As the helper of a C++ program does."""
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def left(connection: Connection) -> int:
+        fd, process_fd = os.memfd_create("mine"), os.pidfd_open(program.pid)
+        with contextlib.closing(send_hello(connection, Name("left"), 20)) as peer:
+            peer.share_memory([fd, process_fd if sends_process else fd], 20)
+        os.close(fd)
+        os.close(process_fd)
+        return peer.pid
+
+    def right(connection: Connection) -> int | str:
+        fd = os.memfd_create("mine")
+        with contextlib.closing(receive_hello(connection, Name, lambda _: Name("right"), 20)) as peer:
+            try:
+                peer.share_memory([fd], 20, with_process=True)
+                return peer.pid
+            except WireError as error:
+                return str(error)
+            finally:
+                os.close(fd)
+
+    with no_leaks():
+        named = (
+            program.pid if sends_process else "received a descriptor that does not refer to a running process"
+        )
+        assert over("unix", left, right) == (os.getpid(), named)
+    program.communicate(b"\n")
+
+
 @pytest.mark.parametrize("family", ["unix", "tcp"])
 def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: str) -> None:
     def exchanged(peer: PeerConnection[Name], text: bytes) -> tuple[Name, bytes | None]:
@@ -64,7 +98,7 @@ def test_both_ends_learn_who_the_other_is_and_local_ones_share_memory(family: st
             fd = os.memfd_create("mine")
             try:
                 os.write(fd, text)
-                peer.share_memory(fd, 20)
+                peer.share_memory([fd], 20)
             finally:
                 os.close(fd)
             assert peer.pid == os.getpid()

@@ -22,6 +22,7 @@ COMMANDS = {
     "worker": "shoal.launch.commands.worker:worker",
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
+    "config": "shoal.launch.commands.config:config",
 }
 #: errors of writing to a full disk, or to a terminal that was closed
 _OUTPUT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ from ..errors import WireError
 from .acceptor import MAX_PENDING, Acceptor
 from .connection import Connection
 from .sockets import connect, connect_unix, listen, listen_unix
-from .unix import peer_pid, recv_fds, send_fds
+from .unix import peer_pid, pid_of, recv_fds, send_fds
 
 H = TypeVar("H", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -47,10 +47,25 @@ class PeerConnection(Generic[H]):
         self.pid = peer_pid(connection) if self.is_local else 0
         self.memory_fd = -1
 
-    def share_memory(self, fd: int, timeout: float) -> None:
-        """Send the descriptor ``fd``, which is not closed here, and receive the other side's memory."""
-        send_fds(self.connection, [fd], timeout)
-        (self.memory_fd,) = recv_fds(self.connection, 1, timeout)
+    def share_memory(self, fds: Sequence[int], timeout: float, *, with_process: bool = False) -> None:
+        """Send the descriptors ``fds``, which are not closed here, and receive the other side's memory.
+
+        Args:
+            with_process: the other side is not the rank itself: it also sends a pidfd of the rank, from which
+                ``pid`` is set.
+
+        Raises:
+            WireError: the other side sent something else, or that process has ended.
+        """
+        send_fds(self.connection, fds, timeout)
+        if not with_process:
+            (self.memory_fd,) = recv_fds(self.connection, 1, timeout)
+            return
+        self.memory_fd, process_fd = recv_fds(self.connection, 2, timeout)
+        try:
+            self.pid = pid_of(process_fd)
+        finally:
+            os.close(process_fd)
 
     def detach(self) -> tuple[int, int]:
         """Return the descriptors of the socket and of the other side's memory, owned by the caller now."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import errno
 import os
+import re
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..common.deadline import Deadline
 from ..errors import UsageError, WireError
@@ -24,6 +26,21 @@ def peer_pid(connection: Connection) -> int:
     It is the process that connected or listened; 0 if it is in another pid namespace.
     """
     return peer_credentials(connection.socket)[0]
+
+
+def pid_of(pidfd: int) -> int:
+    """Return the process id of the process that a received descriptor refers to, in the mounted ``/proc``.
+
+    Raises:
+        WireError: it is not the pidfd of a process that runs and that this process can see.
+    """
+    try:
+        found = re.search(r"^Pid:\s*(-?\d+)$", Path(f"/proc/self/fdinfo/{pidfd}").read_text(), re.MULTILINE)
+    except OSError as error:
+        raise WireError(f"cannot read which process a descriptor refers to: {error}") from error
+    if found is None or int(found[1]) <= 0:
+        raise WireError("received a descriptor that does not refer to a running process")
+    return int(found[1])
 
 
 def send_fds(connection: Connection, fds: Sequence[int], timeout: float) -> None:

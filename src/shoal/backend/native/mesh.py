@@ -35,7 +35,7 @@ from ...errors import (
     WireTimeout,
 )
 from ...net import Connection, Deadline, PeerConnection, PeerTransport, resource_error
-from ..base import Membership
+from ...rendezvous.membership import Membership
 
 _PURPOSE = "mesh"
 _ACCEPT_POLL_INTERVAL_S = 0.02  # seconds between checks whether accepting is still needed
@@ -58,13 +58,18 @@ class _Address(msgspec.Struct):
 
 
 class _Hello(msgspec.Struct):
-    """The rank at the other end; ``ring`` and ``capacity`` describe its shared memory, if any."""
+    """The rank at the other end; ``ring`` and ``capacity`` describe its shared memory, if any.
+
+    ``sends_process``: the rank is another process than the one that connects, and its pidfd follows its
+    memory.
+    """
 
     rank: int
     job: str
     epoch: int
     ring: _Offset
     capacity: _Offset
+    sends_process: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +117,19 @@ class Mesh:
 class OfferedMemory:
     """The shared memory of this rank, owned by the native core.
 
-    ``rings`` has the offset of the ring for each rank; unused rings cost nothing.
+    ``rings`` has the offset of the ring for each rank; unused rings cost nothing.  ``process_fd`` is a pidfd
+    of the rank, if that is not this process.
     """
 
     fd: int
     capacity: int
     rings: list[int]
+    process_fd: int | None = None
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that the peers get."""
+        return [self.fd] if self.process_fd is None else [self.fd, self.process_fd]
 
 
 def connect(membership: Membership, memory: OfferedMemory, *, transport: str, timeout: float) -> Mesh:
@@ -343,7 +355,7 @@ class _MeshBuilder:
         try:
             self._check(peer.hello, expected, connection.peer)
             if peer.is_local:
-                peer.share_memory(self._memory.fd, timeout)
+                peer.share_memory(self._memory.descriptors, timeout, with_process=peer.hello.sends_process)
         except BaseException:
             peer.close()
             raise
@@ -368,7 +380,8 @@ class _MeshBuilder:
 
     def _hello(self, to: int) -> _Hello:
         me = self._membership
-        return _Hello(me.rank, me.job, me.epoch, self._memory.rings[to], self._memory.capacity)
+        ring, memory = self._memory.rings[to], self._memory
+        return _Hello(me.rank, me.job, me.epoch, ring, memory.capacity, memory.process_fd is not None)
 
     def _lost(self, rank: int) -> RendezvousError:
         """Return the error for a ``rank`` lost before all were connected, or raise its known cause."""

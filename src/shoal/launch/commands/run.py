@@ -208,6 +208,11 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     default=STOP_GRACE_S,
     help="Seconds from SIGTERM or Ctrl-C, which are passed on to the ranks, to SIGKILL.  [default: 30]",
 )
+@click.option(
+    "--connect",
+    is_flag=True,
+    help="Run the rendezvous of C++ programs here, if they cannot start Python themselves.",
+)
 @click.option("-m", "module", is_flag=True, help="COMMAND is a module, run as by python -m.")
 @click.option(
     "--log-dir",
@@ -250,6 +255,7 @@ def run(
     spares: int,
     restarts: int,
     grace: float,
+    connect: bool,
     module: bool,
     log_dir: Path | None,
     store: str | None,
@@ -305,6 +311,8 @@ def run(
     # Other hosts do not inherit this environment, so a variable that is set here must not suppress a default.
     inherited = {k: v for k, v in os.environ.items() if all_hosts is None or k == "NO_COLOR"}
     extra = default_variables(size, inherited, _terminal(), prefix_lines=not no_prefix)
+    if connect:
+        extra[config.CONNECT.name] = "1"
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"

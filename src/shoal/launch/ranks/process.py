@@ -7,6 +7,7 @@ import re
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from ... import config
 from ...errors import LaunchError
 from ...failure_report import STACKS, Report
 from .program import flaw_of_script, reason_of
 from .rank import JobProcess
+from .rank_helper import RankHelper
 from .reports import Reports
 from .source import Pipe
 
@@ -65,28 +68,39 @@ class LocalRank(JobProcess):
             raise LaunchError(f"rank {self.name} could not be started: {argv[0]}: {flaw}")
         self._started = time.monotonic()
         self._selector: selectors.BaseSelector | None = None
+        self._helper: RankHelper | None = None
         try:
             self._reports = Reports(size)
         except OSError as error:
             raise LaunchError(f"rank {self.name} could not be started: {error}") from error
+        given = {config.PYTHON.name: sys.executable, **environment, **self._reports.variables}
+        passed = [self._reports.inherited, *inherits]
         try:
+            if environment.get(config.CONNECT.name) == "1":
+                self._helper = RankHelper(given, [self._reports.inherited])
+                given |= self._helper.variables
+                passed.append(self._helper.inherited)
             self._process = subprocess.Popen(
                 argv,
                 bufsize=0,
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**environment, **self._reports.variables},
+                env=given,
                 start_new_session=True,
                 preexec_fn=prepare,
-                pass_fds=[self._reports.inherited, *inherits],
+                pass_fds=passed,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._reports.close()
+            if self._helper is not None:
+                self._helper.close()
             raise LaunchError(
                 f"rank {self.name} could not be started: {argv[0]}: {reason_of(error, argv[0])}"
             ) from error
         self._reports.started()
+        if self._helper is not None:
+            self._helper.started()
         self.sent_reports = self._reports.received
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
@@ -146,6 +160,8 @@ class LocalRank(JobProcess):
     def release(self) -> None:
         if not self._released:
             self._process.wait()
+            if self._helper is not None:
+                self._helper.close()
             os.close(self.pidfd)
             self._ignore_reports()
             self._reports.close()

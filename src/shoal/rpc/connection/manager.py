@@ -257,7 +257,7 @@ class ConnectionManager:
         )
         if peer.is_local and hello.lends and self._lends:
             with open(self._endpoint.memory(), "rb", buffering=0) as mine:
-                peer.share_memory(mine.fileno(), timeout)
+                peer.share_memory([mine.fileno()], timeout)
         with self._lock:
             if not is_caller:
                 self._end_older(connection)

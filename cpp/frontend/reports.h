@@ -1,0 +1,14 @@
+// Reports about failures to the launcher, see src/shoal/failure_report.py.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace shoal::frontend_core {
+
+// Report that this rank leaves a group; must be called before others are notified.
+void report_left();
+// Report that this rank was notified that `ranks`, of the first group, failed or left.
+void report_told(const std::vector<int>& ranks);
+
+}  // namespace shoal::frontend_core
