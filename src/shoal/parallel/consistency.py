@@ -1,13 +1,13 @@
 """The check that all ranks have equal arguments, which the sizes of their messages would not reveal.
 
 The ranks compare digests of textual descriptions.  They exchange the descriptions only if the digests differ,
-so that the error can list the differences.
+so that the error can list the differences.  ``cpp/include/shoal/torch/consistency.h`` has the same check for
+ranks in C++.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,12 +71,12 @@ def check_same(group: ProcessGroup, what: str, items: Sequence[tuple[str, str]])
 
     Raises ModelMismatch if ``items`` differ; the message lists the differences of each rank from rank 0.
     """
-    own = json.dumps(list(items)).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(own).digest()), dtype=torch.uint8)
+    own = "".join(f"{name}\0{text}\0" for name, text in items).encode()
+    digest = torch.frombuffer(bytearray(hashlib.blake2b(own, digest_size=32).digest()), dtype=torch.uint8)
     digests = group.all_gather(digest).wait()
     if all(torch.equal(digest, other) for other in digests):
         return
-    descriptions = [dict(json.loads(text)) for text in _exchange(group, own)]
+    descriptions = [_description(text) for text in _exchange(group, own)]
     lines: list[str] = []
     for rank, description in enumerate(descriptions):
         found = _differences(descriptions[0], description)
@@ -128,9 +128,15 @@ def _differences(expected: dict[str, str], given: dict[str, str]) -> list[str]:
     return lines
 
 
+def _description(text: str) -> dict[str, str]:
+    parts = text.split("\0")
+    return dict(zip(parts[::2], parts[1::2], strict=False))  # the last part is empty
+
+
 def _exchange(group: ProcessGroup, own: bytes) -> list[str]:
     """Return the descriptions of all ranks."""
     lengths = [int(length) for length in group.all_gather(torch.tensor([len(own)], device="cpu")).wait()]
     parts = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
-    group.all_gather(parts, torch.frombuffer(bytearray(own), dtype=torch.uint8)).wait()
-    return [bytes(part.tolist()).decode() for part in parts]
+    text = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
+    group.all_gather(parts, text).wait()
+    return [bytes(part.tolist()).decode(errors="replace") for part in parts]

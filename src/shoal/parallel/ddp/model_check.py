@@ -170,8 +170,14 @@ def _describe(members: ModuleTensors, settings: Mapping[str, object]) -> list[tu
         for name, parameter in members.named_parameters()
     ]
     items += [(f"buffer {name!r}", describe_tensor(buffer)) for name, buffer in members.named_buffers()]
-    items += [(f"option {name}", repr(value)) for name, value in settings.items()]
+    items += [(f"option {name}", _option_text(value)) for name, value in settings.items()]
     return items
+
+
+def _option_text(value: object) -> str:
+    """Return the text of an option, which is the same for ranks in C++."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:.15g}" if is_number else repr(value)
 
 
 def check_trainable(module: nn.Module, members: ModuleTensors) -> None:
