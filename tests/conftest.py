@@ -43,7 +43,7 @@ hypothesis.settings.load_profile("patient")
 #: keeps one process busy while the others have nothing to do.
 LONGEST = (
     "backend/test_mpi.py", "controller/test_mpi.py", "compat/launching/test_launchers.py",
-    "hosts/test_srun.py", "failure/test_cuts.py",
+    "hosts/test_srun.py", "failure/test_cuts.py", "frontend/test_ddp.py", "frontend/test_groups.py",
     "examples/test_kubernetes.py", "hosts/test_training.py", "failure/test_standstills.py",
     "elastic/test_alike.py", "rendezvous/test_under_slurm.py", "hosts/test_orphans.py",
     "hosts/test_random_kills.py", "launch/test_hosts.py", "compat/frameworks/test_frameworks.py",

@@ -9,7 +9,7 @@ import pytest
 
 import shoal
 from shoal.controller import Master
-from tests.support.mpi import Mpi
+from tests.support.mpi import WITH_MPICH, Mpi
 
 from . import over_mpi
 
@@ -32,6 +32,7 @@ print("only the master comes here")
 """
 
 
+@WITH_MPICH
 def test_collectives_of_places_have_the_bits_of_the_native_backend(
     mpi: Mpi, master: Master, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ print("ended", flush=True)
 """
 
 
+@WITH_MPICH
 def test_other_nodes_continue_when_one_is_killed(mpi: Mpi, tmp_path: Path) -> None:
     outcome = mpi.run(4, _LOSE, folder=tmp_path, survives_deaths=True, timeout=LIMIT_S)
     lines = outcome.out.splitlines()
@@ -85,6 +87,7 @@ except (shoal.UsageError, shoal.ConfigurationError) as error:
 """
 
 
+@WITH_MPICH
 def test_a_master_that_is_not_started_by_mpiexec_is_told_to_be(mpi: Mpi, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_START)

@@ -15,7 +15,7 @@ from shoal.rendezvous import mpi as over_mpi
 from shoal.rendezvous import rendezvous
 from shoal.rendezvous.addresses import LOOPBACK, is_loopback
 from shoal.rendezvous.mpi import MpiRank, MpiStore
-from tests.support.mpi import Mpi, find
+from tests.support.mpi import WITH_MPICH, Mpi, find
 
 from .together import request
 
@@ -198,6 +198,7 @@ sys.stdout.write(f"{found}\\n")
 """
 
 
+@WITH_MPICH
 def test_a_variable_makes_mpi_the_backend_and_the_place_to_meet(mpi: Mpi, tmp_path: Path) -> None:
     outcome = mpi.run(2, _DEFAULTS, folder=tmp_path, env={"SHOAL_BACKEND": "mpi"})
     assert outcome.code == 0, outcome

@@ -32,6 +32,10 @@ from .waiting import PATIENCE
 
 #: names of the libraries, for parameters of tests
 NAMES = ("mpich", "openmpi")
+#: for tests that run with MPICH in `make test`, and with Open MPI in the long tests
+WITH_MPICH = pytest.mark.parametrize(
+    "mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.stress)], indirect=True
+)
 #: seconds from a rank's stacks to the end of the test
 _DUMP_TIME = 10.0
 #: the first lines of every program
