@@ -72,7 +72,7 @@ rounds: $(BIN)/ruff  ## random rounds of the core, 2 minutes; ROUNDS=long for te
 CORE_TESTS := $(TOOLS) cmake -S . -G Ninja -DCMAKE_BUILD_TYPE=Release -DSHOAL_TESTS=ON \
                 -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" --log-level=WARNING
 # The programs in C++, against an archive with a sanitizer; libtorch has none.  In a forked child the search
-# for leaks complains about the threads of its parent.
+# for leaks complains about the threads of its parent, and checks of types need free descriptors.
 CPP_TESTS = CPP_SECONDS=30 $(BIN)/python -m pytest -q -m "" -k "not compile$(1)" tests/frontend
 sanitize: $(DONE)/shoal  ## the core under the thread, address and undefined behaviour sanitizers
 	$(CORE_TESTS) -B build/tsan -DSHOAL_SANITIZE=thread
@@ -90,7 +90,7 @@ sanitize: $(DONE)/shoal  ## the core under the thread, address and undefined beh
 	CPP_ARCHIVE=$(CURDIR)/build/tsan/libshoal.a CPP_FLAGS="-O1 -fsanitize=thread" $(call CPP_TESTS)
 	CPP_ARCHIVE=$(CURDIR)/build/asan/libshoal.a UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  CPP_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-omit-frame-pointer" \
-	  $(call CPP_TESTS, and not forks)
+	  $(call CPP_TESTS, and not forks and not descriptors)
 
 bench: $(DONE)/shoal  ## every collective beside Gloo and MPI, 20 minutes; rewrites the tables of docs/benchmark.md
 	$(BIN)/shoal bench --readme $(ARGS)

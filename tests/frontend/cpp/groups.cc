@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -433,8 +434,10 @@ void exits_in_callback() {
 // A program that reaps all of its children, also the helper.
 void reaps() {
   std::signal(SIGCHLD, [](int) {
+    const int before = errno;
     while (waitpid(-1, nullptr, WNOHANG) > 0) {
     }
+    errno = before;
   });
   join().barrier().wait();
 }
