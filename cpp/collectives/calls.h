@@ -9,6 +9,12 @@
 
 namespace shoal {
 
+// The key of the future of a numbered operation, as in shoal/group/submission.py.  The factor is odd, so that
+// its multiples are distinct modulo 2**64.
+inline std::uint64_t future_key(std::uint64_t group, std::uint64_t number) {
+  return group + number * 0x9E3779B97F4A7C15ULL;
+}
+
 inline std::int64_t nanoseconds(double seconds) {
   return seconds > 1e9 ? std::int64_t{1'000'000'000} * 1'000'000'000
                        : static_cast<std::int64_t>(seconds * 1e9);

@@ -12,14 +12,6 @@ const char* name(Kind kind) {
   return kind <= Kind::kRecv ? names[static_cast<std::size_t>(kind)] : names[0];
 }
 
-namespace {
-
-bool reduces(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
-}
-
-}  // namespace
-
 std::string describe(const Fingerprint& call) {
   const auto kind = static_cast<Kind>(call.kind & ~Fingerprint::kOnDevice);
   std::string out = std::string(name(kind)) + '(';

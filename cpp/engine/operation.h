@@ -41,6 +41,10 @@ struct Span {
   std::uint64_t bytes = 0;
 };
 
+inline bool overlap(const Span& a, const Span& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
 inline std::uint64_t total(const std::vector<Span>& spans) {
   std::uint64_t bytes = 0;
   for (const Span& span : spans) bytes += span.bytes;

@@ -35,7 +35,7 @@ shoal_error* shoal_init(const char* const* options, size_t option_count, shoal_g
   return guarded([&] {
     Options given;
     for (size_t i = 0; i + 1 < option_count; i += 2) given.emplace_back(options[i], options[i + 1]);
-    *group = new shoal_group{std::make_shared<ProgramGroup>(World::connect(given))};
+    *group = new shoal_group{ProgramGroup::of_all(World::connect(given))};
   });
 }
 
@@ -120,17 +120,9 @@ shoal_error* shoal_run(void (*fn)(void*), void* argument) {
 
 uint64_t shoal_then_key(uint64_t key, uint64_t index) { return derive_key("then", {key, index}); }
 
-void* shoal_callback_enter(uint64_t key, uint64_t index) {
-  auto* scope = new CallbackScope{key, index, 0, callback_scope()};
-  callback_scope() = key == 0 ? nullptr : scope;
-  return scope;
-}
+void* shoal_callback_enter(uint64_t key, uint64_t index) { return new CallbackScope(key, index); }
 
-void shoal_callback_leave(void* token) {
-  auto* scope = static_cast<CallbackScope*>(token);
-  callback_scope() = scope->outer;
-  delete scope;
-}
+void shoal_callback_leave(void* token) { delete static_cast<CallbackScope*>(token); }
 
 void shoal_digest(const void* data, size_t bytes, unsigned char digest[32]) {
   blake2b({static_cast<const char*>(data), bytes}, {}, digest, 32);

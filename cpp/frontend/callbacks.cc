@@ -16,6 +16,8 @@ namespace {
 
 constexpr std::chrono::seconds kIdleTime{2};  // after which a thread ends
 
+thread_local CallbackScope* current_scope = nullptr;
+
 struct Task {
   void (*fn)(void*);
   void* argument;
@@ -69,9 +71,13 @@ std::uint64_t derive_key(const char* purpose, std::initializer_list<std::uint64_
   return key == 0 ? 1 : key;
 }
 
-CallbackScope*& callback_scope() {
-  static thread_local CallbackScope* scope = nullptr;
-  return scope;
+CallbackScope::CallbackScope(std::uint64_t key, std::uint64_t index)
+    : key_(key), index_(index), outer_(current_scope) {
+  current_scope = key == 0 ? nullptr : this;
 }
+
+CallbackScope::~CallbackScope() { current_scope = outer_; }
+
+CallbackScope* CallbackScope::current() { return current_scope; }
 
 }  // namespace shoal::frontend_core

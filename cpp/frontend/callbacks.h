@@ -17,13 +17,23 @@ void forget_callback_threads();
 // See derive_key in src/shoal/future/scope.py.
 std::uint64_t derive_key(const char* purpose, std::initializer_list<std::uint64_t> parts);
 
-// The identity of a running callback: key and index among those of its future.
-struct CallbackScope {
-  std::uint64_t key = 0, index = 0, issued = 0;
-  CallbackScope* outer = nullptr;
-  std::uint64_t next_key() { return derive_key("operation", {key, index, issued++}); }
+// The identity of the callback that the current thread runs while this object lives: the key of its future,
+// and its index among the callbacks of that.  key: 0: the future has none, and operations are numbered.
+class CallbackScope {
+ public:
+  CallbackScope(std::uint64_t key, std::uint64_t index);
+  ~CallbackScope();
+  CallbackScope(const CallbackScope&) = delete;
+  CallbackScope& operator=(const CallbackScope&) = delete;
+
+  // That of the current thread; null: there is none, or its future has no key.
+  static CallbackScope* current();
+  std::uint64_t next_key() { return derive_key("operation", {key_, index_, issued_++}); }
+
+ private:
+  const std::uint64_t key_, index_;
+  std::uint64_t issued_ = 0;
+  CallbackScope* const outer_;
 };
-// That of the current thread; null: none, or its future has no key.
-CallbackScope*& callback_scope();
 
 }  // namespace shoal::frontend_core

@@ -19,8 +19,6 @@
 namespace shoal::frontend_core {
 namespace {
 
-// Odd, so that its multiples are distinct modulo 2**64; as in shoal/group/submission.py.
-constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
 constexpr std::uint64_t kMaxTag = 1ULL << 30;
 // An empty str as Python's pickle writes it.
 constexpr unsigned char kPickledNothing[] = {0x80, 0x05, 0x8c, 0x00, 0x94, 0x2e};
@@ -43,10 +41,6 @@ std::vector<Span> spans(const shoal_spans& given) {
   return result;
 }
 
-bool overlap(const Span& a, const Span& b) {
-  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
-}
-
 // Whether an output shares memory with another one, or with an input.  Operations that write only what they
 // have read may have an input and an output at the same place.
 bool overlapping(const Request& request) {
@@ -59,10 +53,6 @@ bool overlapping(const Request& request) {
       if (overlap(request.out[i], input) && !(in_place && same(input, request.out[i]))) return true;
   }
   return false;
-}
-
-bool reduces(Kind kind) {
-  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
 }
 
 bool rooted(Kind kind) {
@@ -85,39 +75,25 @@ shoal_call call_of(Kind kind, DType dtype, const shoal_span* in, const shoal_spa
 
 }  // namespace
 
-ProgramGroup::ProgramGroup(std::shared_ptr<World> world)
-    : world_(std::move(world)), is_first_(true), timeout_(world_->member().timeout) {
+ProgramGroup::ProgramGroup(std::shared_ptr<World> world, Group::Options options, double timeout,
+                           bool is_first)
+    : world_(std::move(world)), is_first_(is_first), timeout_(timeout) {
   const Member& own = world_->member();
-  Group::Options options;
-  options.ident = own.ident;
-  options.name = own.name;
-  options.rank = own.rank;
-  for (int rank = 0; rank < own.size; ++rank) {
-    options.ranks.push_back(rank);
-    options.hosts.push_back(world_->host(rank));
-  }
-  options.lanes = own.lanes;
+  for (int rank : options.ranks) options.hosts.push_back(world_->host(rank));
   options.agreements = {nanoseconds(own.vote_timeout), own.losses_are_deaths};
   core_ = world_->context().make_group(std::move(options));
   world_->add(*this);
 }
 
-ProgramGroup::ProgramGroup(const ProgramGroup& parent, const std::vector<int>& members,
-                           const std::string& label, double timeout)
-    : world_(parent.world_), is_first_(false), timeout_(timeout) {
-  const Member& own = world_->member();
+std::shared_ptr<ProgramGroup> ProgramGroup::of_all(const std::shared_ptr<World>& world) {
+  const Member& own = world->member();
   Group::Options options;
-  options.ident = digest64(hex(parent.core_->ident()) + "/" + label);
-  options.name = parent.name() + "/" + label;
-  for (int member : members) {
-    if (member == parent.rank()) options.rank = static_cast<int>(options.ranks.size());
-    options.ranks.push_back(parent.core_->global(member));
-    options.hosts.push_back(world_->host(options.ranks.back()));
-  }
-  options.lanes = parent.core_->lane_count();
-  options.agreements = {nanoseconds(own.vote_timeout), own.losses_are_deaths};
-  core_ = world_->context().make_group(std::move(options));
-  world_->add(*this);
+  options.ident = own.ident;
+  options.name = own.name;
+  options.rank = own.rank;
+  for (int rank = 0; rank < own.size; ++rank) options.ranks.push_back(rank);
+  options.lanes = own.lanes;
+  return std::shared_ptr<ProgramGroup>(new ProgramGroup(world, std::move(options), own.timeout, true));
 }
 
 ProgramGroup::~ProgramGroup() {
@@ -199,7 +175,7 @@ ProgramOperation ProgramGroup::submit(const shoal_message& message) {
 }
 
 ProgramOperation ProgramGroup::go(Request request, bool numbered) {
-  CallbackScope* scope = numbered ? callback_scope() : nullptr;
+  CallbackScope* scope = numbered ? CallbackScope::current() : nullptr;
   const std::unique_lock<std::mutex> lock = lock_usable();
   std::uint64_t key = 0;
   if (scope != nullptr) {
@@ -207,7 +183,7 @@ ProgramOperation ProgramGroup::go(Request request, bool numbered) {
     request.channel = kKeyed | (key & (kKeyed - 1));
   } else if (numbered) {
     request.channel = number_;
-    key = core_->ident() + number_ * kOdd;
+    key = future_key(core_->ident(), number_);
   }
   OperationPtr operation = core_->submit(std::move(request));
   if (numbered && scope == nullptr) ++number_;
@@ -302,17 +278,10 @@ std::shared_ptr<ProgramGroup> ProgramGroup::split(const std::int64_t* color, std
     for (std::int64_t length : sizes) texts.emplace_back(static_cast<std::size_t>(length), '\0');
     for (std::string& text : texts) parts.push_back({text.data(), text.size()});
     const shoal_span pickled{const_cast<unsigned char*>(kPickledNothing), sizeof kPickledNothing};
-    CallbackScope scope{lengths.key, 0, 0, callback_scope()};
-    callback_scope() = &scope;
-    try {
-      wait(submit(call_of(Kind::kAllGather, DType::kUInt8, &pickled, parts.data(), parts.size(),
-                          std::vector<std::uint64_t>(sizes.begin(), sizes.end()), seconds)),
-           kNever);
-    } catch (...) {
-      callback_scope() = scope.outer;
-      throw;
-    }
-    callback_scope() = scope.outer;
+    const CallbackScope scope(lengths.key, 0);
+    wait(submit(call_of(Kind::kAllGather, DType::kUInt8, &pickled, parts.data(), parts.size(),
+                        std::vector<std::uint64_t>(sizes.begin(), sizes.end()), seconds)),
+         kNever);
   }
   if (color == nullptr) return nullptr;
   if (std::ranges::count(differing, *color) > 0)
@@ -323,11 +292,17 @@ std::shared_ptr<ProgramGroup> ProgramGroup::split(const std::int64_t* color, std
     if (rows[rank].joins && rows[rank].color == *color)
       ordered.emplace_back(rows[rank].key, static_cast<int>(rank));
   std::ranges::sort(ordered);
-  std::vector<int> members;
-  for (const auto& [_, rank] : ordered) members.push_back(rank);
   // The key of the exchange is unique to this split, and equal on all ranks.
   const std::string label = "split:" + hex(exchange.key) + ":" + std::to_string(*color);
-  return std::shared_ptr<ProgramGroup>(new ProgramGroup(*this, members, label, seconds));
+  Group::Options options;
+  options.ident = digest64(hex(core_->ident()) + "/" + label);
+  options.name = name() + "/" + label;
+  for (const auto& [_, member] : ordered) {
+    if (member == rank()) options.rank = static_cast<int>(options.ranks.size());
+    options.ranks.push_back(core_->global(member));
+  }
+  options.lanes = core_->lane_count();
+  return std::shared_ptr<ProgramGroup>(new ProgramGroup(world_, std::move(options), seconds, false));
 }
 
 std::shared_ptr<Block> ProgramGroup::allocate(std::uint64_t bytes) {

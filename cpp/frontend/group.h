@@ -28,8 +28,7 @@ struct ProgramOperation {
 
 class ProgramGroup : public std::enable_shared_from_this<ProgramGroup> {
  public:
-  // The group of all ranks.
-  explicit ProgramGroup(std::shared_ptr<World> world);
+  static std::shared_ptr<ProgramGroup> of_all(const std::shared_ptr<World>& world);
   ~ProgramGroup();
   ProgramGroup(const ProgramGroup&) = delete;
   ProgramGroup& operator=(const ProgramGroup&) = delete;
@@ -52,8 +51,8 @@ class ProgramGroup : public std::enable_shared_from_this<ProgramGroup> {
   void close(double timeout);  // seconds; 0: that of the group
 
  private:
-  ProgramGroup(const ProgramGroup& parent, const std::vector<int>& members, const std::string& label,
-               double timeout);
+  // options: all but `hosts` and `agreements`.
+  ProgramGroup(std::shared_ptr<World> world, Group::Options options, double timeout, bool is_first);
   ProgramOperation go(Request request, bool numbered);
   // Locks mutex_; throws Failure if the group accepts no operations.
   std::unique_lock<std::mutex> lock_usable();

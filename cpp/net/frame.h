@@ -46,6 +46,10 @@ enum class Kind : std::uint8_t {
   kRecv = 11,
 };
 
+inline bool reduces(Kind kind) {
+  return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
+}
+
 // The reason why a group or an operation ended.
 enum class ErrorCode : std::uint16_t {
   kNone = 0,

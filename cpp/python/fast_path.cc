@@ -23,9 +23,6 @@ namespace nb = nanobind;
 namespace shoal {
 namespace {
 
-// Odd, so that its multiples are distinct modulo 2**64; as in shoal/group/submission.py.
-constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15ULL;
-
 PyObject* scope = nullptr;   // the context variable with the running callback, or None
 PyObject* dtypes = nullptr;  // a tuple of torch's dtypes by code
 PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
@@ -41,10 +38,6 @@ struct FastSubmit {
 };
 
 FastSubmit* as_shortcut(PyObject* object) { return reinterpret_cast<FastSubmit*>(object); }
-
-bool overlap(const Span& a, const Span& b) {
-  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
-}
 
 // The count that must be equal on all ranks (see backend/native/channel.py); nullopt if the tensors mismatch.
 std::optional<std::uint64_t> count_of(Kind kind, const PlainTensor& in, const PlainTensor& out, int size) {
@@ -167,7 +160,7 @@ PyObject* future_of(FastSubmit& self, const Given& call) {
   if (!operation) Py_RETURN_NONE;
   const std::uint64_t number = operation->request().channel;
   reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
-  set_key(future.ptr(), self.ident + number * kOdd);
+  set_key(future.ptr(), future_key(self.ident, number));
   if (recorded) {
     as_record(record.ptr())->number = static_cast<std::int64_t>(number);
     set_record(future.ptr(), as_record(record.ptr()));

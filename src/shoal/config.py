@@ -137,6 +137,7 @@ JOB_NAME = f"1 to {_MAX_JOB_NAME} bytes of printable text"
 _RANK = "a whole number from 0"
 _COUNT = "a whole number from 1"
 _SECONDS = "a positive number of seconds"
+_INHERITED = "a descriptor and its inode, such as 7:4026"
 
 RANK: Variable[int | None] = Variable(
     "SHOAL_RANK", _RANK, _at_least(0), None,
@@ -216,7 +217,7 @@ SSH: Variable[str] = Variable(
     "Program that `shoal run --hosts` calls like ssh, with options, the host and a command.",
 )  # fmt: skip
 REPORT_FD: Variable[tuple[int, int] | None] = Variable(
-    "SHOAL_REPORT_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
+    "SHOAL_REPORT_FD", _INHERITED, _descriptor, None,
     "Descriptor on which this process reports failures to its launcher; `shoal run` sets it.",
 )  # fmt: skip
 PYTHON: Variable[str | None] = Variable(
@@ -230,7 +231,7 @@ CONNECT: Variable[bool] = Variable(
     "sets it.",
 )  # fmt: skip
 HELPER_FD: Variable[tuple[int, int] | None] = Variable(
-    "SHOAL_HELPER_FD", "a descriptor and its inode, such as 7:4026", _descriptor, None,
+    "SHOAL_HELPER_FD", _INHERITED, _descriptor, None,
     "Socket of that helper process; `shoal run --connect` sets it.",
 )  # fmt: skip
 HOST_ID: Variable[str | None] = Variable(

@@ -39,6 +39,21 @@ typedef struct shoal_spans {
   size_t count;
 } shoal_spans;
 
+/* The kinds of operations. */
+enum {
+  SHOAL_ALL_REDUCE = 1,
+  SHOAL_REDUCE = 2,
+  SHOAL_BROADCAST = 3,
+  SHOAL_ALL_GATHER = 4,
+  SHOAL_REDUCE_SCATTER = 5,
+  SHOAL_GATHER = 6,
+  SHOAL_SCATTER = 7,
+  SHOAL_ALL_TO_ALL = 8,
+  SHOAL_BARRIER = 9,
+  SHOAL_SEND = 10,
+  SHOAL_RECV = 11,
+};
+
 /* A collective.  inputs, outputs: as in the table of src/shoal/spec.py.
  * count: elements, if it must be equal on all ranks.  sizes: bytes of each part, if known on all ranks.
  * timeout: seconds; 0: that of the group. */

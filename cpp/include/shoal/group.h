@@ -108,21 +108,22 @@ class Group {
   template <class T>
   Future<T> all_reduce(T x, ReduceOp op = sum, Seconds timeout = {}) const {
     const View view = of(x, "all_reduce");
-    return collective<T>(kAllReduce, {view}, {view}, x, timeout, op);
+    return collective<T>(SHOAL_ALL_REDUCE, {view}, {view}, x, timeout, op);
   }
 
   /// Reduces `x` over all ranks into `x` of rank `root`; other ranks' `x` is not changed.
   template <class T>
   Future<T> reduce(T x, int root = 0, ReduceOp op = sum, Seconds timeout = {}) const {
     const View view = of(x, "reduce");
-    return collective<T>(kReduce, {view}, rank() == root ? Views{view} : Views{}, x, timeout, op, root);
+    return collective<T>(SHOAL_REDUCE, {view}, rank() == root ? Views{view} : Views{}, x, timeout, op, root);
   }
 
   /// Copies `x` of rank `root` into `x` of all other ranks.
   template <class T>
   Future<T> broadcast(T x, int root = 0, Seconds timeout = {}) const {
     const View view = of(x, "broadcast");
-    return collective<T>(kBroadcast, rank() == root ? Views{view} : Views{}, {view}, x, timeout, sum, root);
+    return collective<T>(SHOAL_BROADCAST, rank() == root ? Views{view} : Views{}, {view}, x, timeout, sum,
+                         root);
   }
 
   /// Gathers the tensors of all ranks, which have equal shapes, on all ranks; element r is that of rank r.
@@ -137,7 +138,7 @@ class Group {
     const Views outputs = one_per_rank(out, "all_gather", "out");
     const View input = of(x, "all_gather");
     expect(outputs[here()].count == input.count, "all_gather", "out of this rank must have the size of x");
-    return collective<std::vector<T>>(kAllGather, {input}, outputs, std::move(out), timeout, sum, -1,
+    return collective<std::vector<T>>(SHOAL_ALL_GATHER, {input}, outputs, std::move(out), timeout, sum, -1,
                                       counts(outputs));
   }
 
@@ -147,7 +148,8 @@ class Group {
     const View output = of(out, "all_gather_single"), input = of(x, "all_gather_single");
     expect(output.count == input.count * ranks_count(), "all_gather_single",
            "out must have as many elements as x has, times the number of ranks");
-    return collective<T>(kAllGather, {input}, {output}, out, timeout, sum, -1, equal_parts(input.count));
+    return collective<T>(SHOAL_ALL_GATHER, {input}, {output}, out, timeout, sum, -1,
+                         equal_parts(input.count));
   }
 
   /// Reduces each of `inputs` over all ranks; rank r gets the result of `inputs[r]` in `out`.
@@ -158,7 +160,7 @@ class Group {
     const View output = of(out, "reduce_scatter");
     expect(output.count == views[here()].count, "reduce_scatter",
            "out must have the size of this rank's element of inputs");
-    return collective<T>(kReduceScatter, views, {output}, out, timeout, op, -1, counts(views), inputs);
+    return collective<T>(SHOAL_REDUCE_SCATTER, views, {output}, out, timeout, op, -1, counts(views), inputs);
   }
 
   /// Reduces `x` over all ranks; rank r gets the r-th of `size()` equal parts of the result in `out`.
@@ -167,8 +169,8 @@ class Group {
     const View output = of(out, "reduce_scatter_single"), input = of(x, "reduce_scatter_single");
     expect(input.count == output.count * ranks_count(), "reduce_scatter_single",
            "x must have as many elements as out has, times the number of ranks");
-    return collective<T>(kReduceScatter, {input}, {output}, out, timeout, op, -1, equal_parts(output.count),
-                         x);
+    return collective<T>(SHOAL_REDUCE_SCATTER, {input}, {output}, out, timeout, op, -1,
+                         equal_parts(output.count), x);
   }
 
   /// Gathers the tensors of all ranks, which have equal shapes, on rank `root`; empty on other ranks.
@@ -178,7 +180,7 @@ class Group {
     const View input = of(x, "gather");
     Views outputs;
     for (const T& part : out) outputs.push_back(of(part, "gather"));
-    return collective<std::vector<T>>(kGather, {input}, outputs, std::move(out), timeout, sum, root,
+    return collective<std::vector<T>>(SHOAL_GATHER, {input}, outputs, std::move(out), timeout, sum, root,
                                       equal_parts(input.count), x);
   }
 
@@ -191,7 +193,7 @@ class Group {
     if (rank() == root) views = one_per_rank(inputs, "scatter", "inputs");
     for (const View& view : views)
       expect(view.count == output.count, "scatter", "each element of inputs must have the size of out");
-    return collective<T>(kScatter, views, {output}, out, timeout, sum, root, equal_parts(output.count),
+    return collective<T>(SHOAL_SCATTER, views, {output}, out, timeout, sum, root, equal_parts(output.count),
                          inputs);
   }
 
@@ -203,7 +205,7 @@ class Group {
     const Views views = one_per_rank(inputs, "all_to_all", "inputs");
     expect(outputs[here()].count == views[here()].count, "all_to_all",
            "this rank's part for itself must have the same size in out and inputs");
-    return collective<std::vector<T>>(kAllToAll, views, outputs, std::move(out), timeout, sum, -1, {},
+    return collective<std::vector<T>>(SHOAL_ALL_TO_ALL, views, outputs, std::move(out), timeout, sum, -1, {},
                                       inputs);
   }
 
@@ -213,30 +215,32 @@ class Group {
     const View output = of(out, "all_to_all_single"), input = of(x, "all_to_all_single");
     expect(output.count == input.count && input.count % ranks_count() == 0, "all_to_all_single",
            "out and x must have the same number of elements, a multiple of the number of ranks");
-    return collective<T>(kAllToAll, parts(input), parts(output), out, timeout, sum, -1, {}, x);
+    return collective<T>(SHOAL_ALL_TO_ALL, parts(input), parts(output), out, timeout, sum, -1, {}, x);
   }
 
   /// Completes when every rank of the group has called it.
-  Future<void> barrier(Seconds timeout = {}) const { return collective<void>(kBarrier, {}, {}, {}, timeout); }
+  Future<void> barrier(Seconds timeout = {}) const {
+    return collective<void>(SHOAL_BARRIER, {}, {}, {}, timeout);
+  }
 
   /// Sends `x` to rank `to`.  The future completes when `x` may be changed; the message may still be on its
   /// way.  tag: 0 to 2^30 - 1; the receiver must pass the same.
   template <class T>
   Future<void> send(T x, int to, std::uint64_t tag = 0, Seconds timeout = {}) const {
-    return future<void>(message(kSend, x, "send", to, tag, timeout), {}, x);
+    return future<void>(message(SHOAL_SEND, x, "send", to, tag, timeout), {}, x);
   }
 
   /// Receives into `x` a message with its dtype and number of elements.
   template <class T>
   Future<T> recv(T x, int from = any_source, std::uint64_t tag = 0, Seconds timeout = {}) const {
-    return future<T>(message(kRecv, x, "recv", from, tag, timeout), x);
+    return future<T>(message(SHOAL_RECV, x, "recv", from, tag, timeout), x);
   }
 
   /// The same; the value also has the rank of the sender.
   template <class T>
   Future<Message<T>> recv_message(T x, int from = any_source, std::uint64_t tag = 0,
                                   Seconds timeout = {}) const {
-    shoal_operation* operation = message(kRecv, x, "recv_message", from, tag, timeout);
+    shoal_operation* operation = message(SHOAL_RECV, x, "recv_message", from, tag, timeout);
     return Future<Message<T>>(std::make_shared<detail::FutureState<Message<T>>>(
         operation, Message<T>{x, from}, [operation](Message<T>& received) {
           std::int32_t source = -1;
@@ -285,20 +289,6 @@ class Group {
  private:
   using View = detail::View;
   using Views = std::vector<View>;
-  enum Kind : int {
-    kAllReduce = 1,
-    kReduce = 2,
-    kBroadcast = 3,
-    kAllGather = 4,
-    kReduceScatter = 5,
-    kGather = 6,
-    kScatter = 7,
-    kAllToAll = 8,
-    kBarrier = 9,
-    kSend = 10,
-    kRecv = 11,
-  };
-
   struct Handle {
     explicit Handle(shoal_group* made) : group(made) {}
     ~Handle() {
@@ -368,7 +358,7 @@ class Group {
   }
 
   template <class T, class K = std::monostate>
-  Future<T> collective(Kind kind, const Views& in, const Views& out, detail::Stored<T> value, Seconds timeout,
+  Future<T> collective(int kind, const Views& in, const Views& out, detail::Stored<T> value, Seconds timeout,
                        ReduceOp op = sum, int root = -1, const std::vector<std::uint64_t>& sizes = {},
                        K kept = {}) const {
     const Views& all = in.empty() ? out : in;
@@ -394,7 +384,7 @@ class Group {
   }
 
   template <class T>
-  shoal_operation* message(Kind kind, const T& x, const char* name, int peer, std::uint64_t tag,
+  shoal_operation* message(int kind, const T& x, const char* name, int peer, std::uint64_t tag,
                            Seconds timeout) const {
     const View view = of(x, name);
     const std::vector<std::uint64_t> shape = detail::Tensors<T>::shape(x);

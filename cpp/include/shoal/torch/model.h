@@ -54,34 +54,6 @@ inline NamedTensors once(const torch::OrderedDict<std::string, at::Tensor>& name
   return result;
 }
 
-// The name of a dtype in Python.
-inline std::string dtype_name(at::ScalarType dtype) {
-  static constexpr std::pair<at::ScalarType, const char*> kNames[] = {
-      {at::kDouble, "float64"},
-      {at::kFloat, "float32"},
-      {at::kHalf, "float16"},
-      {at::kBFloat16, "bfloat16"},
-      {at::kFloat8_e4m3fn, "float8_e4m3fn"},
-      {at::kFloat8_e5m2, "float8_e5m2"},
-      {at::kFloat8_e4m3fnuz, "float8_e4m3fnuz"},
-      {at::kFloat8_e5m2fnuz, "float8_e5m2fnuz"},
-      {at::kChar, "int8"},
-      {at::kByte, "uint8"},
-      {at::kShort, "int16"},
-      {at::kUInt16, "uint16"},
-      {at::kInt, "int32"},
-      {at::kUInt32, "uint32"},
-      {at::kLong, "int64"},
-      {at::kUInt64, "uint64"},
-      {at::kBool, "bool"},
-      {at::kComplexHalf, "complex32"},
-      {at::kComplexFloat, "complex64"},
-      {at::kComplexDouble, "complex128"}};
-  for (const auto& [known, name] : kNames)
-    if (known == dtype) return name;
-  return c10::toString(dtype);
-}
-
 inline std::string list_text(at::IntArrayRef numbers) {
   std::vector<std::string> texts;
   for (const std::int64_t number : numbers) texts.push_back(std::to_string(number));

@@ -17,52 +17,45 @@ namespace shoal {
 inline namespace frontend {
 namespace detail {
 
+// A dtype that can be sent, and its name in Python.
+struct SentDtype {
+  at::ScalarType type;
+  Dtype code;
+  const char* name;
+};
+inline constexpr SentDtype kSentDtypes[] = {{at::kDouble, Dtype::float64, "float64"},
+                                            {at::kFloat, Dtype::float32, "float32"},
+                                            {at::kHalf, Dtype::float16, "float16"},
+                                            {at::kBFloat16, Dtype::bfloat16, "bfloat16"},
+                                            {at::kFloat8_e4m3fn, Dtype::float8_e4m3fn, "float8_e4m3fn"},
+                                            {at::kFloat8_e5m2, Dtype::float8_e5m2, "float8_e5m2"},
+                                            {at::kFloat8_e4m3fnuz, Dtype::float8_e4m3fnuz, "float8_e4m3fnuz"},
+                                            {at::kFloat8_e5m2fnuz, Dtype::float8_e5m2fnuz, "float8_e5m2fnuz"},
+                                            {at::kChar, Dtype::int8, "int8"},
+                                            {at::kByte, Dtype::uint8, "uint8"},
+                                            {at::kShort, Dtype::int16, "int16"},
+                                            {at::kUInt16, Dtype::uint16, "uint16"},
+                                            {at::kInt, Dtype::int32, "int32"},
+                                            {at::kUInt32, Dtype::uint32, "uint32"},
+                                            {at::kLong, Dtype::int64, "int64"},
+                                            {at::kUInt64, Dtype::uint64, "uint64"},
+                                            {at::kBool, Dtype::boolean, "bool"},
+                                            {at::kComplexFloat, Dtype::complex64, "complex64"},
+                                            {at::kComplexDouble, Dtype::complex128, "complex128"},
+                                            {at::kComplexHalf, Dtype::complex32, "complex32"}};
+
 inline Dtype dtype_of(const at::Tensor& tensor, const char* operation) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return Dtype::float64;
-    case at::kFloat:
-      return Dtype::float32;
-    case at::kHalf:
-      return Dtype::float16;
-    case at::kBFloat16:
-      return Dtype::bfloat16;
-    case at::kFloat8_e4m3fn:
-      return Dtype::float8_e4m3fn;
-    case at::kFloat8_e5m2:
-      return Dtype::float8_e5m2;
-    case at::kFloat8_e4m3fnuz:
-      return Dtype::float8_e4m3fnuz;
-    case at::kFloat8_e5m2fnuz:
-      return Dtype::float8_e5m2fnuz;
-    case at::kChar:
-      return Dtype::int8;
-    case at::kByte:
-      return Dtype::uint8;
-    case at::kShort:
-      return Dtype::int16;
-    case at::kUInt16:
-      return Dtype::uint16;
-    case at::kInt:
-      return Dtype::int32;
-    case at::kUInt32:
-      return Dtype::uint32;
-    case at::kLong:
-      return Dtype::int64;
-    case at::kUInt64:
-      return Dtype::uint64;
-    case at::kBool:
-      return Dtype::boolean;
-    case at::kComplexFloat:
-      return Dtype::complex64;
-    case at::kComplexDouble:
-      return Dtype::complex128;
-    case at::kComplexHalf:
-      return Dtype::complex32;
-    default:
-      throw UsageError(std::string(operation) + ": tensors of " + c10::toString(tensor.scalar_type()) +
-                       " cannot be sent");
-  }
+  for (const SentDtype& known : kSentDtypes)
+    if (known.type == tensor.scalar_type()) return known.code;
+  throw UsageError(std::string(operation) + ": tensors of " + c10::toString(tensor.scalar_type()) +
+                   " cannot be sent");
+}
+
+// The name of a dtype in Python.
+inline std::string dtype_name(at::ScalarType dtype) {
+  for (const SentDtype& known : kSentDtypes)
+    if (known.type == dtype) return known.name;
+  return c10::toString(dtype);
 }
 
 template <>
