@@ -136,6 +136,8 @@ Task receive(Operation& op) {
   op.received = incoming;
   Messages messages(op);
   messages.post(incoming);
+  auto called = op.until_called([&messages] { return messages.called(); });
+  co_await called;
   auto settled = op.until([&messages] { return messages.received(); });
   co_await settled;
   if (incoming->state.load() != Incoming::kRefused) co_return;

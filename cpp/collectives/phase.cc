@@ -18,16 +18,17 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   parts_ = std::move(parts);
   kept_.resize(parts_.size());
   window_ = window;
-  auto found = op_.until([this] { return team_.resolve(); });
+  auto found = op_.until_called([this] { return team_.resolve(); });
   co_await found;
   if (auto invalid_member = team_.invalid_member())
     throw InvalidPeerData(*invalid_member,
                           "says that its part of the group lies outside of its shared memory");
   // The slot was last used two phases ago; a member that has begun the previous phase no longer reads it.
   int place = 0;
-  auto free = op_.until([this, place]() mutable {
+  auto free = op_.until_called([this, place]() mutable {
     for (; place < size(); ++place)
-      if (seat(place).slot(number_ - 1).phase.load(std::memory_order_acquire) < number_ - 1) return false;
+      if (seat(place).slot(number_ - 1).phase.load(std::memory_order_acquire) < number_ - 1)
+        return blocked_by(place);
     return true;
   });
   co_await free;
@@ -68,8 +69,9 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
 }
 
 Task Phase::meet(int place) {
-  auto published =
-      op_.until([this, place] { return slot(place).phase.load(std::memory_order_acquire) >= number_; });
+  auto published = op_.until_called([this, place] {
+    return slot(place).phase.load(std::memory_order_acquire) >= number_ || blocked_by(place);
+  });
   co_await published;
   if (!(slot(place).call == op_.call())) {
     Task mismatch = op_.mismatch();
@@ -79,9 +81,9 @@ Task Phase::meet(int place) {
 
 Task Phase::meet_all() {
   int place = 0;
-  auto published = op_.until([this, place]() mutable {
+  auto published = op_.until_called([this, place]() mutable {
     for (; place < size(); ++place)
-      if (slot(place).phase.load(std::memory_order_acquire) < number_) return false;
+      if (slot(place).phase.load(std::memory_order_acquire) < number_) return blocked_by(place);
     return true;
   });
   co_await published;
@@ -172,8 +174,9 @@ Task Phase::stage(std::uint64_t window) {
 }
 
 Task Phase::staged(int place, std::uint64_t windows) {
-  auto ready =
-      op_.until([this, place, windows] { return reached(place, &Counters::staged) >= target(windows); });
+  auto ready = op_.until([this, place, windows] {
+    return reached(place, &Counters::staged) >= target(windows) || blocked_by(place);
+  });
   co_await ready;
 }
 

@@ -28,7 +28,7 @@ class Phase {
   auto all(std::atomic<std::uint64_t> Counters::* counter, std::uint64_t windows) {
     return op_.until([this, counter, windows, place = 0]() mutable {
       for (; place < size(); ++place)
-        if (place != self() && reached(place, counter) < target(windows)) return false;
+        if (place != self() && reached(place, counter) < target(windows)) return blocked_by(place);
       return true;
     });
   }
@@ -67,6 +67,11 @@ class Phase {
 
  private:
   const MemberLane& seat(int place) const { return lane_.member_lanes[static_cast<std::size_t>(place)]; }
+  // False: a condition is not met because of this member.
+  bool blocked_by(int place) {
+    op_.set_blocker(team_.members()[static_cast<std::size_t>(place)]);
+    return false;
+  }
   std::byte* reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const;
   [[noreturn]] void refuse(int place) const;
 

@@ -38,6 +38,14 @@ Context::Context(Options options)
       peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_) {
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
+  const std::uint64_t status = arena_->allocate(sizeof(StatusPage));
+  status_ = new (arena_->mapping().base() + status) StatusPage;
+  status_->pid = getpid();
+  status_->rank = options_.rank;
+  status_->size = options_.size;
+  copy_text(status_->job, options_.job);
+  status_->started = now_ns();
+  header_->status.store(status, std::memory_order_release);
   // Spin only if every rank of the host has a core; otherwise yield the core a few times, then sleep.
   bool roomy = options_.local_size <= cores();
   // Sleeping too early costs a wake-up on each side, and two sleeping sides never find each other awake
@@ -56,6 +64,11 @@ Context::~Context() {
 void Context::start() {
   started_ = true;
   peers_.start(now_ns());
+  if (peers_.remote()) {
+    const auto ranks = static_cast<std::size_t>(options_.size);
+    status_->remote = arena_->allocate(ranks * sizeof(StatusRemote));
+    remote_ = new (arena_->mapping().base() + status_->remote) StatusRemote[ranks];
+  }
   // Signals must reach the program's threads: they interrupt its system calls and run its handlers.
   sigset_t all, before;
   sigfillset(&all);
@@ -82,6 +95,7 @@ void Context::close(std::int64_t deadline) {
   tickets_.close();
   if (progress_thread_.joinable()) progress_thread_.join();
   if (watch_thread_.joinable()) watch_thread_.join();
+  write_status(now_ns());
   peers_.close();
   std::lock_guard lock(groups_mutex_);
   groups_.clear();
@@ -146,6 +160,7 @@ void Context::drop_groups() {
   std::lock_guard lock(groups_mutex_);
   std::erase_if(groups_, [&](const std::shared_ptr<Group>& group) {
     if (!group->closed() || !(group->failure_announced() || group->all_peers_gone())) return false;
+    keep_counters(*group);
     dropped.push_back(group);
     return true;
   });
@@ -282,6 +297,7 @@ void Context::on_frame(Link& link, const FrameHeader& header, const Destination&
       on_peer_left(link.peer(), static_cast<Departure>(header.code));
       return;
     case FrameType::kHeartbeat:
+      keep_remote_status(link.peer(), peers_.text(link.peer()).data(), header.payload);
       return;
     default:
       break;

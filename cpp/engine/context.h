@@ -19,6 +19,8 @@
 #include "engine/mover.h"
 #include "engine/peers.h"
 #include "engine/quarantine.h"
+#include "engine/status_page.h"
+#include "engine/trace.h"
 #include "shm/arena.h"
 
 namespace shoal {
@@ -42,6 +44,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     std::size_t limit = 0;       // maximum bytes of shared memory in use
     std::int64_t heartbeat = 0;  // nanoseconds of silence after which a remote peer is lost
     bool patient = false;        // wait for local peers that are stopped
+    std::string job = {};        // its name, for the status page
   };
   explicit Context(Options options);
   ~Context() override;
@@ -89,6 +92,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   Messenger& messenger() { return messenger_; }
   Peers& peers() { return peers_; }
   Quarantine& quarantine() { return quarantine_; }
+  Trace& trace() { return trace_; }
   Tickets& tickets() { return tickets_; }  // of announced operations that completed; closed with the context
   Link* link(int peer) const { return peers_.link(peer); }
   const Mapping& memory(int rank) const {
@@ -128,6 +132,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     void resume();
   };
   void rearm();
+  void write_status(std::int64_t now);
+  void keep_counters(Group& group);
+  RemoteStatus remote_status(std::int64_t now);
+  void keep_remote_status(int peer, const std::byte* report, std::size_t bytes);
   std::int64_t check_local_peers(std::int64_t now, bool held, std::int64_t late);
   bool busy();
   void release_or_reclaim_sockets(bool readable, std::uint64_t& seen);
@@ -148,6 +156,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::shared_ptr<Arena> arena_;
   Quarantine quarantine_;
   ArenaHeader* header_;
+  StatusPage* status_;
+  StatusRemote* remote_ = nullptr;  // by rank; null: all ranks are on this host
   int spins_;                       // checks of a wait's condition before yielding the core
   std::int64_t yield_time_;         // nanoseconds of yielding before sleeping
   std::int64_t progress_interval_;  // nanoseconds between the progress thread's checks for small operations
@@ -159,7 +169,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::mutex groups_mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::shared_ptr<MovingLibrary> moving_library_;
-  struct Pending {  // frames for groups that do not exist here yet
+  StatusCounters ended_;  // of dropped groups
+  struct Pending {        // frames for groups that do not exist here yet
     int peer;
     FrameHeader header;
     std::string text;
@@ -184,6 +195,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<bool> program_ends_{false};
 
   Tickets tickets_;
+  Trace trace_;
 };
 
 }  // namespace shoal

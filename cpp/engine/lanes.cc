@@ -7,7 +7,11 @@
 namespace shoal {
 
 Lanes::Lanes(Group& group, int count) : group_(group) {
-  for (int i = 0; i < count; ++i) lanes_.emplace_back().next = static_cast<std::uint64_t>(i);
+  for (int i = 0; i < count; ++i) {
+    lanes_.emplace_back().next = static_cast<std::uint64_t>(i);
+    statistics_.emplace_back(group.size(), Counter::Writers::kOne);
+  }
+  statistics_.emplace_back(group.size(), Counter::Writers::kSeveral);
 }
 
 void Lanes::submit(const OperationPtr& op) {
@@ -180,6 +184,38 @@ std::int64_t Lanes::last_completed() const {
   std::uint64_t next = ~0ULL;
   for (const Lane& lane : lanes_) next = std::min(next, lane.next.load(std::memory_order_seq_cst));
   return static_cast<std::int64_t>(next) - 1;
+}
+
+StatisticsValues Lanes::statistics() const {
+  StatisticsValues sum;
+  std::vector<LateMember> late(static_cast<std::size_t>(group_.size()));
+  for (const Statistics& each : statistics_) each.add_to(sum, late);
+  for (int rank = 0; rank < group_.size(); ++rank) {
+    LateMember& member = late[static_cast<std::size_t>(rank)];
+    member.rank = rank;
+    if (member.times > 0 || member.waited > 0) sum.late.push_back(member);
+  }
+  sum.sort_late();
+  return sum;
+}
+
+std::pair<std::size_t, OperationPtr> Lanes::oldest() {
+  std::size_t count = 0;
+  OperationPtr oldest;
+  auto look = [&](const OperationPtr& op) {
+    if (op->done()) return;
+    ++count;
+    if (!oldest || op->submitted() < oldest->submitted()) oldest = op;
+  };
+  for (Lane& lane : lanes_) {
+    std::lock_guard lock(lane.mutex);
+    for (auto& op : lane.queue) look(op);
+  }
+  if (loose_count_.load(std::memory_order_relaxed) > 0) {
+    std::lock_guard lock(loose_mutex_);
+    for (auto& entry : unordered_) look(entry.op);
+  }
+  return {count, oldest};
 }
 
 std::uint64_t Lanes::first_pending() {

@@ -9,9 +9,11 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "engine/operation.h"
+#include "engine/statistics.h"
 
 namespace shoal {
 
@@ -52,6 +54,14 @@ class Lanes {
   // The first numbered operation that has not ended; ~0: all have ended.
   std::uint64_t first_pending();
 
+  // The counters of an operation; requires the token of its lane.
+  Statistics& statistics(const Operation& op) {
+    return op.request().numbered() ? statistics_[op.request().channel % lanes_.size()] : statistics_.back();
+  }
+  StatisticsValues statistics() const;
+  // The number of pending operations, and the one that is pending for the longest time.
+  std::pair<std::size_t, OperationPtr> oldest();
+
  private:
   struct Lane {
     std::atomic_flag token;
@@ -75,6 +85,7 @@ class Lanes {
 
   Group& group_;
   std::deque<Lane> lanes_;
+  std::deque<Statistics> statistics_;  // of each lane, then of the operations without one
   std::mutex loose_mutex_;
   std::vector<UnorderedOperation> unordered_;
   std::atomic<int> loose_count_{0};

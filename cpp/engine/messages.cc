@@ -17,7 +17,7 @@ Messages::~Messages() {
   for (auto& incoming : incoming_)
     if (incoming->state.load(std::memory_order_acquire) < Incoming::kDone)
       group_.context().messenger().cancel(incoming);
-  for (auto& [link, message] : outgoing_)
+  for (auto& [link, message, to] : outgoing_)
     if (!message->done.load(std::memory_order_acquire)) link->cancel(message);
 }
 
@@ -28,7 +28,7 @@ void Messages::send(int to, FrameHeader header, const void* data) {
   message->header = header;
   message->data = static_cast<const std::byte*>(data);
   Link* link = group_.link(to);
-  outgoing_.emplace_back(link, message);
+  outgoing_.push_back({link, message, to});
   link->send(message);
 }
 
@@ -37,6 +37,7 @@ void Messages::send(int to, std::uint32_t step, const void* data, std::uint64_t 
   header.channel = op_.request().channel;
   header.step = step;
   header.total = bytes;
+  header.late = static_cast<std::uint32_t>(op_.last_to_call() + 1);
   header.call = op_.call();
   send(to, header, data);
 }
@@ -60,12 +61,29 @@ void Messages::receive(int from, std::uint32_t step, void* data, std::uint64_t b
 
 bool Messages::received() {
   for (; received_ < incoming_.size(); ++received_) {
-    int state = incoming_[received_]->state.load(std::memory_order_acquire);
+    const Incoming& incoming = *incoming_[received_];
+    int state = incoming.state.load(std::memory_order_acquire);
     if (state == Incoming::kRefused) {
       refused_ = true;
       return true;
     }
-    if (state != Incoming::kDone) return false;
+    if (state == Incoming::kDone) continue;
+    op_.set_blocker(incoming.source);
+    return false;
+  }
+  return true;
+}
+
+bool Messages::called() {
+  for (; called_ < incoming_.size(); ++called_) {
+    const Incoming& incoming = *incoming_[called_];
+    if (incoming.state.load(std::memory_order_acquire) == Incoming::kPosted) {
+      op_.set_blocker(incoming.source);
+      return false;
+    }
+    // Its sender may have been late only because it waited for another member.
+    if (op_.blocker() >= 0 && op_.blocker() == incoming.source && incoming.header.late > 0)
+      op_.set_blocker(static_cast<int>(incoming.header.late) - 1);
   }
   return true;
 }
@@ -73,14 +91,27 @@ bool Messages::received() {
 bool Messages::settled() {
   if (!received()) return false;
   if (refused_) return true;
-  for (; sent_ < outgoing_.size(); ++sent_)
-    if (!outgoing_[sent_].second->done.load(std::memory_order_acquire)) return false;
+  for (; sent_ < outgoing_.size(); ++sent_) {
+    if (outgoing_[sent_].message->done.load(std::memory_order_acquire)) continue;
+    op_.set_blocker(outgoing_[sent_].to);
+    return false;
+  }
   return true;
 }
 
-Task Messages::finish() {
+// After the first wait of an operation, it waits for data, not for members.
+Task Messages::wait_until_called() {
   auto begun = op_.begun();
   co_await begun;
+  if (op_.all_called) co_return;
+  auto condition = op_.until_called([this] { return called(); });
+  co_await condition;
+  op_.all_called = true;
+}
+
+Task Messages::finish() {
+  Task all_called = wait_until_called();
+  co_await all_called;
   auto condition = op_.until([this] { return settled(); });
   co_await condition;
   if (refused_) {
@@ -90,8 +121,8 @@ Task Messages::finish() {
 }
 
 Task Messages::finish_receives() {
-  auto begun = op_.begun();
-  co_await begun;
+  Task all_called = wait_until_called();
+  co_await all_called;
   auto condition = op_.until([this] { return received(); });
   co_await condition;
   if (refused_) {
@@ -102,7 +133,7 @@ Task Messages::finish_receives() {
 
 bool Messages::ungranted(const Operation& op) {
   for (const Messages* messages : op.messages)
-    for (auto& [link, message] : messages->outgoing_)
+    for (auto& [link, message, to] : messages->outgoing_)
       if (link->ungranted(*message)) return true;
   return false;
 }
@@ -110,14 +141,14 @@ bool Messages::ungranted(const Operation& op) {
 bool Messages::written(const Operation& op) {
   bool all = !op.messages.empty();
   for (const Messages* messages : op.messages)
-    for (auto& [link, message] : messages->outgoing_) all &= link->written(*message);
+    for (auto& [link, message, to] : messages->outgoing_) all &= link->written(*message);
   return all;
 }
 
 bool Messages::release_sends(const Operation& op) {
   bool all = !op.messages.empty();
   for (const Messages* messages : op.messages)
-    for (auto& [link, message] : messages->outgoing_) all &= link->cancel(message);
+    for (auto& [link, message, to] : messages->outgoing_) all &= link->cancel(message);
   return all;
 }
 

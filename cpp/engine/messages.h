@@ -24,6 +24,8 @@ class Messages {
   // Whether everything so far has been sent and received (or refused).
   bool settled();
   bool received();  // all receives so far
+  // Whether the first frames of all receives so far have arrived.
+  bool called();
   // Waits for everything; a refused message is a mismatch.
   Task finish();
   Task finish_receives();
@@ -38,12 +40,19 @@ class Messages {
   static std::vector<int> sources_of(const Operation& op);
 
  private:
+  Task wait_until_called();
+
   bool refused_ = false;
   Operation& op_;
   Group& group_;
   std::vector<std::shared_ptr<Incoming>> incoming_;
-  std::vector<std::pair<Link*, std::shared_ptr<Outgoing>>> outgoing_;
-  std::size_t received_ = 0, sent_ = 0;
+  struct Send {
+    Link* link;
+    std::shared_ptr<Outgoing> message;
+    int to;
+  };
+  std::vector<Send> outgoing_;
+  std::size_t called_ = 0, received_ = 0, sent_ = 0;
 };
 
 }  // namespace shoal

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <new>
+#include <utility>
 
 #include "common/clock.h"
 #include "engine/context.h"
@@ -40,9 +41,11 @@ Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
       call_(fingerprint(request_, group_->lane_count())),
-      large_(std::max(total(request_.in), total(request_.out)) >= kLarge),
-      deadline_(now_ns() + request_.timeout),
-      ask_at_(deadline_ - request_.timeout + kStall) {}
+      bytes_(std::max(total(request_.in), total(request_.out))),
+      large_(bytes_ >= kLarge),
+      submitted_(now_ns()),
+      deadline_(submitted_ + request_.timeout),
+      ask_at_(submitted_ + kStall) {}
 
 Operation::~Operation() = default;
 
@@ -62,13 +65,21 @@ bool Operation::step() {
     if (request_.collective() && group_->broken()) return false;
     if (request_.kind == Kind::kSend && group_->lost(request_.peer)) return false;
     if (group_->is_abandoned(request_)) return false;
+    if (group_->context().trace().on()) [[unlikely]]
+      begun_ = now_ns();
     task_ = request_.algorithm(*this);
     resume_ = task_.handle();
     moved = true;
     resume_.resume();
   }
   while (!task_.finished()) {
-    if (beginning_ || !waiting_for_->ready()) return moved;
+    if (beginning_) return moved;
+    if (!waiting_for_->ready()) {
+      if (waits_since_ == 0 && waiting_for_->type == Condition::Type::kArrival) waits_since_ = now_ns();
+      return moved;
+    }
+    if (waits_since_ != 0) end_wait();
+    if (blocker() >= 0) set_blocker(-1);
     moved = true;
     resume_.resume();
   }
@@ -118,9 +129,33 @@ bool Operation::begin() {
   return moved;
 }
 
+void Operation::end_wait() {
+  called_ = now_ns();
+  group_->lanes().statistics(*this).waited(blocker(), called_ - waits_since_);
+  waited_since_ = std::exchange(waits_since_, 0);
+  last_to_call_ = blocker();
+}
+
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
+  if (waits_since_ != 0) end_wait();
+  ended_ = now_ns();
+  group_->lanes().statistics(*this).ended(error_.code != ErrorCode::kNone, bytes_, ended_ - submitted_,
+                                          last_to_call_);
+  if (Trace& trace = group_->context().trace(); trace.on()) [[unlikely]]
+    trace.add({.group = group_->ident(),
+               .channel = request_.channel,
+               .submitted = submitted_,
+               .begun = begun_,
+               .waited = waited_since_,
+               .called = called_,
+               .ended = ended_,
+               .bytes = bytes_,
+               .last = last_to_call_,
+               .peer = request_.peer,
+               .kind = request_.kind,
+               .failed = error_.code != ErrorCode::kNone});
   if (request_.numbered() && error_.code == ErrorCode::kNone) group_->lanes().completed(*this);
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
     group_->context().tickets().add(ticket_);

@@ -93,6 +93,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const Request& request() const { return request_; }
   const Fingerprint& call() const { return call_; }
   Group& group() const { return *group_; }
+  std::int64_t submitted() const { return submitted_; }
+  std::int64_t ended() const { return ended_; }   // once done
+  std::uint64_t bytes() const { return bytes_; }  // the longer of input and output
   std::int64_t deadline() const { return deadline_; }
   // Large operations are left to other threads by the submitting thread.
   bool large() const { return large_; }
@@ -124,7 +127,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool finished_externally() const { return finished_externally_.load(std::memory_order_acquire); }
   void finish_external();
   // Whether threads must call step() often, because nothing wakes them.  Requires the token of its lane.
-  bool polled() const { return waiting_for_ != nullptr && waiting_for_->polled; }
+  bool polled() const { return waiting_for_ != nullptr && waiting_for_->type == Condition::Type::kPolled; }
   // It has failed while a mover used its memory: that memory must be kept until the process ends.
   void abandon();
   bool abandoned() const { return abandoned_.load(std::memory_order_acquire); }
@@ -135,8 +138,8 @@ class Operation : public std::enable_shared_from_this<Operation> {
   template <class Predicate>
   class Until final : public Condition {
    public:
-    Until(Operation& op, Predicate predicate, bool polled = false)
-        : Condition(polled), op_(op), predicate_(std::move(predicate)) {}
+    Until(Operation& op, Predicate predicate, Type type)
+        : Condition(type), op_(op), predicate_(std::move(predicate)) {}
     bool await_ready() { return predicate_(); }
     void await_suspend(std::coroutine_handle<> self) {
       op_.waiting_for_ = this;
@@ -154,12 +157,17 @@ class Operation : public std::enable_shared_from_this<Operation> {
   };
   template <class Predicate>
   Until<Predicate> until(Predicate predicate) {
-    return Until<Predicate>(*this, std::move(predicate));
+    return Until<Predicate>(*this, std::move(predicate), Condition::Type::kRung);
+  }
+  // For predicates that wait for members to call the operation.
+  template <class Predicate>
+  Until<Predicate> until_called(Predicate predicate) {
+    return Until<Predicate>(*this, std::move(predicate), Condition::Type::kArrival);
   }
   // For predicates that become true without a ring of the doorbell.
   template <class Predicate>
   Until<Predicate> poll_until(Predicate predicate) {
-    return Until<Predicate>(*this, std::move(predicate), true);
+    return Until<Predicate>(*this, std::move(predicate), Condition::Type::kPolled);
   }
   auto never() {
     return until([] { return false; });
@@ -183,26 +191,44 @@ class Operation : public std::enable_shared_from_this<Operation> {
   Begun begun() { return Begun(*this); }
   // A peer has a different call for this operation: starts an inquiry; never returns.
   Task mismatch();
+  // Called by predicates that are false because of a member: it has not called the operation, or has not
+  // moved its data.  Any thread may read which member it is; -1: none, or unknown.
+  void set_blocker(int rank) { blocker_.store(rank, std::memory_order_relaxed); }
+  int blocker() const { return blocker_.load(std::memory_order_relaxed); }
+  // The member that called the operation last of those that this rank had to wait for; -1: none.
+  int last_to_call() const { return last_to_call_; }
+  // Whether it has waited for the members whose messages it needs first.
+  bool all_called = false;
 
   std::shared_ptr<Incoming> received;  // RECV: the message
   std::vector<Messages*> messages;     // its current messages
 
  private:
   void complete();
+  void end_wait();
   static constexpr int kDoneBit = 1;
   static constexpr int kAnnounceBit = 2;
 
   std::shared_ptr<Group> group_;
   Request request_;
   Fingerprint call_;
+  std::uint64_t bytes_;
   bool large_;
   bool beginning_ = false;  // begin() is running; guarded by the token
+  const std::int64_t submitted_;
+  std::int64_t ended_ = 0;
   std::int64_t deadline_;
   std::int64_t ask_at_;  // time of the comparison of calls with a neighbour
   std::atomic<bool> abandoned_{false};
   Task task_;
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;
+  // Guarded by the token.
+  std::int64_t begun_ = 0;                      // only while a trace is on
+  std::int64_t waits_since_ = 0;                // for members to call it; 0: it does not
+  std::int64_t waited_since_ = 0, called_ = 0;  // begin and end of its last such wait
+  int last_to_call_ = -1;
+  std::atomic<int> blocker_{-1};
   std::atomic<int> state_{0};
   std::int64_t ticket_ = 0;
   Error error_;

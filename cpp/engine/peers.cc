@@ -204,15 +204,17 @@ void Peers::listen(bool sockets) {
   epoll_ctl(epoll_, EPOLL_CTL_MOD, sockets_, &event);
 }
 
-std::vector<Loss> Peers::heartbeats(std::int64_t now) {
+std::vector<Loss> Peers::heartbeats(std::int64_t now,
+                                    const std::function<RemoteStatus(std::int64_t)>& report) {
   std::vector<Loss> losses;
   if (!heartbeat_.due(now)) return losses;
   FrameHeader beat;
   beat.type = FrameType::kHeartbeat;
+  const RemoteStatus status = report(now);
   for (int rank = 0; rank < size(); ++rank) {
     SocketLink* tcp = at(rank).tcp;
     if (tcp == nullptr || tcp->broken() || state(rank) != kAlive) continue;
-    if (!silent_.load() && !tcp->backlog()) tcp->send_control(beat);
+    if (!silent_.load() && !tcp->backlog()) tcp->send_control(beat, &status, sizeof status);
     if (std::string silence = heartbeat_.silence(tcp->last_heard(), now); !silence.empty())
       losses.push_back({rank, std::move(silence)});
   }

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "common/heartbeat.h"
+#include "engine/status_page.h"
 #include "net/link.h"
 #include "net/ring_link.h"
 #include "net/socket_link.h"
@@ -72,8 +74,8 @@ class Peers {
   void wake();
   void listen(bool sockets);
   std::int64_t period() const { return heartbeat_.period(); }  // of heartbeats, in nanoseconds
-  // Sends due heartbeats; returns the remote peers that were silent for too long.
-  std::vector<Loss> heartbeats(std::int64_t now);
+  // Sends due heartbeats with this rank's report; returns the remote peers that were silent for too long.
+  std::vector<Loss> heartbeats(std::int64_t now, const std::function<RemoteStatus(std::int64_t)>& report);
   // The local peers whose processes a signal has stopped for long, and those that others have evicted.  held:
   // this process was stopped since the last call; late: delay of this call, in nanoseconds.
   std::vector<Loss> stopped(std::int64_t now, bool held, std::int64_t late);

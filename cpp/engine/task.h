@@ -14,10 +14,14 @@ namespace shoal {
 // The condition that an operation waits for.  It is in the coroutine's frame.
 class Condition {
  public:
-  explicit Condition(bool polled = false) : polled(polled) {}
+  enum class Type {
+    kRung,     // the doorbell rings when it becomes ready
+    kPolled,   // nothing wakes a thread when it becomes ready, so threads must call ready() often
+    kArrival,  // as kRung; it waits for members to call the operation, which counts as waiting
+  };
+  explicit Condition(Type type = Type::kRung) : type(type) {}
   virtual bool ready() = 0;
-  // Nothing wakes a thread when it becomes ready, so threads must call ready() often.
-  const bool polled;
+  const Type type;
 
  protected:
   ~Condition() = default;

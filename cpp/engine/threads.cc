@@ -17,6 +17,7 @@ constexpr std::int64_t kActive = 20 * kMillisecond;
 // Time for which a thread in wait() polls without a pause: all members move data then.
 constexpr std::int64_t kPolledYield = kSecond;
 constexpr std::int64_t kLongNap = 50 * kMillisecond;
+constexpr std::int64_t kStatusInterval = 50 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls
 
 void pause_cpu() {
@@ -137,12 +138,16 @@ void Context::progress_loop() {
 void Context::watch_loop() {
   const LivenessHold holding(header_->life);
   std::uint64_t drives = 0;
-  std::int64_t look_at = now_ns();
+  std::int64_t look_at = now_ns(), write_at = look_at;
   bool at_once = false, held = false;
   while (!stop_.load(std::memory_order_acquire)) {
-    int patience = -1;
+    int patience = static_cast<int>(idle_peer_check_interval_ / kMillisecond);
+    const std::int64_t now = now_ns();
+    if (now >= write_at) {
+      write_status(now);
+      write_at = now + kStatusInterval;
+    }
     if (peers_.local()) {
-      const std::int64_t now = now_ns();
       if (now >= look_at || at_once) {
         look_at = now + check_local_peers(now, held, now - look_at);
         at_once = held = false;
@@ -152,7 +157,7 @@ void Context::watch_loop() {
     if (peers_.remote()) {
       const int period =
           sockets_released_.load() ? kParked : static_cast<int>(peers_.period() / kMillisecond);
-      patience = patience < 0 ? period : std::min(patience, period);
+      patience = std::min(patience, period);
     }
     Peers::Events news = peers_.wait_for_events(patience);
     // If others evicted this rank, one of them has reported it, and all have cut their connections.
@@ -163,7 +168,8 @@ void Context::watch_loop() {
     at_once |= news.woken || news.held;
     if (!peers_.remote()) continue;
     release_or_reclaim_sockets(news.readable, drives);
-    for (Loss& loss : peers_.heartbeats(now_ns())) lost(std::move(loss));
+    for (Loss& loss : peers_.heartbeats(now_ns(), [this](std::int64_t at) { return remote_status(at); }))
+      lost(std::move(loss));
   }
 }
 

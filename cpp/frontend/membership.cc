@@ -128,7 +128,9 @@ Membership::Membership(const Options& options) {
     for (double* field : {&own.timeout, &own.heartbeat, &own.vote_timeout}) *field = answer.number<double>();
     for (std::uint64_t* field : {&own.capacity, &own.limit, &own.ident})
       *field = answer.number<std::uint64_t>();
-    own.name = answer.rest();
+    const std::string texts = answer.rest();
+    own.name = texts.substr(0, texts.find('\0'));
+    own.job = texts.substr(std::min(texts.size(), own.name.size() + 1));
   } catch (...) {
     end();
     throw;

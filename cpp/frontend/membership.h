@@ -13,7 +13,7 @@
 //                    kMemory    u64 capacity, {u64 ring}... by rank; descriptors: memory, own pidfd
 //                    kRelease   f64 timeout
 //                    kAbandon   text: why this process could not connect
-//   to the program   kMember    see Member
+//   to the program   kMember    see Member; name of the first group '\0' job
 //                    kPeer      i32 rank, i32 pid, u64 capacity, u64 out, u64 in; descriptors: socket, memory
 //                               (no memory: the peer is remote)
 //                    kConnected {i32 host}... by rank
@@ -41,6 +41,7 @@ struct Member {
   std::uint64_t capacity = 0, limit = 0;                // of shared memory, bytes
   std::uint64_t ident = 0;                              // of the first group
   std::string name;                                     // of the first group
+  std::string job;
 };
 
 // A connected peer.  The descriptors belong to whoever takes them; the rest is closed.

@@ -74,6 +74,7 @@ void World::connect() {
   options.limit = own.limit;
   options.heartbeat = nanoseconds(own.heartbeat);
   options.patient = own.waits_for_stopped;
+  options.job = own.job;
   context_ = std::make_shared<Context>(options);
   try {
     std::vector<std::uint64_t> rings(static_cast<std::size_t>(own.size), 0);

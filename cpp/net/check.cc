@@ -38,7 +38,7 @@ const Limits* limits_of(FrameType type) {
       {{1, kLastError}, kTextLimit, true, false, false, 0, false},                    // broken
       {{kByChoice, kProgramEnded}, 0, true, true, false, 0, false},                   // closed
       {{kByChoice, kProgramEnded}, 0, false, false, false, 0, false, Between::kAll},  // bye
-      {{0, 0}, 0, false, false, false, 0, false, Between::kAll},                      // beat
+      {{0, 0}, kReportBytes, false, false, false, 0, false, Between::kAll},           // beat
       {{0, 0}, 0, false, false, false, kUnreadLimit, false, Between::kAll},           // credit
       {{kLeaves, kFinished}, 0, true, true, true, 0, false},                          // closing
       {{0, 0}, 0, true, true, true, 0, false, Between::kAll},                         // withdrawn
@@ -78,6 +78,7 @@ const char* flaw_of_message(const FrameHeader& header, const LinkState& link) {
   if (header.code == kSharedBuffer) return "a message in memory that it has not lent";
   if ((header.channel & kPointToPoint) == 0) return flaw_of_call(header);
   if (header.step != 0) return "a step of a message that has none";
+  if (header.late != 0) return "bytes in what is reserved";
   return flaw_of_shape(header.shape, header.total);
 }
 
@@ -148,9 +149,9 @@ const char* invalid_reason(const FrameHeader& header, const LinkState& link) {
   if (header.code < limits->codes[0] || header.code > limits->codes[1]) return "a code that does not exist";
   if (header.payload > limits->payload) return "a frame that is too long";
   if (header.total > limits->total) return "a number of bytes that cannot be";
-  if (header.unused != 0 || (!limits->member && (header.source != 0 || header.group != 0)) ||
+  if ((!limits->member && (header.source != 0 || header.group != 0)) ||
       (!limits->channel && header.channel != 0) || (!limits->message && header.message != 0) ||
-      (!limits->step && header.step != 0))
+      (!limits->step && (header.step != 0 || header.late != 0)))
     return "bytes in what is reserved";
   switch (header.type) {
     case FrameType::kMessage:
@@ -161,6 +162,10 @@ const char* invalid_reason(const FrameHeader& header, const LinkState& link) {
     case FrameType::kCallReply:
       if (header.channel & kPointToPoint) return "a question about a message";
       if (header.code == kKnown) return flaw_of_call(header);
+      break;
+    case FrameType::kHeartbeat:
+      if (header.payload != 0 && (header.payload != kReportBytes || link.packets != nullptr))
+        return "a report in a heartbeat that has none";
       break;
     case FrameType::kGrant:
       if (header.message == 0 || header.message > link.sent) return "a grant of a message that was not sent";
@@ -189,6 +194,7 @@ const char* flaw_in_group(const FrameHeader& header, int peer, const std::vector
                                                        : question && header.code == kKnown;
   if (call && header.call.root >= static_cast<int>(ranks.size()))
     return "a root that is no rank of the group";
+  if (header.late > ranks.size()) return "a late rank that is no rank of the group";
   return nullptr;
 }
 

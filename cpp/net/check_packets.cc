@@ -17,8 +17,8 @@ bool all_zero(const std::byte* begin, const std::byte* end) {
 const char* flaw_of_packet(const FrameHeader& header, const PacketState& state) {
   const PacketFields& packet = header.packet;
   auto fields = reinterpret_cast<const std::byte*>(&header.shape);
-  if (header.source != 0 || header.group != 0 || packet.reserved != 0 || packet.unused != 0 ||
-      !all_zero(fields + sizeof(PacketFields), fields + sizeof(Shape)))
+  if (header.source != 0 || header.group != 0 || header.late != 0 || packet.reserved != 0 ||
+      packet.unused != 0 || !all_zero(fields + sizeof(PacketFields), fields + sizeof(Shape)))
     return "bytes in what is reserved";
   if (packet.verb == Verb::kPart) {
     if (state.parts_due == 0) return "a part of no packet";

@@ -21,6 +21,7 @@ constexpr std::size_t kBuffered = 64 * 1024;  // messages up to this size never 
 constexpr std::size_t kMoreLimit = 256 * 1024;
 constexpr std::size_t kTextLimit = 64 * 1024;                // payload of a control frame
 constexpr std::size_t kAgreeLimit = (4 << 20) + (64 << 10);  // payload of a kAgree
+constexpr std::size_t kReportBytes = 64;                     // payload of a kHeartbeat between ranks
 constexpr std::uint64_t kPointToPoint = 1ULL << 63;
 constexpr int kMaxDims = 8;
 
@@ -70,10 +71,10 @@ enum class FrameType : std::uint16_t {
   kGrant = 3,
   kCallQuery = 4,  // asks for the call of operation `channel`
   kCallReply = 5,
-  kBroken = 6,       // the sender's group failed; payload: the reason
-  kGroupClosed = 7,  // the sender left the group in good order; code: Departure
-  kBye = 8,          // the sender closed its connections in good order; code: Departure
-  kHeartbeat = 9,
+  kBroken = 6,         // the sender's group failed; payload: the reason
+  kGroupClosed = 7,    // the sender left the group in good order; code: Departure
+  kBye = 8,            // the sender closed its connections in good order; code: Departure
+  kHeartbeat = 9,      // payload: between ranks, a RemoteStatus (engine/status_page.h)
   kCredit = 10,        // `total` bytes of the window are free again
   kGroupClosing = 11,  // the sender submits no more operations to the group; code: Closing
   kWithdrawn = 12,     // `message`, which was sent in part, is withdrawn as if it had never been sent
@@ -176,7 +177,8 @@ struct FrameHeader {
   std::uint64_t message = 0;  // the sender's number for it, for grants; kGroupClosing: hash of its calls
   std::uint64_t total = 0;    // bytes of the whole message
   std::uint32_t step = 0;     // index of the message in the operation
-  std::uint32_t unused = 0;
+  // Messages of collectives: 1 + the rank (in the group) for which the sender had to wait; 0: none.
+  std::uint32_t late = 0;
   union {
     Fingerprint call;
     Shape shape;

@@ -14,3 +14,4 @@ void bind_record(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_shortcut(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
+void bind_statistics(nanobind::module_& m);

@@ -209,6 +209,16 @@ void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std:
   group.agreements().answer(number, answer);
 }
 
+std::pair<nb::list, std::uint64_t> take_trace(Context& context) {
+  auto [events, dropped] = context.trace().take();
+  nb::list list;
+  for (const TraceEvent& event : events)
+    list.append(nb::make_tuple(event.group, event.channel, event.kind, event.submitted, event.begun,
+                               event.waited, event.called, event.ended, event.bytes, event.last, event.peer,
+                               event.failed));
+  return {list, dropped};
+}
+
 void bind_records(nb::module_& m) {
   nb::enum_<ErrorCode>(m, "ErrorCode", "Why a group or an operation failed.")
       .value("PEER_LOST", ErrorCode::kPeerLost)
@@ -383,6 +393,10 @@ void bind_engine(nb::module_& m) {
           nb::arg("op"), nb::arg("value"), nb::arg("timeout"),
           "Votes; returns the number of the agreement, None: too many are under way.")
       .def("last_completed", [](Group& group) { return group.lanes().last_completed(); })
+      .def("statistics", [](Group& group) { return group.lanes().statistics(); })
+      .def(
+          "pending", [](Group& group) { return group.lanes().oldest().first; },
+          "The number of pending operations.")
       .def(
           "fence",
           [](Group& group, const std::vector<int>& ranks, double timeout) {
@@ -417,12 +431,12 @@ void bind_engine(nb::module_& m) {
       .def_static(
           "make",
           [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit,
-             double heartbeat, bool patient) {
-            return std::make_shared<Context>(
-                Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat), patient});
+             double heartbeat, bool patient, std::string job) {
+            return std::make_shared<Context>(Context::Options{
+                rank, size, local_size, capacity, limit, nanoseconds(heartbeat), patient, std::move(job)});
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("local_size"), nb::arg("capacity"), nb::arg("limit"),
-          nb::arg("heartbeat"), nb::arg("patient") = false)
+          nb::arg("heartbeat"), nb::arg("patient") = false, nb::arg("job") = "")
       .def_prop_ro("memory_fd", &Context::memory_fd)
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
@@ -466,6 +480,12 @@ void bind_engine(nb::module_& m) {
             return due;
           },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "trace", [](Context& context, bool on) { context.trace().turn(on); }, nb::arg("on"),
+          "Begin or end to keep the times of operations, for take_trace().")
+      .def(
+          "take_trace", [](Context& context) { return take_trace(context); },
+          "The operations that ended since the last call, see shoal.trace; and the number of lost ones.")
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())

@@ -159,10 +159,12 @@ PyObject* future_of(FastSubmit& self, const Given& call) {
   OperationPtr operation = go(self, std::move(*request));
   if (!operation) Py_RETURN_NONE;
   const std::uint64_t number = operation->request().channel;
+  const std::int64_t submitted = operation->submitted();
   reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
   set_key(future.ptr(), future_key(self.ident, number));
   if (recorded) {
     as_record(record.ptr())->number = static_cast<std::int64_t>(number);
+    as_record(record.ptr())->submitted = submitted;
     set_record(future.ptr(), as_record(record.ptr()));
     Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
   }

@@ -15,4 +15,5 @@ NB_MODULE(_core, m) {
   bind_reducer(m);
   bind_source(m);
   bind_shortcut(m);
+  bind_statistics(m);
 }

@@ -29,7 +29,9 @@ PyObject* record_new(PyTypeObject*, PyObject* arguments, PyObject* keywords) {
   fields.key = key;
   fields.count = count;
   fields.tag = tag;
-  return reinterpret_cast<PyObject*>(new_record(fields));
+  Record* record = new_record(fields);
+  if (record != nullptr) record->submitted = now_ns();
+  return reinterpret_cast<PyObject*>(record);
 }
 
 // A record is in no reference cycle: its kind and dtype are constants, and it refers to its future weakly.
@@ -74,7 +76,6 @@ Record* new_record(const RecordFields& fields) {
     Py_DECREF(future);
     return nullptr;
   }
-  self->submitted = now_ns();
   self->number = fields.number;
   self->key = fields.key;
   self->count = fields.count;

@@ -9,7 +9,7 @@ namespace shoal {
 
 struct Record {
   PyObject_HEAD std::int64_t submitted;  // CLOCK_MONOTONIC, nanoseconds
-  std::int64_t ended;                    // the same, when the outcome was first observed; 0 before
+  std::int64_t ended;                    // the same: when it was done, or seen to be; 0 before
   std::int64_t number;                   // in the group's sequence; -1 if it has none
   std::uint64_t key;                     // of an operation issued in a callback; else 0
   std::uint64_t count;                   // elements
@@ -31,7 +31,7 @@ struct RecordFields {
   std::int64_t tag = -1;
 };
 
-// Creates a record of an operation that is submitted now; null with an exception set.
+// Creates a record without the time of its submission; null with an exception set.
 Record* new_record(const RecordFields& fields);
 // Casts an object to a record; null if it is another object.
 Record* as_record(PyObject* object);

@@ -280,7 +280,7 @@ bool publish(FutureFields& self, Source* source) {
     PyErr_Clear();
     return false;
   }
-  if (Record* record = as_record(self.record)) record->ended = now_ns();
+  if (Record* record = as_record(self.record)) record->ended = source->op->ended();
   set(self.done, Py_NewRef(Py_True));
   set(self.source, Py_NewRef(Py_None));
   return true;

@@ -80,12 +80,13 @@ struct DirectoryEntry {
   std::atomic<std::uint64_t> offset{0};
 };
 
-constexpr std::uint64_t kArenaMagic = 0x326c616f6873ULL;  // "shoal2"
+constexpr std::uint64_t kArenaMagic = 0x336c616f6873ULL;  // "shoal3"
 constexpr std::size_t kDirectorySize = 4096;
 
 // At offset 0 of every arena.
 struct ArenaHeader {
   std::uint64_t magic = kArenaMagic;
+  std::atomic<std::uint64_t> status{0};  // offset of the StatusPage, for other processes of the user
   Doorbell doorbell;
   ProcessLiveness life;
   alignas(64) DirectoryEntry directory[kDirectorySize];

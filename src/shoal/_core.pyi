@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from threading import Lock
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 from weakref import ReferenceType
 
 import torch
@@ -330,6 +330,8 @@ class Group:
     def failure(self) -> Error | None: ...
     def abort(self, reason: str) -> None: ...
     def last_completed(self) -> int: ...
+    def statistics(self) -> Statistics: ...
+    def pending(self) -> int: ...
     def fence(self, ranks: list[int], timeout: float) -> list[int]: ...
     def vote_limit(self) -> int: ...
     def agree(self, op: AgreementOp, value: bytes, timeout: float) -> int | None: ...
@@ -341,6 +343,10 @@ class Group:
     def close(self, timeout: float) -> None: ...
     def allocate(self, bytes: int) -> Any: ...
 
+#: Fields of TraceEvent in ``cpp/engine/trace.h``: group, channel, kind, times of submission, begin, begin and
+#: end of the last wait, end; bytes, last member, peer, whether it failed.
+TracedOperation: TypeAlias = tuple[int, int, Kind, int, int, int, int, int, int, int, int, bool]
+
 class Context:
     @staticmethod
     def make(
@@ -351,6 +357,7 @@ class Context:
         limit: int,
         heartbeat: float,
         patient: bool = False,
+        job: str = "",
     ) -> Context: ...
     @property
     def memory_fd(self) -> int: ...
@@ -382,6 +389,8 @@ class Context:
     ) -> Group: ...
     def use(self, library: MpiLibrary) -> None: ...
     def completions(self, timeout: float) -> list[int]: ...
+    def trace(self, on: bool) -> None: ...
+    def take_trace(self) -> tuple[list[TracedOperation], int]: ...
     def close(self, timeout: float) -> None: ...
     def program_ends(self) -> None: ...
     def disown(self) -> None: ...
@@ -390,6 +399,101 @@ class Context:
     def held(self) -> tuple[int, int, int, int]: ...
     def pause_heartbeats(self, silent: bool) -> None: ...
     def die_at(self, point: Fault) -> None: ...
+
+# -- cpp/python/statistics.cc -----------------------------------------------------------------------
+
+#: least latency of each bucket of :attr:`Statistics.latencies`, in nanoseconds
+LATENCIES: tuple[int, ...]
+
+class StatusState(enum.Enum):
+    """The state of a group."""
+
+    OPEN = ...
+    BROKEN = ...
+    CLOSED = ...
+
+class LateMember:
+    """A member that a rank waited for.
+
+    Attributes:
+        times: number of operations in which it arrived last.
+        waited: nanoseconds.
+    """
+
+    rank: int
+    times: int
+    waited: int
+
+class Statistics:
+    """Counters of the operations of a group, see ``cpp/engine/statistics.h``."""
+
+    completed: int
+    failed: int
+    bytes: int
+    waits: int
+    waited: int
+    late: list[LateMember]
+    latencies: list[int]
+
+class PendingCall:
+    """The oldest pending operation of a group; ``since`` is in nanoseconds of CLOCK_MONOTONIC."""
+
+    text: str
+    number: int
+    since: int
+    blocker: int
+
+class GroupStatus:
+    """A group of a rank, see ``cpp/engine/status_page.h``."""
+
+    name: str
+    ident: int
+    rank: int
+    size: int
+    state: StatusState
+    pending: int
+    statistics: Statistics
+    call: PendingCall | None
+
+class RemoteRank:
+    """The last report of a rank on another host, see ``cpp/engine/status_page.h``.
+
+    Attributes:
+        alive: False if it has left or is lost.
+        received: when the report came, in nanoseconds of this host's CLOCK_MONOTONIC.
+        kind, number, age: of its oldest pending operation; ``age`` in nanoseconds at the report, -1: none.
+    """
+
+    rank: int
+    alive: bool
+    received: int
+    pid: int
+    completed: int
+    bytes: int
+    waited: int
+    memory: int
+    kind: str
+    number: int
+    age: int
+    blocker: int
+
+class RankStatus:
+    """The status page of a rank, see ``cpp/engine/status_page.h``."""
+
+    job: str
+    pid: int
+    rank: int
+    size: int
+    started: int
+    written: int
+    memory: int
+    open: int
+    closed: bool
+    ended: Statistics
+    groups: list[GroupStatus]
+    remote: list[RemoteRank]
+
+def read_status(fd: int) -> RankStatus | None: ...
 
 # -- cpp/python/mpi.cc ------------------------------------------------------------------------------
 

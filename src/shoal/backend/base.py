@@ -24,6 +24,7 @@ from ..future import Future
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership as Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
+from ..statistics import GroupStatistics
 from .agreement import AgreementOp, PendingAgreement
 
 if TYPE_CHECKING:
@@ -212,6 +213,14 @@ class DataChannel(abc.ABC):
     def last_completed(self) -> int:
         """The number of the last collective that has completed here with all before it; -1 if unknown."""
         return -1
+
+    def statistics(self) -> GroupStatistics:
+        """Return counters of the operations of this rank.  Never blocks.
+
+        Raises:
+            UnsupportedOperation: the channel counts nothing (the default).
+        """
+        raise UnsupportedOperation("has no statistics")
 
     def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
         """Ensure that lost ranks, if they still run, no longer write into memory of this rank.

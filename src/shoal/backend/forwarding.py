@@ -8,6 +8,7 @@ import torch
 
 from ..errors import GroupError
 from ..spec import Operation, OpKind, ReduceOp
+from ..statistics import GroupStatistics
 from .agreement import AgreementOp, PendingAgreement
 from .base import DataChannel
 
@@ -51,6 +52,9 @@ class ForwardingChannel(DataChannel):
 
     def last_completed(self) -> int:
         return self._inner.last_completed()
+
+    def statistics(self) -> GroupStatistics:
+        return self._inner.statistics()
 
     def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
         return self._inner.fence(ranks, timeout)

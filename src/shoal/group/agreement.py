@@ -33,7 +33,6 @@ from ..errors import (
     OperationTimeout,
     QuorumLost,
     RebuildCalled,
-    UnsupportedOperation,
 )
 from ..future import Future
 from ..store import Store
@@ -130,13 +129,7 @@ class AgreementClient:
     def vote_limit(self) -> int:
         """Return the maximum size of a vote in bytes; raises if the group cannot vote."""
         self._submitter.check_not_closed()
-        try:
-            return self._submitter.channel.vote_limit()
-        except UnsupportedOperation as error:
-            spec = self._submitter.spec
-            raise UnsupportedOperation(
-                f"the backend of group {spec.name!r} on rank {spec.rank} {error}"
-            ) from None
+        return self._submitter.ask(lambda channel: channel.vote_limit())
 
 
 def _vote(call: OperationCall, value: Any, op: AgreementOp) -> bytes:

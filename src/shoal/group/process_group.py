@@ -34,6 +34,7 @@ from ..future import Future
 from ..links import Links
 from ..recorder import FlightRecorder
 from ..spec import ANY_SOURCE, DTYPE_CODES, FailureScope, GroupState
+from ..statistics import GroupStatistics
 from ..store import Store
 from ..world import World, remaining
 from . import monitored_barrier, objects, subgroups
@@ -179,6 +180,17 @@ class ProcessGroup(TensorOperations):
     def recorder(self) -> FlightRecorder | None:
         """The record of the group's last operations; None if ``SHOAL_RECORDER_SIZE`` is 0."""
         return self._submitter.recorder
+
+    def stats(self) -> GroupStatistics:
+        """Counters of this rank: operations, bytes, latencies, and the ranks for which it waited.
+
+        Never communicates; any thread may call it at any time.  For a share of time, subtract the
+        ``waited_s`` of two calls.
+
+        Raises:
+            UnsupportedOperation: the backend of the group counts nothing.
+        """
+        return self._submitter.ask(lambda channel: channel.statistics())
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the state of the group on this rank to a JSON file; ``docs/recorder.md`` has the format.

@@ -147,6 +147,19 @@ class OperationSubmitter:
         self._check(operation)
         return operation
 
+    def ask(self, question: Callable[[DataChannel], T]) -> T:
+        """Return the answer of the channel to a question that not all channels can answer.
+
+        Raises:
+            UnsupportedOperation: it cannot; the message names the group.
+        """
+        try:
+            return question(self.channel)
+        except UnsupportedOperation as error:
+            raise UnsupportedOperation(
+                f"the backend of group {self.spec.name!r} on rank {self.spec.rank} {error}"
+            ) from None
+
     def _check(self, operation: Operation) -> None:
         """Raise UnsupportedOperation if the channel does not support ``operation``."""
         x = next(iter((*operation.inputs, *operation.outputs)), None)

@@ -34,6 +34,7 @@ from ...errors import (
 from ...future import Future, callback_scope
 from ...recorder import FlightRecorder
 from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
+from ...statistics import GroupStatistics, group_statistics
 from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .errors import exception_of, explain_resource_errors
@@ -134,7 +135,7 @@ class NativeBackend(Backend):
             try:
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
-                    membership.waits_for_stopped,
+                    membership.waits_for_stopped, encodable(membership.job),
                 )  # fmt: skip
                 if membership.size > 1:
                     self._connect(way, timeout)
@@ -402,6 +403,9 @@ class NativeChannel(DataChannel):
     def last_completed(self) -> int:
         number: int = self._core.last_completed()
         return number
+
+    def statistics(self) -> GroupStatistics:
+        return group_statistics(self._core.statistics(), self._core.pending())
 
     def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
         left: list[int] = self._core.fence(list(ranks), timeout)

@@ -1,0 +1,180 @@
+#include "engine/status_page.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "engine/context.h"
+#include "engine/describe.h"
+#include "net/check.h"
+
+namespace shoal {
+namespace {
+
+constexpr int kAttempts = 50;  // to read a page that is being written
+constexpr int kMaxRanks = 1 << 20;
+
+bool read_at(int fd, void* to, std::size_t bytes, std::uint64_t offset) {
+  return pread(fd, to, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
+}
+
+StatusCounters counters_of(const StatisticsValues& values) {
+  return {values.completed, values.failed, values.bytes, values.waits, values.waited};
+}
+
+void add(StatusCounters& sum, const StatusCounters& more) {
+  sum.completed += more.completed;
+  sum.failed += more.failed;
+  sum.bytes += more.bytes;
+  sum.waits += more.waits;
+  sum.waited += more.waited;
+}
+
+bool is_plausible(StatusGroup& group, int ranks) {
+  group.name[kStatusText - 1] = group.call[kStatusText - 1] = 0;
+  if (group.size < 1 || group.rank < 0 || group.rank >= group.size) return false;
+  if (group.state < StatusState::kOpen || group.state > StatusState::kClosed) return false;
+  if (group.blocker >= ranks) group.blocker = -1;
+  for (StatusLate& late : group.late)
+    if (late.rank >= ranks) late.rank = -1;
+  return true;
+}
+
+}  // namespace
+
+void copy_text(char (&to)[kStatusText], const std::string& text) {
+  const std::size_t bytes = clipped(text.data(), text.size(), kStatusText - 1);
+  std::memcpy(to, text.data(), bytes);
+  std::memset(to + bytes, 0, kStatusText - bytes);
+}
+
+void write_status(Group& group, StatusGroup& entry) {
+  const StatisticsValues values = group.lanes().statistics();
+  copy_text(entry.name, group.name());
+  entry.ident = group.ident();
+  entry.rank = group.rank();
+  entry.size = group.size();
+  entry.state = group.closed()   ? StatusState::kClosed
+                : group.broken() ? StatusState::kBroken
+                                 : StatusState::kOpen;
+  entry.counters = counters_of(values);
+  const auto [pending, oldest] = group.lanes().oldest();
+  entry.pending = static_cast<std::uint32_t>(pending);
+  copy_text(entry.call, !oldest                          ? ""
+                        : oldest->request().collective() ? describe(oldest->call())
+                                                         : describe(oldest->request()));
+  entry.number =
+      oldest && oldest->request().numbered() ? static_cast<std::int64_t>(oldest->request().channel) : -1;
+  entry.since = oldest ? oldest->submitted() : 0;
+  const int blocker = oldest ? oldest->blocker() : -1;
+  entry.blocker = blocker < 0 ? -1 : group.global(blocker);
+  for (std::size_t i = 0; i < kStatusLate; ++i) {
+    entry.late[i] = {};
+    if (i < values.late.size())
+      entry.late[i] = {values.late[i].times, values.late[i].waited, group.global(values.late[i].rank)};
+  }
+  std::ranges::copy(values.latencies, entry.latencies);
+}
+
+// Readers of other processes see that a page is incomplete by its sequence number.
+void Context::write_status(std::int64_t now) {
+  StatusPage& page = *status_;
+  const std::uint64_t sequence = page.sequence.load(std::memory_order_relaxed);
+  page.sequence.store(sequence + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  const auto open = groups();
+  page.open = static_cast<std::uint32_t>(open.size());
+  page.count = static_cast<std::uint32_t>(std::min(open.size(), kStatusGroups));
+  for (std::uint32_t i = 0; i < page.count; ++i) shoal::write_status(*open[i], page.groups[i]);
+  page.written = now;
+  page.memory = arena_->in_use();
+  page.closed = closed() ? 1 : 0;
+  for (int rank = 0; remote_ != nullptr && rank < options_.size; ++rank)
+    remote_[rank].alive = peers_.state(rank) == Peers::kAlive ? 1 : 0;
+  {
+    std::lock_guard lock(groups_mutex_);
+    page.ended = ended_;
+  }
+  page.sequence.store(sequence + 2, std::memory_order_release);
+}
+
+// The report of this rank for the others.
+RemoteStatus Context::remote_status(std::int64_t now) {
+  RemoteStatus status;
+  StatusCounters sum;
+  {
+    std::lock_guard lock(groups_mutex_);
+    sum = ended_;
+  }
+  OperationPtr oldest;
+  for (auto& group : groups()) {
+    add(sum, counters_of(group->lanes().statistics()));
+    auto [pending, first] = group->lanes().oldest();
+    if (first && (!oldest || first->submitted() < oldest->submitted())) oldest = std::move(first);
+  }
+  status.completed = sum.completed;
+  status.bytes = sum.bytes;
+  status.waited = sum.waited;
+  status.memory = arena_->in_use();
+  status.pid = getpid();
+  if (!oldest) return status;
+  const Request& request = oldest->request();
+  status.kind = request.kind;
+  status.number = request.numbered() ? static_cast<std::int64_t>(request.channel) : -1;
+  status.age = std::max<std::int64_t>(now - oldest->submitted(), 0);
+  const int blocker = oldest->blocker();
+  status.blocker = blocker < 0 ? -1 : oldest->group().global(blocker);
+  return status;
+}
+
+void Context::keep_remote_status(int peer, const std::byte* report, std::size_t bytes) {
+  if (remote_ == nullptr || bytes != sizeof(RemoteStatus)) return;
+  StatusRemote& entry = remote_[peer];
+  std::memcpy(&entry.status, report, bytes);
+  entry.received = now_ns();
+}
+
+// Requires groups_mutex_: the group's counters count for the rank from now on.
+void Context::keep_counters(Group& group) { add(ended_, counters_of(group.lanes().statistics())); }
+
+std::vector<StatusRemote> read_remote(int fd, const StatusPage& page) {
+  if (page.remote == 0) return {};
+  std::vector<StatusRemote> entries(static_cast<std::size_t>(page.size));
+  if (!read_at(fd, entries.data(), entries.size() * sizeof(StatusRemote), page.remote)) return {};
+  for (StatusRemote& entry : entries) {
+    RemoteStatus& status = entry.status;
+    if (status.kind > Kind::kRecv) status.kind = {};
+    if (status.blocker >= page.size) status.blocker = -1;
+  }
+  return entries;
+}
+
+bool read_status(int fd, StatusPage& page) {
+  struct {
+    std::uint64_t magic, status;
+  } header{};
+  static_assert(offsetof(ArenaHeader, status) == 8);
+  if (!read_at(fd, &header, sizeof header, 0) || header.magic != kArenaMagic || header.status == 0)
+    return false;
+  auto bytes = reinterpret_cast<std::byte*>(&page);
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (!read_at(fd, bytes, sizeof page, header.status)) return false;
+    if (page.magic != kStatusMagic || page.version != kStatusVersion) return false;
+    std::uint64_t after = 0;
+    if (!read_at(fd, &after, sizeof after, header.status + offsetof(StatusPage, sequence))) return false;
+    // A process that is stopped while it writes leaves an incomplete page, which is better than none.
+    if (after == page.sequence.load() && after % 2 == 0) break;
+  }
+  page.job[kStatusText - 1] = 0;
+  page.count = std::min<std::uint32_t>(page.count, kStatusGroups);
+  std::uint32_t kept = 0;
+  for (std::uint32_t i = 0; i < page.count; ++i)
+    if (is_plausible(page.groups[i], page.size)) page.groups[kept++] = page.groups[i];
+  page.count = kept;
+  return page.size >= 1 && page.size <= kMaxRanks && page.rank >= 0 && page.rank < page.size;
+}
+
+}  // namespace shoal

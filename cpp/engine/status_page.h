@@ -1,0 +1,101 @@
+// What other processes of the user can read about a rank: its groups, their operations and whom they wait
+// for.
+//
+// The page is in the rank's shared memory.  The watch thread writes it every few milliseconds, so it costs
+// operations nothing, and the program need not cooperate: `shoal top` reads it through /proc, also while the
+// rank hangs or is stopped.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/statistics.h"
+#include "net/frame.h"
+
+namespace shoal {
+
+constexpr std::uint64_t kStatusMagic = 0x7375746174536f68ULL;  // "hoStatus"
+constexpr std::uint32_t kStatusVersion = 1;
+constexpr std::size_t kStatusGroups = 32, kStatusLate = 16, kStatusText = 64;
+
+struct StatusCounters {
+  std::uint64_t completed = 0, failed = 0, bytes = 0, waits = 0, waited = 0;
+};
+
+struct StatusLate {
+  std::uint64_t times = 0, waited = 0;
+  std::int32_t rank = -1;  // of the page's ranks; -1: no entry
+  std::int32_t unused = 0;
+};
+
+enum class StatusState : std::uint32_t { kOpen = 1, kBroken = 2, kClosed = 3 };
+
+struct StatusGroup {
+  char name[kStatusText] = {};  // UTF-8; ends with a zero
+  std::uint64_t ident = 0;
+  std::int32_t rank = 0, size = 1;
+  StatusState state{};
+  std::uint32_t pending = 0;
+  StatusCounters counters;
+  // The operation that is pending for the longest time; empty: none.
+  char call[kStatusText] = {};
+  std::int64_t number = -1;   // -1: it has none
+  std::int64_t since = 0;     // CLOCK_MONOTONIC, nanoseconds
+  std::int32_t blocker = -1;  // the rank of the page's ranks that it waits for; -1: none, or unknown
+  std::int32_t unused = 0;
+  StatusLate late[kStatusLate];
+  std::uint64_t latencies[latency::kBuckets] = {};
+};
+
+// What a rank on another host reports about itself, as the payload of its heartbeats.
+struct RemoteStatus {
+  std::uint64_t completed = 0, bytes = 0, waited = 0;  // as in StatusCounters, of all groups
+  std::uint64_t memory = 0;
+  std::int64_t number = -1;   // of its oldest pending operation; -1: it has none
+  std::int64_t age = -1;      // nanoseconds since that was submitted; -1: nothing is pending
+  std::int32_t blocker = -1;  // as in StatusGroup
+  std::int32_t pid = 0;
+  Kind kind{};  // of that operation
+  std::uint8_t unused[7] = {};
+};
+static_assert(sizeof(RemoteStatus) == kReportBytes);
+
+struct StatusRemote {
+  std::int64_t received = 0;  // when its last report came; 0: it is on this host, or has not reported yet
+  std::int32_t alive = 0;     // 0: it has left or is lost
+  std::int32_t unused = 0;
+  RemoteStatus status;
+};
+
+struct StatusPage {
+  std::uint64_t magic = kStatusMagic;
+  std::uint32_t version = kStatusVersion;
+  std::uint32_t count = 0;                 // of the entries in `groups`
+  std::atomic<std::uint64_t> sequence{0};  // odd while the page is written
+  std::int64_t pid = 0;
+  std::int32_t rank = 0, size = 1;  // of this process among those it is connected to
+  char job[kStatusText] = {};
+  std::int64_t started = 0, written = 0;  // CLOCK_MONOTONIC, nanoseconds
+  std::uint64_t memory = 0;               // bytes of shared memory in use
+  std::uint32_t open = 0;                 // number of groups, also of those without an entry
+  std::uint32_t closed = 0;               // 1: the rank has closed its connections
+  StatusCounters ended;                   // of groups that all members have closed
+  std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host
+  StatusGroup groups[kStatusGroups];
+};
+
+// Reads the page of the process whose memory `fd` is.  False if it is not the memory of a rank of this
+// release.  Numbers are within their limits and texts end with a zero, whatever the process wrote.
+bool read_status(int fd, StatusPage& page);
+// The reports of the other ranks, by rank; empty if all are on this host.
+std::vector<StatusRemote> read_remote(int fd, const StatusPage& page);
+
+// Writes an entry for a group.
+class Group;
+void write_status(Group& group, StatusGroup& entry);
+void copy_text(char (&to)[kStatusText], const std::string& text);
+
+}  // namespace shoal
