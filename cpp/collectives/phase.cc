@@ -62,6 +62,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   std::uint64_t step = parts_.empty() ? window_ : window_ / parts_.size() / 64 * 64;
   windows_ = exposure_ == Exposure::kStaged ? (longest + step - 1) / step : 0;
   mine.windows = windows_;
+  mine.late = op_.last_to_call();
   mine.phase.store(number_, std::memory_order_release);
   team_.ring_all(lane_);
   auto begun = op_.begun();
@@ -69,9 +70,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
 }
 
 Task Phase::meet(int place) {
-  auto published = op_.until_called([this, place] {
-    return slot(place).phase.load(std::memory_order_acquire) >= number_ || blocked_by(place);
-  });
+  auto published = op_.until_called([this, place] { return is_published(place); });
   co_await published;
   if (!(slot(place).call == op_.call())) {
     Task mismatch = op_.mismatch();
@@ -83,7 +82,7 @@ Task Phase::meet_all() {
   int place = 0;
   auto published = op_.until_called([this, place]() mutable {
     for (; place < size(); ++place)
-      if (slot(place).phase.load(std::memory_order_acquire) < number_) return blocked_by(place);
+      if (!is_published(place)) return false;
     return true;
   });
   co_await published;

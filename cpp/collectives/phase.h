@@ -72,6 +72,13 @@ class Phase {
     op_.set_blocker(team_.members()[static_cast<std::size_t>(place)]);
     return false;
   }
+  bool is_published(int place) {
+    const Slot& theirs = slot(place);
+    if (theirs.phase.load(std::memory_order_acquire) < number_) return blocked_by(place);
+    const int late = theirs.late;
+    if (late < op_.group().size()) op_.pass_blocker(team_.members()[static_cast<std::size_t>(place)], late);
+    return true;
+  }
   std::byte* reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const;
   [[noreturn]] void refuse(int place) const;
 

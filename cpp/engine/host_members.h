@@ -40,6 +40,7 @@ struct Slot {
   Exposure exposure{};
   std::uint32_t parts = 0;
   std::uint64_t windows = 0;
+  std::int32_t late = -1;  // the member (group rank) for which this one had to wait; -1: none
   // followed by PartEntry[size of the whole group] and kInline bytes
 };
 

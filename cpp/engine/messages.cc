@@ -81,9 +81,7 @@ bool Messages::called() {
       op_.set_blocker(incoming.source);
       return false;
     }
-    // Its sender may have been late only because it waited for another member.
-    if (op_.blocker() >= 0 && op_.blocker() == incoming.source && incoming.header.late > 0)
-      op_.set_blocker(static_cast<int>(incoming.header.late) - 1);
+    op_.pass_blocker(incoming.source, static_cast<int>(incoming.header.late) - 1);
   }
   return true;
 }
@@ -99,14 +97,14 @@ bool Messages::settled() {
   return true;
 }
 
-// After the first wait of an operation, it waits for data, not for members.
+// After the first wait for data an operation waits for more data, not for members.
 Task Messages::wait_until_called() {
   auto begun = op_.begun();
   co_await begun;
   if (op_.all_called) co_return;
   auto condition = op_.until_called([this] { return called(); });
   co_await condition;
-  op_.all_called = true;
+  for (const auto& incoming : incoming_) op_.all_called |= incoming->capacity > 0;
 }
 
 Task Messages::finish() {

@@ -195,6 +195,10 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // moved its data.  Any thread may read which member it is; -1: none, or unknown.
   void set_blocker(int rank) { blocker_.store(rank, std::memory_order_relaxed); }
   int blocker() const { return blocker_.load(std::memory_order_relaxed); }
+  // The member `rank` was late only because it had to wait for `last`; -1: it did not.
+  void pass_blocker(int rank, int last) {
+    if (last >= 0 && rank >= 0 && blocker() == rank) set_blocker(last);
+  }
   // The member that called the operation last of those that this rank had to wait for; -1: none.
   int last_to_call() const { return last_to_call_; }
   // Whether it has waited for the members whose messages it needs first.

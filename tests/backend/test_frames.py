@@ -76,7 +76,7 @@ class Frame:
     message: int = 1
     total: int = 20
     step: int = 0
-    unused: int = 0
+    late: int = 0
     rest: bytes = shape(5)
     payload: bytes = bytes(20)
     claimed: int | None = None  # another length than that of the payload
@@ -85,7 +85,7 @@ class Frame:
     def encoded(self) -> bytes:
         size = len(self.payload) if self.claimed is None else self.claimed
         fields = (self.magic, self.type, self.code, size, self.source, self.group, self.channel)
-        tail = (self.message, self.total, self.step, self.unused, self.rest)
+        tail = (self.message, self.total, self.step, self.late, self.rest)
         return struct.pack("<IHHIIQQQQII72s", *fields, *tail) + self.payload
 
 
@@ -106,7 +106,8 @@ LIES: dict[str, list[Frame]] = {
     "not a frame": [Frame(magic=0)],
     "type 0": [Frame(0)],
     "unknown type": [Frame(11)],
-    "reserved bytes": [Frame(unused=1)],
+    "a message with someone late": [Frame(late=1)],
+    "a late rank that is none": [replace(COLLECTIVE, late=9)],
     "unknown code": [Frame(code=2, payload=b"")],
     "longer than any frame": [Frame(total=1 << 30, rest=shape(1 << 28), payload=b"", claimed=EAGER + 1)],
     "shorter than its message": [Frame(claimed=16, payload=bytes(16))],
@@ -169,6 +170,8 @@ LIES: dict[str, list[Frame]] = {
     "a departure with a text": [ours(BYE, payload=b"x")],
     "a departure for an unknown reason": [ours(BYE, code=2)],
     "a heartbeat with a number": [ours(HEARTBEAT, step=1)],
+    "a heartbeat with someone late": [ours(HEARTBEAT, late=1)],
+    "half a report": [ours(HEARTBEAT, payload=bytes(32))],
     "a withdrawal of nothing": [control(WITHDRAWN, message=1)],
     "a withdrawal with a length": [Frame(), control(WITHDRAWN, message=1, total=20)],
 }  # fmt: skip
@@ -264,8 +267,9 @@ def test_a_group_ends_by_such_a_frame_of_a_peer_that_has_left_since(rank: Rank, 
 def test_the_frames_that_lies_are_made_of_are_legal(rank: Rank) -> None:
     text = control(BROKEN, code=4, group=LATE, payload=broken(b"because of \xff\xfe", ranks=[1]))
     rank.send(
-        Frame(), ours(HEARTBEAT), control(QUERY), control(QUERY, code=1, rest=call()), control(REPLY), text
-    )
+        Frame(), ours(HEARTBEAT), ours(HEARTBEAT, payload=b"\xff" * 64), control(QUERY),
+        control(QUERY, code=1, rest=call()), control(REPLY), text,
+    )  # fmt: skip
     rank.send(replace(WITHHELD, message=2), Frame(message=3, total=0, rest=shape(0), payload=b""))
     first = rank.receive(rank.group)
     assert first.error() is None
@@ -300,8 +304,11 @@ def grown(frame: Frame, by: int) -> Frame:
 def test_the_rest_of_a_message_is_what_was_announced(rank: Rank, wrong: Callable[[Frame], Frame]) -> None:
     rank.send(WITHHELD)
     operation = rank.group.message(RECV, [], 1, 1, 0, [], PATIENCE)
-    while rank.peer.recv(128)[4] != GRANT:
-        pass
+    while True:
+        header = rank.peer.recv(128, socket.MSG_WAITALL)
+        rank.peer.recv(struct.unpack_from("<I", header, 8)[0], socket.MSG_WAITALL)
+        if header[4] == GRANT:
+            break
     rank.send(wrong(Frame(MORE)))
     assert operation.wait(PATIENCE)
     assert operation.error().code is ErrorCode.WIRE

@@ -20,6 +20,7 @@ COMMANDS = {
     "scale": "shoal.launch.commands.scale:scale",
     "store": "shoal.launch.commands.store:store",
     "worker": "shoal.launch.commands.worker:worker",
+    "top": "shoal.tools.top:top",
     "bench": "shoal.tools.bench.command:bench",
     "dumps": "shoal.tools.dumps:dumps",
     "config": "shoal.launch.commands.config:config",

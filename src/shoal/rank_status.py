@@ -1,0 +1,120 @@
+"""The ranks that run on this machine, found and read without their cooperation.
+
+Every rank of the native backend keeps a status page in its shared memory (``cpp/engine/status_page.h``).
+This is a file without a name: other processes of the user find it among the rank's descriptors in ``/proc``.
+So ranks that hang or are stopped are found too, whatever started them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ._core import RankStatus, read_status
+
+#: the name under which /proc shows the memory of a rank
+_MEMORY = "/memfd:shoal (deleted)"
+#: calls of :meth:`RankFinder.find` after which the descriptors of a known process are listed again
+_CALLS_PER_SEARCH = 8
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A process that is a rank, or one of its ranks: ranks may be threads.
+
+    Attributes:
+        pid: process id, in the namespace of the reader.
+        state: state of the process in ``/proc/PID/stat``, such as ``"S"``, or ``"T"`` for stopped.
+        cpu_s: CPU time that the process has used, in seconds.
+        memory: resident memory, in bytes.
+        status: what the rank's status page says.
+    """
+
+    pid: int
+    state: str
+    cpu_s: float
+    memory: int
+    status: RankStatus
+
+
+class _Stat:
+    """The used fields of ``/proc/PID/stat``."""
+
+    def __init__(self, pid: int) -> None:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        self.state = fields[0].decode()
+        self.cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        self.start = int(fields[19])
+        self.memory = int(fields[21]) * _PAGE_BYTES
+
+
+class RankFinder:
+    """Finds the ranks of this machine that the user may see; remembers their descriptors between calls."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        #: start time and descriptors of the memory, by process
+        self._known: dict[int, tuple[int, list[int]]] = {}
+
+    def find(self) -> list[RankProcess]:
+        """Read all ranks, ordered by process id.  Processes that end meanwhile are left out."""
+        found: list[RankProcess] = []
+        pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+        search_all = self._calls % _CALLS_PER_SEARCH == 0
+        self._calls += 1
+        for pid in pids:
+            # Other users' processes, and those that have ended.
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                stat = _Stat(pid)
+                start, fds = self._known.get(pid, (0, []))
+                if search_all or start != stat.start:
+                    fds = list(_memory_descriptors(pid))
+                    self._known[pid] = (stat.start, fds)
+                for fd in fds:
+                    status = _read(pid, fd)
+                    if status is not None:
+                        found.append(RankProcess(pid, stat.state, stat.cpu_s, stat.memory, status))
+        for pid in self._known.keys() - set(pids):
+            del self._known[pid]
+        return found
+
+
+def _memory_descriptors(pid: int) -> Iterator[int]:
+    directory = f"/proc/{pid}/fd"
+    for name in os.listdir(directory):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{directory}/{name}") == _MEMORY:
+                yield int(name)
+
+
+def _read(pid: int, fd: int) -> RankStatus | None:
+    """Read the page of a rank of ``pid``; None if the descriptor is another one, or has been closed."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        if os.readlink(path) != _MEMORY:
+            return None
+        memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = read_status(memory)
+    finally:
+        os.close(memory)
+    if status is None:
+        return None
+    # While ranks connect, they have the memory of their peers too.
+    return status if status.pid == pid or status.pid == _pid_in_own_namespace(pid) else None
+
+
+def _pid_in_own_namespace(pid: int) -> int:
+    """The process id that a process in a container has for itself."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"NSpid:"):
+                return int(line.split()[-1])
+    return pid

@@ -1,0 +1,223 @@
+"""``shoal top``: what each rank does, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal import ProcessGroup
+from shoal.launch.cli import invoke
+from shoal.rank_status import RankFinder, RankProcess
+from shoal.testing import run_threads
+from shoal.testing.processes import processes
+from shoal.tools.rank_table import RankRow, Sampler, culprits
+from tests.support.waiting import until
+
+
+def wait_for_a_late_rank(group: ProcessGroup, folder: str) -> None:
+    """Rank 1 calls the second operation only when there is a file; the others then wait for it."""
+    group.all_reduce(torch.ones(1000)).wait()
+    if group.rank == 1:
+        until((Path(folder) / "go").exists)
+    group.all_reduce(torch.ones(1000)).wait()
+
+
+Show = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Iterator[Show]:
+    """Run the command, and keep the ranks of these processes."""
+
+    def show(pids: list[int]) -> dict[int, dict[str, Any]]:
+        assert invoke(["top", "--once", "--json"]) in (0, 1)
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["schema"] == "shoal.top/1"
+        return {row["rank"]: row for row in shown["ranks"] if row["pid"] in pids}
+
+    return show
+
+
+def test_it_shows_who_waits_for_whom_and_ranks_that_are_stopped_or_killed(
+    show: Callable[[list[int]], dict[int, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with processes(wait_for_a_late_rank, 3, str(tmp_path)) as ranks:
+
+        def rows() -> dict[int, dict[str, Any]]:
+            return show(ranks.pids)
+
+        found = until(lambda: (now := rows()) and len(now) == 3 and now[0]["waits_for"] == 1 and now)
+        assert [found[rank]["pid"] for rank in range(3)] == ranks.pids
+        waiting = found[0]
+        assert (waiting["state"], waiting["group"], waiting["number"]) == ("waits", "world", 1)
+        assert waiting["call"] == "all_reduce(float32[1000], op=SUM)"
+        assert (waiting["completed"], waiting["pending"], waiting["bytes"]) == (1, 1, 4000)
+        assert waiting["waiting"] > 0.9
+        assert (found[1]["call"], found[1]["waits_for"], found[1]["pending"]) == ("", None, 0)
+        assert found[1]["state"] in ("computes", "sleeps")
+        assert found[1]["awaited"] > 0.9 > 0.1 > found[0]["awaited"]
+
+        culprit = culprits([msgspec.convert(row, RankRow) for row in found.values()])[0]
+        assert culprit.rank == 1
+        assert str(culprit).startswith("ranks 0, 2 wait for rank 1, for up to ")
+        assert f"(process {ranks.pids[1]})" in str(culprit)
+
+        # As a table.  Another test may run ranks at the same time.
+        assert invoke(["top", "--once"]) == 0
+        table = capsys.readouterr().out
+        row = next(line for line in table.splitlines() if f" {ranks.pids[0]} " in line)
+        assert row.split()[2:6] == ["waits", "all_reduce(float32[1000],", "op=SUM)", "#1"]
+
+        ranks.stop(1)
+        assert rows()[1]["state"] == "stopped"
+        ranks.kill(1)
+        assert 1 not in rows()
+        ranks.join()
+        assert rows() == {}
+
+
+def test_without_ranks_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["top", "--once", "--job", "no such job"]) == 1
+    assert capsys.readouterr().out == "no rank of shoal runs on this machine that you may see\n"
+    assert invoke(["top", "--once", "--json", "--job", "no such job"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"schema": "shoal.top/1", "ranks": [], "causes": []}
+    assert invoke(["top", "--json"]) == 2
+    assert "--json needs --once" in capsys.readouterr().err
+
+
+def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 is alone on its host as far as the finder knows."""
+    shown = threading.Event()
+
+    def rank(group: ProcessGroup) -> list[RankRow]:
+        group.all_reduce(torch.ones(10)).wait()
+        if group.rank == 2:
+            shown.wait(60)
+        future = group.all_reduce(torch.ones(10))
+        if group.rank != 0:
+            future.wait()
+            return []
+        find = RankFinder.find
+
+        def only_rank_0(self: RankFinder) -> list[RankProcess]:
+            here = [each for each in find(self) if each.pid == os.getpid() and each.status.size == 3]
+            return [each for each in here if each.status.rank == 0]
+
+        monkeypatch.setattr(RankFinder, "find", only_rank_0)
+        sampler = Sampler("threads")
+        try:
+            return until(
+                lambda: (
+                    (rows := sampler.rows()) and [each.waits_for for each in rows] == [2, 2, None] and rows
+                )
+            )
+        finally:
+            shown.set()
+            future.wait()
+
+    rows = run_threads(rank, 3, hosts=("a", "b", "c"), heartbeat_timeout=0.4)[0]
+    assert [(row.rank, row.remote) for row in rows] == [(0, False), (1, True), (2, True)]
+    assert (rows[1].state, rows[1].call, rows[1].number, rows[1].waits_for) == ("waits", "all_reduce", 1, 2)
+    assert (rows[1].completed, rows[1].bytes, rows[1].pid) == (1, 40, os.getpid())
+    assert (rows[2].state, rows[2].call, rows[2].age_s, rows[2].waits_for) == ("runs", "", None, None)
+    assert [str(each) for each in culprits(rows)] == [
+        f"ranks 0, 1 wait for rank 2, for up to {max(row.age_s or 0 for row in rows):.1f} s; "
+        "it runs outside of shoal, on another host"
+    ]
+
+
+def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:
+    waits = waits_for is not None
+    return RankRow(
+        job="j", rank=rank, size=4, pid=100 + rank, remote=False,
+        state=state or ("waits" if waits else "computes"), group="world", call="barrier()" if waits else "",
+        number=7 if waits else None, age_s=1.0 + rank if waits else None, waits_for=waits_for, pending=1,
+        completed=0, failed=0, bytes=0, operations_per_s=0.0, bytes_per_s=0.0, waiting=0.0, awaited=0.0,
+        p50_s=None, p99_s=None, cpu=0.0, memory=0, shared_memory=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (
+            [row(0, 1), row(1, 2), row(2)],
+            "ranks 0, 1 wait for rank 2, for up to 2.0 s; it computes, outside of shoal (process 102)",
+        ),
+        ([row(0, 1), row(1, 0)], "it waits in barrier(): the ranks wait for one another (process 100)"),
+        (
+            [row(0, 3)],
+            "rank 0 waits for rank 3, for up to 1.0 s; it is on no host that this one sees, or has ended",
+        ),
+        (
+            [row(0, 1), row(1, 0, "stopped")],
+            "rank 0 waits for rank 1, for up to 1.0 s; it is stopped by a signal: continue it with",
+        ),
+    ],
+    ids=["a chain", "a circle", "one that is not there", "one that was stopped while it waited"],
+)
+def test_the_rank_that_a_chain_of_waits_ends_at_is_named(rows: list[RankRow], text: str) -> None:
+    assert text in " | ".join(map(str, culprits(rows)))
+
+
+def test_nobody_is_named_for_short_waits() -> None:
+    assert culprits([row(0, 1), row(1)], least_s=1.5) == []
+
+
+def test_a_page_with_any_content_is_refused_or_within_its_limits(tmp_path: Path) -> None:
+    """Another process writes the page, so whoever reads it must expect anything."""
+    from shoal._core import read_status
+
+    def rank(group: ProcessGroup) -> bytes:
+        group.all_reduce(torch.ones(3)).wait()
+        return until(lambda: own_page(group))
+
+    def own_page(group: ProcessGroup) -> bytes:
+        for each in os.listdir("/proc/self/fd"):
+            try:
+                with open(f"/proc/self/fd/{each}", "rb") as file:
+                    if os.readlink(f"/proc/self/fd/{each}") != "/memfd:shoal (deleted)":
+                        continue
+                    status = read_status(file.fileno())
+                    if status and status.rank == 0 and status.groups and status.job == "threads":
+                        return file.read(1 << 18)
+            except OSError:
+                continue
+        return b""
+
+    memory = run_threads(rank, 1)[0]
+    copy = tmp_path / "memory"
+
+    def read(content: bytes) -> Any:
+        copy.write_bytes(content)
+        with copy.open("rb") as file:
+            return read_status(file.fileno())
+
+    assert read(memory).job == "threads"
+    for empty in (b"", memory[:8], memory[:100_000], bytes(len(memory))):
+        assert read(empty) is None
+    generator = torch.Generator().manual_seed(1)
+    begin = int.from_bytes(memory[8:16], "little")
+    for _ in range(300):
+        wrong = bytearray(memory)
+        for _ in range(20):
+            at = begin + int(torch.randint(4, 4000, (), generator=generator)) // 4 * 4
+            wrong[at : at + 4] = os.urandom(4)
+        status = read(bytes(wrong))
+        if status is None:
+            continue
+        assert 0 <= status.rank < status.size
+        for group in status.groups:
+            assert 0 <= group.rank < group.size
+            assert group.call is None or group.call.blocker < status.size
+            assert all(0 <= late.rank < status.size for late in group.statistics.late)
