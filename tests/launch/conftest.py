@@ -62,10 +62,12 @@ class Workshop:
         self.path = path
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, script: str, *, ranks: int = 2, **options: Any) -> subprocess.Popen[bytes]:
-        """Start ``shoal run`` on a script."""
+    def start(
+        self, script: str, *, ranks: int = 2, options: Sequence[str] = (), **settings: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start ``shoal run`` with ``options`` on a script."""
         (self.path / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-        return self.shoal("run", "-n", str(ranks), "script.py", **options)
+        return self.shoal("run", "-n", str(ranks), *options, "script.py", **settings)
 
     def shoal(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         """Start a ``shoal`` command, with pipes unless told otherwise."""

@@ -24,6 +24,7 @@ from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 
 from .conftest import PRELUDE, Workshop
+from .test_collapse import collapsed
 from .test_respawn import PRELUDE as RESPAWNED
 
 
@@ -316,6 +317,15 @@ def test_log_files_are_written_at_the_launchers_side(far: Workshop) -> None:
         "fish 0\n",
         "fish 1\n",
     ]
+
+
+def test_equal_lines_of_ranks_on_several_hosts_are_one_line(far: Workshop) -> None:
+    code, out, _ = collapsed(
+        far, "print('fish')", "--hosts", "h1:2,h2:2", "--timestamps", "--log-dir", "logs"
+    )
+    assert (code, [line.partition(" ")[2] for line in out]) == (0, ["[0-3] fish"])
+    logs = [(far.path / "logs" / f"rank{rank}.log").read_text().partition(" ")[2] for rank in range(4)]
+    assert logs == ["fish\n"] * 4
 
 
 def test_the_log_of_a_process_in_the_place_of_another_one_names_no_wrong_process(far: Workshop) -> None:

@@ -6,12 +6,16 @@ import contextlib
 import os
 import re
 import subprocess
+from datetime import datetime
 
 import pytest
 
 from tests.support.waiting import until
 
 from .conftest import Workshop
+
+#: the time before a line
+STAMP = re.compile(rb"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ", re.MULTILINE)
 
 
 def test_many_lines_of_many_ranks_stay_whole_and_in_order(workshop: Workshop) -> None:
@@ -174,7 +178,8 @@ def test_an_unfinished_line_that_goes_on_growing_is_shown(workshop: Workshop) ->
     terminal.rest()
 
 
-def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop) -> None:
+@pytest.mark.parametrize("options", [[], ["--collapse", "--timestamps"]], ids=["plain", "collapsed"])
+def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop, options: list[str]) -> None:
     terminal = Terminal()
     launcher = workshop.start(
         r"""
@@ -189,6 +194,7 @@ def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop)
             print("a line")
             tell("spoken")
         """,
+        options=options,
         **terminal.files(),
     )
     terminal.await_text(b" 0/3")
@@ -199,7 +205,33 @@ def test_a_progress_bar_is_redrawn_below_the_lines_of_others(workshop: Workshop)
     assert launcher.wait(60) == 0
     rows = terminal.rest().replace(b"\x1b[?7l", b"").replace(b"\x1b[?7h", b"").split(b"\r\n")
     shown = [re.sub(rb"\x1b\[\d+m", b"", row.rpartition(b"\r\x1b[K")[2]) for row in rows]
+    if options:
+        shown = [STAMP.sub(b"", row).replace(b"[  ", b"[") for row in shown if not row or STAMP.match(row)]
     assert shown == [b"[1] a line", b"[0]  3/3", b""]
+
+
+def test_with_timestamps_each_line_has_one_everywhere(workshop: Workshop) -> None:
+    (workshop.path / "script.py").write_text(
+        "import os, sys\n"
+        "print('out\\n\\nout'); sys.stdout.write('10%\\r20%\\r'); sys.exit(os.environ['RANK'] == '1')"
+    )
+    before = datetime.now().isoformat(timespec="milliseconds")
+    options = ("-n", "2", "--timestamps", "--log-dir", "logs")
+    code, out, err = workshop.end(workshop.shoal("run", *options, "script.py"))
+    after = datetime.now().isoformat(timespec="milliseconds")
+    assert code == 1
+    logs = [(workshop.path / "logs" / f"{name}.log").read_bytes() for name in ("rank0", "rank1", "launcher")]
+    for text in (out, err, *logs):
+        times = [STAMP.match(line) for line in text.splitlines() if line]
+        assert all(times)
+        assert [t[0] for t in times if t] == sorted(t[0] for t in times if t)
+        assert all(before <= t[1].decode() <= after for t in times if t)
+    written = [b"out", b"", b"out", b"10%", b"20%"]
+    assert [STAMP.sub(b"", line) for line in logs[1].splitlines()] == written
+    shown = [STAMP.sub(b"", line) for line in out.splitlines() if b" [1] " in line]
+    assert shown == [b"[1] " + text for text in written]
+    assert STAMP.match(logs[2])
+    assert STAMP.sub(b"", logs[2]).startswith(b"shoal: rank 1 failed first")
 
 
 def test_each_rank_has_a_log_of_whole_lines_in_the_place_of_an_older_one(workshop: Workshop) -> None:

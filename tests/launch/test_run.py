@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import COMMANDS, invoke
+from shoal.launch.output.line_format import LineFormat
 from shoal.launch.ranks.environment import default_variables, divide_cores, usable_cores
 from shoal.launch.ranks.program import flaw_of_script, resolve
 from shoal.net import build_version
@@ -150,9 +151,11 @@ def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
         (["run", "--nproc-per-node=2", "--hosts=h1:2", "x.py"], "is another name of -n for a single machine"),
         (["run", "--nproc-per-node=2", "-n", "2", "x.py"], "is another name of -n for a single machine"),
         (["run", "--bind_to=core", "x.py"], "--bind-to; use --bind to bind ranks to cores"),
+        (["run", "--label", "x.py"], "--label; not needed: lines are prefixed with the rank"),
         (["run", "--nnodes=1", "x.py"], "for several hosts, use --hosts h1:4,h2:4"),
         (["run", "--log-dir", "/dev/null/logs", "x.sh"], "x.sh: no such script"),
         (["run", "--log-dir", "/dev/null/logs", "true"], "--log-dir /dev/null/logs: "),
+        (["run", "--no-prefix", "--collapse", "true"], "--collapse needs the prefix, which names the ranks"),
         (["run"], "COMMAND"),
         (["run", "--fast", "x.py"], "--fast"),
         (["swim"], "swim"),
@@ -336,8 +339,8 @@ def test_colours_are_not_forced_on_who_does_not_want_them() -> None:
 
 def test_lines_without_prefixes_are_as_wide_as_the_terminal() -> None:
     size = os.terminal_size((80, 24))
-    assert default_variables(2, {}, size)["COLUMNS"] == "76"
-    assert default_variables(2, {}, size, prefix_lines=False)["COLUMNS"] == "80"
+    assert default_variables(2, {}, size, prefix_width=LineFormat().width(2))["COLUMNS"] == "76"
+    assert default_variables(2, {}, size)["COLUMNS"] == "80"
 
 
 def test_the_launcher_does_not_import_torch() -> None:

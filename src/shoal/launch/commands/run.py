@@ -21,6 +21,7 @@ from ..job.job_store import ExitNotifier, demand_tls, job_store
 from ..job.launch import STOP_GRACE_S, JobOutcome, JobStart, LaunchOptions, run_with_restarts
 from ..job.rank_launcher import LocalRankLauncher
 from ..job.supervisor import Supervisor
+from ..output.line_format import LineFormat
 from ..output.sink import is_terminal
 from ..ranks.environment import (
     INITIAL_RANK_VARIABLES,
@@ -77,6 +78,8 @@ _FOREIGN_OPTIONS = {
         ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
     ),
     **dict.fromkeys(("--bind-to", "--cpu-bind"), _BIND),
+    **dict.fromkeys(("--label", "--tag-output"), "not needed: lines are prefixed with the rank"),
+    "--timestamp-output": "use --timestamps",
     "--enable-recovery": "use --min N to go on without failed ranks",
     "--no-python": "not needed: COMMAND may be any program",
 }
@@ -234,6 +237,17 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 )
 @click.option("--no-prefix", is_flag=True, help="Do not prefix lines of output with the rank.")
 @click.option(
+    "--collapse",
+    is_flag=True,
+    help="Merge equal lines that several ranks write within 0.2 s into one line, prefixed with all of these "
+    "ranks, such as [0-63].",
+)
+@click.option(
+    "--timestamps",
+    is_flag=True,
+    help="Prefix lines of output, also in --log-dir, with the local time, such as 2026-11-29T14:03:32.123.",
+)
+@click.option(
     "--bind",
     is_flag=True,
     help="Bind each rank to an equal share of the cores. With fewer cores than ranks, ranks share a core.",
@@ -261,6 +275,8 @@ def run(
     store: str | None,
     tls: bool,
     no_prefix: bool,
+    collapse: bool,
+    timestamps: bool,
     bind: bool,
     dry_run: bool,
     command: tuple[str, ...],
@@ -296,13 +312,14 @@ def run(
     if all_hosts is not None:
         size, all_hosts = fit_to_hosts(all_hosts, size, max_ranks, spares, respawn=respawn)
     size = size or 1
+    line_format = LineFormat(label=not no_prefix, collapse=collapse, timestamps=timestamps)
     options = LaunchOptions(
         min_ranks=min_ranks,
         max_ranks=max_ranks,
         respawn=respawn,
         restarts=restarts,
         grace=grace,
-        prefix_lines=not no_prefix,
+        line_format=line_format,
         log_dir=log_dir,
         store=store,
     )
@@ -310,7 +327,8 @@ def run(
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     # Other hosts do not inherit this environment, so a variable that is set here must not suppress a default.
     inherited = {k: v for k, v in os.environ.items() if all_hosts is None or k == "NO_COLOR"}
-    extra = default_variables(size, inherited, _terminal(), prefix_lines=not no_prefix)
+    prefix_width = line_format.width(max(size, max_ranks or 0) + spares)
+    extra = default_variables(size, inherited, _terminal(), prefix_width=prefix_width)
     if connect:
         extra[config.CONNECT.name] = "1"
     if tls:
@@ -344,6 +362,10 @@ def run(
 
 
 def _check_options(options: LaunchOptions, size: int, spares: int) -> None:
+    if options.line_format.collapse and not options.line_format.label:
+        raise click.UsageError(
+            "--collapse needs the prefix, which names the ranks of a line: leave out --no-prefix"
+        )
     min_ranks, max_ranks = options.min_ranks, options.max_ranks
     if min_ranks is not None and min_ranks > size:
         raise click.BadParameter(

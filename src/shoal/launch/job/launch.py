@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..output.line_format import LineFormat
 from ..output.output import Logs
 from ..ranks.environment import Job
 from .signals import Signals
@@ -26,7 +27,7 @@ class LaunchOptions:
         respawn: start a new process for a failed rank while others go on.
         restarts: maximum number of restarts of the whole job after a failure.
         grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
-        prefix_lines: prefix lines of output with the rank.
+        line_format: the prefixes of lines of output, and whether equal lines are merged.
         log_dir: directory for one log file per rank.
         store: URL of the job's store; None: the launcher hosts one.
     """
@@ -36,7 +37,7 @@ class LaunchOptions:
     respawn: bool = False
     restarts: int = 0
     grace: float = STOP_GRACE_S
-    prefix_lines: bool = True
+    line_format: LineFormat = field(default_factory=LineFormat)
     log_dir: Path | None = None
     store: str | None = None
 

@@ -138,7 +138,7 @@ class Supervisor:
             self._selector,
             self._signals.wake,
             self._rank_launcher.max_ranks + self._rank_launcher.spares,
-            prefix_lines=self._job_start.options.prefix_lines,
+            line_format=self._job_start.options.line_format,
             logs=self._job_start.logs,
         )
         for rank in self._ranks:
@@ -469,12 +469,11 @@ class Supervisor:
         if self._phase is _Phase.FAILED:
             first = self._cause()
             output.say(summary.failure(self._ranks, first, output.tail(self._ranks[first])))
-            restart, logs = self._job_start.restart, self._job_start.logs
+            restart = self._job_start.restart
             if restart and self._failed:
                 output.say(f"shoal: {restart}".encode())
-                if logs is not None:
-                    for slot in range(self._rank_launcher.size):
-                        logs.write(slot, f"--- {restart} ---\n".encode())
+                for slot in range(self._rank_launcher.size):
+                    output.mark_log(slot, restart)
             return causes.exit_code(self._ranks, first)
         if self._stop_signal and any(rank.status for rank in self._ranks):
             output.say(summary.stopped(self._stop_signal, self._ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import time
@@ -11,22 +12,30 @@ from pathlib import Path
 
 from ...common.lines import LineSplitter
 from ...errors import LaunchError
-from ..ranks.environment import prefix
 from ..ranks.rank import JobProcess
 from ..ranks.source import OutputSource
+from .collapse import LineCollapser
+from .line_format import LineFormat
 from .sink import Sink, open_sinks
 
 #: seconds until an unfinished line (a prompt) is shown on a terminal
 _IDLE_FLUSH_S = 0.1
-#: ANSI colours of the prefixes of successive ranks, all readable on black and on white
-_COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 class _RankPipe:
-    def __init__(self, source: OutputSource, prefix: bytes, sink: Sink, log: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        source: OutputSource,
+        rank: JobProcess,
+        stream: _OutputStream,
+        line_format: LineFormat,
+        log: Callable[[bytes], None],
+    ) -> None:
         self.source = source
-        self.prefix = prefix
-        self.sink = sink
+        self.rank = rank
+        self.stream = stream
+        self.label = stream.label([rank])
+        self._line_format = line_format
         self._log = log
         self.lines = LineSplitter()
         #: the time to show an unfinished line; None: there is none
@@ -35,7 +44,7 @@ class _RankPipe:
     def take(self, data: bytes) -> None:
         for text, end in self.lines.feed(data):
             self._put(text, end)
-        if not (self.sink.terminal and self.lines.partial):
+        if not (self.stream.sink.terminal and self.lines.partial):
             self.show_at = None
         elif self.lines.redrawing:
             self.show_at = 0.0
@@ -44,17 +53,51 @@ class _RankPipe:
 
     def show(self) -> None:
         self.show_at = None
-        self.sink.draw(self, self.prefix, self.lines.partial)
+        self.stream.put(self, self._line_format.time(), self.lines.partial, None)
 
     def end(self) -> None:
         for text, end in self.lines.close():
             self._put(text, end)
         self.show_at = None
         self.source.close()
+        self.stream.end(self)
 
     def _put(self, text: bytes, end: bytes) -> None:
-        self.sink.line(self, self.prefix, text, end)
-        self._log(text + end)
+        stamp = self._line_format.time()
+        self.stream.put(self, stamp, text, end)
+        self._log(stamp + text + end)
+
+
+class _OutputStream:
+    """stdout or stderr of all ranks: formats lines for a sink, and merges equal ones if asked to."""
+
+    def __init__(self, sink: Sink, line_format: LineFormat, size: int) -> None:
+        self.sink = sink
+        self.label = partial(line_format.ranks, size=size, terminal=sink.terminal)
+        self.collapser = LineCollapser(self._write) if line_format.collapse else None
+
+    def add(self, pipe: _RankPipe) -> None:
+        if self.collapser is not None:
+            self.collapser.add(pipe)
+
+    def put(self, pipe: _RankPipe, stamp: bytes, text: bytes, end: bytes | None) -> None:
+        """Write or hold a line; ``end`` None: an unfinished line, for a terminal."""
+        if self.collapser is None:
+            self._write([pipe], stamp, text, end)
+        else:
+            self.collapser.put(pipe, stamp, text, end)
+
+    def end(self, pipe: _RankPipe) -> None:
+        if self.collapser is not None:
+            self.collapser.end(pipe)
+
+    def _write(self, pipes: Sequence[_RankPipe], stamp: bytes, text: bytes, end: bytes | None) -> None:
+        first = pipes[0]
+        prefix = stamp + (first.label if len(pipes) == 1 else self.label([pipe.rank for pipe in pipes]))
+        if end is None:
+            self.sink.draw(first, prefix, text)
+        else:
+            self.sink.line(first, prefix, text, end)
 
 
 class RankOutput:
@@ -63,6 +106,8 @@ class RankOutput:
     Args:
         selector: the selector of the loop, which calls the data of ready keys.
         wake: makes the loop call :meth:`resume`; called on other threads.
+        size: number of processes of the job, for the width of prefixes.
+        line_format: the prefixes of lines, and whether equal lines are merged.
         logs: log files to which the lines of each rank are written too.
     """
 
@@ -72,17 +117,18 @@ class RankOutput:
         wake: Callable[[], None],
         size: int,
         *,
-        prefix_lines: bool = True,
+        line_format: LineFormat,
         logs: Logs | None = None,
     ) -> None:
         self._selector = selector
-        self._prefix_lines = prefix_lines
+        self._line_format = line_format
         self._logs = logs
-        self._size = size
         self._out, self._err = open_sinks(wake)
-        self._streams: list[_RankPipe] = []
+        self._stdout, self._stderr = (_OutputStream(s, line_format, size) for s in (self._out, self._err))
+        self._collapsers = [s.collapser for s in (self._stdout, self._stderr) if s.collapser is not None]
+        self._pipes: list[_RankPipe] = []
         self._paused: list[_RankPipe] = []
-        self._stderr: dict[int, LineSplitter] = {}
+        self._stderr_lines: dict[int, LineSplitter] = {}
         #: the sinks that cannot be written and were reported to the user
         self._troubled: list[Sink] = []
         self._closed = False
@@ -91,13 +137,17 @@ class RankOutput:
         """Take ownership of the pipes of a rank: read them to the end, then close them."""
         if rank.restart:
             process = f" (process {rank.pid})" if rank.pid else ""  # not known yet on another host
-            self._log(rank.slot, f"--- rank {rank.name}{process} ---\n".encode())
-        for source, sink in ((rank.stdout, self._out), (rank.stderr, self._err)):
-            label = _label(rank, self._size, sink) if self._prefix_lines else b""
-            stream = _RankPipe(source, label, sink, partial(self._log, rank.slot))
-            self._streams.append(stream)
-            self._listen(stream)
-        self._stderr[rank.index] = stream.lines
+            self.mark_log(rank.slot, f"rank {rank.name}{process}")
+        for source, stream in ((rank.stdout, self._stdout), (rank.stderr, self._stderr)):
+            pipe = _RankPipe(source, rank, stream, self._line_format, partial(self._log, rank.slot))
+            stream.add(pipe)
+            self._pipes.append(pipe)
+            self._listen(pipe)
+        self._stderr_lines[rank.index] = pipe.lines
+
+    def mark_log(self, slot: int, text: str) -> None:
+        """Write ``--- text ---`` into the log of a slot."""
+        self._log(slot, self._line_format.time() + f"--- {text} ---\n".encode())
 
     def _log(self, slot: int, data: bytes) -> None:
         trouble = None if self._logs is None else self._logs.write(slot, data)
@@ -106,27 +156,42 @@ class RankOutput:
 
     def tail(self, rank: JobProcess) -> Sequence[bytes]:
         """The last lines of a rank's stderr, even if another process has its slot now."""
-        return self._stderr[rank.index].tail
+        return self._stderr_lines[rank.index].tail
 
     def say(self, text: bytes) -> None:
         """Write a message of the launcher, of whole lines, to stderr and its log."""
-        for line in text.splitlines():
-            self._err.line(self, b"", line, b"\n")
+        self._release(math.inf)
+        stamp = self._line_format.time()
+        lines = text.splitlines()
+        for line in lines:
+            self._err.line(self, stamp, line, b"\n")
         if self._logs is not None:
-            trouble = self._logs.write(LAUNCHER, text + (b"" if text.endswith(b"\n") else b"\n"))
+            trouble = self._logs.write(LAUNCHER, b"".join(stamp + line + b"\n" for line in lines))
             if trouble is not None:
                 self.say(f"shoal: the log of the launcher ends here: {trouble}".encode())
 
     def next_show(self) -> float | None:
         """The time of the next :meth:`show`, if any."""
-        return min((s.show_at for s in self._streams if s.show_at is not None), default=None)
+        held = (collapser.next_release() for collapser in self._collapsers)
+        unfinished = (pipe.show_at for pipe in self._pipes)
+        return min((at for at in (*held, *unfinished) if at is not None), default=None)
 
     def show(self) -> None:
-        """Show the unfinished lines that are due."""
+        """Show the unfinished lines and release the held lines that are due."""
         now = time.monotonic()
-        for stream in self._streams:
-            if stream.show_at is not None and stream.show_at <= now:
-                stream.show()
+        for pipe in self._pipes:
+            if pipe.show_at is not None and pipe.show_at <= now:
+                pipe.show()
+        self._release(now)
+
+    def _release(self, until: float) -> None:
+        """Write the lines that are held for ``--collapse`` until this time or a shorter one, in order."""
+        while self._collapsers:
+            collapser = min(self._collapsers, key=_next_release)
+            at = collapser.next_release()
+            if at is None or at > until:
+                break
+            collapser.release_oldest()
 
     def resume(self) -> None:
         """Read again from pipes that were paused while a sink was full."""
@@ -134,21 +199,22 @@ class RankOutput:
             for text in self.new_troubles():
                 self.say(text)
         paused, self._paused = self._paused, []
-        for stream in paused:
-            self._listen(stream)
+        for pipe in paused:
+            self._listen(pipe)
 
     def drain(self) -> None:
         """Read the rest of every pipe and close it, even if another process still holds its other end."""
         self.resume()
-        for stream in list(self._streams):
-            while stream in self._streams and self._read_once(stream):
+        for pipe in list(self._pipes):
+            while pipe in self._pipes and self._read_once(pipe):
                 pass
-            if stream in self._streams:
-                self._end(stream)
+            if pipe in self._pipes:
+                self._end(pipe)
 
     def close(self) -> None:
         """Accept no more lines; queued lines are still written."""
         self._closed = True
+        self._release(math.inf)
         self._out.close()
         if self._err is not self._out:
             self._err.close()
@@ -173,39 +239,37 @@ class RankOutput:
     def lost(self) -> bool:
         return bool(self._out.writer.trouble or self._err.writer.trouble)
 
-    def _listen(self, stream: _RankPipe) -> None:
-        stream.source.listen(self._selector, partial(self._read, stream))
+    def _listen(self, pipe: _RankPipe) -> None:
+        pipe.source.listen(self._selector, partial(self._read, pipe))
 
-    def _read(self, stream: _RankPipe) -> None:
-        if stream.sink.writer.full:
-            stream.source.ignore()
-            self._paused.append(stream)
+    def _read(self, pipe: _RankPipe) -> None:
+        if pipe.stream.sink.writer.full:
+            pipe.source.ignore()
+            self._paused.append(pipe)
         else:
-            self._read_once(stream)
+            self._read_once(pipe)
 
-    def _read_once(self, stream: _RankPipe) -> bool:
+    def _read_once(self, pipe: _RankPipe) -> bool:
         try:
-            data = stream.source.read()
+            data = pipe.source.read()
         except BlockingIOError:
             return False
         # If the launcher's output has no reader any more, the rank gets SIGPIPE, as without a launcher.
-        if not data or stream.sink.writer.broken:
-            self._end(stream)
+        if not data or pipe.stream.sink.writer.broken:
+            self._end(pipe)
             return False
-        stream.take(data)
+        pipe.take(data)
         return True
 
-    def _end(self, stream: _RankPipe) -> None:
-        stream.source.ignore()
-        self._streams.remove(stream)
-        stream.end()
+    def _end(self, pipe: _RankPipe) -> None:
+        pipe.source.ignore()
+        self._pipes.remove(pipe)
+        pipe.end()
 
 
-def _label(rank: JobProcess, size: int, sink: Sink) -> bytes:
-    text = prefix(rank.name, size)
-    if sink.terminal and not os.environ.get("NO_COLOR"):
-        text = f"\x1b[{_COLOURS[rank.slot % len(_COLOURS)]}m{text.rstrip()}\x1b[0m "
-    return text.encode()
+def _next_release(collapser: LineCollapser[_RankPipe]) -> float:
+    at = collapser.next_release()
+    return math.inf if at is None else at
 
 
 #: the launcher, as an argument for a rank

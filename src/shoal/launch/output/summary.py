@@ -6,9 +6,9 @@ import re
 import signal
 from collections.abc import Sequence
 
-from ...common.formatting import counted, format_ranges, printable, ranks_named
+from ...common.formatting import counted, printable, ranks_named
 from ...errors import LaunchError
-from ..ranks.rank import JobProcess
+from ..ranks.rank import JobProcess, rank_names
 from ..ranks.slots import MAX_RESTARTS, RESTART_WINDOW_S
 from . import causes
 
@@ -198,9 +198,4 @@ def _grouped(outcomes: Sequence[tuple[JobProcess, str]]) -> str:
 
 def _named(ranks: Sequence[JobProcess]) -> str:
     """``rank 3.1``, or ``ranks 0, 2-5, 3.1-3.9``."""
-    slots = sorted(rank.slot for rank in ranks if not rank.restart)
-    words = [format_ranges(slots)] if slots else []
-    for slot in sorted({rank.slot for rank in ranks if rank.restart}):
-        restarts = sorted(rank.restart for rank in ranks if rank.restart and rank.slot == slot)
-        words.append(format_ranges(restarts, f"{slot}."))
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words)
+    return ("rank " if len(ranks) == 1 else "ranks ") + rank_names(ranks)

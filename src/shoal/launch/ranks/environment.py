@@ -102,14 +102,14 @@ class ReservedPort:
 
 
 def default_variables(
-    size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefix_lines: bool = True
+    size: int, inherited: Mapping[str, str], terminal: os.terminal_size | None, *, prefix_width: int = 0
 ) -> dict[str, str]:
     """Variables that the launcher sets unless the user has set them.
 
     Args:
         inherited: the launcher's environment.
         terminal: size of the terminal that shows the output; None: there is no terminal.
-        prefix_lines: lines are prefixed with the rank.
+        prefix_width: number of columns that the launcher's prefixes of lines take.
 
     ``OMP_NUM_THREADS`` divides the cores by the ranks; otherwise each rank would start a thread per core.
     ``PYTHONUNBUFFERED`` makes lines appear when they are written.  Ranks write to pipes, so variables tell
@@ -118,17 +118,11 @@ def default_variables(
     cores = len(os.sched_getaffinity(0))
     values = {"OMP_NUM_THREADS": str(max(1, cores // size)), "PYTHONUNBUFFERED": "1"}
     if terminal is not None:
-        values["COLUMNS"] = str(max(20, terminal.columns - (len(prefix("0", size)) if prefix_lines else 0)))
+        values["COLUMNS"] = str(max(20, terminal.columns - prefix_width))
         values["LINES"] = str(terminal.lines)
         if "NO_COLOR" not in inherited:
             values["FORCE_COLOR"] = "1"
     return {name: value for name, value in values.items() if name not in inherited}
-
-
-def prefix(name: str, size: int) -> str:
-    """The prefix of each line of a rank: ``[3] ``, with the same width for all initial ranks."""
-    width = len(str(size - 1))
-    return f"[{name:>{width}}] "
 
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"

@@ -8,6 +8,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from ...common.formatting import format_ranges
 from ...failure_report import Report
 from .reports import MeetingTable
 from .source import OutputSource
@@ -128,6 +129,16 @@ class JobProcess(ABC):
     def stopped(self) -> bool:
         """Whether the launcher ended it, because another rank had failed or by ``shoal scale``."""
         return (self.stopping or self.leaving) and self.status in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def rank_names(ranks: Sequence[JobProcess]) -> str:
+    """Return ``3``, or ``0, 2-5, 3.1-3.9`` for several ranks, sorted."""
+    slots = sorted(rank.slot for rank in ranks if not rank.restart)
+    words = [format_ranges(slots)] if slots else []
+    for slot in sorted({rank.slot for rank in ranks if rank.restart}):
+        restarts = sorted(rank.restart for rank in ranks if rank.restart and rank.slot == slot)
+        words.append(format_ranges(restarts, f"{slot}."))
+    return ", ".join(words)
 
 
 #: status of a rank on a lost host; as an exit code, EX_IOERR of sysexits.h
