@@ -77,6 +77,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void disown();  // in a forked child
   // For tests: known groups, unread messages, frames for groups not made yet, bytes lent by the peers.
   std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> held();
+  // The counters of all groups so far; members are ranks of this context.
+  StatisticsValues totals();
   void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
   void reached(Fault point) const {
     if (fault_.load(std::memory_order_relaxed) == point) [[unlikely]]
@@ -169,8 +171,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::mutex groups_mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::shared_ptr<MovingLibrary> moving_library_;
-  StatusCounters ended_;  // of dropped groups
-  struct Pending {        // frames for groups that do not exist here yet
+  StatisticsValues ended_;  // of dropped groups; the late members are not sorted
+  struct Pending {          // frames for groups that do not exist here yet
     int peer;
     FrameHeader header;
     std::string text;

@@ -25,12 +25,21 @@ StatusCounters counters_of(const StatisticsValues& values) {
   return {values.completed, values.failed, values.bytes, values.waits, values.waited};
 }
 
-void add(StatusCounters& sum, const StatusCounters& more) {
+void add(StatisticsValues& sum, Group& group) {
+  const StatisticsValues more = group.lanes().statistics();
   sum.completed += more.completed;
   sum.failed += more.failed;
   sum.bytes += more.bytes;
   sum.waits += more.waits;
   sum.waited += more.waited;
+  for (std::size_t i = 0; i < sum.latencies.size(); ++i) sum.latencies[i] += more.latencies[i];
+  for (const LateMember& late : more.late) {
+    const int rank = group.global(late.rank);
+    auto found = std::ranges::find(sum.late, rank, &LateMember::rank);
+    if (found == sum.late.end()) found = sum.late.insert(found, {.rank = rank});
+    found->times += late.times;
+    found->waited += late.waited;
+  }
 }
 
 bool is_plausible(StatusGroup& group, int ranks) {
@@ -96,7 +105,7 @@ void Context::write_status(std::int64_t now) {
     remote_[rank].alive = peers_.state(rank) == Peers::kAlive ? 1 : 0;
   {
     std::lock_guard lock(groups_mutex_);
-    page.ended = ended_;
+    page.ended = counters_of(ended_);
   }
   page.sequence.store(sequence + 2, std::memory_order_release);
 }
@@ -104,14 +113,9 @@ void Context::write_status(std::int64_t now) {
 // The report of this rank for the others.
 RemoteStatus Context::remote_status(std::int64_t now) {
   RemoteStatus status;
-  StatusCounters sum;
-  {
-    std::lock_guard lock(groups_mutex_);
-    sum = ended_;
-  }
+  const StatisticsValues sum = totals();
   OperationPtr oldest;
   for (auto& group : groups()) {
-    add(sum, counters_of(group->lanes().statistics()));
     auto [pending, first] = group->lanes().oldest();
     if (first && (!oldest || first->submitted() < oldest->submitted())) oldest = std::move(first);
   }
@@ -138,7 +142,15 @@ void Context::keep_remote_status(int peer, const std::byte* report, std::size_t 
 }
 
 // Requires groups_mutex_: the group's counters count for the rank from now on.
-void Context::keep_counters(Group& group) { add(ended_, counters_of(group.lanes().statistics())); }
+void Context::keep_counters(Group& group) { add(ended_, group); }
+
+StatisticsValues Context::totals() {
+  std::lock_guard lock(groups_mutex_);
+  StatisticsValues sum = ended_;
+  for (auto& group : groups_) add(sum, *group);
+  sum.sort_late();
+  return sum;
+}
 
 std::vector<StatusRemote> read_remote(int fd, const StatusPage& page) {
   if (page.remote == 0) return {};

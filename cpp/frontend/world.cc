@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -174,6 +175,9 @@ void World::remove(ProgramGroup& group, std::int64_t deadline) {
     std::erase(groups_, &group);
     if (!groups_.empty()) return;
   }
+  const char* wanted = std::getenv("SHOAL_SUMMARY");
+  if (same_numbers_ && wanted != nullptr && std::string_view(wanted) == "1")
+    report_summary(context_->totals(), static_cast<double>(now_ns() - begun_) * 1e-9);
   context_->close(deadline);
   stop_notifier();
   membership_.release(static_cast<double>(std::max<std::int64_t>(deadline - now_ns(), 0)) * 1e-9);

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/clock.h"
 #include "engine/context.h"
 #include "frontend/membership.h"
 
@@ -55,6 +56,7 @@ class World : public std::enable_shared_from_this<World> {
   Membership membership_;
   std::shared_ptr<Context> context_;
   std::vector<int> hosts_{0};
+  const std::int64_t begun_ = now_ns();
   bool same_numbers_ = false;  // ranks have the launcher's numbers
   std::atomic<bool> forked_{false};
 

@@ -497,6 +497,7 @@ void bind_engine(nb::module_& m) {
       .def(
           "disconnect", [](Context& context, int peer) { context.peers().disconnect(peer); }, nb::arg("peer"),
           "Cut the connection to a peer, for tests.")
+      .def("totals", &Context::totals, "The counters of all groups so far.")
       .def("held", &Context::held,
            "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
            "bytes of the peers' windows in use.")

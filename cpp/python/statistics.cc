@@ -162,6 +162,9 @@ void bind_statistics(nb::module_& m) {
       .def_ro("remote", &RankStatus::remote);
   m.def("read_status", &status_of, nb::arg("fd"),
         "The status page of the process whose memory the descriptor is; None: it is not that of a rank.");
+  m.def(
+      "latency_quantile", &latency::quantile, nb::arg("counts"), nb::arg("share"),
+      "The latency that this share of operations did not exceed, in nanoseconds; negative: there are none.");
   nb::list least;
   for (int bucket = 0; bucket < latency::kBuckets; ++bucket) least.append(latency::least(bucket));
   m.attr("LATENCIES") = nb::tuple(least);

@@ -300,6 +300,11 @@ RECORDER_SIZE: Variable[int] = Variable(
     "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
     "Number of operations that the flight recorder keeps; 0 turns it off.",
 )  # fmt: skip
+SUMMARY: Variable[bool] = Variable(
+    "SHOAL_SUMMARY", "0 or 1", _flag, False,
+    "Whether this process reports to its launcher what it did, and for whom it waited, when it closes its "
+    "groups; `shoal run --summary` sets it.",
+)  # fmt: skip
 DUMP_DIR: Variable[str | None] = Variable(
     "SHOAL_DUMP_DIR", "the path of a directory", str, None,
     "Directory in which every rank writes a file when a group fails, with the error, the latest operations, "

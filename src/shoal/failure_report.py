@@ -10,7 +10,8 @@ closes its groups.  So each rank of ``shoal run`` inherits a descriptor and send
 - ``joined``: it started later than the initial ranks, and has joined them;
 - ``met``: it has a rank in a later meeting, of newcomers and ranks;
 - ``evicted``: it goes on without ranks that did not vote in an agreement or are lost, and may still run;
-- ``ended``: its exit code after an uncaught exception.
+- ``ended``: its exit code after an uncaught exception;
+- ``summary``: what it did in a world that it closes, if the launcher asked for it.
 
 A rank reports before it notifies its peers, so the report of a cause is earlier than those of its
 consequences.  A rank that dies at once (a signal, ``os._exit``) reports nothing, but ranks that lost it do.
@@ -49,8 +50,34 @@ _MAX_REPORTS = 12
 #: the signal at which a rank of a launcher writes its stacks; a signal that programs rarely use
 STACKS = signal.SIGRTMAX - 5
 
-Kind = Literal["failed", "left", "told", "rebuilt", "joined", "met", "evicted", "ended"]
+Kind = Literal["failed", "left", "told", "rebuilt", "joined", "met", "evicted", "ended", "summary"]
 _Rank = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]  # nor NaN
+
+#: maximum number of late ranks in a summary
+MAX_LATE = 16
+
+
+class WaitSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank did in one world; see :class:`shoal.statistics.GroupStatistics`.
+
+    Attributes:
+        seconds: from the creation of the world until it was closed.
+        completed, bytes: operations, and their bytes.
+        waited_s: time that they waited for other ranks.
+        p50_s, p99_s: latencies; 0 if no operation has completed.
+        late: for each rank in ``ranks`` of the report, in how many operations it arrived last, and the
+            seconds for which this rank waited for it.
+    """
+
+    seconds: _Seconds
+    completed: _Count
+    bytes: _Count
+    waited_s: _Seconds
+    p50_s: _Seconds
+    p99_s: _Seconds
+    late: Annotated[tuple[tuple[_Count, _Seconds], ...], msgspec.Meta(max_length=MAX_LATE)] = ()
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -58,12 +85,13 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         at: time of the event, in seconds of CLOCK_MONOTONIC, which all processes of a host share.
-        ranks: failed ranks (``told``), evicted ranks (``evicted``), or the rank of this process (``met``);
-            empty if unknown.
+        ranks: failed ranks (``told``), evicted ranks (``evicted``), the rank of this process (``met``), or
+            the ranks for which it waited (``summary``); empty if unknown.
         meeting: short hash of the name of the meeting that numbered ``ranks``; "": the first meeting, with
             the launcher's numbers.
         code: exit code (``ended``), not 0.
         text: description of the exception (``failed``).
+        summary: only of a ``summary``.
     """
 
     kind: Kind
@@ -72,6 +100,7 @@ class Report(msgspec.Struct, frozen=True):
     code: Annotated[int, msgspec.Meta(ge=1, le=255)] | None = None
     text: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
     meeting: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    summary: WaitSummary | None = None
 
 
 def descriptor_name(fd: int) -> str:
@@ -168,6 +197,12 @@ def evicted(ranks: Collection[int], meeting: str = "") -> None:
         _report("evicted", tuple(ranks)[:MAX_RANKS], meeting=meeting)
 
 
+def summarised(summary: WaitSummary, late: Collection[int], meeting: str = "") -> None:
+    """Report what this rank did in a world that it closes; ``late``: the ranks of ``summary.late``."""
+    if meeting or _same_numbers:
+        _report("summary", tuple(late), meeting=meeting, summary=summary)
+
+
 def rebuilt() -> None:
     """Report that this rank goes on in a new group, without failed ranks."""
     if _reported:
@@ -183,12 +218,18 @@ def ended(error: BaseException) -> None:
 
 
 def _report(
-    kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
+    kind: Kind,
+    ranks: tuple[int, ...] = (),
+    code: int | None = None,
+    text: str = "",
+    meeting: str = "",
+    summary: WaitSummary | None = None,
 ) -> None:
     if _descriptor is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
-    _descriptor.send(msgspec.msgpack.encode(Report(kind, time.monotonic(), ranks, code, words, short)))
+    report = Report(kind, time.monotonic(), ranks, code, words, short, summary)
+    _descriptor.send(msgspec.msgpack.encode(report))
     # Not before: otherwise another thread with the same report could notify its peers before it is sent.
     _reported.add((kind, ranks, meeting))

@@ -8,9 +8,8 @@ future, so it keeps no tensor alive.
 
 from __future__ import annotations
 
-import io
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from ._core import Record
 from .common.copy_refusal import refuses_copies
+from .common.text_table import text_table
 from .future import Future
 from .spec import OpKind
 
@@ -172,24 +172,4 @@ def _table(entries: Iterable[Entry]) -> str:
         )
         for entry in entries
     ]
-    return table(("operation", "count", "root", "peer", "tag", "age ms", "took ms", "state"), rows)
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a table as text; the first column and the state are left-aligned, the others right-aligned."""
-    # Imported here, as most programs never need it.
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, heading in enumerate(headings):
-        left = number == 0 or heading in ("state", "at", "of")
-        drawn.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False).print(
-        drawn
-    )
-    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
+    return text_table(("operation", "count", "root", "peer", "tag", "age ms", "took ms", "state"), rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._core import LATENCIES, Statistics
+from ._core import Statistics, latency_quantile
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,5 @@ def latency_of(counts: Sequence[int], quantile: float) -> float | None:
     """Return a quantile in seconds from the numbers of operations in each bucket; None if there are none."""
     if not 0.0 <= quantile <= 1.0:
         raise ValueError(f"quantile must be from 0 to 1, got {quantile}")
-    left = quantile * sum(counts)
-    for bucket, count in enumerate(counts):
-        if count and count >= left:
-            least = LATENCIES[bucket]
-            above = LATENCIES[min(bucket + 1, len(LATENCIES) - 1)]
-            return (least + (above - least) * left / count) / 1e9
-        left -= count
-    return None
+    nanoseconds = latency_quantile(counts, quantile)
+    return nanoseconds / 1e9 if nanoseconds >= 0 else None

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from . import failure_report
+from . import config, failure_report
 from .backend.base import Backend
 from .backend.registry import BackendFactory
 from .common.arguments import checked_seconds
@@ -85,6 +85,7 @@ class World:
         #: number of users of the membership that are not groups
         self._users = 0
         self._left = False
+        self._begun = time.monotonic()
         self.losses_reported = False
 
     @classmethod
@@ -189,10 +190,24 @@ class World:
     def _release(self, timeout: float) -> None:
         if self.links.backend.lost():
             mark_broken()
+        if config.SUMMARY.get():
+            self._report_summary()
         try:
             self.links.backend.close(timeout)
         finally:
             self._leave(timeout)
+
+    def _report_summary(self) -> None:
+        totals = self.links.backend.totals()
+        if totals is None:
+            return
+        late = totals.late[: failure_report.MAX_LATE]
+        summary = failure_report.WaitSummary(
+            time.monotonic() - self._begun, totals.completed, totals.bytes, totals.waited_s,
+            totals.latency(0.5) or 0.0, totals.latency(0.99) or 0.0,
+            tuple((each.times, each.seconds) for each in late),
+        )  # fmt: skip
+        failure_report.summarised(summary, [each.rank for each in late], self.membership.meeting)
 
     def enter(self) -> None:
         """Keep the membership and its store open until :meth:`exit`, even after all groups are closed."""

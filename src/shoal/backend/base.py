@@ -335,6 +335,10 @@ class Backend(abc.ABC):
         """
         return [0] * len(ranks)
 
+    def totals(self) -> GroupStatistics | None:
+        """Counters of all groups so far, with global ranks; None if the backend counts nothing."""
+        return None
+
     def lost(self) -> frozenset[int]:
         """The global ranks of all lost peers, including those that other ranks reported; none that left.
 

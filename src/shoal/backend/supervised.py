@@ -38,6 +38,7 @@ from ..future import Future, derive_key
 from ..recorder import FlightRecorder
 from ..rendezvous.membership import Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
+from ..statistics import GroupStatistics
 from ..streams import DeviceEvents, completion_events, runtime_of
 from .base import Backend, DataChannel, GroupSpec, NoShortcut, Shortcut
 from .device_messages import submit_device_message
@@ -122,6 +123,9 @@ class SupervisedBackend(Backend):
 
     def hosts(self, ranks: Sequence[int]) -> list[int]:
         return self.native.hosts(ranks)
+
+    def totals(self) -> GroupStatistics | None:
+        return self.native.totals()
 
     def lost(self) -> frozenset[int]:
         return self.native.lost()

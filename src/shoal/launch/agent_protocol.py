@@ -110,7 +110,7 @@ class Reported(_Frame, frozen=True):
 
     Attributes:
         reports: all its reports of failures so far.
-        notices: its reports of meetings and evictions since the last frame.
+        notices: its reports of meetings, evictions and summaries since the last frame.
     """
 
     index: _Index

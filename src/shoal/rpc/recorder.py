@@ -20,9 +20,9 @@ from typing import Any
 from .. import config
 from ..common.copy_refusal import refuses_copies
 from ..common.formatting import counted, text_of
+from ..common.text_table import text_table
 from ..errors import CallTimeout
 from ..group.diagnostics import dumps
-from ..recorder import table
 
 _logger = logging.getLogger("shoal")
 
@@ -108,10 +108,10 @@ class CallRecorder:
         parts = [self._title()]
         if pending := self.pending():
             rows = [(each.call, each.callee, f"{each.seconds * 1e3:.1f}") for each in pending]
-            parts.append("pending:\n" + table(("call", "at", "age ms"), rows))
+            parts.append("pending:\n" + text_table(("call", "at", "age ms"), rows))
         if served := self.served():
             rows = [(each.call, each.caller, _milliseconds(each.seconds)) for each in served]
-            parts.append("served here:\n" + table(("call", "of", "running ms"), rows))
+            parts.append("served here:\n" + text_table(("call", "of", "running ms"), rows))
         return "\n".join(parts)
 
     def summary(self) -> str:

@@ -200,6 +200,9 @@ class NativeBackend(Backend):
             self._lost = frozenset(self._context.lost())
         return self._lost
 
+    def totals(self) -> GroupStatistics:
+        return group_statistics(self._context.totals(), 0)
+
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         self._context.close(timeout)
@@ -292,6 +295,7 @@ class NativeChannel(DataChannel):
         self._spec = spec
         self._shortcut: _core.Shortcut | None = None
         self._failure: GroupError | None = None
+        self._statistics = group_statistics(core.statistics(), 0)
         self.reported = False
 
     def submit(self, operation: Operation) -> Future[Any]:
@@ -405,7 +409,9 @@ class NativeChannel(DataChannel):
         return number
 
     def statistics(self) -> GroupStatistics:
-        return group_statistics(self._core.statistics(), self._core.pending())
+        if self._core is not _CLOSED:
+            self._statistics = group_statistics(self._core.statistics(), self._core.pending())
+        return self._statistics
 
     def fence(self, ranks: Sequence[int], timeout: float) -> list[int]:
         left: list[int] = self._core.fence(list(ranks), timeout)
@@ -426,6 +432,7 @@ class NativeChannel(DataChannel):
 
     def close(self, timeout: float) -> None:
         self._core.close(timeout)
+        self.statistics()  # keeps them
         failure = exception_of(self._core.failure(), self._spec.rank, self._spec.name)
         self._core = _CLOSED
         if self._shortcut is not None:

@@ -252,6 +252,12 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     is_flag=True,
     help="Bind each rank to an equal share of the cores. With fewer cores than ranks, ranks share a core.",
 )
+@click.option(
+    "--summary",
+    is_flag=True,
+    help="Print at the end for each rank its operations, bytes and latencies, how long it waited for others, "
+    "and for whom.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the environment and the commands, without running them.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
@@ -278,6 +284,7 @@ def run(
     collapse: bool,
     timestamps: bool,
     bind: bool,
+    summary: bool,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -322,6 +329,7 @@ def run(
         line_format=line_format,
         log_dir=log_dir,
         store=store,
+        summary=summary,
     )
     _check_options(options, size, spares)
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
@@ -331,6 +339,8 @@ def run(
     extra = default_variables(size, inherited, _terminal(), prefix_width=prefix_width)
     if connect:
         extra[config.CONNECT.name] = "1"
+    if summary:
+        extra[config.SUMMARY.name] = "1"
     if tls:
         demand_tls(store)
         extra[config.TLS.name] = "1"

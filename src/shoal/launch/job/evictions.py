@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from ...failure_report import STACKS
+from ...failure_report import STACKS, Report
 from ..ranks.rank import JobProcess
 from ..ranks.reports import MeetingTable
 
@@ -39,19 +39,28 @@ class Evictions:
     Args:
         grace: seconds from SIGTERM to SIGKILL, at most :data:`KILL_DELAY_S`.
         announce: called with a process before its first signal.
+        summarise: called with a process and its report of a summary.
     """
 
-    def __init__(self, grace: float, announce: Callable[[JobProcess], None]) -> None:
+    def __init__(
+        self,
+        grace: float,
+        announce: Callable[[JobProcess], None],
+        summarise: Callable[[JobProcess, Report], None],
+    ) -> None:
         self._grace = min(grace, KILL_DELAY_S)
         self._announce = announce
+        self._summarise = summarise
         self._stages: dict[JobProcess, tuple[_Stage, float]] = {}
         self.meetings = MeetingTable()
 
     def take_notices(self, rank: JobProcess, ranks: Sequence[JobProcess]) -> None:
-        """Handle reports of meetings and evictions from ``rank``; ``ranks``: all processes."""
+        """Handle reports of meetings, evictions and summaries from ``rank``; ``ranks``: all processes."""
         for notice in rank.take_notices():
             if notice.kind == "met":
                 self.meetings.add(notice, rank.index)
+            elif notice.kind == "summary":
+                self._summarise(rank, self.meetings.resolved(notice))
             elif not (rank.evicted or rank in self._stages):
                 # If two parts evict each other, the first report counts.
                 for index in self.meetings.resolved(notice).ranks:

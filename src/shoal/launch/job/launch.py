@@ -30,6 +30,7 @@ class LaunchOptions:
         line_format: the prefixes of lines of output, and whether equal lines are merged.
         log_dir: directory for one log file per rank.
         store: URL of the job's store; None: the launcher hosts one.
+        summary: print at the end what the ranks did, and for whom they waited.
     """
 
     min_ranks: int | None = None
@@ -40,6 +41,7 @@ class LaunchOptions:
     line_format: LineFormat = field(default_factory=LineFormat)
     log_dir: Path | None = None
     store: str | None = None
+    summary: bool = False
 
 
 @dataclass(frozen=True)

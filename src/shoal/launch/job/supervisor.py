@@ -37,6 +37,7 @@ from functools import partial
 from ...errors import LaunchError, UsageError
 from ..output import causes, summary
 from ..output.output import RankOutput
+from ..output.waiting import WaitingTable
 from ..ranks.rank import LOST, JobProcess
 from ..ranks.slots import Respawn, last_of_slots, plan_scale
 from .control import ControlServer
@@ -110,7 +111,10 @@ class Supervisor:
         self._sweeping = self._closing = self._stop_now = False
         #: a host was lost before it had sent all output of its ranks
         self._host_output_lost = False
-        self._evictions = Evictions(options.grace, lambda rank: self._print(summary.evicted(rank)))
+        self._waiting = WaitingTable()
+        self._evictions = Evictions(
+            options.grace, lambda rank: self._print(summary.evicted(rank)), self._waiting.add
+        )
         rank_launcher.watch(self._selector, self._print, self._host_lost)
 
     def start(self) -> None:
@@ -149,6 +153,9 @@ class Supervisor:
         self._sweep(output)
         output.drain()
         code = self._conclude(output)
+        if self._job_start.options.summary:
+            for line in self._waiting.lines(self._ranks):
+                output.say(line)
         output.close()
         end = time.monotonic() + (_QUIET_S if self._stop_now else math.inf)
         self._closing, self._stop_now = True, False

@@ -86,7 +86,7 @@ class JobProcess(ABC):
 
     @abstractmethod
     def take_notices(self) -> Sequence[Report]:
-        """The reports of meetings and evictions that were read since the last call."""
+        """The reports of meetings, evictions and summaries that were read since the last call."""
 
     @property
     @abstractmethod

@@ -70,7 +70,7 @@ class Reports:
             self._left, self._is_rebuilt = _MAX_REPORTS, False
 
     def take_notices(self) -> tuple[Report, ...]:
-        """The reports of meetings and evictions that were read since the last call."""
+        """The reports of meetings, evictions and summaries that were read since the last call."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
@@ -102,7 +102,11 @@ class Reports:
             self.received.clear()
         elif report.kind == "joined":
             self.joined = True
-        elif report.kind in ("met", "evicted"):
+        elif report.kind in ("met", "evicted", "summary"):
+            if (report.kind == "summary") != (report.summary is not None):
+                return
+            if report.summary is not None and len(report.summary.late) != len(report.ranks):
+                return
             if len(self._notices) < _MAX_REPORTS:
                 self._notices.append(report)
         else:
@@ -136,5 +140,9 @@ class MeetingTable:
         if not report.meeting:
             return report
         known = self._processes.get(report.meeting, {})
-        indices = tuple(known[rank] for rank in report.ranks if rank in known)
-        return msgspec.structs.replace(report, ranks=indices, meeting="")
+        found = [place for place, rank in enumerate(report.ranks) if rank in known]
+        indices = tuple(known[report.ranks[place]] for place in found)
+        summary = report.summary
+        if summary is not None:
+            summary = msgspec.structs.replace(summary, late=tuple(summary.late[place] for place in found))
+        return msgspec.structs.replace(report, ranks=indices, meeting="", summary=summary)

@@ -1,0 +1,82 @@
+"""The table of ``shoal run --summary``: what the ranks did, and for whom they waited."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from ...common.text_table import text_table
+from ...failure_report import Report, WaitSummary
+from ..ranks.rank import JobProcess
+
+#: share of the time from which a rank that others waited for is named
+_NAMED_FROM = 0.01
+_HEADINGS = ("rank", "operations", "MB", "p50 us", "p99 us", "seconds", "waited s", "waited %", "most for")
+
+
+class WaitingTable:
+    """Collects the summaries that ranks report when they close a world."""
+
+    def __init__(self) -> None:
+        #: of each world that a process closed, the ranks being indices of processes
+        self._reports: list[tuple[JobProcess, Report]] = []
+
+    def add(self, process: JobProcess, report: Report) -> None:
+        if report.summary is not None:
+            self._reports.append((process, report))
+
+    def lines(self, processes: Sequence[JobProcess]) -> Iterator[bytes]:
+        """The text for the end of the job of these processes."""
+        if not self._reports:
+            yield b"shoal: no rank has reported a summary: none has closed a group of the native backend\n"
+            return
+        names = {process.index: process.name for process in processes}
+        self._reports.sort(key=lambda each: each[0].index)
+        rows = [self._row(process, report, names) for process, report in self._reports if report.summary]
+        for line in text_table(_HEADINGS, rows).strip("\n").splitlines():
+            yield f"shoal: {line}\n".encode()
+        for line in self._stragglers(names):
+            yield f"shoal: {line}\n".encode()
+        reported = {process.index for process, _ in self._reports}
+        if missing := [process.name for process in processes if process.index not in reported]:
+            yield f"shoal: no summary of rank {', '.join(missing)}\n".encode()
+
+    def _row(self, process: JobProcess, report: Report, names: dict[int, str]) -> tuple[str, ...]:
+        summary = report.summary
+        assert summary is not None
+        share = summary.waited_s / summary.seconds if summary.seconds else 0.0
+        most = max(zip(report.ranks, summary.late, strict=True), key=lambda each: each[1][1], default=None)
+        return (
+            process.name,
+            f"{summary.completed:,}",
+            f"{summary.bytes / 1e6:,.1f}",
+            f"{summary.p50_s * 1e6:,.0f}",
+            f"{summary.p99_s * 1e6:,.0f}",
+            f"{summary.seconds:.1f}",
+            f"{summary.waited_s:.1f}",
+            f"{100 * share:.0f}",
+            "" if most is None else f"rank {names.get(most[0], '?')}, {_share(most[1][1], summary)}",
+        )
+
+    def _stragglers(self, names: dict[int, str]) -> Iterator[str]:
+        """A line for each rank for which the others waited for long, the worst one first."""
+        waited: dict[int, float] = defaultdict(float)
+        times: dict[int, int] = defaultdict(int)
+        seconds = 0.0
+        for _, report in self._reports:
+            assert report.summary is not None
+            seconds += report.summary.seconds
+            for index, (count, spent) in zip(report.ranks, report.summary.late, strict=True):
+                waited[index] += spent
+                times[index] = max(times[index], count)
+        for index, spent in sorted(waited.items(), key=lambda each: -each[1]):
+            own = sum(r.summary.seconds for p, r in self._reports if p.index == index and r.summary)
+            if spent > _NAMED_FROM * (seconds - own) > 0:
+                yield (
+                    f"the others waited {100 * spent / (seconds - own):.0f} % of their time for rank "
+                    f"{names.get(index, '?')}, which arrived last {times[index]:,} times"
+                )
+
+
+def _share(spent: float, summary: WaitSummary) -> str:
+    return f"{100 * spent / summary.waited_s:.0f} %" if summary.waited_s else "0 %"
