@@ -64,6 +64,18 @@ def test_a_recorder_of_size_0_keeps_nothing() -> None:
     assert recorder.last_completed is None
 
 
+def test_the_count_of_an_operation_is_that_of_all_its_inputs() -> None:
+    def rank(group: ProcessGroup) -> list[int]:
+        group.reduce_scatter(torch.empty(2 + group.rank), [torch.ones(2), torch.ones(3)]).wait()
+        group.reduce_scatter_single(torch.empty(2), torch.ones(4)).wait()
+        parts = [torch.ones(1), torch.ones(2)] if group.rank == 0 else None
+        group.scatter(torch.empty(1 + group.rank), parts, 0, sizes=[1, 2]).wait()
+        assert group.recorder
+        return [entry.count for entry in group.recorder.entries()]
+
+    assert run_threads(rank, 2) == [[5, 4, 3], [5, 4, 2]]
+
+
 def test_reading_asks_for_completions_that_nobody_has_seen() -> None:
     recorder = FlightRecorder("world", 0)
     source = ManualSource()

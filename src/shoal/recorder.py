@@ -32,8 +32,8 @@ class Entry:
         kind: e.g. ``"all_reduce"``.
         number: sequence number in the group; -1 for operations matched by key, or by peer and tag.
         key: key of an operation issued in a callback; else 0.
-        dtype, count: dtype (e.g. ``"float32"``) and number of elements of this rank's input or output; ``""``
-            and 0 if there is none.
+        dtype, count: dtype (e.g. ``"float32"``) and number of elements of this rank's input, all parts
+            together, or of its output if it has no input; ``""`` and 0 if there is neither.
         root, peer, tag: numbered in the group; -1 if there is none.
         state: ``"submitted"``, ``"completed"``, ``"failed"``, or ``"released"``: the future was released
             before its outcome was seen.

@@ -14,7 +14,8 @@ from shoal import ProcessGroup
 from shoal.launch.cli import invoke
 from shoal.testing import run_threads
 from shoal.tools.call_dumps import place_of
-from shoal.tools.dumps import Dump, findings, read
+from shoal.tools.dump_files import Dump, read
+from shoal.tools.dumps import findings
 
 
 def show(capsys: pytest.CaptureFixture[str], *paths: Path) -> list[str]:
@@ -47,7 +48,10 @@ def test_the_rank_that_did_not_come_and_its_place_are_shown(
 
 
 def entry(kind: str, number: int, state: str = "completed") -> dict[str, Any]:
-    return {"kind": kind, "number": number, "key": 0, "dtype": "", "count": 0, "state": state, "submitted": 0}
+    return {
+        "kind": kind, "number": number, "key": 0, "dtype": "", "count": 0, "root": -1, "peer": -1, "tag": -1,
+        "state": state, "submitted": 0, "ended": 0,
+    }  # fmt: skip
 
 
 def content(rank: int, *entries: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -116,6 +120,7 @@ def test_of_several_files_of_a_rank_the_latest_counts(
         ("{", "is not a dump of a group: "),
         ("[]", "is not a dump of a group: "),
         (json.dumps(content(0, schema="shoal.dump/9")), "this release of shoal cannot read 'shoal.dump/9'"),
+        (json.dumps(content(3)), "rank 3 is not one of 3 ranks"),
         (None, "No such file or directory"),
     ],
 )

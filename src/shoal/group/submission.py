@@ -103,8 +103,9 @@ class OperationSubmitter:
             elif key:
                 future.key = key
             if self.recorder is not None:
-                x = inputs[0] if inputs else outputs[0] if outputs else _NOTHING
-                self.recorder.add(future, kind, number, key, x.dtype, x.numel(), root)
+                tensors = inputs or outputs or (_NOTHING,)
+                count = sum(x.numel() for x in tensors)
+                self.recorder.add(future, kind, number, key, tensors[0].dtype, count, root)
             if number == 0 and self.on_first_operation is not None:
                 self.on_first_operation(self, future)
                 self.on_first_operation = None  # it has a reference to the parent group

@@ -5,88 +5,41 @@ It does not import torch, to start quickly.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..common.decoding import MalformedMessage, from_json
 from ..common.formatting import counted, ranks_named
-from . import call_dumps
-from .call_dumps import CallDump, DumpedError, Stack, place_of
+from . import call_dumps, torch_dumps
+from .call_dumps import CallDump, place_of
+from .dump_files import Dump, GroupDumps, read
 
 #: width for files and pipes, where no line is folded
 _WIDE = 1000
-
-
-class _DumpedOperation(msgspec.Struct):
-    """The displayed fields of an operation; see :class:`shoal.recorder.Entry`, which needs torch."""
-
-    kind: str
-    number: int
-    key: int
-    dtype: str
-    count: int
-    state: str
-    submitted: int
-
-    def __str__(self) -> str:
-        name = f"{self.kind} #{self.number}" if self.number >= 0 else self.kind
-        name += f" key {self.key:#x}" if self.key else ""
-        return f"{name} of {self.count} {self.dtype}" if self.dtype else name
-
-
-class _Any(msgspec.Struct):
-    schema: str
-
-
-class Dump(msgspec.Struct):
-    """The displayed fields of a file."""
-
-    schema: str
-    job: str
-    group: str
-    rank: int
-    ranks: list[int]
-    state: str
-    time: float
-    now: int
-    error: DumpedError | None
-    entries: list[_DumpedOperation]
-    stacks: list[Stack]
-
-    @property
-    def highest(self) -> int:
-        """The number of the latest called operation; -1 if there is none."""
-        return max((entry.number for entry in self.entries), default=-1)
-
-    @property
-    def completed(self) -> _DumpedOperation | None:
-        done = (entry for entry in self.entries if entry.state == "completed" and entry.number >= 0)
-        return max(done, key=lambda entry: entry.number, default=None)
-
-    @property
-    def unfinished(self) -> _DumpedOperation | None:
-        """The first operation that is pending or failed."""
-        return next((entry for entry in self.entries if entry.state in ("submitted", "failed")), None)
 
 
 @click.command(short_help="Show the last operations of each rank, from the files of SHOAL_DUMP_DIR.")
 @click.argument(
     "paths", metavar="FILE_OR_DIRECTORY...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-def dumps(paths: tuple[Path, ...]) -> int:
+@click.option(
+    "--torch", "torch_directory", metavar="DIR", type=click.Path(path_type=Path),
+    help="Also write the operations of groups as files of torch's flight recorder, which `torchfrtrace DIR` "
+    "analyses, into this new or empty directory.",
+)  # fmt: skip
+def dumps(paths: tuple[Path, ...], torch_directory: Path | None) -> int:
     """Show the last operations of each group's ranks and which ranks are behind or wrote no file, and for RPC
     workers the calls that they wait for and serve, with cycles of workers that wait for one another.
 
     The files are written to SHOAL_DUMP_DIR by every rank when a group fails and by a worker when a call times
     out, and by `group.dump()` and `agent.dump()`. Of several files of a rank or worker, the latest counts.
     """
-    found: dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]] = {}
+    found: GroupDumps = {}
     workers: dict[str, dict[str, CallDump]] = {}
     for path in _files(paths):
         dump = read(path)
@@ -98,6 +51,7 @@ def dumps(paths: tuple[Path, ...]) -> int:
         members = found.setdefault((dump.job, dump.group, tuple(dump.ranks)), {})
         if dump.rank not in members or members[dump.rank].time < dump.time:
             members[dump.rank] = dump
+    converted = _convert(found, torch_directory) if torch_directory is not None else ""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _WIDE
@@ -113,23 +67,24 @@ def dumps(paths: tuple[Path, ...]) -> int:
         for line in call_dumps.findings(of_job):
             console.print(line)
         console.print()
+    if converted:
+        console.print(converted)
     return 0
 
 
-def read(path: Path) -> Dump | CallDump:
-    """Read a file; raises `click.ClickException` if it is not a dump."""
+def _convert(found: GroupDumps, directory: Path) -> str:
+    """Write files for torch's analyser, and return how to run it."""
+    if not found:
+        raise click.ClickException(
+            "--torch: no dump of a group was given; torch's format has no calls of RPC"
+        )
     try:
-        data = path.read_bytes()
-        schema = from_json(data, _Any).schema
-        if schema == call_dumps.SCHEMA:
-            return from_json(data, CallDump)
-        if schema != "shoal.dump/1":
-            raise click.ClickException(f"{path}: this release of shoal cannot read {schema!r}")
-        return from_json(data, Dump)
+        written = torch_dumps.write(found, directory)
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror or error}") from None
-    except MalformedMessage as error:
-        raise click.ClickException(f"{path} is not a dump of a group: {error}") from None
+        raise click.ClickException(f"--torch {directory}: {error.strerror or error}") from None
+    is_complete = all(len(members) == len(ranks) for (_, _, ranks), members in found.items())
+    option = "" if is_complete else "--allow-incomplete-ranks "
+    return f"wrote {counted(len(written), 'file')}: run torchfrtrace {option}{shlex.quote(str(directory))}"
 
 
 def findings(members: dict[int, Dump], size: int) -> list[str]:
