@@ -37,7 +37,8 @@ QUICK = (
     "tests/compat/test_reductions.py", "tests/compat/ecosystem/test_ddp.py",
     "tests/compat/ecosystem/test_fsdp.py", "tests/parallel/ddp/test_training.py",
     "tests/common/test_torch_release.py", "tests/compat/test_hooks.py",
-    "tests/backend/test_nccl_library.py", "tests/frontend/test_ddp.py",
+    "tests/backend/test_nccl_library.py", "tests/frontend/test_ddp.py", "tests/group/test_profiling.py",
+    "tests/tools/test_torch_dumps.py",
 )  # fmt: skip
 OPTIONS = ("-q", "-m", "not stress", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
 

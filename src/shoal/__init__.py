@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .group import Message as Message
     from .group import ProcessGroup as ProcessGroup
     from .group import Rebuilt as Rebuilt
+    from .group import profiler_handler as profiler_handler
     from .initialize import init as init
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import HierarchicalModelAverager as HierarchicalModelAverager
@@ -137,7 +138,7 @@ _PUBLIC = {
         "WorkerLost",
     ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
-    "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt"],
+    "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt", "profiler_handler"],
     "initialize": ["init"],
     "parallel": [
         "DistributedDataParallel",

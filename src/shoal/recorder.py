@@ -70,11 +70,15 @@ class FlightRecorder:
         group: name of the group.
         rank: rank of this process in the group.
         size: number of operations to keep; 0: none.
+
+    Attributes:
+        size: the same.
     """
 
     def __init__(self, group: str, rank: int, size: int = 1024) -> None:
         self._group = group
         self._rank = rank
+        self.size = size
         self._ring: deque[Record] = deque(maxlen=size)
         #: appends a record; used by :meth:`add` and cpp/python/fast_path.cc
         self.append: Callable[[Record], None] = self._ring.append

@@ -4,6 +4,7 @@ from ..backend.agreement import AgreementOp
 from ..spec import FailureScope, GroupState
 from .agreement import Agreement
 from .batch import Batch
+from .diagnostics.profiler_traces import profiler_handler
 from .operations import Message
 from .process_group import ProcessGroup
 from .rebuild import Rebuilt
@@ -17,4 +18,5 @@ __all__ = [
     "Message",
     "ProcessGroup",
     "Rebuilt",
+    "profiler_handler",
 ]

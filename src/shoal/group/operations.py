@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
+from torch.autograd import profiler
 
 from ..common.arguments import explain_unknown_keywords, keyword_names, unknown_keyword_error
 from ..common.formatting import counted
@@ -110,9 +111,10 @@ class TensorOperations:
             self._warn_of_gradients("all_reduce", x)
         reduction = op if op.__class__ is ReduceOp else ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
-        future = self._shortcut.submit(_ALL_REDUCE, x, x, reduction.code, -1, seconds)
-        if future is not None:
-            return future
+        if not profiler._is_profiler_enabled:
+            future = self._shortcut.submit(_ALL_REDUCE, x, x, reduction.code, -1, seconds)
+            if future is not None:
+                return future
         call = self._call("all_reduce")
         call.output(x, "x")
         call.reduction(reduction, x.dtype)
@@ -174,9 +176,10 @@ class TensorOperations:
         if root.__class__ is int and root >= 0:
             source = x if root == self._rank else None
             seconds = self._timeout if timeout is None else timeout
-            future = self._shortcut.submit(_BROADCAST, source, x, 0, root, seconds)
-            if future is not None:
-                return future
+            if not profiler._is_profiler_enabled:
+                future = self._shortcut.submit(_BROADCAST, source, x, 0, root, seconds)
+                if future is not None:
+                    return future
         call = self._call("broadcast")
         call.root(root)
         if self._rank != root:
@@ -242,9 +245,10 @@ class TensorOperations:
         if getattr(x, "requires_grad", False):
             self._warn_of_gradients("all_gather_single", x)
         seconds = self._timeout if timeout is None else timeout
-        future = self._shortcut.submit(_ALL_GATHER, x, out, 0, -1, seconds)
-        if future is not None:
-            return future
+        if not profiler._is_profiler_enabled:
+            future = self._shortcut.submit(_ALL_GATHER, x, out, 0, -1, seconds)
+            if future is not None:
+                return future
         call = self._call("all_gather_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -310,9 +314,10 @@ class TensorOperations:
             self._warn_of_gradients("reduce_scatter_single", x)
         reduction = ReduceOp.of(op)
         seconds = self._timeout if timeout is None else timeout
-        future = self._shortcut.submit(_REDUCE_SCATTER, x, out, reduction.code, -1, seconds)
-        if future is not None:
-            return future
+        if not profiler._is_profiler_enabled:
+            future = self._shortcut.submit(_REDUCE_SCATTER, x, out, reduction.code, -1, seconds)
+            if future is not None:
+                return future
         call = self._call("reduce_scatter_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -455,9 +460,10 @@ class TensorOperations:
             self._warn_of_gradients("all_to_all_single", x)
         if output_splits is None and input_splits is None:
             seconds = self._timeout if timeout is None else timeout
-            future = self._shortcut.submit(_ALL_TO_ALL, x, out, 0, -1, seconds)
-            if future is not None:
-                return future
+            if not profiler._is_profiler_enabled:
+                future = self._shortcut.submit(_ALL_TO_ALL, x, out, 0, -1, seconds)
+                if future is not None:
+                    return future
         call = self._call("all_to_all_single")
         call.tensor(x, "x")
         call.output(out, "out")
@@ -482,8 +488,11 @@ class TensorOperations:
         if unknown:
             self._raise_unknown_keywords("barrier", unknown)
         seconds = self._timeout if timeout is None else timeout
-        future = self._shortcut.submit(_BARRIER, None, None, 0, -1, seconds)
-        return self._submitter.submit(_BARRIER, (), (), timeout) if future is None else future
+        if not profiler._is_profiler_enabled:
+            future = self._shortcut.submit(_BARRIER, None, None, 0, -1, seconds)
+            if future is not None:
+                return future
+        return self._submitter.submit(_BARRIER, (), (), timeout)
 
     # -- messages ------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import profiler
 
 from .. import config, failure_report
 from ..backend.base import DataChannel, GroupSpec
@@ -21,6 +23,7 @@ from ..errors import ForkedProcess, GroupAborted, GroupClosed, GroupError, Unsup
 from ..future import Future, FutureAsSource, callback_scope
 from ..recorder import FlightRecorder
 from ..spec import REDUCING, SUM, FailureScope, GroupState, Operation, OpKind, ReduceOp
+from .profiling import show_waits, submission_ranges
 
 T = TypeVar("T")
 
@@ -29,6 +32,7 @@ _MASK = 2**64 - 1
 _ODD = 0x9E3779B97F4A7C15
 #: Placeholder in the record of an operation without a tensor.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_NO_RANGES = nullcontext()
 
 
 class OperationSubmitter:
@@ -96,16 +100,19 @@ class OperationSubmitter:
                 number, key = -1 if self.channel.captured(inputs or outputs) else self.shortcut.number, 0
             operation = Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
             self._check(operation)
-            future = self.channel.submit(operation)
-            if number >= 0:
-                self.shortcut.number = number + 1
-                future.key = (self.spec.ident + number * _ODD) & _MASK
-            elif key:
-                future.key = key
-            if self.recorder is not None:
-                tensors = inputs or outputs or (_NOTHING,)
-                count = sum(x.numel() for x in tensors)
-                self.recorder.add(future, kind, number, key, tensors[0].dtype, count, root)
+            with self._ranges([operation]):
+                future = self.channel.submit(operation)
+                if number >= 0:
+                    self.shortcut.number = number + 1
+                    future.key = (self.spec.ident + number * _ODD) & _MASK
+                elif key:
+                    future.key = key
+                if self.recorder is not None:
+                    tensors = inputs or outputs or (_NOTHING,)
+                    count = sum(x.numel() for x in tensors)
+                    self.recorder.add(future, kind, number, key, tensors[0].dtype, count, root)
+                if profiler._is_profiler_enabled:
+                    show_waits(future)
             if number == 0 and self.on_first_operation is not None:
                 self.on_first_operation(self, future)
                 self.on_first_operation = None  # it has a reference to the parent group
@@ -118,13 +125,16 @@ class OperationSubmitter:
         """
         with self.lock:
             self.check_usable()
-            futures = self.channel.submit_all(operations)
+            with self._ranges(operations):
+                futures = self.channel.submit_all(operations)
+                for operation, future in zip(operations, futures, strict=True):
+                    kind, peer, tag = operation.kind, operation.peer, operation.tag
+                    if self.recorder is not None:
+                        x = next(iter((*operation.inputs, *operation.outputs)), _NOTHING)
+                        self.recorder.add(future, kind, -1, 0, x.dtype, x.numel(), -1, peer, tag)
+                    if profiler._is_profiler_enabled:
+                        show_waits(future)
             for operation, future in zip(operations, futures, strict=True):
-                if self.recorder is not None:
-                    x = next(iter((*operation.inputs, *operation.outputs)), _NOTHING)
-                    self.recorder.add(
-                        future, operation.kind, -1, 0, x.dtype, x.numel(), -1, operation.peer, operation.tag
-                    )
                 if operation.kind is OpKind.RECV and not self._has_received:
                     self._has_received = True
                     if self.on_first_operation is not None:
@@ -160,6 +170,10 @@ class OperationSubmitter:
             raise UnsupportedOperation(
                 f"the backend of group {self.spec.name!r} on rank {self.spec.rank} {error}"
             ) from None
+
+    def _ranges(self, operations: Sequence[Operation]) -> AbstractContextManager[object]:
+        """Return the ranges of torch's profiler in which ``operations`` are submitted."""
+        return submission_ranges(self.spec, operations) if profiler._is_profiler_enabled else _NO_RANGES
 
     def _check(self, operation: Operation) -> None:
         """Raise UnsupportedOperation if the channel does not support ``operation``."""
