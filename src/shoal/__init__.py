@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # An unsupported release must not prevent `import torch`: then compat.registration warns.
-if not _torch_release.torch_is_importing():
+if not (_torch_release.torch_is_importing() or _torch_release.is_doctor()):
     _torch_release.check()
 
 #: submodule -> its public names; the block above has the same for type checkers

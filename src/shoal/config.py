@@ -342,22 +342,28 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """
     table = os.environ if environ is None else environ
     check_variables(table)
-    known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
-    for name in sorted(table):
-        word = name.removeprefix(_PREFIX)
-        if word == name or word in known or name in _warned:
+    for name, near in unknown_variables(table).items():
+        if name in _warned:
             continue
         _warned.add(name)
-        near = difflib.get_close_matches(word, known, 1)
+        known = ", ".join(variable.name for variable in VARIABLES)
         warnings.warn(
             f"the environment variable {name} is unknown to shoal and is ignored; "
-            + (
-                f"did you mean {_PREFIX}{near[0]}?"
-                if near
-                else f"the known variables are {', '.join(_PREFIX + word for word in known)}"
-            ),
+            + (f"did you mean {near}?" if near else f"the known variables are {known}"),
             stacklevel=3,
         )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the unknown variables that begin with ``SHOAL_``, each with the known one that it resembles."""
+    known = [variable.name.removeprefix(_PREFIX) for variable in VARIABLES]
+    found: dict[str, str | None] = {}
+    for name in sorted(environ):
+        word = name.removeprefix(_PREFIX)
+        if word != name and word not in known:
+            near = difflib.get_close_matches(word, known, 1)
+            found[name] = _PREFIX + near[0] if near else None
+    return found
 
 
 def secret(environ: Mapping[str, str] | None = None) -> bytes:

@@ -121,7 +121,7 @@ def _torch(version: str) -> ModuleType:
 
 def test_the_version_is_read_without_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    assert torch_release._installed() == str(torch.__version__)
+    assert torch_release.installed() == str(torch.__version__)
 
 
 def test_pip_is_told_the_same_bound() -> None:

@@ -162,7 +162,7 @@ def test_a_rank_waits_for_the_name_of_a_pod_that_comes_later(monkeypatch: pytest
 
     monkeypatch.setattr(schemes, "resolve", look_up)
     monkeypatch.setattr(schemes, "_NAME_RETRY_INTERVAL_S", 0.001)
-    monkeypatch.setattr(schemes, "_means_loopback", lambda host: True)
+    monkeypatch.setattr(schemes, "means_loopback", lambda host: True)
     environ = {**kubernetes(0, 1, 1), "SHOAL_SIZE": "2", "SHOAL_SECRET": "x"}
     environ["SHOAL_STORE"] = f"tcp://train-0.train:{free_port()}"
     calls = [

@@ -84,7 +84,7 @@ def test_the_first_operation_that_differs_and_the_first_failure_are_named(tmp_pa
         content(1, entry("barrier", 0), entry("broadcast", 1, "failed"), error=error),
         content(2, entry("barrier", 0), entry("all_reduce", 1, "failed")),
     )
-    assert findings(members, 3) == [
+    assert [each.fact for each in findings(members, 3)] == [
         "rank 1 wrote first: CollectiveMismatch: they differ",
         "operation 1 is not the same everywhere: all_reduce on ranks 0, 2; broadcast on rank 1",
     ]

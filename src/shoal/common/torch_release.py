@@ -35,7 +35,7 @@ def check() -> None:
 
 def problem() -> str | None:
     """Return the error message if the installed torch is too old; None if not, or without torch."""
-    version = _installed()
+    version = installed()
     number = None if version is None else _number(version)
     if version is None or (number is not None and number >= SUPPORTED[0]):
         return None
@@ -44,7 +44,7 @@ def problem() -> str | None:
 
 def untested() -> str | None:
     """Return a warning if the installed torch is newer than the tested releases, else None."""
-    version = _installed()
+    version = installed()
     number = None if version is None else _number(version)
     if number is None or number < SUPPORTED[1]:
         return None
@@ -52,6 +52,14 @@ def untested() -> str | None:
         f"torch {version} is newer than the releases that shoal was tested with ({REQUIREMENT}); "
         f"if something fails, try: pip install '{REQUIREMENT}'"
     )
+
+
+def is_doctor() -> bool:
+    """Whether this process is ``shoal doctor`` or a child of it, which reports an old torch itself."""
+    program, *arguments = getattr(sys, "argv", None) or [""]
+    name = Path(program).name
+    is_shoal = name == "shoal" or (name == "-m" and "shoal" in sys.orig_argv)
+    return is_shoal and arguments[:1] == ["doctor"]
 
 
 def _number(version: str) -> tuple[int, int] | None:
@@ -65,7 +73,7 @@ def torch_is_importing() -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def _installed() -> str | None:
+def installed() -> str | None:
     """Return the version of torch without importing it, which would take a second."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is not None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "worker": "shoal.launch.commands.worker:worker",
     "top": "shoal.tools.top:top",
     "bench": "shoal.tools.bench.command:bench",
+    "doctor": "shoal.tools.doctor.command:doctor",
     "dumps": "shoal.tools.dumps:dumps",
     "config": "shoal.launch.commands.config:config",
 }

@@ -165,7 +165,7 @@ def rendezvous_at(place: RendezvousPoint, check: Callable[[], None] = nothing) -
     except BaseException as error:
         if venue.others_disconnected is not None:
             meeting.cancel(error)
-            _serve_until_read(venue.others_disconnected)
+            serve_until_read(venue.others_disconnected)
         raise
     try:
         venue.on_complete()
@@ -178,7 +178,7 @@ def rendezvous_at(place: RendezvousPoint, check: Callable[[], None] = nothing) -
     except BaseException as error:
         meeting.fail(error)
         if venue.others_disconnected is not None:
-            _serve_until_read(venue.others_disconnected)
+            serve_until_read(venue.others_disconnected)
         raise
 
 
@@ -263,8 +263,8 @@ def _outliving_membership(membership: Membership, meeting: Rendezvous, venue: Ve
     )
 
 
-def _serve_until_read(others_disconnected: Callable[[], bool]) -> None:
-    """Serve the store until the others have read why the meeting failed."""
+def serve_until_read(others_disconnected: Callable[[], bool]) -> None:
+    """Serve the store until the others have read the last keys, such as why the meeting failed."""
     deadline = Deadline(_FAILURE_READ_TIMEOUT_S)
     while not (others_disconnected() or deadline.expired):
         time.sleep(_RETRY_INTERVAL_S)

@@ -10,7 +10,7 @@ leave at any time need only the rendezvous point.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,17 +115,9 @@ class RendezvousPoint:
         Raises:
             ConfigurationError: ``SHOAL_INTERFACE`` is not an address of this host.
         """
-        configured = config.INTERFACE.get(self.request.environ)
+        configured = configured_interface(self.request.environ)
         if configured is not None:
-            try:
-                address = resolve(configured, 0)[0]
-            except OSError as error:
-                raise ConfigurationError(
-                    f"SHOAL_INTERFACE={configured!r} is not an address: {error}"
-                ) from error
-            if not is_local_address(address):
-                raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
-            return address
+            return configured
         if machines is not None and len(machines) == 1:
             return LOOPBACK
         return address_on_route_to(self.venue.address or LOOPBACK)
@@ -142,6 +134,24 @@ class RendezvousPoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def configured_interface(environ: Mapping[str, str]) -> str | None:
+    """Return the numeric address that ``SHOAL_INTERFACE`` names, or None.
+
+    Raises:
+        ConfigurationError: it is not an address of this host.
+    """
+    configured = config.INTERFACE.get(environ)
+    if configured is None:
+        return None
+    try:
+        address = resolve(configured, 0)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address: {error}") from error
+    if not is_local_address(address):
+        raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
+    return address
 
 
 def open_point(

@@ -197,7 +197,7 @@ def _host_and_port(request: Request) -> tuple[str, int]:
 def _address(host: str, port: int, request: Request) -> str:
     """Return the numeric address to serve at and to connect to."""
     address, secret = _resolved(host, port, request), request.secret
-    if secret and is_loopback(address) and not _means_loopback(host):
+    if secret and is_loopback(address) and not means_loopback(host):
         # Many systems map their own name to loopback in /etc/hosts, where other hosts cannot reach it.
         return address_on_route_to(address)
     if not secret and not is_loopback(address):
@@ -230,7 +230,8 @@ def _resolved(host: str, port: int, request: Request) -> str:
         time.sleep(min(_NAME_RETRY_INTERVAL_S, request.deadline.remaining()))
 
 
-def _means_loopback(host: str) -> bool:
+def means_loopback(host: str) -> bool:
+    """Return whether ``host`` is a loopback address or localhost, not a name that maps to one here."""
     if host == "localhost":
         return True
     try:

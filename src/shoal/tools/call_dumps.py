@@ -10,6 +10,8 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from .findings import Finding, fail, ok
+
 #: frames of the standard library, installed packages and shoal, which hide the program's position
 _INSTALLED = re.compile(
     rf"/lib/python3|/(site|dist)-packages/|/src/shoal/|{re.escape(str(Path(__file__).parents[1]))}/"
@@ -103,25 +105,36 @@ def _oldest(calls: list[_Pending] | list[_DumpedCall]) -> tuple[str, str]:
     )
 
 
-def findings(workers: Mapping[str, CallDump]) -> list[str]:
+def findings(workers: Mapping[str, CallDump]) -> list[Finding]:
     """Describe problems that only show when all dumps are combined."""
-    lines = []
+    found = []
     if failed := [dump for dump in workers.values() if dump.error is not None]:
         first = min(failed, key=lambda dump: dump.time)
         assert first.error is not None
-        lines.append(f"worker {first.worker!r} wrote first: {first.error.type}: {first.error.message}")
+        found.append(fail(
+            f"worker {first.worker!r} wrote first: {first.error.type}: {first.error.message}",
+            f"docs/errors.md explains {first.error.type}; look at the worker that it names first",
+        ))  # fmt: skip
     awaited = {each.callee for dump in workers.values() for each in dump.pending}
-    lines += [
-        f"no file of worker {name!r}, which others wait for" for name in sorted(awaited - {*workers, ""})
+    found += [
+        fail(
+            f"no file of worker {name!r}, which others wait for",
+            "look at the output and exit code of this worker; if its process runs, `py-spy dump --pid PID`",
+        )
+        for name in sorted(awaited - {*workers, ""})
     ]
     for name, dump in sorted(workers.items()):
         for node in dump.nodes:
             runs = f"runs {node.runs}" if node.runs else "runs nothing"
             before = f", after {', '.join(node.commands[-_SHOWN:])}" if node.commands else ""
-            lines.append(f"worker {name!r}, a node, {runs}{before}")
+            found.append(ok(f"worker {name!r}, a node, {runs}{before}"))
     if circle := _wait_cycle(workers):
-        lines.append("they wait for one another: " + " -> ".join(map(repr, circle)))
-    return lines
+        found.append(fail(
+            "they wait for one another: " + " -> ".join(map(repr, circle)),
+            "do not wait in a called function for a call to a worker that may wait for this one: return the "
+            "future instead, or use an asynchronous function",
+        ))  # fmt: skip
+    return found
 
 
 def _wait_cycle(workers: Mapping[str, CallDump]) -> list[str]:

@@ -18,6 +18,7 @@ from ..common.formatting import counted, ranks_named
 from . import call_dumps, torch_dumps
 from .call_dumps import CallDump, place_of
 from .dump_files import Dump, GroupDumps, read
+from .findings import Finding, fail
 
 #: width for files and pipes, where no line is folded
 _WIDE = 1000
@@ -39,37 +40,46 @@ def dumps(paths: tuple[Path, ...], torch_directory: Path | None) -> int:
     The files are written to SHOAL_DUMP_DIR by every rank when a group fails and by a worker when a call times
     out, and by `group.dump()` and `agent.dump()`. Of several files of a rank or worker, the latest counts.
     """
-    found: GroupDumps = {}
-    workers: dict[str, dict[str, CallDump]] = {}
-    for path in _files(paths):
-        dump = read(path)
+    groups, workers = sort(map(read, files(paths)))
+    converted = _convert(groups, torch_directory) if torch_directory is not None else ""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _WIDE
+    for (job, group, ranks), members in groups.items():
+        console.print(f"group {group!r} of {counted(len(ranks), 'rank')}, job {job!r}")
+        console.print(_table(members))
+        for finding in findings(members, len(ranks)):
+            console.print(finding.fact)
+        console.print()
+    for job, of_job in workers.items():
+        console.print(f"{counted(len(of_job), 'worker')}, job {job!r}")
+        console.print(call_dumps.table(of_job))
+        for finding in call_dumps.findings(of_job):
+            console.print(finding.fact)
+        console.print()
+    if converted:
+        console.print(converted)
+    return 0
+
+
+#: job -> worker -> its latest dump
+Workers = dict[str, dict[str, CallDump]]
+
+
+def sort(found: Iterable[Dump | CallDump]) -> tuple[GroupDumps, Workers]:
+    """Sort dumps by group or job, and keep the latest of each rank and worker."""
+    groups: GroupDumps = {}
+    workers: Workers = {}
+    for dump in found:
         if isinstance(dump, CallDump):
             of_job = workers.setdefault(dump.job, {})
             if dump.worker not in of_job or of_job[dump.worker].time < dump.time:
                 of_job[dump.worker] = dump
             continue
-        members = found.setdefault((dump.job, dump.group, tuple(dump.ranks)), {})
+        members = groups.setdefault((dump.job, dump.group, tuple(dump.ranks)), {})
         if dump.rank not in members or members[dump.rank].time < dump.time:
             members[dump.rank] = dump
-    converted = _convert(found, torch_directory) if torch_directory is not None else ""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _WIDE
-    for (job, group, ranks), members in found.items():
-        console.print(f"group {group!r} of {counted(len(ranks), 'rank')}, job {job!r}")
-        console.print(_table(members))
-        for line in findings(members, len(ranks)):
-            console.print(line)
-        console.print()
-    for job, of_job in workers.items():
-        console.print(f"{counted(len(of_job), 'worker')}, job {job!r}")
-        console.print(call_dumps.table(of_job))
-        for line in call_dumps.findings(of_job):
-            console.print(line)
-        console.print()
-    if converted:
-        console.print(converted)
-    return 0
+    return groups, workers
 
 
 def _convert(found: GroupDumps, directory: Path) -> str:
@@ -87,24 +97,33 @@ def _convert(found: GroupDumps, directory: Path) -> str:
     return f"wrote {counted(len(written), 'file')}: run torchfrtrace {option}{shlex.quote(str(directory))}"
 
 
-def findings(members: dict[int, Dump], size: int) -> list[str]:
+def findings(members: dict[int, Dump], size: int) -> list[Finding]:
     """Describe problems of a group that only show when its ranks' dumps are combined."""
-    lines = []
+    found = []
     failed = [dump for dump in members.values() if dump.error is not None]
     if failed:
         first = min(failed, key=lambda dump: dump.time)
         assert first.error is not None
-        lines.append(f"rank {first.rank} wrote first: {first.error.type}: {first.error.message}")
+        found.append(fail(
+            f"rank {first.rank} wrote first: {first.error.type}: {first.error.message}",
+            f"docs/errors.md explains {first.error.type}; if it names ranks, look at these first",
+        ))  # fmt: skip
     if absent := [rank for rank in range(size) if rank not in members]:
-        lines.append(
-            f"no file of {ranks_named(absent)}: dead, stopped, or in a call that holds the interpreter lock"
-        )
+        found.append(fail(
+            f"no file of {ranks_named(absent)}: dead, stopped, or in a call that holds the interpreter lock",
+            "look at their output and exit codes; if their processes run, `py-spy dump --pid PID`",
+        ))  # fmt: skip
     if differing := _first_difference(members.values()):
-        lines.append(differing)
+        found.append(fail(differing, "make all ranks call the same operations of a group in the same order"))
     most = max(dump.highest for dump in members.values())
     if behind := [rank for rank, dump in members.items() if dump.highest < most]:
-        lines.append(f"behind: {ranks_named(behind)}; operation {most} has been called elsewhere")
-    return lines
+        places = {rank: place_of(members[rank].stacks) for rank in behind}
+        shown = "; ".join(f"rank {rank} in {place}" for rank, place in places.items() if place)
+        found.append(fail(
+            f"behind: {ranks_named(behind)}; operation {most} has been called elsewhere",
+            "find out why they did not call it" + (f", from where they were: {shown}" if shown else ""),
+        ))  # fmt: skip
+    return found
 
 
 def _first_difference(members: Iterable[Dump]) -> str:
@@ -121,16 +140,17 @@ def _first_difference(members: Iterable[Dump]) -> str:
     return ""
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    files: list[Path] = []
+def files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files in ``paths`` and, for directories, the dumps in them."""
+    found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            files.append(path)
+            found.append(path)
         elif inside := sorted(path.glob("shoal-*.json")):
-            files += inside
+            found += inside
         else:
             raise click.ClickException(f"{path}: no dump found in this directory")
-    return files
+    return found
 
 
 def _table(members: dict[int, Dump]) -> Table:
