@@ -33,6 +33,7 @@ Context::Context(Options options)
     : options_(options),
       arena_(std::make_shared<Arena>(options.capacity, options.limit)),
       quarantine_(arena_),
+      lowest_local_(options.rank),
       peer_check_interval_(shoal::peer_check_interval(options.local_size)),
       idle_peer_check_interval_(shoal::idle_peer_check_interval(options.local_size)),
       peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_) {

@@ -58,6 +58,11 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void add_local(int peer, int socket, int memory_fd, std::size_t capacity, std::uint64_t out,
                  std::uint64_t in, int pid) {
     peers_.add_local(*arena_, peer, socket, memory_fd, capacity, out, in, pid);
+    if (status_->leader == 0) status_->leader = status_->pid;
+    if (peer < lowest_local_) {
+      lowest_local_ = peer;
+      status_->leader = pid;
+    }
   }
   void add_remote(int peer, int socket) { peers_.add_remote(peer, socket); }
   void start();
@@ -159,6 +164,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   Quarantine quarantine_;
   ArenaHeader* header_;
   StatusPage* status_;
+  int lowest_local_;                // the lowest rank that shares memory, this one included
   StatusRemote* remote_ = nullptr;  // by rank; null: all ranks are on this host
   int spins_;                       // checks of a wait's condition before yielding the core
   std::int64_t yield_time_;         // nanoseconds of yielding before sleeping

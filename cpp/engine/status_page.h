@@ -76,6 +76,9 @@ struct StatusPage {
   std::uint32_t count = 0;                 // of the entries in `groups`
   std::atomic<std::uint64_t> sequence{0};  // odd while the page is written
   std::int64_t pid = 0;
+  // The process of the lowest rank among those that share memory, equal for all of these; 0: there are no
+  // others.  It tells jobs of one name apart.
+  std::int64_t leader = 0;
   std::int32_t rank = 0, size = 1;  // of this process among those it is connected to
   char job[kStatusText] = {};
   std::int64_t started = 0, written = 0;  // CLOCK_MONOTONIC, nanoseconds

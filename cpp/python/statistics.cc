@@ -46,7 +46,7 @@ struct RemoteRank {
 
 struct RankStatus {
   nb::object job;
-  std::int64_t pid;
+  std::int64_t pid, leader;
   int rank, size;
   std::int64_t started, written;
   std::uint64_t memory;
@@ -84,6 +84,7 @@ std::optional<RankStatus> status_of(int fd) {
   RankStatus status;
   status.job = str(page->job);
   status.pid = page->pid;
+  status.leader = page->leader;
   status.rank = page->rank;
   status.size = page->size;
   status.started = page->started;
@@ -150,6 +151,7 @@ void bind_statistics(nb::module_& m) {
   nb::class_<RankStatus>(m, "RankStatus", "The status page of a rank; see cpp/engine/status_page.h.")
       .def_ro("job", &RankStatus::job)
       .def_ro("pid", &RankStatus::pid)
+      .def_ro("leader", &RankStatus::leader)
       .def_ro("rank", &RankStatus::rank)
       .def_ro("size", &RankStatus::size)
       .def_ro("started", &RankStatus::started)

@@ -485,6 +485,7 @@ class RankStatus:
 
     job: str
     pid: int
+    leader: int
     rank: int
     size: int
     started: int

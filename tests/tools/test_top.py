@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ def test_it_shows_who_waits_for_whom_and_ranks_that_are_stopped_or_killed(
         row = next(line for line in table.splitlines() if f" {ranks.pids[0]} " in line)
         assert row.split()[2:6] == ["waits", "all_reduce(float32[1000],", "op=SUM)", "#1"]
 
+        # As a check, of the jobs of all tests that run now.
+        time.sleep(1.0)
+        assert invoke(["doctor", "--job", "default", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)["findings"]
+        facts = {
+            each["fact"]: each["advice"] for each in found if f"(process {ranks.pids[1]})" in each["fact"]
+        }
+        ((fact, advice),) = facts.items()
+        assert fact.startswith("ranks 0, 2 wait for rank 1, for up to ")
+        assert advice == f"show where: py-spy dump --pid {ranks.pids[1]}"
+
         ranks.stop(1)
         assert rows()[1]["state"] == "stopped"
         ranks.kill(1)
@@ -139,7 +151,7 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
 def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:
     waits = waits_for is not None
     return RankRow(
-        job="j", rank=rank, size=4, pid=100 + rank, remote=False,
+        job="j", leader=100, rank=rank, size=4, pid=100 + rank, remote=False,
         state=state or ("waits" if waits else "computes"), group="world", call="barrier()" if waits else "",
         number=7 if waits else None, age_s=1.0 + rank if waits else None, waits_for=waits_for, pending=1,
         completed=0, failed=0, bytes=0, operations_per_s=0.0, bytes_per_s=0.0, waiting=0.0, awaited=0.0,
@@ -154,14 +166,14 @@ def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:
             [row(0, 1), row(1, 2), row(2)],
             "ranks 0, 1 wait for rank 2, for up to 2.0 s; it computes, outside of shoal (process 102)",
         ),
-        ([row(0, 1), row(1, 0)], "it waits in barrier(): the ranks wait for one another (process 100)"),
+        ([row(0, 1), row(1, 0)], "it waits in barrier(), as the ranks wait for one another (process 100)"),
         (
             [row(0, 3)],
             "rank 0 waits for rank 3, for up to 1.0 s; it is on no host that this one sees, or has ended",
         ),
         (
             [row(0, 1), row(1, 0, "stopped")],
-            "rank 0 waits for rank 1, for up to 1.0 s; it is stopped by a signal: continue it with",
+            "rank 0 waits for rank 1, for up to 1.0 s; it is stopped by a signal (process 101)",
         ),
     ],
     ids=["a chain", "a circle", "one that is not there", "one that was stopped while it waited"],

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 
@@ -28,6 +29,8 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
 
     Attributes:
         job: name of the job.
+        leader: process of the first rank that shares memory with this one, which tells jobs of one name
+            apart; 0 if there is no other.
         rank, size: of the process among those it is connected to.
         pid: process id; of a rank on another host, its id there.
         remote: whether it is on another host, so that only what its heartbeats report is known.
@@ -51,6 +54,7 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     """
 
     job: str
+    leader: int
     rank: int
     size: int
     pid: int
@@ -76,8 +80,8 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     shared_memory: int
 
 
-#: job and its beginning on this machine, rank, process
-_Key = tuple[str, int, int]
+#: process, rank and start of a rank; or first process of a job, rank and -1 of one on another host
+_Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,43 +115,55 @@ class Sampler:
         The rows are ordered by job and rank.
         """
         now = time.monotonic()
-        processes = [each for each in self._finder.find() if each.status.job.startswith(self._job)]
+        jobs: dict[tuple[str, int], list[RankProcess]] = defaultdict(list)
+        for each in self._finder.find():
+            if each.status.job.startswith(self._job):
+                jobs[each.status.job, each.status.leader].append(each)
         readings: dict[_Key, _Reading] = {}
-        rows: dict[tuple[str, int, int], RankRow] = {}
-        for each in processes:
-            key = (each.status.job, each.status.rank, each.status.started)
-            readings[key] = reading = _reading_of(each, now)
-            before, seconds = self._since(key, each.status.started, now)
-            rows[each.status.job, each.status.rank, each.pid] = _row(each, reading, before, seconds, now)
-        for job, size, remote in _remote_ranks(processes, {(row.job, row.rank) for row in rows.values()}):
-            key = (job, remote.rank, remote.pid)
-            readings[key] = reading = _remote_reading(remote, now)
-            before, seconds = self._since(key, None, now)
-            rows[job, remote.rank, remote.pid] = _remote_row(job, size, remote, reading, before, seconds, now)
-        self._count_awaited(rows.values(), readings, now)
+        found = [row for job in sorted(jobs) for row in self._rows_of(_latest(jobs[job]), readings, now)]
         self._before, self._read_at = readings, now
-        return [row for _, row in sorted(rows.items())]
+        return found
 
-    def _since(self, key: _Key, started: int | None, now: float) -> tuple[_Reading, float]:
+    def _rows_of(
+        self, processes: Sequence[RankProcess], readings: dict[_Key, _Reading], now: float
+    ) -> list[RankRow]:
+        """The rows of one job, with the readings that they are made of."""
+        rows = []
+        shares: list[dict[int, float]] = []
+        for each in processes:
+            key = (each.pid, each.status.rank, each.status.started)
+            readings[key] = reading = _reading_of(each, now)
+            before, seconds = self._since(key, each.status.started / 1e9, now)
+            rows.append(_row(each, reading, before, seconds, now))
+            late = {rank: spent - before.late.get(rank, 0.0) for rank, spent in reading.late.items()}
+            shares.append({rank: _share(spent, seconds) for rank, spent in late.items()})
+        first = rows[0]
+        for remote in _remote_ranks(processes):
+            key = (first.leader, remote.rank, -1)
+            readings[key] = reading = _remote_reading(remote, now)
+            before, seconds = self._since(key, self._read_at, now)
+            rows.append(_remote_row(first, remote, reading, before, seconds, now))
+        for row in rows:
+            others = len(shares) - (not row.remote)
+            if others > 0:
+                row.awaited = min(sum(each.get(row.rank, 0.0) for each in shares) / others, 1.0)
+        return sorted(rows, key=lambda row: row.rank)
+
+    def _since(self, key: _Key, begun: float, now: float) -> tuple[_Reading, float]:
         """The reading to compare with, and the seconds since then."""
         if (before := self._before.get(key)) is not None:
             return before, max(now - self._read_at, 1e-6)
-        begun = self._read_at if started is None else started / 1e9
         return _NOTHING, max(now - begun, 1e-6)
 
-    def _count_awaited(self, rows: Iterable[RankRow], readings: Mapping[_Key, _Reading], now: float) -> None:
-        """Set how long each rank was waited for, from what the others have noted."""
-        shares: dict[str, list[dict[int, float]]] = defaultdict(list)
-        for key, reading in readings.items():
-            if not reading.latencies:
-                continue  # remote ranks do not report for whom they have waited
-            before, seconds = self._since(key, key[2], now)
-            spent = {rank: late - before.late.get(rank, 0.0) for rank, late in reading.late.items()}
-            shares[key[0]].append({rank: _share(each, seconds) for rank, each in spent.items()})
-        for row in rows:
-            others = len(shares[row.job]) - (not row.remote)
-            if others > 0:
-                row.awaited = min(sum(each.get(row.rank, 0.0) for each in shares[row.job]) / others, 1.0)
+
+def _latest(processes: Iterable[RankProcess]) -> list[RankProcess]:
+    """Leave out closed connections of processes that have made new ones since."""
+    latest: dict[tuple[int, int], RankProcess] = {}
+    for each in processes:
+        known = latest.setdefault((each.status.rank, each.pid), each)
+        if known.status.started < each.status.started:
+            latest[each.status.rank, each.pid] = each
+    return list(latest.values())
 
 
 _NOTHING = _Reading(0, 0, 0.0, 0.0, {}, ())
@@ -191,6 +207,7 @@ def _row(process: RankProcess, reading: _Reading, before: _Reading, seconds: flo
         latencies = list(reading.latencies)
     return RankRow(
         job=status.job,
+        leader=status.leader,
         rank=status.rank,
         size=status.size,
         pid=process.pid,
@@ -234,21 +251,16 @@ def _state(process: RankProcess, pending: bool, waits: bool, cpu: float, now: fl
 # -- ranks on other hosts ------------------------------------------------------------------------
 
 
-def _remote_ranks(
-    processes: Iterable[RankProcess], local: set[tuple[str, int]]
-) -> Iterable[tuple[str, int, RemoteRank]]:
-    """The latest report of each rank of these jobs that is not on this host: job, size of the job, report."""
-    latest: dict[tuple[str, int], tuple[int, RemoteRank]] = {}
+def _remote_ranks(processes: Sequence[RankProcess]) -> Iterable[RemoteRank]:
+    """The latest report of each rank of this job that is not on this host."""
+    local = {each.status.rank for each in processes}
+    latest: dict[int, RemoteRank] = {}
     for each in processes:
         for report in each.status.remote:
-            key = (each.status.job, report.rank)
-            if key in local:
-                continue
-            known = latest.get(key)
-            if known is None or known[1].received < report.received:
-                latest[key] = (each.status.size, report)
-    for (job, _), (size, report) in latest.items():
-        yield job, size, report
+            known = latest.get(report.rank)
+            if report.rank not in local and (known is None or known.received < report.received):
+                latest[report.rank] = report
+    return latest.values()
 
 
 def _remote_reading(report: RemoteRank, now: float) -> _Reading:
@@ -259,7 +271,7 @@ def _remote_reading(report: RemoteRank, now: float) -> _Reading:
 
 
 def _remote_row(
-    job: str, size: int, report: RemoteRank, reading: _Reading, before: _Reading, seconds: float, now: float
+    local: RankRow, report: RemoteRank, reading: _Reading, before: _Reading, seconds: float, now: float
 ) -> RankRow:
     silent_s = now - report.received / 1e9
     pending, waits = report.age >= 0, report.age >= 0 and report.blocker >= 0
@@ -270,9 +282,10 @@ def _remote_row(
         state = "silent"
     first = before is _NOTHING
     return RankRow(
-        job=job,
+        job=local.job,
+        leader=local.leader,
         rank=report.rank,
-        size=size,
+        size=local.size,
         pid=report.pid,
         remote=True,
         state=state,
@@ -317,7 +330,25 @@ class Culprit(msgspec.Struct):
         who = ranks_named(sorted(row.rank for row in self.waiting))
         verb = "waits" if len(self.waiting) == 1 else "wait"
         since = max(row.age_s or 0.0 for row in self.waiting)
-        return f"{who} {verb} for rank {self.rank}, for up to {since:.1f} s; it {_doing(self.row)}"
+        fact = f"{who} {verb} for rank {self.rank}, for up to {since:.1f} s; it {self._filled(0)}"
+        if self.row is None:
+            return fact
+        return f"{fact}, on another host" if self.row.remote else f"{fact} (process {self.row.pid})"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return self._filled(1)
+
+    def _filled(self, part: int) -> str:
+        row = self.row
+        template = _DOING["" if row is None else row.state][part]
+        return template.format(call="" if row is None else row.call, pid=0 if row is None else row.pid)
+
+
+def by_job(rows: Sequence[RankRow]) -> list[tuple[str, list[RankRow]]]:
+    """Divide ordered rows into jobs: the name and the rows of each."""
+    return [(job, list(of_job)) for (job, _), of_job in groupby(rows, key=lambda row: (row.job, row.leader))]
 
 
 def culprits(rows: Sequence[RankRow], least_s: float = 0.0) -> list[Culprit]:
@@ -342,24 +373,32 @@ def culprits(rows: Sequence[RankRow], least_s: float = 0.0) -> list[Culprit]:
     return sorted(result, key=lambda each: (-len(each.waiting), each.rank))
 
 
-def _doing(row: RankRow | None) -> str:
-    """What a rank does for which others wait, and what follows from it."""
-    if row is None:
-        return "is on no host that this one sees, or has ended"
-    doing = {
-        "stopped": "is stopped by a signal: continue it with kill -CONT",
-        "traced": "is in a debugger",
-        "silent": "has not run for more than 5 s: its machine is overloaded, or stopped",
-        "closed": "has closed its connections",
-        "left": "has left or is lost",
-        "computes": "computes, outside of shoal",
-        "runs": "runs outside of shoal",
-        "sleeps": "neither computes nor communicates: it waits for something else, such as input",
-        "moves": f"moves the data of {row.call}",
-        "waits": f"waits in {row.call}: the ranks wait for one another",
-    }
-    return (
-        f"{doing[row.state]} (process {row.pid})"
-        if not row.remote
-        else f"{doing[row.state]}, on another host"
-    )
+#: state of a rank for which others wait -> what it does, and what to do about it
+_DOING = {
+    "stopped": ("is stopped by a signal", "continue it: kill -CONT {pid}"),
+    "traced": ("is in a debugger", "continue it there"),
+    "silent": (
+        "has not run for more than 5 s",
+        "look whether its machine is overloaded (top, dmesg), or is stopped as a whole",
+    ),
+    "closed": ("has closed its connections", "let all ranks call the operation, or use Join"),
+    "left": ("has left or is lost", "read its last messages"),
+    "computes": ("computes, outside of shoal", "show where: py-spy dump --pid {pid}"),
+    "runs": ("runs outside of shoal", "show what it does there: shoal top on its host"),
+    "sleeps": (
+        "neither computes nor communicates, as in a wait for input, a file or a lock",
+        "show where: py-spy dump --pid {pid}",
+    ),
+    "moves": (
+        "moves the data of {call}",
+        "let it; if this takes long, check the network: shoal doctor --hosts",
+    ),
+    "waits": (
+        "waits in {call}, as the ranks wait for one another",
+        "let all ranks call the same operations in the same order; shoal dumps shows what they called",
+    ),
+    "": (
+        "is on no host that this one sees, or has ended",
+        "run this on its host; if it has ended, read its last messages",
+    ),
+}

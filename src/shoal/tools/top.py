@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
 
 import click
 import msgspec
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.formatting import counted, printable
-from .rank_table import HELD_UP, RankRow, Sampler, culprits
+from .rank_table import HELD_UP, RankRow, Sampler, by_job, culprits
 
 #: seconds between the two samples of ``--once``
 _ONCE_INTERVAL_S = 0.3
@@ -82,14 +81,10 @@ def top(job: str, interval: float, once: bool, as_json: bool) -> int:
 def _to_json(rows: Sequence[RankRow]) -> str:
     causes = [
         {"job": job, "rank": each.rank, "waiting": [row.rank for row in each.waiting], "text": str(each)}
-        for job, of_job in _jobs(rows)
+        for job, of_job in by_job(rows)
         for each in culprits(of_job, _NAMED_FROM_S)
     ]
     return msgspec.json.encode({"schema": "shoal.top/1", "ranks": rows, "causes": causes}).decode()
-
-
-def _jobs(rows: Sequence[RankRow]) -> list[tuple[str, list[RankRow]]]:
-    return [(job, list(of_job)) for job, of_job in groupby(rows, key=lambda row: row.job)]
 
 
 def _screen(rows: Sequence[RankRow], height: int = 0) -> Group | Text:
@@ -97,7 +92,7 @@ def _screen(rows: Sequence[RankRow], height: int = 0) -> Group | Text:
     if not rows:
         return Text(_NONE)
     parts: list[Table | Text] = []
-    for job, of_job in _jobs(rows):
+    for job, of_job in by_job(rows):
         parts.append(_heading(job, of_job))
         shown = of_job
         if height and len(rows) + 6 > height:

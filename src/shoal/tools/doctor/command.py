@@ -18,6 +18,7 @@ from ...errors import UsageError
 from ..findings import Finding, fail
 from . import dump_findings, machine, network, self_test, settings, software
 from .hosts import HostsReport, check_hosts
+from .job import check_job
 
 SCHEMA = "shoal.doctor/1"
 #: topic -> its checks; each returns a finding or several
@@ -68,14 +69,30 @@ _BY_LAUNCHER = "launcher"
     show_default=True,
     help="With --hosts: time to wait for the other hosts.",
 )
+@click.option(
+    "--job",
+    metavar="[NAME]",
+    is_flag=False,
+    flag_value="",
+    help="Check the ranks that run on this machine, of jobs whose name begins with NAME: which one do the "
+    "others wait for?",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON.")
 def doctor(
-    dumps: tuple[Path, ...], hosts: str | None, store: str | None, timeout: float, as_json: bool
+    dumps: tuple[Path, ...],
+    hosts: str | None,
+    store: str | None,
+    timeout: float,
+    job: str | None,
+    as_json: bool,
 ) -> int:
     """Check this machine: software, limits, kernel, settings, network and libraries, and run two ranks on it.
 
     With --hosts, on each host: check the connection, the latency and the clock offset of every pair of hosts.
     The process of the first host prints all pairs, the others print their own.
+
+    With --job: find the rank for which others of a running job wait now. The job need not cooperate, and may
+    hang.
 
     With files or directories of dumps (SHOAL_DUMP_DIR): print what happened, and what to do.
 
@@ -85,8 +102,8 @@ def doctor(
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if dumps and (hosts or store):
-        raise UsageError("DUMP and --hosts are different checks; start one of them")
+    if bool(dumps) + bool(hosts or store) + (job is not None) > 1:
+        raise UsageError("DUMP, --hosts and --job are different checks; start one of them")
     if store and not hosts:
         raise UsageError("--store is an option of --hosts")
     report = HostsReport([])
@@ -94,6 +111,8 @@ def doctor(
     if hosts:
         report = check_hosts(store, _number(hosts), timeout)
         found = [_placed(each, "hosts", "hosts") for each in report.findings]
+    elif job is not None:
+        found = check_job(job)
     else:
         found = dump_findings.read_all(dumps) if dumps else run_checks()
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
