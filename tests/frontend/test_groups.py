@@ -91,6 +91,17 @@ def test_ranks_of_two_hosts_are_connected_by_sockets(program: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_summary_of_a_job_has_cpp_ranks(program: Path) -> None:
+    done = run(3, "--summary", program, "collectives")
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    rows = [line.split() for line in lines if line.startswith("shoal:  ") and line.split()[1].isdigit()]
+    assert [row[1] for row in rows] == ["0", "1", "2"]
+    assert len({row[2] for row in rows}) == 1
+    assert int(rows[0][2]) > 10
+    assert not any("no summary" in line for line in lines)
+
+
 def test_a_python_rank_works_beside_a_cpp_rank(program: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(PYTHON_RANK)

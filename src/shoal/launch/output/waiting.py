@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from ...common.formatting import counted
 from ...common.text_table import text_table
 from ...failure_report import Report, WaitSummary
 from ..ranks.rank import JobProcess
@@ -61,20 +62,20 @@ class WaitingTable:
     def _stragglers(self, names: dict[int, str]) -> Iterator[str]:
         """A line for each rank for which the others waited for long, the worst one first."""
         waited: dict[int, float] = defaultdict(float)
-        times: dict[int, int] = defaultdict(int)
+        times: dict[int, Counter[int]] = defaultdict(Counter)  # by the rank that waited
         seconds = 0.0
-        for _, report in self._reports:
+        for process, report in self._reports:
             assert report.summary is not None
             seconds += report.summary.seconds
             for index, (count, spent) in zip(report.ranks, report.summary.late, strict=True):
                 waited[index] += spent
-                times[index] = max(times[index], count)
+                times[index][process.index] += count
         for index, spent in sorted(waited.items(), key=lambda each: -each[1]):
             own = sum(r.summary.seconds for p, r in self._reports if p.index == index and r.summary)
             if spent > _NAMED_FROM * (seconds - own) > 0:
                 yield (
                     f"the others waited {100 * spent / (seconds - own):.0f} % of their time for rank "
-                    f"{names.get(index, '?')}, which arrived last {times[index]:,} times"
+                    f"{names.get(index, '?')}, which arrived last in {counted(max(times[index].values()), 'operation')}"
                 )
 
 

@@ -96,6 +96,10 @@ class Reports:
             return
         if not report.meeting and any(rank >= self._size for rank in report.ranks):
             return
+        if (report.kind == "summary") != (report.summary is not None):
+            return
+        if report.summary is not None and len(report.summary.late) != len(report.ranks):
+            return
         self.changes += 1
         if report.kind == "rebuilt":
             self._is_rebuilt = True
@@ -103,10 +107,6 @@ class Reports:
         elif report.kind == "joined":
             self.joined = True
         elif report.kind in ("met", "evicted", "summary"):
-            if (report.kind == "summary") != (report.summary is not None):
-                return
-            if report.summary is not None and len(report.summary.late) != len(report.ranks):
-                return
             if len(self._notices) < _MAX_REPORTS:
                 self._notices.append(report)
         else:

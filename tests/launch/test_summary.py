@@ -1,0 +1,141 @@
+"""``shoal run --summary``: what the ranks did, and for whom they waited."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.failure_report import MAX_REPORT_BYTES, Report, WaitSummary
+from shoal.launch.output.waiting import WaitingTable
+from shoal.launch.ranks.reports import MeetingTable, Reports
+
+from .conftest import Workshop
+
+
+def test_the_slow_rank_is_named_and_a_killed_one_has_no_row(workshop: Workshop) -> None:
+    """Rank 1 is late, and rank 2 is killed; the others go on."""
+    launcher = workshop.start(
+        """
+        import torch, shoal
+        group = shoal.init()
+        for _ in range(3):
+            if group.rank == 1:
+                time.sleep(0.2)
+            group.all_reduce(torch.ones(1000)).wait()
+        if group.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.barrier().wait()
+        except shoal.errors.PeerLost:
+            group = group.rebuild()
+        group.close()
+        """,
+        ranks=3,
+        options=["--summary", "--min", "1"],
+    )
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, err
+    lines = [line.removeprefix("shoal: ") for line in err.decode().splitlines()]
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(" ") and "rank 1, " in line}
+    assert "0" in rows, err.decode()
+    assert rows["0"][1] == "3"
+    assert float(rows["0"][6]) >= 0.5
+    assert " ".join(rows["0"][8:10]) == "rank 1,"
+    assert any(line.startswith("the others waited ") and " for rank 1, which arrived last in 3 operations" in line
+               for line in lines), err.decode()  # fmt: skip
+    assert "no summary of rank 2" in lines
+
+
+@dataclass
+class Process:
+    index: int
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = str(self.index)
+
+
+def summary(*late: tuple[int, float], seconds: float = 10.0, completed: int = 4) -> WaitSummary:
+    waited = sum(spent for _, spent in late)
+    return WaitSummary(seconds, completed, 2_000_000, waited, 1e-3, 2e-3, late)
+
+
+def lines(processes: list[Any], *reports: tuple[int, Report]) -> list[str]:
+    table = WaitingTable()
+    for index, report in reports:
+        table.add(processes[index], report)
+    return [line.decode().removeprefix("shoal: ").rstrip("\n") for line in table.lines(processes)]
+
+
+def test_waiting_is_attributed_to_processes_over_several_worlds() -> None:
+    processes = [Process(0), Process(1), Process(2)]
+    found = lines(
+        processes,
+        (1, Report("summary", 1.0, (), summary=summary())),
+        (0, Report("summary", 1.0, (1, 2), summary=summary((3, 4.0), (1, 1.0)))),
+        (0, Report("summary", 2.0, (1,), summary=summary((4, 5.0)))),
+    )
+    assert [line.split() for line in found[2:5]] == [
+        ["0", "4", "2.0", "1,000", "2,000", "10.0", "5.0", "50", "rank", "1,", "80", "%"],
+        ["0", "4", "2.0", "1,000", "2,000", "10.0", "5.0", "50", "rank", "1,", "100", "%"],
+        ["1", "4", "2.0", "1,000", "2,000", "10.0", "0.0", "0"],
+    ]
+    assert found[5:] == [
+        "the others waited 45 % of their time for rank 1, which arrived last in 7 operations",
+        "the others waited 3 % of their time for rank 2, which arrived last in 1 operation",
+        "no summary of rank 2",
+    ]
+
+
+def test_without_a_report_it_says_why() -> None:
+    assert lines([Process(0)]) == [
+        "no rank has reported a summary: none has closed a group of the native backend"
+    ]
+
+
+def test_ranks_of_a_later_meeting_are_translated_and_unknown_ones_left_out() -> None:
+    table = MeetingTable()
+    table.add(Report("met", 1.0, (0,), meeting="m"), 5)
+    report = Report("summary", 1.0, (0, 1), meeting="m", summary=summary((1, 1.0), (2, 2.0)))
+    resolved = table.resolved(report)
+    assert resolved.ranks == (5,)
+    assert resolved.summary is not None
+    assert resolved.summary.late == ((1, 1.0),)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Report("summary", 0.0, (1,)),
+        Report("told", 0.0, (1,), summary=summary((1, 1.0))),
+        Report("summary", 0.0, (1, 2), summary=summary((1, 1.0))),
+        Report("summary", 0.0, (9,), summary=summary((1, 1.0))),
+        Report("summary", 0.0, (), summary=summary(seconds=float("nan"))),
+        Report("summary", 0.0, (), summary=summary(seconds=-1.0)),
+        Report("summary", 0.0, (), summary=summary(completed=-1)),
+        Report("summary", 0.0, tuple([0] * 17), summary=summary(*[(1, 1.0)] * 17)),
+    ],
+)
+def test_a_report_that_is_no_summary_is_dropped(wrong: Report) -> None:
+    reports = Reports(3)
+    try:
+        for report in (wrong, Report("summary", 0.0, (1,), summary=summary((1, 1.0)))):
+            data = msgspec.msgpack.encode(msgspec.structs.replace(report, at=time.monotonic()))
+            assert len(data) < MAX_REPORT_BYTES
+            os.write(reports.inherited, data)
+        reports.read()
+        assert [each.ranks for each in reports.take_notices()] == [(1,)]
+        assert reports.received == []
+    finally:
+        reports.close()
+
+
+def test_the_longest_summary_fits_into_a_report() -> None:
+    late = [(2**63 - 1, 1e12)] * 16
+    report = Report("summary", 1e9, tuple([2**40] * 16), meeting="m" * 16, summary=summary(*late))
+    assert len(msgspec.msgpack.encode(report)) < MAX_REPORT_BYTES
