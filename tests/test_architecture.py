@@ -162,8 +162,9 @@ def test_few_modules_import_the_core() -> None:
     importers = {
         "backend.kernels", "backend.mpi.channel", "backend.mpi.library", "backend.native.channel",
         "backend.native.errors",
-        "controller.commands.interrupts", "future.state", "parallel.core", "recorder",
-        "rpc.connection.endpoint",
+        "controller.commands.interrupts", "future.state", "parallel.core", "rank_status", "recorder",
+        "statistics",
+        "rpc.connection.endpoint", "tools.rank_table",
         "backend.supervised",  # types only
     }  # fmt: skip
     assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}

@@ -1,5 +1,5 @@
-// What the operations of a group did on this rank: numbers, bytes, latencies, and the time spent on waiting
-// for each member.
+// Counters of the operations of a group on this rank: numbers, bytes, latencies, and the time spent on
+// waiting for each member.
 #pragma once
 
 #include <algorithm>

@@ -106,6 +106,7 @@ void Context::write_status(std::int64_t now) {
   {
     std::lock_guard lock(groups_mutex_);
     page.ended = counters_of(ended_);
+    std::ranges::copy(ended_.latencies, page.ended_latencies);
   }
   page.sequence.store(sequence + 2, std::memory_order_release);
 }

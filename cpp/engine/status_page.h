@@ -1,5 +1,4 @@
-// What other processes of the user can read about a rank: its groups, their operations and whom they wait
-// for.
+// The state of a rank for other processes of the user: its groups, their operations and whom they wait for.
 //
 // The page is in the rank's shared memory.  The watch thread writes it every few milliseconds, so it costs
 // operations nothing, and the program need not cooperate: `shoal top` reads it through /proc, also while the
@@ -50,7 +49,7 @@ struct StatusGroup {
   std::uint64_t latencies[latency::kBuckets] = {};
 };
 
-// What a rank on another host reports about itself, as the payload of its heartbeats.
+// The report of a rank on another host about itself, as the payload of its heartbeats.
 struct RemoteStatus {
   std::uint64_t completed = 0, bytes = 0, waited = 0;  // as in StatusCounters, of all groups
   std::uint64_t memory = 0;
@@ -86,6 +85,7 @@ struct StatusPage {
   std::uint32_t open = 0;                 // number of groups, also of those without an entry
   std::uint32_t closed = 0;               // 1: the rank has closed its connections
   StatusCounters ended;                   // of groups that all members have closed
+  std::uint64_t ended_latencies[latency::kBuckets] = {};
   std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host
   StatusGroup groups[kStatusGroups];
 };

@@ -62,7 +62,7 @@ void report(const char* kind, const std::vector<int>& ranks, const StatisticsVal
   const int fd = inherited_socket("SHOAL_REPORT_FD");
   if (fd < 0 || reported.size() >= kMaxReports || !reported.emplace(kind, ranks).second) return;
   Packer packer;
-  packer.byte(0x80 | (summary == nullptr ? 3 : 4));  // a map of so many fields
+  packer.byte(0x80 | (summary == nullptr ? 3 : 4));  // a map of 3 or 4 fields
   packer.text("kind");
   packer.text(kind);
   packer.text("at");

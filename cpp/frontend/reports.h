@@ -12,7 +12,7 @@ namespace shoal::frontend_core {
 void report_left();
 // Report that this rank was notified that `ranks`, of the first group, failed or left.
 void report_told(const std::vector<int>& ranks);
-// What this rank did in a world, after `seconds` of it; for `shoal run --summary`.
+// Reports the counters of this rank in a world, after `seconds` of it, for `shoal run --summary`.
 void report_summary(const StatisticsValues& totals, double seconds);
 
 }  // namespace shoal::frontend_core

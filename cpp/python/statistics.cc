@@ -1,4 +1,4 @@
-// What the operations of a group did, and the status pages of other processes (shoal.statistics).
+// Counters of groups, and the status pages of other processes (shoal.statistics, shoal.rank_status).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -93,6 +93,7 @@ std::optional<RankStatus> status_of(int fd) {
   status.open = page->open;
   status.closed = page->closed != 0;
   status.ended = values_of(page->ended);
+  std::ranges::copy(page->ended_latencies, status.ended.latencies.begin());
   for (std::uint32_t i = 0; i < page->count; ++i) status.groups.push_back(group_status(page->groups[i]));
   const auto remote = read_remote(fd, *page);
   for (std::size_t rank = 0; rank < remote.size(); ++rank)

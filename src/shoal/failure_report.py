@@ -60,7 +60,7 @@ MAX_LATE = 16
 
 
 class WaitSummary(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank did in one world; see :class:`shoal.statistics.GroupStatistics`.
+    """The counters of a rank in one world; see :class:`shoal.statistics.GroupStatistics`.
 
     Attributes:
         seconds: from the creation of the world until it was closed.

@@ -1,4 +1,4 @@
-"""What the operations of a group did on a rank: numbers, bytes, latencies, and whom the rank waited for."""
+"""Counters of the operations of a group on one rank: numbers, bytes, latencies, and waits for others."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Process:
 
 
 def signals(grace: float, process: Process, until: float = 100.0) -> Iterator[tuple[float, list[int]]]:
-    evictions = Evictions(grace, lambda rank: None)
+    evictions = Evictions(grace, lambda rank: None, lambda rank, report: None)
     evictions.add(process, 10.0)  # type: ignore[arg-type]
     evictions.add(process, 10.5)  # type: ignore[arg-type]
     while (at := evictions.next_at()) is not None and at < until:
@@ -147,7 +147,7 @@ def test_of_two_ranks_that_evict_each_other_the_first_report_counts() -> None:
     for index, rank in enumerate(ranks):
         rank.index, rank.notices = index, [Report("evicted", 1.0, (1 - index,))]
     announced: list[object] = []
-    evictions = Evictions(1.0, announced.append)
+    evictions = Evictions(1.0, announced.append, lambda rank, report: None)
     for rank in ranks:
         evictions.take_notices(rank, ranks)  # type: ignore[arg-type]
     evictions.tick(math.inf)

@@ -96,6 +96,27 @@ def test_it_shows_who_waits_for_whom_and_ranks_that_are_stopped_or_killed(
         assert rows() == {}
 
 
+def test_counters_of_closed_groups_count_for_their_rank() -> None:
+    def rank(group: ProcessGroup) -> RankRow:
+        sampler = Sampler("threads")
+
+        def mine() -> RankRow:
+            own = [each for each in sampler.rows() if each.pid == os.getpid() and each.size == 2]
+            return next(each for each in own if each.rank == group.rank)
+
+        with group.split(0, group.rank) as half:
+            for _ in range(50):
+                half.all_reduce(torch.ones(3)).wait()
+            until(lambda: mine().completed >= 50)
+        group.all_reduce(torch.ones(3)).wait()
+        last = until(lambda: (row := mine()).completed >= 51 and row)
+        assert last.p50_s is not None
+        return last
+
+    for row in run_threads(rank, 2):
+        assert row.bytes >= 50 * 12 + 12
+
+
 def test_without_ranks_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["top", "--once", "--job", "no such job"]) == 1
     assert capsys.readouterr().out == "no rank of shoal runs on this machine that you may see\n"
@@ -110,6 +131,7 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
 ) -> None:
     """Rank 0 is alone on its host as far as the finder knows."""
     shown = threading.Event()
+    begun = time.monotonic_ns()
 
     def rank(group: ProcessGroup) -> list[RankRow]:
         group.all_reduce(torch.ones(10)).wait()
@@ -123,7 +145,7 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
 
         def only_rank_0(self: RankFinder) -> list[RankProcess]:
             here = [each for each in find(self) if each.pid == os.getpid() and each.status.size == 3]
-            return [each for each in here if each.status.rank == 0]
+            return [each for each in here if each.status.rank == 0 and each.status.started > begun]
 
         monkeypatch.setattr(RankFinder, "find", only_rank_0)
         sampler = Sampler("threads")

@@ -1,4 +1,4 @@
-"""What the ranks of this machine do now: rows for ``shoal top``, from two samples of their status pages."""
+"""The present state of the ranks of this machine, from two samples of their status pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HELD_UP = ("stopped", "traced", "silent")
 
 
 class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
-    """What one rank does now.  Rates and shares are of the time between the two samples.
+    """The present state of one rank.  Rates and shares are of the time between the two samples.
 
     Attributes:
         job: name of the job.
@@ -36,7 +36,7 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
         remote: whether it is on another host, so that only what its heartbeats report is known.
         state: ``waits`` for another rank; ``moves`` data; ``computes``, ``sleeps``: no operation is pending;
             ``runs``: the same of a remote rank; ``stopped`` by a signal, ``traced`` by a debugger;
-            ``silent``: no sign of life for 5 s; ``closed``, ``left``: it has closed its connections.
+            ``silent``: no sign of life for 5 s; ``left``: a remote one has closed its connections, or is lost.
         group, call, number: of the operation that is pending for the longest time; ``""``, None if there is
             none; the number is None for messages and in callbacks.
         age_s: seconds since that was submitted; None if nothing is pending.
@@ -120,7 +120,7 @@ class Sampler:
             if each.status.job.startswith(self._job):
                 jobs[each.status.job, each.status.leader].append(each)
         readings: dict[_Key, _Reading] = {}
-        found = [row for job in sorted(jobs) for row in self._rows_of(_latest(jobs[job]), readings, now)]
+        found = [row for job in sorted(jobs) for row in self._rows_of(jobs[job], readings, now)]
         self._before, self._read_at = readings, now
         return found
 
@@ -154,16 +154,6 @@ class Sampler:
         if (before := self._before.get(key)) is not None:
             return before, max(now - self._read_at, 1e-6)
         return _NOTHING, max(now - begun, 1e-6)
-
-
-def _latest(processes: Iterable[RankProcess]) -> list[RankProcess]:
-    """Leave out closed connections of processes that have made new ones since."""
-    latest: dict[tuple[int, int], RankProcess] = {}
-    for each in processes:
-        known = latest.setdefault((each.status.rank, each.pid), each)
-        if known.status.started < each.status.started:
-            latest[each.status.rank, each.pid] = each
-    return list(latest.values())
 
 
 _NOTHING = _Reading(0, 0, 0.0, 0.0, {}, ())
@@ -200,9 +190,9 @@ def _row(process: RankProcess, reading: _Reading, before: _Reading, seconds: flo
     cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
     group = _oldest(status.groups)
     call = group.call if group is not None else None
-    latencies = [
-        a - b for a, b in zip(reading.latencies, before.latencies, strict=False)
-    ] or reading.latencies
+    # A page that was read while it was written may show less than the one before.
+    pairs = zip(reading.latencies, before.latencies or (0,) * len(reading.latencies), strict=True)
+    latencies = [max(now - then, 0) for now, then in pairs]
     if not any(latencies):
         latencies = list(reading.latencies)
     return RankRow(
@@ -239,8 +229,6 @@ def _state(process: RankProcess, pending: bool, waits: bool, cpu: float, now: fl
         return "stopped"
     if process.state == "t":
         return "traced"
-    if process.status.closed:
-        return "closed"
     if now - process.status.written / 1e9 > SILENT_AFTER_S:
         return "silent"
     if pending:
@@ -337,7 +325,7 @@ class Culprit(msgspec.Struct):
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """A remedy, as one sentence."""
         return self._filled(1)
 
     def _filled(self, part: int) -> str:
@@ -354,7 +342,7 @@ def by_job(rows: Sequence[RankRow]) -> list[tuple[str, list[RankRow]]]:
 def culprits(rows: Sequence[RankRow], least_s: float = 0.0) -> list[Culprit]:
     """Find the ranks for which others of one job wait for at least this many seconds, most waiting first."""
     by_rank = {row.rank: row for row in rows}
-    # What a stopped rank waits for is not what keeps the others from going on.
+    # A stopped rank itself keeps the others from going on, not the rank that it waited for.
     waits_for = {row.rank: None if row.state in HELD_UP else row.waits_for for row in rows}
     found: dict[int, list[RankRow]] = defaultdict(list)
     for row in rows:
@@ -381,7 +369,6 @@ _DOING = {
         "has not run for more than 5 s",
         "look whether its machine is overloaded (top, dmesg), or is stopped as a whole",
     ),
-    "closed": ("has closed its connections", "let all ranks call the operation, or use Join"),
     "left": ("has left or is lost", "read its last messages"),
     "computes": ("computes, outside of shoal", "show where: py-spy dump --pid {pid}"),
     "runs": ("runs outside of shoal", "show what it does there: shoal top on its host"),

@@ -96,7 +96,7 @@ def _screen(rows: Sequence[RankRow], height: int = 0) -> Group | Text:
         parts.append(_heading(job, of_job))
         shown = of_job
         if height and len(rows) + 6 > height:
-            # What needs attention first, as the rest may not fit.
+            # Rows that need attention come first, as the rest may not fit.
             shown = sorted(
                 of_job, key=lambda row: (row.state not in HELD_UP, -round(row.awaited, 1), row.rank)
             )

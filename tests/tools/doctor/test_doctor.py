@@ -158,7 +158,7 @@ def test_no_check_raises_where_no_process_can_be_started(
     ("arguments", "message"),
     [
         (["--store", "tcp://h:1"], "--store is an option of --hosts"),
-        (["--hosts", "2", "x.json"], "DUMP and --hosts are different checks; start one of them"),
+        (["--hosts", "2", "x.json"], "DUMP, --hosts and --job are different checks; start one of them"),
         (["--hosts", "0"], "--hosts '0': expected the number of hosts"),
         (["--hosts", "2"], "--hosts: no store is known; give --store "),
         (

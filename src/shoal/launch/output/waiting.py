@@ -73,9 +73,10 @@ class WaitingTable:
         for index, spent in sorted(waited.items(), key=lambda each: -each[1]):
             own = sum(r.summary.seconds for p, r in self._reports if p.index == index and r.summary)
             if spent > _NAMED_FROM * (seconds - own) > 0:
+                most = counted(max(times[index].values()), "operation")
                 yield (
                     f"the others waited {100 * spent / (seconds - own):.0f} % of their time for rank "
-                    f"{names.get(index, '?')}, which arrived last in {counted(max(times[index].values()), 'operation')}"
+                    f"{names.get(index, '?')}, which arrived last in {most}"
                 )
 
 
