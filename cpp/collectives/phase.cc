@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "engine/context.h"
 
@@ -18,7 +19,10 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
   parts_ = std::move(parts);
   kept_.resize(parts_.size());
   window_ = window;
-  auto found = op_.until_called([this] { return team_.resolve(); });
+  auto found = op_.until_called([this] {
+    const std::optional<int> missing = team_.missing();
+    return !missing || blocked_by(*missing);
+  });
   co_await found;
   if (auto invalid_member = team_.invalid_member())
     throw InvalidPeerData(*invalid_member,

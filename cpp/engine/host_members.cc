@@ -89,10 +89,10 @@ void HostMembers::map_member(int place, std::byte* block, const Mapping& memory,
   found_[static_cast<std::size_t>(place)] = true;
 }
 
-bool HostMembers::resolve() {
-  if (all_found_.load(std::memory_order_acquire)) return true;
+std::optional<int> HostMembers::missing() {
+  if (all_found_.load(std::memory_order_acquire)) return std::nullopt;
   std::lock_guard lock(resolve_mutex_);
-  bool all = true;
+  std::optional<int> missing;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     if (found_[i]) continue;
     const Mapping& memory = context_.memory(global_[i]);
@@ -100,15 +100,15 @@ bool HostMembers::resolve() {
     std::uint64_t offset = look_up(header, group_);
     if (offset != 0 && (offset % alignof(Counters) != 0 || !memory.holds(offset, block_bytes()))) {
       invalid_member_.store(static_cast<int>(i), std::memory_order_release);
-      return true;
+      return std::nullopt;
     }
     if (offset != 0)
       map_member(static_cast<int>(i), memory.base() + offset, memory, header.doorbell);
     else
-      all = false;
+      missing = static_cast<int>(i);
   }
-  all_found_.store(all, std::memory_order_release);
-  return all;
+  all_found_.store(!missing, std::memory_order_release);
+  return missing;
 }
 
 std::byte* HostMembers::staging(HostLane& lane) {

@@ -82,9 +82,9 @@ class HostMembers {
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
   HostLane& lane(int index) { return lanes_[static_cast<std::size_t>(index)]; }
-  // Looks up the members' blocks.  True when all are found, or if one has an invalid address (see
-  // `invalid_member`).
-  bool resolve();
+  // Looks up the members' blocks.  Returns a member that has none yet (an index); none if all are found, or
+  // if one has an invalid address (see `invalid_member`).
+  std::optional<int> missing();
   std::optional<int> invalid_member() const;  // group rank of the member with an invalid block
   std::byte* inline_data(const MemberLane& seat, std::uint64_t phase) const {
     return seat.slots[phase & 1] + sizeof(Slot) + most_parts_ * sizeof(PartEntry);

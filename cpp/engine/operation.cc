@@ -143,19 +143,23 @@ void Operation::complete() {
   ended_ = now_ns();
   group_->lanes().statistics(*this).ended(error_.code != ErrorCode::kNone, bytes_, ended_ - submitted_,
                                           last_to_call_);
-  if (Trace& trace = group_->context().trace(); trace.on()) [[unlikely]]
-    trace.add({.group = group_->ident(),
-               .channel = request_.channel,
-               .submitted = submitted_,
-               .begun = begun_,
-               .waited = waited_since_,
-               .called = called_,
-               .ended = ended_,
-               .bytes = bytes_,
-               .last = last_to_call_,
-               .peer = request_.peer,
-               .kind = request_.kind,
-               .failed = error_.code != ErrorCode::kNone});
+  if (Trace& trace = group_->context().trace(); trace.on()) [[unlikely]] {
+    const bool failed = error_.code != ErrorCode::kNone;
+    trace.add(
+        {.group = group_->ident(),
+         .channel = request_.channel & ~kKeyed,
+         .submitted = submitted_,
+         .begun = begun_,
+         .waited = waited_since_,
+         .called = called_,
+         .ended = ended_,
+         .bytes = bytes_,
+         .last = last_to_call_,
+         .peer = received && !failed ? static_cast<std::int32_t>(received->header.source) : request_.peer,
+         .kind = request_.kind,
+         .failed = failed,
+         .keyed = request_.keyed()});
+  }
   if (request_.numbered() && error_.code == ErrorCode::kNone) group_->lanes().completed(*this);
   if (state_.fetch_or(kDoneBit, std::memory_order_acq_rel) & kAnnounceBit)
     group_->context().tickets().add(ticket_);

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
-#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,7 +16,7 @@ namespace shoal {
 // One operation that has ended.  Times are in nanoseconds of CLOCK_MONOTONIC.
 struct TraceEvent {
   std::uint64_t group = 0;     // its ident
-  std::uint64_t channel = 0;   // number or key, see Request
+  std::uint64_t channel = 0;   // the number or key of a collective, see Request
   std::int64_t submitted = 0;  // when the program called it
   std::int64_t begun = 0;      // when its turn in its lane came; 0: never
   std::int64_t waited = 0;     // when its last wait for members began; 0: it waited for none
@@ -27,7 +27,11 @@ struct TraceEvent {
   std::int32_t peer = -1;  // of a message
   Kind kind{};
   bool failed = false;
+  bool keyed = false;
+  std::uint8_t unused[5] = {};
 };
+// Python reads arrays of them, see src/shoal/tracing/spool.py.
+static_assert(sizeof(TraceEvent) == 80 && std::is_trivially_copyable_v<TraceEvent>);
 
 class Trace {
  public:

@@ -209,14 +209,9 @@ void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std:
   group.agreements().answer(number, answer);
 }
 
-std::pair<nb::list, std::uint64_t> take_trace(Context& context) {
+std::pair<nb::bytes, std::uint64_t> take_trace(Context& context) {
   auto [events, dropped] = context.trace().take();
-  nb::list list;
-  for (const TraceEvent& event : events)
-    list.append(nb::make_tuple(event.group, event.channel, event.kind, event.submitted, event.begun,
-                               event.waited, event.called, event.ended, event.bytes, event.last, event.peer,
-                               event.failed));
-  return {list, dropped};
+  return {nb::bytes(events.data(), events.size() * sizeof(TraceEvent)), dropped};
 }
 
 void bind_records(nb::module_& m) {
@@ -485,7 +480,7 @@ void bind_engine(nb::module_& m) {
           "Begin or end to keep the times of operations, for take_trace().")
       .def(
           "take_trace", [](Context& context) { return take_trace(context); },
-          "The operations that ended since the last call, see shoal.trace; and the number of lost ones.")
+          "The TraceEvents of operations that ended since the last call, and the number of dropped ones.")
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
