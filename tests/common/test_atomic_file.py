@@ -112,3 +112,13 @@ def test_the_left_over_of_a_killed_writer_is_deleted_and_that_of_a_living_one_is
         draft.replace()
     assert _names(tmp_path) == sorted([link.name, "b"])  # nobody's temporary file is a link
     assert outside.exists()
+
+
+def test_only_files_and_links_are_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, why in (("pipe", "it is not a regular file"), ("folder", "it is a directory")):
+        with pytest.raises(OSError, match=why) as raised:
+            AtomicFile(tmp_path / name)
+        assert raised.value.filename == str(tmp_path / name)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "pipe"]

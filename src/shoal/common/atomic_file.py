@@ -11,10 +11,12 @@ The content is written to a temporary file in the directory of the target, which
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,7 +42,8 @@ class AtomicFile:
         file: the temporary file, open for binary writing.
 
     Raises:
-        OSError: the temporary file cannot be created or written; the error names ``target``.
+        OSError: the temporary file cannot be created or written, or ``target`` is a directory, a device such
+            as /dev/null, a pipe or a socket, which must not be replaced; the error names ``target``.
     """
 
     file: BinaryIO
@@ -50,6 +53,7 @@ class AtomicFile:
         self._temporary: Path | None = None
         _delete_left_overs(self._target.parent)
         try:
+            _check_replaceable(self._target)
             descriptor, self._temporary = _create(self._target, mode)
         except OSError as error:
             error.filename = str(self._target)
@@ -96,6 +100,18 @@ class AtomicFile:
             self._temporary = None
         with contextlib.suppress(OSError):  # flushing a deleted file may fail
             self.file.close()
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raise OSError if ``target`` exists and is neither a regular file nor a symbolic link."""
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory")
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise FileExistsError(errno.EEXIST, "it is not a regular file")
 
 
 def _create(target: Path, mode: int) -> tuple[int, Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -12,8 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...common import chrome_trace
 from ...common.atomic_file import AtomicFile
+from ...common.chrome_trace import Timeline
 from ...common.copy_refusal import refuses_copies
+from ...common.formatting import encodable
 from ...errors import ShoalError, UsageError
 from ..commands.connection import NodeConnection
 from ..commands.history import SegmentOrigins
@@ -63,9 +65,6 @@ class Trace:
         if not _running.acquire(blocking=False):
             raise UsageError("trace: another trace is running: leave its with block first")
         try:
-            if self._path.exists() and not self._path.is_file():
-                # The trace replaces the file, which must not be a device such as /dev/null.
-                raise OSError(0, "it is a directory" if self._path.is_dir() else "it is not a regular file")
             self._draft = AtomicFile(self._path)
         except OSError as error:
             _running.release()
@@ -75,7 +74,7 @@ class Trace:
                 each.connections[0].index: self._clock(each.connections[0].index) for each in self._spaces
             }
             begun = self._call_all(begin_timing)
-            self._begun = time.monotonic_ns()
+            self._timeline = Timeline(time.monotonic_ns())
             for each in begun:
                 with contextlib.suppress(ShoalError):  # the next use of a lost node raises it
                     each.result()
@@ -95,8 +94,7 @@ class Trace:
                 with contextlib.suppress(ShoalError):
                     replies[each.space.connections[0].index] = each.result()
             self._stop_watching()
-            for part in json.JSONEncoder().iterencode(self._contents(replies, ended)):
-                self._draft.file.write(part.encode())
+            chrome_trace.write_trace(self._draft.file, *self._contents(replies, ended))
             self._draft.replace()
         finally:
             self._discard()
@@ -141,20 +139,22 @@ class Trace:
 
     # -- the file --------------------------------------------------------------------------------
 
-    def _contents(self, replies: dict[int, tuple[list[Event], int]], ended: int) -> dict[str, Any]:
-        events: list[dict[str, Any]] = [_name("process", 0, 0, "master")]
+    def _contents(
+        self, replies: dict[int, tuple[list[Event], int]], ended: int
+    ) -> tuple[list[chrome_trace.Event], dict[str, Any]]:
+        """Return the events, and further data."""
+        events = [chrome_trace.process_name(0, "master")]
         threads: dict[int, str] = {}
         for trace in self._traces.values():
             events += self._of_master(trace, threads, ended)
-        events += [_name("thread", 0, thread, name) for thread, name in threads.items()]
+        events += [chrome_trace.thread_name(0, thread, name) for thread, name in threads.items()]
         for trace in self._traces.values():
-            events.append(_name("process", 1 + trace.index, 0, f"node {trace.index}"))
+            events.append(chrome_trace.process_name(1 + trace.index, f"node {trace.index}"))
             done = replies.get(trace.index, ([], 0))[0]
             for stream in sorted({0, *(each[0] for each in done)}):
                 name = f"stream {stream}" if stream else "default stream"
-                events.append(_name("thread", 1 + trace.index, stream, name))
+                events.append(chrome_trace.thread_name(1 + trace.index, stream, name))
             events += self._of_node(trace, done)
-        events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
         clocks = {
             f"node {index}": {"offset_us": offset / 1e3, "error_us": error / 1e3}
             for index, (offset, error) in self._clocks.items()
@@ -162,27 +162,29 @@ class Trace:
         dropped = {f"node {index}": count for index, (_, count) in replies.items() if count}
         lost = [f"node {trace.index}" for trace in self._traces.values() if trace.index not in replies]
         other = {"session": self._session, "clocks": clocks, "dropped": dropped, "lost": lost}
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+        return chrome_trace.in_order(events), other
 
-    def _of_master(self, trace: NodeTrace, threads: dict[int, str], ended: int) -> Iterator[dict[str, Any]]:
+    def _of_master(
+        self, trace: NodeTrace, threads: dict[int, str], ended: int
+    ) -> Iterator[chrome_trace.Event]:
         for thread, name, origin, begun, done in list(trace.waits):
             if begun > ended:
                 continue
             threads[thread] = name
-            yield self._slice(
-                f"wait for node {trace.index}", "wait", 0, thread, begun, done, line=format_origin(origin)
+            line = encodable(format_origin(origin))
+            yield self._timeline.slice(
+                f"wait for node {trace.index}", "wait", 0, thread, begun, done, {"line": line}
             )
         for batch in trace.batches:
             if batch.sent > ended:
                 continue
-            same = {
-                "name": f"batch to node {trace.index}", "cat": "batch", "pid": 0, "tid": 0,
-                "id": f"{trace.index}.{batch.stream}.{batch.number}",
-            }  # fmt: skip
-            yield {**same, "ph": "b", "ts": self._time(batch.sent), "args": {"commands": batch.size}}
-            yield {**same, "ph": "e", "ts": self._time(batch.done or ended)}
+            yield from self._timeline.interval(
+                f"batch to node {trace.index}", "batch", 0, 0,
+                f"{trace.index}.{batch.stream}.{batch.number}", batch.sent, batch.done or ended,
+                {"commands": batch.size},
+            )  # fmt: skip
 
-    def _of_node(self, trace: NodeTrace, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    def _of_node(self, trace: NodeTrace, events: Sequence[Event]) -> Iterator[chrome_trace.Event]:
         offset, _ = self._clocks[trace.index]
         batches = {(batch.stream, batch.number): batch for batch in trace.batches}
         lines: dict[tuple[int, int, int], dict[int, Any]] = {}
@@ -197,25 +199,12 @@ class Trace:
             args = {}
             if origin is not None:
                 if origin not in words:
-                    words[origin] = format_origin(origin)
+                    words[origin] = encodable(format_origin(origin))
                 args["line"] = words[origin]
             pid = 1 + trace.index
-            yield self._slice(name, _category(name), pid, stream, begun - offset, done - offset, **args)
-
-    def _slice(
-        self, name: str, category: str, pid: int, tid: int, begun: int, ended: int, **args: str
-    ) -> dict[str, Any]:
-        return {
-            "name": name, "cat": category, "ph": "X", "pid": pid, "tid": tid, "ts": self._time(begun),
-            "dur": (ended - begun) / 1e3, "args": args,
-        }  # fmt: skip
-
-    def _time(self, nanoseconds: int) -> float:
-        return (nanoseconds - self._begun) / 1e3
-
-
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+            yield self._timeline.slice(
+                name, _category(name), pid, stream, begun - offset, done - offset, args
+            )
 
 
 def _category(name: str) -> str:
