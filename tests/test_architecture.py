@@ -194,6 +194,7 @@ def test_only_its_backend_features_and_the_benchmark_of_gloo_go_through_torch_di
         "shoal.launch.commands.run",
         "shoal.launch.commands.store",
         "shoal.tools.bench.command",
+        "shoal.tools.traces.command",
     ],
 )
 def test_torch_is_not_loaded_by(module: str) -> None:

@@ -24,7 +24,7 @@ TOPICS = {
     "groups": (
         "Groups",
         "Creation of groups, and operations of their members.",
-        ["initialize", "group", "spec"],
+        ["initialize", "group", "spec", "tracing"],
     ),
     "futures": (
         "Futures",

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .store import TCPStore as TCPStore
     from .store import TCPStoreServer as TCPStoreServer
     from .store import register_store as register_store
+    from .tracing import trace as trace
 
 __version__ = "0.1.0"
 
@@ -162,6 +163,7 @@ _PUBLIC = {
         "TCPStoreServer",
         "register_store",
     ],
+    "tracing": ["trace"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 #: modules that are available after ``import shoal``, as in ``shoal.errors.PeerLost``

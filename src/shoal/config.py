@@ -12,6 +12,7 @@ A variable that is set to the empty string counts as not set.  ``docs/environmen
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import warnings
@@ -310,6 +311,10 @@ DUMP_DIR: Variable[str | None] = Variable(
     "Directory in which every rank writes a file when a group fails, with the error, the latest operations, "
     "and the stacks of all threads.",
 )  # fmt: skip
+TRACE: Variable[str | None] = Variable(
+    "SHOAL_TRACE", "the path of a directory", str, None,
+    "Directory in which every rank writes a trace of its operations, for Perfetto and `shoal trace merge`.",
+)  # fmt: skip
 
 #: all variables, in the order of the documentation
 VARIABLES: tuple[Variable[object], ...] = tuple(
@@ -389,6 +394,34 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     if not value:
         raise ConfigurationError(f"{SECRET_FILE.name}={path!r}: the file is empty, expected a secret")
     return value
+
+
+def writable_directory(variable: Variable[str | None]) -> Path | None:
+    """The directory that a variable names, created if needed; None if the variable is not set.
+
+    Raises:
+        ConfigurationError: the directory cannot be created, or written to.
+    """
+    given = variable.get()
+    if given is None:
+        return None
+    path = Path(given)
+    try:
+        make_writable(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{variable.name}={given!r}: files cannot be created there: {error.strerror}; name a directory "
+            "that this user may write to"
+        ) from None
+    return path
+
+
+def make_writable(directory: Path) -> None:
+    """Create a directory if needed; raise OSError if that fails, or if it cannot be written to."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        reason = errno.EROFS if os.statvfs(directory).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(reason, os.strerror(reason), str(directory))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def init(
     # Check all arguments before waiting for other processes, and in a group of one too.
     config.check_environment()
     dump_directory()
+    config.writable_directory(config.TRACE)
     chosen = default_backend() if backend is None else backend
     factory = backend_factory(chosen)
     check_options(factory, options, f"shoal.init (backend {chosen!r})", _ARGUMENTS)

@@ -124,7 +124,7 @@ def test_a_dump_that_cannot_be_written_replaces_no_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("SHOAL_DUMP_DIR", str(tmp_path / "file"))
-    with pytest.raises(shoal.ConfigurationError, match=r"SHOAL_DUMP_DIR=.* cannot be made: "):
+    with pytest.raises(shoal.ConfigurationError, match=r"SHOAL_DUMP_DIR=.*: files cannot be created there: "):
         shoal.init()
 
     def rank(group: ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import traceback
 from collections.abc import Iterable
@@ -89,3 +90,12 @@ def format_ranges(ordered: Iterable[int], before: str = "") -> str:
         last = number
     short = (run if len(run) < 3 else [f"{run[0]}-{run[-1]}"] for run in found)
     return ", ".join(word for words in short for word in words)
+
+
+def file_name_part(text: str, ident: str = "") -> str:
+    """Return ``text`` with portable characters only; long text is truncated and ``ident`` appended."""
+    found = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
+    return found if len(found) <= _MAX_PART_LENGTH else f"{found[:_MAX_PART_LENGTH]}_{ident}"
+
+
+_MAX_PART_LENGTH = 60

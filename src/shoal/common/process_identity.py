@@ -133,6 +133,12 @@ def machine_id() -> str:
     return f"{socket.gethostname()}/{boot}/{_namespace('net')}"
 
 
+@cache
+def clock_id() -> str:
+    """Return an identity of CLOCK_MONOTONIC: processes with equal values read the same clock."""
+    return f"{machine_id().split('/')[1]}/{_namespace('time')}"
+
+
 def _namespace(kind: str) -> str:
     try:
         return os.readlink(f"/proc/self/ns/{kind}")

@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "shoal.tools.bench.command:bench",
     "doctor": "shoal.tools.doctor.command:doctor",
     "dumps": "shoal.tools.dumps:dumps",
+    "trace": "shoal.tools.traces.command:trace",
     "config": "shoal.launch.commands.config:config",
 }
 #: errors of writing to a full disk, or to a terminal that was closed

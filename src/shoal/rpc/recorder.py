@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import config
 from ..common.copy_refusal import refuses_copies
-from ..common.formatting import counted, text_of
+from ..common.formatting import counted, file_name_part, text_of
 from ..common.text_table import text_table
 from ..errors import CallTimeout
 from ..group.diagnostics import dumps
@@ -154,7 +154,7 @@ class CallRecorder:
         """Write a dump; see :meth:`Agent.dump`."""
         words = (
             "shoal",
-            *filter(None, map(dumps.word, (self._job, self._agent.name))),
+            *filter(None, map(file_name_part, (self._job, self._agent.name))),
             "rpc",
             str(os.getpid()),
         )

@@ -35,6 +35,7 @@ from ...future import Future, callback_scope
 from ...recorder import FlightRecorder
 from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
 from ...statistics import GroupStatistics, group_statistics
+from ...tracing.recording import ContextTrace
 from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .errors import exception_of, explain_resource_errors
@@ -43,6 +44,7 @@ from .options import checked_heartbeat, checked_shared_memory_limit, checked_tra
 
 T = TypeVar("T")
 
+_KIND_NAMES = {kind.value: kind.name.lower() for kind in OpKind}
 _SINGLE_COUNT_KINDS = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 #: Tensors of operations that failed while a library used their memory; kept until the process ends.
 _abandoned: list[object] = []
@@ -129,6 +131,7 @@ class NativeBackend(Backend):
         self._stopped = False
         self._lost: frozenset[int] = frozenset()
         self._context: Any = _CLOSED
+        self.trace: ContextTrace | None = None
         ranks = counted(membership.local_size, "rank")
         room = f"reserving {capacity >> 20} MiB of address space for each of {ranks}"
         with explain_resource_errors(f"rank {membership.rank} cannot start ({room})"):
@@ -137,12 +140,14 @@ class NativeBackend(Backend):
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
                     membership.waits_for_stopped, encodable(membership.job),
                 )  # fmt: skip
+                self.trace = ContextTrace(self._context, membership, _KIND_NAMES)
                 if membership.size > 1:
                     self._connect(way, timeout)
                 self._context.start()
             except BaseException:
                 # Now, and not only when the last frame of the traceback is freed.
                 self._context.close(0.0)
+                self._close_trace()
                 self._context = _CLOSED
                 raise
 
@@ -184,6 +189,8 @@ class NativeBackend(Backend):
                 config.QUORUM.get() == "any",
                 moved,
             )
+        if self.trace is not None:
+            self.trace.add_group(group.ident, encodable(group.name), group.ranks, group.concurrency)
         return core
 
     def hosts(self, ranks: Sequence[int]) -> list[int]:
@@ -206,6 +213,7 @@ class NativeBackend(Backend):
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         self._context.close(timeout)
+        self._close_trace()
         with self._lock:
             self._stopped = True
             dispatcher = self._dispatcher
@@ -214,6 +222,12 @@ class NativeBackend(Backend):
             dispatcher.join(max(deadline - time.monotonic(), 0.1))
         # A reference to the group must not keep the shared memory of all ranks of this host mapped.
         self._context = _CLOSED
+
+    def _close_trace(self) -> None:
+        """End the trace; a reference to it would keep the context."""
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace.close()
 
     def program_ends(self) -> None:
         self._context.program_ends()
@@ -435,6 +449,8 @@ class NativeChannel(DataChannel):
         self.statistics()  # keeps them
         failure = exception_of(self._core.failure(), self._spec.rank, self._spec.name)
         self._core = _CLOSED
+        if (trace := self._backend.trace) is not None:
+            trace.discard_group(self._spec.ident)
         if self._shortcut is not None:
             self._shortcut.detach()
         self._failure = None  # its traceback references the frames of a caller

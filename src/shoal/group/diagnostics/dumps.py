@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import socket
 import sys
 import threading
@@ -25,7 +24,8 @@ import msgspec
 
 from ... import config
 from ...common.atomic_file import AtomicFile
-from ...errors import ConfigurationError, GroupAborted, GroupError
+from ...common.formatting import file_name_part
+from ...errors import GroupAborted, GroupError
 from ...spec import GroupState
 from ...world import open_groups
 
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 SCHEMA = "shoal.dump/1"
 #: seconds between two checks for failed groups
 _POLL_INTERVAL_S = 0.05
-#: maximum length of a job's or a group's name in a file name
-_MAX_NAME_LENGTH = 60
 
 
 def directory() -> Path | None:
@@ -48,17 +46,7 @@ def directory() -> Path | None:
     Raises:
         ConfigurationError: the directory cannot be created, or written to.
     """
-    given = config.DUMP_DIR.get()
-    if given is None:
-        return None
-    path = Path(given)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"{config.DUMP_DIR.name}={given!r} cannot be made: {error}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{config.DUMP_DIR.name}={given!r} cannot be written to")
-    return path
+    return config.writable_directory(config.DUMP_DIR)
 
 
 def contents(group: ProcessGroup, failure: GroupError | None = None) -> dict[str, Any]:
@@ -120,13 +108,8 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
 def file_name(group: ProcessGroup) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, with portable characters only."""
     words = (group._world.membership.job, str(group._spec.ranks[group.rank]), group.name, str(os.getpid()))
-    return "-".join(["shoal", *(word(each, f"{group._spec.ident:x}") for each in words if each)]) + ".json"
-
-
-def word(text: str, ident: str = "") -> str:
-    """Return ``text`` as a part of a file name; long text is truncated and ``ident`` appended."""
-    found = re.sub(r"[^A-Za-z0-9_.]+", "_", text)
-    return found if len(found) <= _MAX_NAME_LENGTH else f"{found[:_MAX_NAME_LENGTH]}_{ident}"
+    parts = [file_name_part(each, f"{group._spec.ident:x}") for each in words if each]
+    return "-".join(["shoal", *parts]) + ".json"
 
 
 def stacks() -> list[dict[str, Any]]:
