@@ -68,8 +68,9 @@ def heard(peer: socket.socket) -> tuple[int, int]:
     while kind == HEARTBEAT:
         header = exactly(peer, 128)
         assert header[:4] == b"SHOL"
-        exactly(peer, int.from_bytes(header[8:12], "little"))
         kind, code = (int.from_bytes(header[at : at + 2], "little") for at in (4, 6))
+        if kind == HEARTBEAT:  # with a report
+            exactly(peer, int.from_bytes(header[8:12], "little"))
     return kind, code
 
 

@@ -90,11 +90,9 @@ def test_every_rank_that_waited_has_an_arrow_from_the_last_one(
         edit(path, lambda content: content.update(traceEvents=[]))
     _, lines = merge(capsys, folder, folder / "merged.json")
     assert "no rank waited for another one" in lines
-    assert any(
-        line.startswith("the clock of host b is +5.0")
-        and line.endswith("error unknown (from the real time of the hosts)")
-        for line in lines
-    )
+    (real,) = (line for line in lines if line.startswith("the clock of host b is +"))
+    assert real.endswith("error unknown (from the real time of the hosts)")
+    assert abs(float(real.split("+")[1].split()[0]) - 5) < 1  # another clock, read a moment apart
 
 
 def test_offsets_are_bounded_from_both_sides_and_over_other_hosts() -> None:

@@ -36,7 +36,7 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
         remote: whether it is on another host, so that only what its heartbeats report is known.
         state: ``waits`` for another rank; ``moves`` data; ``computes``, ``sleeps``: no operation is pending;
             ``runs``: the same of a remote rank; ``stopped`` by a signal, ``traced`` by a debugger;
-            ``silent``: no sign of life for 5 s; ``left``: a remote one has closed its connections, or is lost.
+            ``silent``: no sign of life for 5 s; ``left``: a remote one is lost, or has left.
         group, call, number: of the operation that is pending for the longest time; ``""``, None if there is
             none; the number is None for messages and in callbacks.
         age_s: seconds since that was submitted; None if nothing is pending.
