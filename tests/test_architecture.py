@@ -164,7 +164,7 @@ def test_few_modules_import_the_core() -> None:
         "backend.native.errors",
         "controller.commands.interrupts", "future.state", "parallel.core", "rank_status", "recorder",
         "statistics",
-        "rpc.connection.endpoint", "tools.rank_table",
+        "rpc.connection.endpoint", "rank_sampler",
         "backend.supervised",  # types only
     }  # fmt: skip
     assert _importers_of("shoal._core") <= {f"shoal.{each}" for each in importers}

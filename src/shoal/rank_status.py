@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ from ._core import RankStatus, read_status
 
 #: the name under which /proc shows the memory of a rank
 _MEMORY = "/memfd:shoal (deleted)"
-#: calls of :meth:`RankFinder.find` after which the descriptors of a known process are listed again
-_CALLS_PER_SEARCH = 8
+#: seconds after which the descriptors of a known process are listed again
+_SEARCH_INTERVAL_S = 5.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -57,7 +58,7 @@ class RankFinder:
     """Finds the ranks of this machine that the user may see; remembers their descriptors between calls."""
 
     def __init__(self) -> None:
-        self._calls = 0
+        self._search_at = 0.0
         #: start time and descriptors of the memory, by process
         self._known: dict[int, tuple[int, list[int]]] = {}
 
@@ -65,8 +66,10 @@ class RankFinder:
         """Read all ranks, ordered by process id.  Processes that end meanwhile are left out."""
         found: list[RankProcess] = []
         pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
-        search_all = self._calls % _CALLS_PER_SEARCH == 0
-        self._calls += 1
+        now = time.monotonic()
+        search_all = now >= self._search_at
+        if search_all:
+            self._search_at = now + _SEARCH_INTERVAL_S
         for pid in pids:
             # Other users' processes, and those that have ended.
             with contextlib.suppress(OSError, IndexError, ValueError):

@@ -16,10 +16,11 @@ import torch
 
 from shoal import ProcessGroup
 from shoal.launch.cli import invoke
+from shoal.rank_sampler import RankRow, Sampler
 from shoal.rank_status import RankFinder, RankProcess
 from shoal.testing import run_threads
 from shoal.testing.processes import processes
-from shoal.tools.rank_table import RankRow, Sampler, culprits
+from shoal.tools.rank_table import culprits
 from tests.support.waiting import until
 
 

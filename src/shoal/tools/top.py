@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.formatting import counted, printable
-from .rank_table import HELD_UP, RankRow, Sampler, by_job, culprits
+from ..rank_sampler import HELD_UP, RankRow, Sampler
+from .rank_table import by_job, culprits
 
 #: seconds between the two samples of ``--once``
 _ONCE_INTERVAL_S = 0.3

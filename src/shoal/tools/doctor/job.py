@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from ...common.formatting import counted
+from ...rank_sampler import HELD_UP, RankRow, Sampler
 from ..findings import Finding, fail, ok
-from ..rank_table import HELD_UP, RankRow, Sampler, by_job, culprits
+from ..rank_table import by_job, culprits
 
 #: seconds of waiting from which a rank is named
 NAMED_FROM_S = 1.0

@@ -1,0 +1,319 @@
+"""The present state and the counters of the ranks of this machine, from samples of their status pages."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ._core import GroupStatus, RemoteRank, Statistics
+from .rank_status import RankFinder, RankProcess
+from .statistics import latency_of
+
+#: seconds without a sign of life after which a rank counts as silent.  With many ranks per core, the thread
+#: that writes the status page runs every few hundred milliseconds.
+SILENT_AFTER_S = 5.0
+#: share of a core from which a rank without a pending operation counts as computing
+_COMPUTES_FROM = 0.5
+#: states in which a rank cannot do anything
+HELD_UP = ("stopped", "traced", "silent")
+#: all states; see :class:`RankRow`
+STATES = ("waits", "moves", "computes", "sleeps", "runs", *HELD_UP, "left")
+
+
+class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """The present state of one rank.  Rates and shares are of the time between the two samples.
+
+    Attributes:
+        job: name of the job.
+        leader: process of the first rank that shares memory with this one, which tells jobs of one name
+            apart; 0 if there is no other.
+        rank, size: of the process among those it is connected to.
+        pid: process id; of a rank on another host, its id there.
+        remote: whether it is on another host, so that only what its heartbeats report is known.
+        state: ``waits`` for another rank; ``moves`` data; ``computes``, ``sleeps``: no operation is pending;
+            ``runs``: the same of a remote rank; ``stopped`` by a signal, ``traced`` by a debugger;
+            ``silent``: no sign of life for 5 s; ``left``: a remote one is lost, or has left.
+        group, call, number: of the operation that is pending for the longest time; ``""``, None if there is
+            none; the number is None for messages and in callbacks.
+        age_s: seconds since that was submitted; None if nothing is pending.
+        waits_for: the rank for which it waits; None: for none, or unknown.
+        pending, completed, failed: numbers of operations.
+        bytes: of completed operations, for each the longer of input and output.
+        operations_per_s, bytes_per_s: rates.
+        waiting: share of time in which it waited for other ranks, from 0 to 1.
+        awaited: share of time for which other ranks waited for it, on average; from 0 to 1.
+        p50_s, p99_s: time from submission to completion of operations between the samples, or of all if there
+            were none; None if there are none, or it is remote.
+        cpu: used share of a core; may exceed 1.  None of a remote rank.
+        memory: resident bytes; None of a remote rank.
+        shared_memory: used bytes of shared memory.
+    """
+
+    job: str
+    leader: int
+    rank: int
+    size: int
+    pid: int
+    remote: bool
+    state: str
+    group: str
+    call: str
+    number: int | None
+    age_s: float | None
+    waits_for: int | None
+    pending: int | None
+    completed: int
+    failed: int | None
+    bytes: int
+    operations_per_s: float
+    bytes_per_s: float
+    waiting: float
+    awaited: float
+    p50_s: float | None
+    p99_s: float | None
+    cpu: float | None
+    memory: int | None
+    shared_memory: int
+
+
+#: process, rank and start of a rank; or first process of a job, rank and -1 of one on another host
+_Key = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTotals:
+    """The counters of a rank at one time.
+
+    Attributes:
+        started: time at which its connections were created, in nanoseconds of CLOCK_MONOTONIC; 0 if it is
+            remote.
+        completed, bytes: as in :class:`RankRow`.
+        waited: seconds of waiting for other ranks, with the waits that have not ended yet, so that it grows
+            evenly.  It can decrease a little at the end of such a wait.
+        cpu_s: CPU time of its process, in seconds; 0 if it is remote.
+        late: seconds of waiting for each rank in each open group, likewise, by group and rank; empty if it is
+            remote.
+        latencies: numbers of operations by latency, see :mod:`shoal.statistics`; empty if it is remote.
+    """
+
+    started: int
+    completed: int
+    bytes: int
+    waited: float
+    cpu_s: float
+    late: Mapping[tuple[int, int], float]
+    latencies: Sequence[int]
+
+
+class Sampler:
+    """Reads the ranks of this machine again and again.
+
+    Args:
+        job: read only the ranks of jobs whose name begins with this.
+    """
+
+    def __init__(self, job: str = "") -> None:
+        self._job = job
+        self._finder = RankFinder()
+        self._before: dict[_Key, RankTotals] = {}
+        self._read_at = 0.0
+
+    def rows(self) -> list[RankRow]:
+        """Return what the ranks have done since the last call; at the first one, since they started.
+
+        The rows are ordered by job and rank.
+        """
+        return [row for row, _ in self.samples()]
+
+    def samples(self) -> list[tuple[RankRow, RankTotals]]:
+        """Return the same, and the counters since the ranks have started."""
+        now = time.monotonic()
+        jobs: dict[tuple[str, int], list[RankProcess]] = defaultdict(list)
+        for each in self._finder.find():
+            if each.status.job.startswith(self._job):
+                jobs[each.status.job, each.status.leader].append(each)
+        readings: dict[_Key, RankTotals] = {}
+        found = [each for job in sorted(jobs) for each in self._samples_of(jobs[job], readings, now)]
+        self._before, self._read_at = readings, now
+        return found
+
+    def _samples_of(
+        self, processes: Sequence[RankProcess], readings: dict[_Key, RankTotals], now: float
+    ) -> list[tuple[RankRow, RankTotals]]:
+        """The samples of one job, whose counters are added to ``readings``."""
+        found: list[tuple[RankRow, RankTotals]] = []
+        shares: list[dict[int, float]] = []
+        for each in processes:
+            key = (each.pid, each.status.rank, each.status.started)
+            readings[key] = reading = _reading_of(each, now)
+            before, seconds = self._since(key, each.status.started / 1e9, now)
+            found.append((_row(each, reading, before, seconds, now), reading))
+            late: dict[int, float] = defaultdict(float)
+            for (group, rank), spent in reading.late.items():
+                late[rank] += spent - before.late.get((group, rank), 0.0)
+            shares.append({rank: _share(spent, seconds) for rank, spent in late.items()})
+        first, _ = found[0]
+        for remote in _remote_ranks(processes):
+            key = (first.leader, remote.rank, -1)
+            readings[key] = reading = _remote_reading(remote, now)
+            before, seconds = self._since(key, self._read_at, now)
+            found.append((_remote_row(first, remote, reading, before, seconds, now), reading))
+        for row, _ in found:
+            others = len(shares) - (not row.remote)
+            if others > 0:
+                row.awaited = min(sum(each.get(row.rank, 0.0) for each in shares) / others, 1.0)
+        return sorted(found, key=lambda each: each[0].rank)
+
+    def _since(self, key: _Key, begun: float, now: float) -> tuple[RankTotals, float]:
+        """The reading to compare with, and the seconds since then."""
+        if (before := self._before.get(key)) is not None:
+            return before, max(now - self._read_at, 1e-6)
+        return _NOTHING, max(now - begun, 1e-6)
+
+
+_NOTHING = RankTotals(0, 0, 0, 0.0, 0.0, {}, ())
+
+
+def _share(part: float, whole: float) -> float:
+    return min(max(part / whole, 0.0), 1.0)
+
+
+def _oldest(groups: Iterable[GroupStatus]) -> GroupStatus | None:
+    """The group with the operation that is pending for the longest time."""
+    pending = (group for group in groups if group.call is not None)
+    return min(pending, key=lambda group: group.call.since if group.call else 0, default=None)
+
+
+def _reading_of(process: RankProcess, now: float) -> RankTotals:
+    status = process.status
+    counters: list[Statistics] = [status.ended, *(group.statistics for group in status.groups)]
+    late: dict[tuple[int, int], float] = defaultdict(float)
+    waited = sum(each.waited for each in counters) / 1e9
+    for group in status.groups:
+        for member in group.statistics.late:
+            late[group.ident, member.rank] += member.waited / 1e9
+        if group.call is not None and group.call.blocker >= 0:
+            late[group.ident, group.call.blocker] += now - group.call.since / 1e9
+            waited += now - group.call.since / 1e9
+    latencies = [sum(column) for column in zip(*(each.latencies for each in counters), strict=True)]
+    completed, moved = sum(each.completed for each in counters), sum(each.bytes for each in counters)
+    return RankTotals(status.started, completed, moved, waited, process.cpu_s, late, latencies)
+
+
+def _row(
+    process: RankProcess, reading: RankTotals, before: RankTotals, seconds: float, now: float
+) -> RankRow:
+    status = process.status
+    cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
+    group = _oldest(status.groups)
+    call = group.call if group is not None else None
+    # A page that was read while it was written may show less than the one before.
+    pairs = zip(reading.latencies, before.latencies or (0,) * len(reading.latencies), strict=True)
+    latencies = [max(now - then, 0) for now, then in pairs]
+    if not any(latencies):
+        latencies = list(reading.latencies)
+    return RankRow(
+        job=status.job,
+        leader=status.leader,
+        rank=status.rank,
+        size=status.size,
+        pid=process.pid,
+        remote=False,
+        state=_state(process, call is not None, call is not None and call.blocker >= 0, cpu, now),
+        group=group.name if group is not None else "",
+        call=call.text if call is not None else "",
+        number=call.number if call is not None and call.number >= 0 else None,
+        age_s=max(now - call.since / 1e9, 0.0) if call is not None else None,
+        waits_for=call.blocker if call is not None and call.blocker >= 0 else None,
+        pending=sum(each.pending for each in status.groups),
+        completed=reading.completed,
+        failed=status.ended.failed + sum(each.statistics.failed for each in status.groups),
+        bytes=reading.bytes,
+        operations_per_s=max(reading.completed - before.completed, 0) / seconds,
+        bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
+        waiting=_share(reading.waited - before.waited, seconds),
+        awaited=0.0,
+        p50_s=latency_of(latencies, 0.5),
+        p99_s=latency_of(latencies, 0.99),
+        cpu=cpu,
+        memory=process.memory,
+        shared_memory=status.memory,
+    )
+
+
+def _state(process: RankProcess, pending: bool, waits: bool, cpu: float, now: float) -> str:
+    if process.state == "T":
+        return "stopped"
+    if process.state == "t":
+        return "traced"
+    if now - process.status.written / 1e9 > SILENT_AFTER_S:
+        return "silent"
+    if pending:
+        return "waits" if waits else "moves"
+    return "computes" if cpu >= _COMPUTES_FROM else "sleeps"
+
+
+# -- ranks on other hosts ------------------------------------------------------------------------
+
+
+def _remote_ranks(processes: Sequence[RankProcess]) -> Iterable[RemoteRank]:
+    """The latest report of each rank of this job that is not on this host."""
+    local = {each.status.rank for each in processes}
+    latest: dict[int, RemoteRank] = {}
+    for each in processes:
+        for report in each.status.remote:
+            known = latest.get(report.rank)
+            if report.rank not in local and (known is None or known.received < report.received):
+                latest[report.rank] = report
+    return latest.values()
+
+
+def _remote_reading(report: RemoteRank, now: float) -> RankTotals:
+    waited = report.waited / 1e9
+    if report.age >= 0 and report.blocker >= 0:
+        waited += report.age / 1e9 + now - report.received / 1e9
+    return RankTotals(0, report.completed, report.bytes, waited, 0.0, {}, ())
+
+
+def _remote_row(
+    local: RankRow, report: RemoteRank, reading: RankTotals, before: RankTotals, seconds: float, now: float
+) -> RankRow:
+    silent_s = now - report.received / 1e9
+    pending, waits = report.age >= 0, report.age >= 0 and report.blocker >= 0
+    state = "waits" if waits else "moves" if pending else "runs"
+    if not report.alive:
+        state = "left"
+    elif silent_s > SILENT_AFTER_S:
+        state = "silent"
+    first = before is _NOTHING
+    return RankRow(
+        job=local.job,
+        leader=local.leader,
+        rank=report.rank,
+        size=local.size,
+        pid=report.pid,
+        remote=True,
+        state=state,
+        group="",
+        call=report.kind if pending else "",
+        number=report.number if pending and report.number >= 0 else None,
+        age_s=report.age / 1e9 + silent_s if pending else None,
+        waits_for=report.blocker if waits else None,
+        pending=None,
+        completed=report.completed,
+        failed=None,
+        bytes=report.bytes,
+        operations_per_s=0.0 if first else max(reading.completed - before.completed, 0) / seconds,
+        bytes_per_s=0.0 if first else max(reading.bytes - before.bytes, 0) / seconds,
+        waiting=0.0 if first else _share(reading.waited - before.waited, seconds),
+        awaited=0.0,
+        p50_s=None,
+        p99_s=None,
+        cpu=None,
+        memory=None,
+        shared_memory=report.memory,
+    )
