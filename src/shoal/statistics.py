@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._core import Statistics, latency_quantile
+from ._core import LATENCIES, Statistics, latency_quantile
+
+#: buckets at which one of :func:`histogram_of` ends: 1.024 us, and four times as much each, to 17 s
+_ENDS = range(9, 106, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +84,8 @@ def latency_of(counts: Sequence[int], quantile: float) -> float | None:
         raise ValueError(f"quantile must be from 0 to 1, got {quantile}")
     nanoseconds = latency_quantile(counts, quantile)
     return nanoseconds / 1e9 if nanoseconds >= 0 else None
+
+
+def histogram_of(counts: Sequence[int]) -> list[tuple[float, int]]:
+    """Return 13 latencies in seconds, and the number of operations that took less than each."""
+    return [(LATENCIES[end] / 1e9, sum(counts[:end])) for end in _ENDS]

@@ -237,6 +237,11 @@ def test_listening_on_every_interface_works_with_a_secret() -> None:
         accepting.result().close()
 
 
+def test_listening_on_every_interface_needs_no_secret_for_everybody() -> None:
+    with listen("0.0.0.0", public=True) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
 def test_loopback_needs_no_secret() -> None:
     with listen("localhost") as listener:
         accepting = _Background(lambda: _accept(listener, secret=b""))

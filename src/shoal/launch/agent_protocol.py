@@ -111,12 +111,14 @@ class Reported(_Frame, frozen=True):
     Attributes:
         reports: all its reports of failures so far.
         notices: its reports of meetings, evictions and summaries since the last frame.
+        rebuilds: how often it has reported that it goes on in a group without failed ranks.
     """
 
     index: _Index
     joined: bool
     reports: Annotated[tuple[Report, ...], msgspec.Meta(max_length=64)]
     notices: Annotated[tuple[Report, ...], msgspec.Meta(max_length=64)] = ()
+    rebuilds: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Exited(_Frame, frozen=True):

@@ -23,20 +23,21 @@ from .stream import close_in_forked_child
 BACKLOG = 4096
 
 
-def listen(host: str, port: int = 0, *, secret: bytes = b"") -> socket.socket:
+def listen(host: str, port: int = 0, *, secret: bytes = b"", public: bool = False) -> socket.socket:
     """Return a listening TCP socket, close-on-exec and blocking.
 
     Args:
         host: address or name of an interface of this host; ``0.0.0.0`` or ``::`` for all of them.
         port: 0: chosen by the kernel, see ``getsockname()[1]``.
         secret: with which clients will have to authenticate.
+        public: clients need not authenticate.
 
     Raises:
-        UsageError: the address can be reached from other hosts and there is no secret.
+        UsageError: the address can be reached from other hosts, there is no secret, and it is not public.
         WireError: the address does not belong to this host, or is in use.
     """
     family, address = resolve(host or "0.0.0.0", port)[0]
-    if not secret and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+    if not (secret or public) and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         raise UsageError(
             f"refusing to listen on {host or address[0]!r} without a secret: others could connect. "
             "Set SHOAL_SECRET (or SHOAL_SECRET_FILE) to the same value in every process of the job, "

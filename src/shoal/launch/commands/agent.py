@@ -188,7 +188,7 @@ class AgentServer:
             if rank.report_changes != reported:
                 reported = rank.report_changes
                 reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
-                self._link.send(frames.Reported(rank.index, rank.joined, reports, notices))
+                self._link.send(frames.Reported(rank.index, rank.joined, reports, notices, rank.rebuilds))
 
         rank.watch(self._selector, lambda: self._exited(rank), tell_reports)
         for stream, source in ((STDOUT, rank.stdout), (STDERR, rank.stderr)):

@@ -21,6 +21,7 @@ from ..job.job_store import ExitNotifier, demand_tls, job_store
 from ..job.launch import STOP_GRACE_S, JobOutcome, JobStart, LaunchOptions, run_with_restarts
 from ..job.rank_launcher import LocalRankLauncher
 from ..job.supervisor import Supervisor
+from ..metrics.endpoint import metrics_option
 from ..output.line_format import LineFormat
 from ..output.sink import is_terminal
 from ..ranks.environment import (
@@ -258,6 +259,7 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
     help="Print at the end for each rank its operations, bytes and latencies, how long it waited for others, "
     "and for whom.",
 )
+@metrics_option
 @click.option("--dry-run", is_flag=True, help="Print the environment and the commands, without running them.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=_complete_command)
 def run(
@@ -285,6 +287,7 @@ def run(
     timestamps: bool,
     bind: bool,
     summary: bool,
+    metrics: tuple[str, int] | None,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
@@ -330,6 +333,7 @@ def run(
         log_dir=log_dir,
         store=store,
         summary=summary,
+        metrics=metrics,
     )
     _check_options(options, size, spares)
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)

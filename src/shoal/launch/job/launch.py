@@ -8,6 +8,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..metrics.counters import JobCounters
+from ..metrics.endpoint import MetricsEndpoint
 from ..output.line_format import LineFormat
 from ..output.output import Logs
 from ..ranks.environment import Job
@@ -31,6 +33,7 @@ class LaunchOptions:
         log_dir: directory for one log file per rank.
         store: URL of the job's store; None: the launcher hosts one.
         summary: print at the end what the ranks did, and for whom they waited.
+        metrics: host and port to serve metrics at; None: they are not served.
     """
 
     min_ranks: int | None = None
@@ -42,6 +45,7 @@ class LaunchOptions:
     log_dir: Path | None = None
     store: str | None = None
     summary: bool = False
+    metrics: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class JobStart:
         options: the options of the job.
         signals: signals of the launcher.
         logs: log files, if any.
+        counters: counters of the job, of all of its starts.
+        metrics: serves the metrics; the supervisor starts it after the initial ranks.
         restart: a message to print if this start fails and the job is restarted; "": it is not restarted.
     """
 
@@ -60,6 +66,8 @@ class JobStart:
     options: LaunchOptions
     signals: Signals
     logs: Logs | None
+    counters: JobCounters
+    metrics: MetricsEndpoint | None
     restart: str = ""
 
 
@@ -77,15 +85,20 @@ def run_with_restarts(
     """Run a job, and restart it while it fails; return the exit code of the last start.
 
     ``run`` runs one start; ``settle`` is the delay of :class:`Signals`.  Raises LaunchError if the log files
-    cannot be written.
+    cannot be written, and the errors of :class:`MetricsEndpoint`.
     """
-    with Signals(settle) as signals, ExitStack() as open_logs:
+    with Signals(settle) as signals, ExitStack() as steps:
         directory = options.log_dir
-        logs = None if directory is None else open_logs.enter_context(closing(Logs(directory, job.size)))
+        logs = None if directory is None else steps.enter_context(closing(Logs(directory, job.size)))
+        counters, metrics = JobCounters(), None
+        if options.metrics is not None:
+            metrics = steps.enter_context(closing(MetricsEndpoint(*options.metrics)))
+            metrics.add_job(job.ident, counters)
         for restart in range(1, options.restarts + 1):
             message = f"starting all ranks again: restart {restart} of {options.restarts}"
-            outcome = run(JobStart(job, options, signals, logs, message))
+            outcome = run(JobStart(job, options, signals, logs, counters, metrics, message))
             if not outcome.failed:
                 return outcome.code
             job = dataclasses.replace(job, epoch=job.epoch + 1)
-        return run(JobStart(job, options, signals, logs)).code
+            counters.restarts += 1
+        return run(JobStart(job, options, signals, logs, counters, metrics)).code

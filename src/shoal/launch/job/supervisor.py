@@ -81,6 +81,7 @@ class Supervisor:
         options = start.options
         self._job_start = start
         self._signals = start.signals
+        self._counters = start.counters
         self._rank_launcher = rank_launcher
         self._min_ranks = options.min_ranks
         self._respawn = Respawn()
@@ -112,9 +113,7 @@ class Supervisor:
         #: a host was lost before it had sent all output of its ranks
         self._host_output_lost = False
         self._waiting = WaitingTable()
-        self._evictions = Evictions(
-            options.grace, lambda rank: self._print(summary.evicted(rank)), self._waiting.add
-        )
+        self._evictions = Evictions(options.grace, self._on_evicted, self._waiting.add)
         rank_launcher.watch(self._selector, self._print, self._host_lost)
 
     def start(self) -> None:
@@ -128,6 +127,7 @@ class Supervisor:
 
     def _add(self, rank: JobProcess) -> None:
         self._ranks.append(rank)
+        self._counters.processes.append(rank)
         rank.meetings = self._evictions.meetings
         take_notices = partial(self._evictions.take_notices, rank, self._ranks)
         rank.watch(self._selector, lambda: self._on_exit(rank), take_notices)
@@ -148,6 +148,9 @@ class Supervisor:
         for rank in self._ranks:
             output.attach(rank)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
+        metrics = self._job_start.metrics
+        if metrics is not None and metrics.start():
+            output.say(f"shoal: metrics: {metrics.url}".encode())
         while any(rank.status is None for rank in self._ranks):
             self._run_once(None)
         self._sweep(output)
@@ -243,7 +246,12 @@ class Supervisor:
         for rank in ranks:
             self._on_exit(rank)
 
+    def _on_evicted(self, rank: JobProcess) -> None:
+        self._counters.evictions += 1
+        self._print(summary.evicted(rank))
+
     def _on_failed(self, rank: JobProcess) -> None:
+        self._counters.failures += 1
         self._read_reports()  # to know which processes have joined
         left = [other for other in self._ranks if other.counts and not other.status]
         if not rank.is_member or (self._min_ranks is not None and len(left) >= self._min_ranks):

@@ -174,7 +174,7 @@ class LocalRank(JobProcess):
 
     def read_reports(self) -> None:
         self._reports.read()
-        self.joined = self._reports.joined
+        self.joined, self.rebuilds = self._reports.joined, self._reports.rebuilds
 
     def take_stdin(self) -> int:
         """The write end of stdin of a rank that was started with ``stdin=PIPE``; the caller owns it."""

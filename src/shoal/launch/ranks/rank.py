@@ -32,6 +32,7 @@ class JobProcess(ABC):
         meetings: resolves the ranks that reports name.
         newcomer: it joins the initial ranks later.
         joined: it has reported that it joined the others.
+        rebuilds: how often it has reported that it goes on in a group without failed ranks.
         sent_reports: the reports of failures that were read, the earliest first, as sent by the rank.
         stdout, stderr: sources of its output.
     """
@@ -49,6 +50,7 @@ class JobProcess(ABC):
         self.lost = ""
         self.stopping = self.dismissed = self.leaving = self.evicted = False
         self.joined = False
+        self.rebuilds = 0
         self.sent_reports: Sequence[Report] = ()
         self._released = False
 

@@ -25,6 +25,7 @@ class Reports:
         inherited: the descriptor that the rank must inherit; closed by :meth:`started`.
         received: reports of failures since the last rebuild of a group, the earliest first.
         joined: whether it has reported that it joined a world.
+        rebuilds: number of reports that it goes on in a group without failed ranks.
         changes: number of accepted reports.
     """
 
@@ -38,7 +39,7 @@ class Reports:
         self.inherited = self._theirs.fileno()
         self.received: list[Report] = []
         self.joined = False
-        self.changes = 0
+        self.rebuilds = self.changes = 0
         self._notices: list[Report] = []
 
     @property
@@ -103,6 +104,7 @@ class Reports:
         self.changes += 1
         if report.kind == "rebuilt":
             self._is_rebuilt = True
+            self.rebuilds += 1
             self.received.clear()
         elif report.kind == "joined":
             self.joined = True

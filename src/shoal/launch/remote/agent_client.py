@@ -413,6 +413,7 @@ class RemoteRank(JobProcess):
                 msgspec.structs.replace(each, at=self._moment(each.at)) for each in frame.reports
             )
             self.joined |= frame.joined
+            self.rebuilds = max(self.rebuilds, frame.rebuilds)
             self._notices += frame.notices
             if self._reported is not None:
                 self._reported()

@@ -286,6 +286,20 @@ class DurableStoreServer(TCPStoreServer):
         self._journal.close()
 
 
+def make_server(
+    address: str,
+    *,
+    secret: bytes,
+    records: Mapping[str, bytes] | None = None,
+    log: str | Path | None = None,
+) -> TCPStoreServer:
+    """Return the server of :func:`serve`, which has not started."""
+    host, port = parse_address(address)
+    if log is None:
+        return TCPStoreServer(host, port, secret, records=records)
+    return DurableStoreServer(log, host, port, secret, records=records)
+
+
 def serve(
     address: str,
     *,
@@ -310,12 +324,6 @@ def serve(
         ConfigurationError, StoreError: the directory cannot be used.
         WireError: the address is in use, or does not belong to this host.
     """
-    host, port = parse_address(address)
-    server: TCPStoreServer
-    if log is None:
-        server = TCPStoreServer(host, port, secret, records=records)
-    else:
-        server = DurableStoreServer(log, host, port, secret, records=records)
-    with server:
+    with make_server(address, secret=secret, records=records, log=log) as server:
         announce(server.url)
         (stop or threading.Event()).wait()

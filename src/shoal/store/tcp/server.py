@@ -145,6 +145,11 @@ class TCPStoreServer(Server[_StoreClient]):
         """The URL of this store, for :func:`~shoal.store.open_store`."""
         return f"tcp://{self.address}"
 
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return len(self._table.values)
+
     def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> _StoreClient:
         client = _StoreClient(handshake, name, limit)
         client.order = next(self._orders)

@@ -1,0 +1,1 @@
+"""``--metrics``: counters of ranks and of the launcher, for Prometheus."""

@@ -1,0 +1,172 @@
+"""The HTTP server of ``--metrics``, which Prometheus scrapes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socketserver
+import sys
+import threading
+from contextlib import suppress
+from socket import SHUT_RDWR
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import ConfigurationError, OutOfResources
+from ...net import format_address, listen, parse_address
+
+if TYPE_CHECKING:
+    from ...store import TCPStoreServer
+    from .counters import JobCounters
+
+logger = logging.getLogger(__name__)
+
+#: interface to listen on if the address names none
+_DEFAULT_HOST = "127.0.0.1"
+#: maximum number of connections at the same time; further ones are closed at once
+_MAX_CONNECTIONS = 16
+#: seconds within which a client must send its request, and read each part of the answer
+_CLIENT_TIMEOUT_S = 5.0
+#: seconds between two attempts to accept a connection after an error
+_RETRY_DELAY_S = 0.1
+
+
+def metrics_address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:
+    """Check the value of ``--metrics``, ``[HOST]:PORT``; a callback of click."""
+    if value is None:
+        return None
+    if not re.search(r":[0-9]+$", value):
+        raise click.BadParameter(f"expected [HOST]:PORT, such as :9400 for {_DEFAULT_HOST}; got {value!r}")
+    return parse_address(f"{_DEFAULT_HOST}{value}" if value.startswith(":") else value)
+
+
+metrics_option = click.option(
+    "--metrics",
+    metavar="[HOST]:PORT",
+    callback=metrics_address,
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics, without a password. HOST is 127.0.0.1 by "
+    "default; 0.0.0.0 or [::] is all interfaces.",
+)
+
+
+class MetricsEndpoint:
+    """Serves metrics over HTTP, in threads between :meth:`start` and :meth:`close`.
+
+    The constructor binds the port.
+
+    Args:
+        host, port: address to listen on; port 0: chosen by the kernel.
+
+    Attributes:
+        url: URL of the metrics.
+
+    Raises:
+        ConfigurationError: the Prometheus client is not installed.
+        WireError: the address is in use, or does not belong to this host.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, MetricsHandler
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--metrics needs the package prometheus_client: {error}; pip install 'shoal[metrics]'"
+            ) from None
+        self._registry = CollectorRegistry(auto_describe=True)
+        handler: Any = MetricsHandler.factory(self._registry)
+        handler.timeout = _CLIENT_TIMEOUT_S
+        listener = listen(host, port, public=True)
+        self.url = f"http://{format_address(*listener.getsockname()[:2])}/metrics"
+        self._server = _Server(listener, handler)
+        self._thread: threading.Thread | None = None
+
+    def add_ranks(self, job: str | None) -> None:
+        """Serve the metrics of the ranks of this machine, of this job or of all jobs."""
+        from .collectors import RankCollector
+
+        self._registry.register(RankCollector(job))
+
+    def add_job(self, job: str, counters: JobCounters) -> None:
+        """Serve the metrics of a job of this launcher."""
+        from .collectors import JobCollector
+
+        self.add_ranks(job)
+        self._registry.register(JobCollector(job, counters))
+
+    def add_store(self, server: TCPStoreServer) -> None:
+        """Serve the metrics of a store."""
+        from .collectors import StoreCollector
+
+        self._registry.register(StoreCollector(server))
+
+    def start(self) -> bool:
+        """Start the thread; False if it was started before.  Raises OutOfResources."""
+        if self._thread is not None:
+            return False
+        thread = threading.Thread(target=self._server.run, name="shoal-metrics", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OutOfResources(
+                f"cannot serve metrics: {error}.  Raise the limit of threads of the process (ulimit -u)"
+            ) from error
+        self._thread = thread
+        return True
+
+    def close(self) -> None:
+        """Close the port, and end the thread.  May be called twice."""
+        self._server.stop()
+        if self._thread is not None:
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """A server on a listening socket; it closes connections beyond a number, so that descriptors are left."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: Any, handler: Any) -> None:
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()  # the constructor makes one
+        self.socket = listener
+        self._stopped = threading.Event()
+        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            self.handle_request()
+
+    def stop(self) -> None:
+        """Let :meth:`run` return."""
+        self._stopped.set()
+        with suppress(OSError):
+            self.socket.shutdown(SHUT_RDWR)  # wakes the thread that waits for connections
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:  # closed, or out of descriptors
+            self._stopped.wait(_RETRY_DELAY_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        disconnected = isinstance(sys.exc_info()[1], OSError)
+        logger.log(logging.DEBUG if disconnected else logging.ERROR, "a scrape failed", exc_info=True)
