@@ -96,7 +96,7 @@ def _memory_descriptors(pid: int) -> Iterator[int]:
 
 
 def _read(pid: int, fd: int) -> RankStatus | None:
-    """Read the page of a rank of ``pid``; None if it is none, or has closed its connections."""
+    """Read the page of a rank of ``pid``; None if it is none, has not connected, or has closed."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         if os.readlink(path) != _MEMORY:
@@ -108,7 +108,7 @@ def _read(pid: int, fd: int) -> RankStatus | None:
         status = read_status(memory)
     finally:
         os.close(memory)
-    if status is None or status.closed:
+    if status is None or not status.written or status.closed:
         return None
     # While ranks connect, they have the memory of their peers too.
     return status if status.pid == pid or status.pid == _pid_in_own_namespace(pid) else None

@@ -86,6 +86,7 @@ class World:
         self._users = 0
         self._left = False
         self._begun = time.monotonic()
+        self._summarises = config.SUMMARY.get()
         self.losses_reported = False
 
     @classmethod
@@ -190,7 +191,7 @@ class World:
     def _release(self, timeout: float) -> None:
         if self.links.backend.lost():
             mark_broken()
-        if config.SUMMARY.get():
+        if self._summarises:
             self._report_summary()
         try:
             self.links.backend.close(timeout)

@@ -207,8 +207,8 @@ class NativeBackend(Backend):
             self._lost = frozenset(self._context.lost())
         return self._lost
 
-    def totals(self) -> GroupStatistics:
-        return group_statistics(self._context.totals(), 0)
+    def totals(self) -> GroupStatistics | None:
+        return None if self._context is _CLOSED else group_statistics(self._context.totals(), 0)
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
