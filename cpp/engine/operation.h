@@ -94,8 +94,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   const Fingerprint& call() const { return call_; }
   Group& group() const { return *group_; }
   std::int64_t submitted() const { return submitted_; }
-  std::int64_t ended() const { return ended_; }   // once done
-  std::uint64_t bytes() const { return bytes_; }  // the longer of input and output
+  std::int64_t ended() const { return ended_; }  // once done
   std::int64_t deadline() const { return deadline_; }
   // Large operations are left to other threads by the submitting thread.
   bool large() const { return large_; }
@@ -216,7 +215,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::shared_ptr<Group> group_;
   Request request_;
   Fingerprint call_;
-  std::uint64_t bytes_;
+  std::uint64_t bytes_;  // the longer of input and output
   bool large_;
   bool beginning_ = false;  // begin() is running; guarded by the token
   const std::int64_t submitted_;

@@ -45,7 +45,6 @@ void add(StatisticsValues& sum, Group& group) {
 bool is_plausible(StatusGroup& group, int ranks) {
   group.name[kStatusText - 1] = group.call[kStatusText - 1] = 0;
   if (group.size < 1 || group.rank < 0 || group.rank >= group.size) return false;
-  if (group.state < StatusState::kOpen || group.state > StatusState::kClosed) return false;
   if (group.blocker >= ranks) group.blocker = -1;
   for (StatusLate& late : group.late)
     if (late.rank >= ranks) late.rank = -1;
@@ -66,12 +65,9 @@ void write_status(Group& group, StatusGroup& entry) {
   entry.ident = group.ident();
   entry.rank = group.rank();
   entry.size = group.size();
-  entry.state = group.closed()   ? StatusState::kClosed
-                : group.broken() ? StatusState::kBroken
-                                 : StatusState::kOpen;
   entry.counters = counters_of(values);
   const auto [pending, oldest] = group.lanes().oldest();
-  entry.pending = static_cast<std::uint32_t>(pending);
+  entry.pending = pending;
   copy_text(entry.call, !oldest                          ? ""
                         : oldest->request().collective() ? describe(oldest->call())
                                                          : describe(oldest->request()));
@@ -95,7 +91,6 @@ void Context::write_status(std::int64_t now) {
   page.sequence.store(sequence + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   const auto open = groups();
-  page.open = static_cast<std::uint32_t>(open.size());
   page.count = static_cast<std::uint32_t>(std::min(open.size(), kStatusGroups));
   for (std::uint32_t i = 0; i < page.count; ++i) shoal::write_status(*open[i], page.groups[i]);
   page.written = now;

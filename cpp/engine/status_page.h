@@ -30,14 +30,11 @@ struct StatusLate {
   std::int32_t unused = 0;
 };
 
-enum class StatusState : std::uint32_t { kOpen = 1, kBroken = 2, kClosed = 3 };
-
 struct StatusGroup {
   char name[kStatusText] = {};  // UTF-8; ends with a zero
   std::uint64_t ident = 0;
   std::int32_t rank = 0, size = 1;
-  StatusState state{};
-  std::uint32_t pending = 0;
+  std::uint64_t pending = 0;
   StatusCounters counters;
   // The operation that is pending for the longest time; empty: none.
   char call[kStatusText] = {};
@@ -82,8 +79,7 @@ struct StatusPage {
   char job[kStatusText] = {};
   std::int64_t started = 0, written = 0;  // CLOCK_MONOTONIC, nanoseconds
   std::uint64_t memory = 0;               // bytes of shared memory in use
-  std::uint32_t open = 0;                 // number of groups, also of those without an entry
-  std::uint32_t closed = 0;               // 1: the rank has closed its connections
+  std::uint64_t closed = 0;               // 1: the rank has closed its connections
   StatusCounters ended;                   // of groups that all members have closed
   std::uint64_t ended_latencies[latency::kBuckets] = {};
   std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host

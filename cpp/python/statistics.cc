@@ -30,8 +30,7 @@ struct GroupStatus {
   nb::object name;
   std::uint64_t ident;
   int rank, size;
-  StatusState state;
-  std::uint32_t pending;
+  std::uint64_t pending;
   StatisticsValues statistics;
   std::optional<PendingCall> call;
 };
@@ -50,7 +49,6 @@ struct RankStatus {
   int rank, size;
   std::int64_t started, written;
   std::uint64_t memory;
-  std::uint32_t open;
   bool closed;
   StatisticsValues ended;
   std::vector<GroupStatus> groups;
@@ -68,8 +66,7 @@ StatisticsValues values_of(const StatusCounters& counters) {
 }
 
 GroupStatus group_status(const StatusGroup& entry) {
-  GroupStatus status{str(entry.name), entry.ident,   entry.rank, entry.size,
-                     entry.state,     entry.pending, {},         {}};
+  GroupStatus status{str(entry.name), entry.ident, entry.rank, entry.size, entry.pending, {}, {}};
   status.statistics = values_of(entry.counters);
   for (const StatusLate& late : entry.late)
     if (late.rank >= 0) status.statistics.late.push_back({late.rank, late.times, late.waited});
@@ -90,7 +87,6 @@ std::optional<RankStatus> status_of(int fd) {
   status.started = page->started;
   status.written = page->written;
   status.memory = page->memory;
-  status.open = page->open;
   status.closed = page->closed != 0;
   status.ended = values_of(page->ended);
   std::ranges::copy(page->ended_latencies, status.ended.latencies.begin());
@@ -106,10 +102,6 @@ std::optional<RankStatus> status_of(int fd) {
 }  // namespace
 
 void bind_statistics(nb::module_& m) {
-  nb::enum_<StatusState>(m, "StatusState", "The state of a group on a status page.")
-      .value("OPEN", StatusState::kOpen)
-      .value("BROKEN", StatusState::kBroken)
-      .value("CLOSED", StatusState::kClosed);
   nb::class_<LateMember>(m, "LateMember", "A member that a rank waited for; see cpp/engine/statistics.h.")
       .def_ro("rank", &LateMember::rank)
       .def_ro("times", &LateMember::times)
@@ -132,7 +124,6 @@ void bind_statistics(nb::module_& m) {
       .def_ro("ident", &GroupStatus::ident)
       .def_ro("rank", &GroupStatus::rank)
       .def_ro("size", &GroupStatus::size)
-      .def_ro("state", &GroupStatus::state)
       .def_ro("pending", &GroupStatus::pending)
       .def_ro("statistics", &GroupStatus::statistics)
       .def_ro("call", &GroupStatus::call);
@@ -158,7 +149,6 @@ void bind_statistics(nb::module_& m) {
       .def_ro("started", &RankStatus::started)
       .def_ro("written", &RankStatus::written)
       .def_ro("memory", &RankStatus::memory)
-      .def_ro("open", &RankStatus::open)
       .def_ro("closed", &RankStatus::closed)
       .def_ro("ended", &RankStatus::ended)
       .def_ro("groups", &RankStatus::groups)

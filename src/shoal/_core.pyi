@@ -404,13 +404,6 @@ LATENCIES: tuple[int, ...]
 
 def latency_quantile(counts: Sequence[int], share: float) -> float: ...
 
-class StatusState(enum.Enum):
-    """The state of a group."""
-
-    OPEN = ...
-    BROKEN = ...
-    CLOSED = ...
-
 class LateMember:
     """A member that a rank waited for.
 
@@ -449,7 +442,6 @@ class GroupStatus:
     ident: int
     rank: int
     size: int
-    state: StatusState
     pending: int
     statistics: Statistics
     call: PendingCall | None
@@ -487,7 +479,6 @@ class RankStatus:
     started: int
     written: int
     memory: int
-    open: int
     closed: bool
     ended: Statistics
     groups: list[GroupStatus]

@@ -211,6 +211,7 @@ def _row(
     cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
     group = _oldest(status.groups)
     call = group.call if group is not None else None
+    waits_for = call.blocker if call is not None and call.blocker >= 0 else None
     # A page that was read while it was written may show less than the one before.
     pairs = zip(reading.latencies, before.latencies or (0,) * len(reading.latencies), strict=True)
     latencies = [max(now - then, 0) for now, then in pairs]
@@ -223,12 +224,12 @@ def _row(
         size=status.size,
         pid=process.pid,
         remote=False,
-        state=_state(process, call is not None, call is not None and call.blocker >= 0, cpu, now),
+        state=_state(process, cpu, now, pending=call is not None, waits=waits_for is not None),
         group=group.name if group is not None else "",
         call=call.text if call is not None else "",
         number=call.number if call is not None and call.number >= 0 else None,
         age_s=max(now - call.since / 1e9, 0.0) if call is not None else None,
-        waits_for=call.blocker if call is not None and call.blocker >= 0 else None,
+        waits_for=waits_for,
         pending=sum(each.pending for each in status.groups),
         completed=reading.completed,
         failed=status.ended.failed + sum(each.statistics.failed for each in status.groups),
@@ -245,7 +246,7 @@ def _row(
     )
 
 
-def _state(process: RankProcess, pending: bool, waits: bool, cpu: float, now: float) -> str:
+def _state(process: RankProcess, cpu: float, now: float, *, pending: bool, waits: bool) -> str:
     if process.state == "T":
         return "stopped"
     if process.state == "t":
@@ -283,7 +284,8 @@ def _remote_row(
     local: RankRow, report: RemoteRank, reading: RankTotals, before: RankTotals, seconds: float, now: float
 ) -> RankRow:
     silent_s = now - report.received / 1e9
-    pending, waits = report.age >= 0, report.age >= 0 and report.blocker >= 0
+    pending = report.age >= 0
+    waits = pending and report.blocker >= 0
     state = "waits" if waits else "moves" if pending else "runs"
     if not report.alive:
         state = "left"

@@ -19,6 +19,7 @@ import torch
 
 from ._core import Record
 from .common.copy_refusal import refuses_copies
+from .common.formatting import operation_name
 from .common.text_table import text_table
 from .future import Future
 from .spec import OpKind
@@ -37,8 +38,8 @@ class Entry:
         root, peer, tag: numbered in the group; -1 if there is none.
         state: ``"submitted"``, ``"completed"``, ``"failed"``, or ``"released"``: the future was released
             before its outcome was seen.
-        submitted, ended: ``time.monotonic_ns()`` of the submission, and when the outcome was first seen (0
-            before).
+        submitted, ended: ``time.monotonic_ns()`` of the submission and of the end (0 before); without a
+            ``wait()`` that blocks in the core, the end is when the outcome was first seen.
         failure: type and message of the exception; ``""`` if there is none.
     """
 
@@ -58,8 +59,7 @@ class Entry:
     @property
     def name(self) -> str:
         """Kind, and number or key, as in ``"all_reduce #7"``."""
-        name = f"{self.kind} #{self.number}" if self.number >= 0 else self.kind
-        return f"{name} key {self.key:#x}" if self.key else name
+        return operation_name(self.kind, self.number, self.key)
 
 
 @refuses_copies("a FlightRecorder", "the records of a group that goes on", "Copy what entries() returns")

@@ -41,7 +41,7 @@ class Lines:
             self.collapser.release_oldest()
 
     def take(self) -> list[str]:
-        """What was written since the last call: ``a b: text``."""
+        """The lines written since the last call, as ``a b: text``."""
         found = [f"{ranks}: {text.decode()}" for ranks, text, _ in self.written]
         self.written.clear()
         return found

@@ -14,6 +14,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def operation_name(kind: str, number: int, key: int) -> str:
+    """Return kind, and number (-1: none) or key (0: none), as in ``all_reduce #7``."""
+    name = f"{kind} #{number}" if number >= 0 else kind
+    return f"{name} key {key:#x}" if key else name
+
+
 def format_seconds(time: float) -> str:
     """Return a time in seconds with three digits: ``300 s``, ``4.95 s``."""
     return f"{time:.3g} s" if time < 100 else f"{time:.0f} s"

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from ..common.decoding import MalformedMessage, from_json
-from ..common.formatting import counted
+from ..common.formatting import counted, operation_name
 from . import call_dumps
 from .call_dumps import CallDump, DumpedError, Stack
 
@@ -32,8 +32,7 @@ class DumpedOperation(msgspec.Struct):
     ended: int
 
     def __str__(self) -> str:
-        name = f"{self.kind} #{self.number}" if self.number >= 0 else self.kind
-        name += f" key {self.key:#x}" if self.key else ""
+        name = operation_name(self.kind, self.number, self.key)
         return f"{name} of {self.count} {self.dtype}" if self.dtype else name
 
 

@@ -1,7 +1,7 @@
 """Traces of torch's profiler with the operations of groups, for Perfetto, TensorBoard and trace analysers.
 
 Kineto records what the threads of the program do, but not that a collective is in progress meanwhile.  The
-handler adds the operations of the flight recorders, each from its submission until its end was first seen.
+handler adds the operations of the flight recorders, from ``submitted`` to ``ended`` of :class:`Entry`.
 
 Analysers such as HolisticTraceAnalysis compare kernels on the streams of a GPU, each with the ``correlation``
 of the event that launched it.  A trace of CPUs has none.  So each operation is a kernel on a stream for
