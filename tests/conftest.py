@@ -18,6 +18,8 @@ from tests.support.mpi import NAMES, Mpi, find
 from tests.support.quick_launcher import QuickLauncher
 from tests.support.store_backend import StoreBackend
 
+pytest_plugins = ["tools.lost_workers"]
+
 # Ranks are threads in most tests and share the cores.  And torch adds in another order with another number of
 # threads, which is a setting of each thread: one test's setting would be another's rounding error.
 torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,22 @@ def test_an_error_at_teardown_is_a_failure(tests: Path) -> None:
     result = retry.run(ALONE)
     assert result.code == 1
     assert (result.count("passed"), result.count("failed")) == (0, 2)
+
+
+def test_a_worker_that_dies_fails_one_test_which_is_run_again(tests: Path) -> None:
+    """Its files that have ended must not be given to a worker that then waits for tests."""
+    for number in range(6):
+        write(tests, f"test_good_{number}.py", "def test_good(): pass")
+    late = "    time.sleep(1)  # the other worker has nothing left"
+    ends = [FAILS_ONCE[0], late, *FAILS_ONCE[1:-1], "    first and os._exit(1)"]
+    write(tests, "test_last.py", "import os, time", *ends, "def test_other(): pass")
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    plugin = ["-p", "tools.lost_workers", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    result = retry.run([*ALONE, *plugin], environment={**os.environ, "PYTHONPATH": path})
+    assert result.code == 0
+    assert [(case.module, case.name) for case in result.flaky] == [("test_last.py", "test_once")]
+    assert "crashed while running 'test_last.py::test_once'" in result.flaky[0].output
+    assert (result.count("passed"), result.count("failed")) == (8, 0)
 
 
 def test_a_file_that_cannot_be_imported_fails_the_run(tests: Path) -> None:
