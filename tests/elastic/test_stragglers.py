@@ -11,6 +11,7 @@ from shoal import ProcessGroup
 from shoal.elastic import Session, Step, stragglers
 from shoal.elastic.commit import CommitRecord
 from shoal.elastic.stragglers import Stragglers
+from shoal.statistics import LateRank
 from shoal.testing import run_threads
 
 from .training import train
@@ -20,10 +21,14 @@ def rows(*seconds: float) -> list[CommitRecord]:
     return [CommitRecord(0, 0, 0, 0, busy=int(each * 1e6)) for each in seconds]
 
 
+def no_waits() -> list[LateRank]:
+    return []
+
+
 def compare(steps: list[tuple[float, ...]], rank: int = 0) -> Stragglers:
     found = Stragglers()
     for step in steps:
-        found.add(rows(*step), rank)
+        found.add(rows(*step), rank, no_waits)
     return found
 
 
@@ -57,12 +62,26 @@ def test_each_is_named_once_in_a_group_and_by_rank_0_alone() -> None:
     found.reset()
     assert found.found == ()
     for step in slow[:-1]:
-        found.add(rows(*step), 0)
+        found.add(rows(*step), 0, no_waits)
     with pytest.warns(UserWarning, match="rank 1 of 3"):
-        found.add(rows(*slow[-1]), 0)
+        found.add(rows(*slow[-1]), 0, no_waits)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compare(slow, rank=2).found == (1,)
+
+
+def test_the_warning_states_how_long_rank_0_waited() -> None:
+    found = Stragglers()
+    waits = [LateRank(1, 5, 9.0), LateRank(2, 100, 50.0)]
+    for number in range(40):
+        slow = (0.1, 0.3, 0.1) if number >= 20 else (0.1, 0.1, 0.1)
+        if number < 39:
+            found.add(rows(*slow), 0, lambda: waits)
+    now = [LateRank(2, 100, 50.0), LateRank(1, 26, 13.25)]
+    with pytest.warns(
+        UserWarning, match=r"which wait for it: rank 0 waited 4\.25 s for it, in 21 operations$"
+    ):
+        found.add(rows(0.1, 0.3, 0.1), 0, lambda: now)
 
 
 def test_the_others_time_does_not_count_in_which_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +100,8 @@ def test_the_others_time_does_not_count_in_which_backward_waits(monkeypatch: pyt
 
         train(group, visit, until=6)
 
-    with pytest.warns(UserWarning, match="rank 1 of 3"):
+    with pytest.warns(UserWarning, match=r"rank 1 of 3 .* which wait for it: rank 0 waited \d") as said:
         run_threads(sleeping, 3)
+    words = str(said[0].message).split()
+    assert float(words[words.index("waited") + 1]) > 1  # seconds, of 3 that rank 1 slept
     assert found == dict.fromkeys(range(3), (1,))

@@ -298,7 +298,7 @@ class Session:
         rows = self._exchange(mine, f"commit of step {step.number}")
         self._full_compare_done = True
         self._members.store_requests(rows)
-        self._stragglers.add(rows, group.rank)
+        self._stragglers.add(rows, group.rank, lambda: group.stats().late)
 
     def begin_attempt(self, attempt: Attempt) -> None:
         if self._step is not None and self._step.in_block:

@@ -1,14 +1,20 @@
-"""Detection of ranks that make the others wait, from the times in the records of commits."""
+"""Detection of ranks that make the others wait, from the times in the records of commits.
+
+Times in which operations waited cannot replace them: an operation may wait while its rank computes. A warning
+of a straggler states how long this rank waited for it, from ``group.stats()``.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
+from ..common.formatting import counted
 from ..group.rebuild import Regroupable
 from ..parallel import DistributedDataParallel
+from ..statistics import LateRank
 from .commit import CommitRecord
 
 _WINDOW_STEPS = 20  # steps per comparison
@@ -26,6 +32,7 @@ class Stragglers:
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()
         self._rows: list[list[int]] = []
+        self._late_before: dict[int, LateRank] = {}
         self._named: set[int] = set()
         self._began = 0.0
 
@@ -41,15 +48,20 @@ class Stragglers:
         """Discard all measurements: in a new group ranks may have other numbers."""
         self.found = ()
         self._rows.clear()
+        self._late_before.clear()
         self._named.clear()
 
-    def add(self, rows: Sequence[CommitRecord], rank: int) -> None:
-        """Add the records of one commit; rank 0 warns of each straggler once."""
+    def add(self, rows: Sequence[CommitRecord], rank: int, late: Callable[[], Iterable[LateRank]]) -> None:
+        """Add the records of one commit; rank 0 warns of each straggler once.
+
+        ``late`` returns the ranks for which this rank has waited since its group was made.
+        """
         if len(rows) == 1:
             return
         self._rows.append([row.busy for row in rows])
         if len(self._rows) < _WINDOW_STEPS:
             return
+        before, self._late_before = self._late_before, {each.rank: each for each in late()}
         # The median ignores single slow steps.
         usual = [median(each) / 1e6 for each in zip(*self._rows, strict=True)]
         self._rows.clear()
@@ -61,7 +73,8 @@ class Stragglers:
             factor = usual[each] / max(slow[each], 1e-6)
             warnings.warn(
                 f"rank {each} of {len(usual)} computes {factor:.1f} times as long as the others "
-                f"({usual[each]:.3g} s a step, median of {_WINDOW_STEPS} steps), which wait for it",
+                f"({usual[each]:.3g} s a step, median of {_WINDOW_STEPS} steps), which wait for it"
+                + _waited(before.get(each), self._late_before.get(each)),
                 stacklevel=2,
             )
 
@@ -69,6 +82,14 @@ class Stragglers:
 def _clock(regroupables: Iterable[Regroupable]) -> float:
     models = (each for each in regroupables if isinstance(each, DistributedDataParallel))
     return time.monotonic() - sum(model.waited() for model in models)
+
+
+def _waited(before: LateRank | None, now: LateRank | None) -> str:
+    if now is None or (before is not None and now.times == before.times):
+        return ""
+    times = now.times - (before.times if before else 0)
+    seconds = now.seconds - (before.seconds if before else 0.0)
+    return f": rank 0 waited {seconds:.3g} s for it, in {counted(times, 'operation')}"
 
 
 def _others(usual: Sequence[float], rank: int) -> float | None:
