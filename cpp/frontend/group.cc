@@ -73,6 +73,14 @@ shoal_call call_of(Kind kind, DType dtype, const shoal_span* in, const shoal_spa
   return call;
 }
 
+// Reports to the launcher if other ranks caused the error.
+void report_cause(const World& world, const Group& group, const Error& error) {
+  if (!caused_by_others(error, group.rank())) return;
+  std::vector<int> ranks;
+  for (int rank : error.ranks) ranks.push_back(group.global(rank));
+  world.report_told(ranks);
+}
+
 }  // namespace
 
 ProgramGroup::ProgramGroup(std::shared_ptr<World> world, Group::Options options, double timeout,
@@ -201,11 +209,7 @@ bool wait(const ProgramOperation& waiting, std::int64_t until) {
     group.context().look_for_deaths();
     error = group.with_all_lost(std::move(error));
   }
-  if (caused_by_others(error, group.rank())) {
-    std::vector<int> ranks;
-    for (int rank : error.ranks) ranks.push_back(group.global(rank));
-    waiting.world->report_told(ranks);
-  }
+  report_cause(*waiting.world, group, error);
   if (group.broken()) *waiting.reported = true;
   throw failure_of(error, group.rank(), group.name());
 }
@@ -214,9 +218,17 @@ State ProgramGroup::state() {
   if (world_->forked()) return State::kForked;
   const std::lock_guard lock(mutex_);
   if (local_ != State::kOpen) return local_;
-  const auto failure = core_->failure();
+  const auto failure = failure_of_group();
   if (!failure) return State::kOpen;
   return failure->code == ErrorCode::kAborted ? State::kAborted : State::kBroken;
+}
+
+std::optional<Error> ProgramGroup::failure_of_group() {
+  std::optional<Error> failure = core_->failure();
+  if (!failure) return failure;
+  if (failure->code == ErrorCode::kPeerLost) failure = core_->with_all_lost(std::move(*failure));
+  report_cause(*world_, *core_, *failure);
+  return failure;
 }
 
 std::unique_lock<std::mutex> ProgramGroup::lock_usable() {
@@ -229,8 +241,7 @@ std::unique_lock<std::mutex> ProgramGroup::lock_usable() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (local_ == State::kClosing || local_ == State::kClosed)
     throw Failure{"GroupClosed", where() + " is " + name_of(local_) + "; make a new group to go on"};
-  if (auto failure = core_->failure()) {
-    if (failure->code == ErrorCode::kPeerLost) failure = core_->with_all_lost(std::move(*failure));
+  if (const auto failure = failure_of_group()) {
     *reported_ = true;
     Failure raised = failure_of(*failure, rank(), name());
     raised.message =

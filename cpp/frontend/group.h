@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,8 @@ class ProgramGroup : public std::enable_shared_from_this<ProgramGroup> {
   // options: all but `hosts` and `agreements`.
   ProgramGroup(std::shared_ptr<World> world, Group::Options options, double timeout, bool is_first);
   ProgramOperation go(Request request, bool numbered);
+  // The failure of the group, if it is broken; reports it to the launcher if other ranks caused it.
+  std::optional<Error> failure_of_group();
   // Locks mutex_; throws Failure if the group accepts no operations.
   std::unique_lock<std::mutex> lock_usable();
   [[noreturn]] void refuse(const std::string& operation, const std::string& why) const;

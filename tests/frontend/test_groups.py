@@ -137,6 +137,12 @@ def test_the_launcher_names_the_killed_rank_and_returns_its_code(program: Path) 
     assert "shoal: rank 2 failed first: killed by SIGKILL" in done.stderr
 
 
+def test_the_launcher_names_the_rank_that_aborted_and_ended_last(program: Path) -> None:
+    done = run(3, program, "ends_late")
+    assert done.returncode == 9
+    assert "shoal: rank 2 failed first: exit code 9" in done.stderr
+
+
 def test_the_digest_is_that_of_python(program: Path) -> None:
     lines = subprocess.run([program, "digests"], capture_output=True, text=True, check=True).stdout.split()
     counts = (0, 1, 127, 128, 129, 1000)

@@ -305,6 +305,20 @@ void killed() {
   std::exit(7);
 }
 
+// The last rank aborts, and ends after the others, which see that first when they call an operation.
+void ends_late() {
+  shoal::Group group = join();
+  group.barrier().wait();
+  if (group.rank() == group.size() - 1) {
+    group.abort("bad data");
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    std::exit(9);
+  }
+  while (group.state() == shoal::GroupState::open) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  text_of<shoal::GroupAborted>([&] { group.barrier(); });
+  std::exit(7);
+}
+
 // exit() with an open group closes it: the others see a regular close.
 void exits() {
   static shoal::Group group = join();
@@ -508,6 +522,7 @@ const std::map<std::string, std::function<void()>> tests = {
     {"abort", abort},
     {"exception", exception},
     {"killed", killed},
+    {"ends_late", ends_late},
     {"exits", exits},
     {"forks", forks},
     {"beside_python", beside_python},
