@@ -162,8 +162,8 @@ def test_few_modules_import_the_core() -> None:
     importers = {
         "backend.kernels", "backend.mpi.channel", "backend.mpi.library", "backend.native.channel",
         "backend.native.errors",
-        "controller.commands.interrupts", "future.state", "parallel.core", "rank_status", "recorder",
-        "statistics",
+        "controller.commands.interrupts", "controller.tensor.autograd", "future.state", "parallel.core",
+        "rank_status", "recorder", "statistics",
         "rpc.connection.endpoint", "rank_sampler",
         "backend.supervised",  # types only
     }  # fmt: skip

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_constant_override(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_ending(nanobind::module_& m);
 void bind_interrupt(nanobind::module_& m);

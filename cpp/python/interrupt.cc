@@ -1,4 +1,4 @@
-// ReceivedCall of Ctrl-C in combination with torch's C++.
+// Handling of Ctrl-C in combination with torch's C++.
 //
 // Python calls a handler of SIGINT in the main thread, between two bytecodes and in functions of its C API
 // that check signals.  Torch calls such functions where C++ must not throw (to look up overrides of a device

@@ -885,6 +885,14 @@ class RpcEndpoint:
         A second call does nothing.
         """
 
+# -- cpp/python/constant_override.cc ----------------------------------------------------------------
+
+def constant_override(value: Any, on_error: Callable[[BaseException], object]) -> Callable[[], Any]:
+    """A method for pybind11 to call where no exception may be raised, also while one is set.
+
+    It returns `value`, and first calls `on_error` with an exception that is set, which is cleared.
+    """
+
 # -- cpp/python/exit_code.cc -------------------------------------------------------------------------
 
 def exit_with(code: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ... import _core
 from ...common.never_compile import never_compile
 from ..commands.interrupts import defer_interrupt
 
@@ -35,26 +35,19 @@ def restore_thread() -> None:
 
 
 @never_compile
+@defer_interrupt
+def _store(error: BaseException) -> None:
+    of_thread.error = error
+
+
 class DeviceGuard(torch._C._acc.DeviceGuard):
     """The device guard that torch queries.
 
     Torch also queries it while an exception of an operation leaves a backward pass, and aborts the process if
-    the Python method returns with that exception pending. So the guard stores the exception, and
-    :func:`wrap_engine` raises it.
+    the query fails. So the query takes this exception away, and :func:`wrap_engine` raises it.
     """
 
-    @defer_interrupt
-    def type_(self) -> Any:
-        """The device type; C++ calls this where no exception may be raised."""
-        try:
-            _raise_pending()
-        except BaseException as error:
-            of_thread.error = error
-        return torch._C._autograd.DeviceType.PrivateUse1
-
-
-#: an arbitrary C API function: ctypes raises the pending exception after the call
-_raise_pending = ctypes.pythonapi.PyErr_Occurred
+    type_ = _core.constant_override(torch._C._autograd.DeviceType.PrivateUse1, _store)
 
 
 def wrap_engine(in_use: Callable[[], bool]) -> None:
