@@ -165,10 +165,16 @@ $(DONE)/builders: $(DONE)/venv
 	$(PIP) cmake nanobind ninja scikit-build-core
 	@touch $@
 
+# HolisticTraceAnalysis reads traces in a test, which needs no more of the dependencies: they take 500 MB, and
+# pandas in .venv would change what other packages do.
+HTA := HolisticTraceAnalysis pandas plotly narwhals python-dateutil pytz six tzdata
+
 # Without bytecode, which Python writes for the few modules that are used.
 $(DONE)/packages: $(DONE)/builders pyproject.toml constraints.txt
 	$(BIN)/python tools/requirements.py bench examples dev > build/requirements
 	$(PIP) --no-compile -r build/requirements
+	rm -rf build/hta
+	$(PIP) --no-compile --no-deps --target build/hta $(HTA) || echo "without HolisticTraceAnalysis, a test is skipped" >&2
 	@touch $@
 
 # Without build isolation the tools keep their paths, so that CMake compiles again only what changed.  Make's
