@@ -89,8 +89,8 @@ ProgramGroup::ProgramGroup(std::shared_ptr<World> world, Group::Options options,
   const Member& own = world_->member();
   for (int rank : options.ranks) options.hosts.push_back(world_->host(rank));
   options.agreements = {nanoseconds(own.vote_timeout), own.losses_are_deaths};
-  core_ = world_->context().make_group(std::move(options));
-  world_->add(*this);
+  core_ = world_->context().make_group(options);
+  world_->add(*this, options);
 }
 
 std::shared_ptr<ProgramGroup> ProgramGroup::of_all(const std::shared_ptr<World>& world) {

@@ -137,7 +137,10 @@ Membership::Membership(const Options& options) {
   }
 }
 
-Membership::~Membership() { end(); }
+Membership::~Membership() {
+  end();
+  close_all({&trace_});
+}
 
 bool Membership::use_inherited_helper() {
   const int fd = inherited_socket("SHOAL_HELPER_FD");
@@ -285,6 +288,7 @@ std::vector<int> Membership::connect(int memory, std::uint64_t capacity,
     if (packet.kind == kConnected) {
       std::vector<int> hosts;
       for (int rank = 0; rank < member_.size; ++rank) hosts.push_back(packet.number<std::int32_t>());
+      if (!packet.descriptors.empty()) trace_ = packet.take(0);
       return hosts;
     }
     if (packet.kind != kPeer) throw Failure{"WireError", "the helper process sent no connection"};
@@ -326,6 +330,8 @@ void Membership::release(double timeout) {
   }
   end();
 }
+
+int Membership::take_trace() { return std::exchange(trace_, -1); }
 
 void Membership::disown() { close_all({&socket_, &process_}); }
 

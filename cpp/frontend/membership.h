@@ -16,7 +16,7 @@
 //   to the program   kMember    see Member; name of the first group '\0' job
 //                    kPeer      i32 rank, i32 pid, u64 capacity, u64 out, u64 in; descriptors: socket, memory
 //                               (no memory: the peer is remote)
-//                    kConnected {i32 host}... by rank
+//                    kConnected {i32 host}... by rank; descriptor: the file of the trace, if there is one
 //                    kReleased
 //                    kFailed    u32 count, {i32 rank}..., name '\0' message
 #pragma once
@@ -70,6 +70,8 @@ class Membership {
                            const std::function<void(Connection&)>& add);
   // Reports to the other ranks why this one cannot connect.
   void abandon(const std::string& why);
+  // The file to which TraceFile appends; -1: this rank is not traced.  The caller takes it over.
+  int take_trace();
   // Leaves the job, within `timeout` seconds.
   void release(double timeout);
   // In a forked child: forgets the helper, which belongs to the parent.
@@ -86,7 +88,7 @@ class Membership {
   [[noreturn]] void fail_without_helper();
 
   std::string python_;
-  int socket_ = -1;
+  int socket_ = -1, trace_ = -1;
   bool inherited_ = false;  // the launcher started the helper
   int process_ = -1;        // pidfd of the helper, if this process started it
   Member member_;

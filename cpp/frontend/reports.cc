@@ -3,7 +3,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstdint>
 #include <mutex>
 #include <set>
@@ -11,46 +10,30 @@
 
 #include "common/clock.h"
 #include "frontend/inherited.h"
+#include "frontend/packer.h"
 
 namespace shoal::frontend_core {
 namespace {
 
 constexpr std::size_t kMaxRanks = 64, kMaxReports = 12;
 
-// An encoder of the few types of MessagePack that a report has.
-struct Packer {
-  std::string bytes;
-  void byte(int value) { bytes += static_cast<char>(value); }
-  template <class Number>
-  void number(int code, Number value) {
-    byte(code);
-    for (int shift = 8 * (sizeof value - 1); shift >= 0; shift -= 8)
-      byte(static_cast<int>(value >> shift & 0xff));
+// A WaitSummary of src/shoal/failure_report.py, with the first `late` members.
+void pack(Packer& packer, const StatisticsValues& values, double seconds, std::size_t late) {
+  packer.text("summary");
+  packer.array(7);
+  packer.real(seconds);
+  packer.integer(values.completed);
+  packer.integer(values.bytes);
+  packer.real(static_cast<double>(values.waited) * 1e-9);
+  packer.real(std::max(latency::quantile(values.latencies, 0.5), 0.0) * 1e-9);
+  packer.real(std::max(latency::quantile(values.latencies, 0.99), 0.0) * 1e-9);
+  packer.array(late);
+  for (std::size_t i = 0; i < late; ++i) {
+    packer.array(2);
+    packer.integer(values.late[i].times);
+    packer.real(static_cast<double>(values.late[i].waited) * 1e-9);
   }
-  void real(double value) { number(0xcb, std::bit_cast<std::uint64_t>(value)); }
-  // A WaitSummary of src/shoal/failure_report.py, with the first `late` members.
-  void summary(const StatisticsValues& values, double seconds, std::size_t late) {
-    text("summary");
-    byte(0x90 | 7);  // an array of seven fields
-    real(seconds);
-    number(0xcf, values.completed);
-    number(0xcf, values.bytes);
-    real(static_cast<double>(values.waited) * 1e-9);
-    real(std::max(latency::quantile(values.latencies, 0.5), 0.0) * 1e-9);
-    real(std::max(latency::quantile(values.latencies, 0.99), 0.0) * 1e-9);
-    number(0xdc, static_cast<std::uint16_t>(late));
-    for (std::size_t i = 0; i < late; ++i) {
-      byte(0x90 | 2);
-      number(0xcf, values.late[i].times);
-      real(static_cast<double>(values.late[i].waited) * 1e-9);
-    }
-  }
-  void text(const char* value) {
-    const std::string given = value;  // shorter than 32
-    byte(0xa0 | static_cast<int>(given.size()));
-    bytes += given;
-  }
-};
+}
 
 // Packs `summary`, the field of a summary, if it is not null.
 void report(const char* kind, const std::vector<int>& ranks, const StatisticsValues* summary = nullptr,
@@ -62,16 +45,16 @@ void report(const char* kind, const std::vector<int>& ranks, const StatisticsVal
   const int fd = inherited_socket("SHOAL_REPORT_FD");
   if (fd < 0 || reported.size() >= kMaxReports || !reported.emplace(kind, ranks).second) return;
   Packer packer;
-  packer.byte(0x80 | (summary == nullptr ? 3 : 4));  // a map of 3 or 4 fields
+  packer.map(summary == nullptr ? 3 : 4);
   packer.text("kind");
   packer.text(kind);
   packer.text("at");
   packer.real(static_cast<double>(now_ns()) * 1e-9);
   packer.text("ranks");
   const std::size_t count = std::min(ranks.size(), kMaxRanks);
-  packer.number(0xdc, static_cast<std::uint16_t>(count));
-  for (std::size_t i = 0; i < count; ++i) packer.number(0xce, static_cast<std::uint32_t>(ranks[i]));
-  if (summary != nullptr) packer.summary(*summary, seconds, count);
+  packer.array(count);
+  for (std::size_t i = 0; i < count; ++i) packer.integer(static_cast<std::uint64_t>(ranks[i]));
+  if (summary != nullptr) pack(packer, *summary, seconds, count);
   [[maybe_unused]] const auto sent =
       ::send(fd, packer.bytes.data(), packer.bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }

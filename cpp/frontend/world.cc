@@ -91,6 +91,8 @@ void World::connect() {
                                      peer.socket = -1;  // the core has it, and a mapping of the memory
                                    }
                                  });
+    if (const int file = membership_.take_trace(); file >= 0)
+      trace_ = std::make_unique<TraceFile>(file, context_);
     context_->start();
   } catch (...) {
     context_->close(now_ns());
@@ -164,7 +166,8 @@ void World::report_told(const std::vector<int>& ranks) const {
 
 // -- groups ---------------------------------------------------------------------------------------
 
-void World::add(ProgramGroup& group) {
+void World::add(ProgramGroup& group, const Group::Options& options) {
+  if (trace_ != nullptr) trace_->add_group(options.ident, options.name, options.ranks, options.lanes);
   const std::lock_guard lock(groups_mutex_);
   groups_.push_back(&group);
 }
@@ -179,6 +182,7 @@ void World::remove(ProgramGroup& group, std::int64_t deadline) {
   if (same_numbers_ && wanted != nullptr && std::string_view(wanted) == "1")
     report_summary(context_->totals(), static_cast<double>(now_ns() - begun_) * 1e-9);
   context_->close(deadline);
+  if (trace_ != nullptr) trace_->close();
   stop_notifier();
   membership_.release(static_cast<double>(std::max<std::int64_t>(deadline - now_ns(), 0)) * 1e-9);
   {
@@ -226,6 +230,7 @@ void World::become_forked() {
   forked_ = true;
   context_->disown();
   membership_.disown();
+  if (trace_ != nullptr) trace_.release()->disown();
   if (notifier_.joinable()) notifier_.detach();  // the child has no such thread
 }
 

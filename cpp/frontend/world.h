@@ -16,6 +16,7 @@
 #include "common/clock.h"
 #include "engine/context.h"
 #include "frontend/membership.h"
+#include "frontend/trace_file.h"
 
 namespace shoal::frontend_core {
 
@@ -37,7 +38,8 @@ class World : public std::enable_shared_from_this<World> {
   // Reports to the launcher that an error was caused by other ranks, of the first group.
   void report_told(const std::vector<int>& ranks) const;
 
-  void add(ProgramGroup& group);
+  // options: of the group.
+  void add(ProgramGroup& group, const Group::Options& options);
   // Removes a closed group; the last one closes the connections, until `deadline` (ns).
   void remove(ProgramGroup& group, std::int64_t deadline);
 
@@ -55,6 +57,7 @@ class World : public std::enable_shared_from_this<World> {
 
   Membership membership_;
   std::shared_ptr<Context> context_;
+  std::unique_ptr<TraceFile> trace_;  // null: not traced
   std::vector<int> hosts_{0};
   const std::int64_t begun_ = now_ns();
   bool same_numbers_ = false;  // ranks have the launcher's numbers

@@ -18,6 +18,7 @@ import torch
 from .common.formatting import counted
 from .common.torch_features import premul_factor
 from .errors import UsageError
+from .op_kind import OpKind as OpKind
 
 #: A :class:`ReduceOp`, its name in any case, or a value of ``torch.distributed.ReduceOp``.
 ReduceOpLike: TypeAlias = Any
@@ -46,22 +47,6 @@ class FailureScope(TextEnum):
 
     ALL = "all"
     PAIR = "pair"
-
-
-class OpKind(enum.IntEnum):
-    """The kind of an operation.  The value is its code in the protocol."""
-
-    ALL_REDUCE = 1
-    REDUCE = 2
-    BROADCAST = 3
-    ALL_GATHER = 4
-    REDUCE_SCATTER = 5
-    GATHER = 6
-    SCATTER = 7
-    ALL_TO_ALL = 8
-    BARRIER = 9
-    SEND = 10
-    RECV = 11
 
 
 class _ReductionCode(enum.IntEnum):

@@ -16,8 +16,11 @@ import psutil
 import pytest
 
 from shoal.errors import LaunchError
+from shoal.launch.cli import invoke
 from shoal.launch.ranks.process import LocalRank
 from shoal.testing import no_leaks
+from shoal.tracing import spool
+from tests.support.chrome_traces import ChromeTrace
 from tests.support.cpp_programs import COMPILER, SOURCES, build, compilers, installation
 from tests.support.ports import free_port
 from tests.support.waiting import until
@@ -141,6 +144,37 @@ def test_the_launcher_names_the_rank_that_aborted_and_ended_last(program: Path) 
     done = run(3, program, "ends_late")
     assert done.returncode == 9
     assert "shoal: rank 2 failed first: exit code 9" in done.stderr
+
+
+def test_programs_are_traced_and_the_trace_of_a_killed_one_is_merged(
+    program: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "traces"
+    with no_leaks():
+        done = run(3, program, "traced", SHOAL_TRACE=str(folder))
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert sorted(path.name.split("-")[2] for path in folder.glob("*.trace.json")) == ["0", "1"]
+    (left,) = folder.glob("*-2-*.trace.spool")
+    for path in folder.glob("*.trace.json"):
+        trace = ChromeTrace(path)
+        names = [each["name"] for each in trace.slices("collective")]
+        assert names == ["barrier", *["all_reduce"] * 3, "all_gather", "barrier", "barrier"]
+        late = [each for each in trace.slices("wait") if each["name"] == "wait for rank 1"]
+        assert path.name.split("-")[2] == "1" or sum(each["dur"] for each in late) > 50_000
+        groups = [group["name"] for group in trace.other["groups"]]
+        assert len(groups) == 2
+    assert len(list(spool.read_spool(left).records())) == 7
+    assert invoke(["trace", "merge", str(folder), "-o", str(tmp_path / "merged.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks, 21 operations" in printed
+    assert "\nrank 1 was waited for " in printed
+
+
+def test_a_trace_that_cannot_be_created_or_written_is_named(program: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run(2, program, "traced", SHOAL_TRACE=str(tmp_path / "file"))
+    assert "ConfigurationError" in done.stderr
+    assert "files cannot be created there: File exists; name a directory" in done.stderr
 
 
 def test_the_digest_is_that_of_python(program: Path) -> None:

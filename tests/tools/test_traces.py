@@ -252,7 +252,7 @@ def test_errors_of_the_command(written: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_spool_is_read_until_its_last_whole_frame(written: Path) -> None:
     spools = written / "spools"
     spools.mkdir()
-    rank = spool.TracedRank.current(job="j", epoch=0, meeting="", rank=0, size=1, host="h")
+    rank = spool.TracedRank.current(job="j", epoch=0, meeting="", rank=0, size=1, host="h", pid=1)
     made = spool.Spool(spools, rank, {1: "all_reduce"})
     made.add_group(spool.TracedGroup(2**64 - 1, "world", (0,), 1))
     made.add(bytes(80 * 3), 0)

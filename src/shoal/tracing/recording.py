@@ -51,6 +51,16 @@ class TraceableRank(Protocol):
     def host(self) -> str: ...
 
 
+def describe(member: TraceableRank, pid: int) -> TracedRank:
+    """Describe a rank in the process ``pid`` of this machine, for a trace that begins now."""
+    ranks = member.ranks or range(member.size)
+    # The size of the world is not known to links among some of its ranks.
+    return TracedRank.current(
+        job=member.job, epoch=member.epoch, meeting=member.meeting, rank=ranks[member.rank],
+        size=max(ranks) + 1, host=member.host, pid=pid,
+    )  # fmt: skip
+
+
 class ContextTrace:
     """The trace of one context, whenever it is on; each native backend has one from its begin to its end.
 
@@ -103,17 +113,11 @@ class ContextTrace:
             try:
                 file.finish()
             except OSError as error:
-                logger.warning("rank %d: %s", self._ranks[self._member.rank], _explain(error))
+                logger.warning("rank %d: %s", self._ranks[self._member.rank], explain(error))
 
     def describe(self) -> TracedRank:
         """Describe the rank, for a trace that begins now."""
-        member = self._member
-        # The size of the world is not known to links among some of its ranks.
-        size = max(self._ranks) + 1
-        return TracedRank.current(
-            job=member.job, epoch=member.epoch, meeting=member.meeting, rank=self._ranks[member.rank],
-            size=size, host=member.host,
-        )  # fmt: skip
+        return describe(self._member, os.getpid())
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -161,19 +165,26 @@ class _RankFile:
             OSError: it cannot be written.
         """
         self.spool.close()
-        try:
-            contents = write_rank_trace(self.spool.path, self.spool.target)
-        except MalformedMessage as error:  # another program has changed the file
-            raise OSError(
-                errno.EIO, f"{self.spool.path} is damaged: {error}", str(self.spool.target)
-            ) from None
-        if contents.dropped:
-            logger.warning(
-                "%s lacks %s%s: trace fewer steps",
-                self.spool.target,
-                counted(contents.dropped, "operation"),
-                " and all later ones" if contents.truncated else "",
-            )
+        finish(self.spool)
+
+
+def finish(spool: Spool) -> None:
+    """Write the trace of a closed spool.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        contents = write_rank_trace(spool.path, spool.target)
+    except MalformedMessage as error:  # another program has changed the file
+        raise OSError(errno.EIO, f"{spool.path} is damaged: {error}", str(spool.target)) from None
+    if contents.dropped:
+        logger.warning(
+            "%s lacks %s%s: trace fewer steps",
+            spool.target,
+            counted(contents.dropped, "operation"),
+            " and all later ones" if contents.truncated else "",
+        )
 
 
 class _RunningTrace:
@@ -321,7 +332,7 @@ def _end(recording: _RunningTrace) -> None:
         try:
             file.finish()
         except OSError as error:
-            failure = failure or OSError(error.errno, _explain(error))
+            failure = failure or OSError(error.errno, explain(error))
     if failure is not None:
         raise failure
 
@@ -348,7 +359,8 @@ def _attach(context: ContextTrace) -> None:
         _attached[id(context)] = context
 
 
-def _explain(error: OSError) -> str:
+def explain(error: OSError) -> str:
+    """Return a message about a trace that cannot be written."""
     return (
         f"the trace {error.filename or ''} cannot be written: {error.strerror or error}; "
         "`shoal trace merge` reads the file .trace.spool instead"

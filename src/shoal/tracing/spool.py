@@ -84,11 +84,13 @@ class TracedRank(msgspec.Struct, kw_only=True, frozen=True):
     realtime: Nanoseconds
 
     @staticmethod
-    def current(*, job: str, epoch: int, meeting: str, rank: int, size: int, host: str) -> TracedRank:
-        """Describe the calling process; the trace begins now."""
+    def current(
+        *, job: str, epoch: int, meeting: str, rank: int, size: int, host: str, pid: int
+    ) -> TracedRank:
+        """Describe a process of this machine; the trace begins now."""
         return TracedRank(
             schema=SCHEMA, job=_text(job), epoch=epoch, meeting=_text(meeting), rank=rank, size=size,
-            pid=os.getpid(), host=_text(host), hostname=_text(machine_id().split("/")[0]), clock=clock_id(),
+            pid=pid, host=_text(host), hostname=_text(machine_id().split("/")[0]), clock=clock_id(),
             begun=time.monotonic_ns(), realtime=time.time_ns(),
         )  # fmt: skip
 
@@ -160,6 +162,10 @@ class Spool:
             self.close()
             self.path.unlink(missing_ok=True)
             raise
+
+    def fileno(self) -> int:
+        """The descriptor of the file; the program in C++ that gets it appends the same frames."""
+        return self._fd
 
     def add_group(self, group: TracedGroup) -> None:
         """Append the description of a group, before the first of its operations."""

@@ -319,6 +319,32 @@ void ends_late() {
   std::exit(7);
 }
 
+// Rank 1 is late, a group is split, a child is forked; the last rank is killed after the others have ended.
+void traced() {
+  {
+    shoal::Group group = join();
+    group.barrier().wait();
+    std::vector<float> x(1000);
+    for (int i = 0; i < 3; ++i) {
+      if (group.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      group.all_reduce(shoal::Array<float>(x)).wait();
+    }
+    auto part = group.split(0);  // an all_gather
+    part->barrier().wait();
+    const pid_t child = fork();
+    if (child == 0) std::_Exit(0);
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    group.barrier().wait();
+    if (group.rank() == group.size() - 1) {
+      std::this_thread::sleep_for(std::chrono::seconds(2));
+      std::raise(SIGKILL);
+    }
+    group.abort("the others need not wait");
+  }
+  std::exit(0);
+}
+
 // exit() with an open group closes it: the others see a regular close.
 void exits() {
   static shoal::Group group = join();
@@ -522,6 +548,7 @@ const std::map<std::string, std::function<void()>> tests = {
     {"abort", abort},
     {"exception", exception},
     {"killed", killed},
+    {"traced", traced},
     {"ends_late", ends_late},
     {"exits", exits},
     {"forks", forks},

@@ -32,6 +32,7 @@ from ...errors import (
     WireError,
 )
 from ...future import Future, callback_scope
+from ...op_kind import KIND_NAMES
 from ...recorder import FlightRecorder
 from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
 from ...statistics import GroupStatistics, group_statistics
@@ -44,7 +45,6 @@ from .options import checked_heartbeat, checked_shared_memory_limit, checked_tra
 
 T = TypeVar("T")
 
-_KIND_NAMES = {kind.value: kind.name.lower() for kind in OpKind}
 _SINGLE_COUNT_KINDS = (OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.BROADCAST)
 #: Tensors of operations that failed while a library used their memory; kept until the process ends.
 _abandoned: list[object] = []
@@ -140,7 +140,7 @@ class NativeBackend(Backend):
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
                     membership.waits_for_stopped, encodable(membership.job),
                 )  # fmt: skip
-                self.trace = ContextTrace(self._context, membership, _KIND_NAMES)
+                self.trace = ContextTrace(self._context, membership, KIND_NAMES)
                 if membership.size > 1:
                     self._connect(way, timeout)
                 self._context.start()

@@ -19,7 +19,9 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from enum import IntEnum
+from pathlib import Path
 from typing import NoReturn
 
 from ... import config
@@ -27,7 +29,10 @@ from ...common.arguments import checked_seconds
 from ...common.formatting import describe_error, encodable
 from ...errors import ConfigurationError, OutOfResources, RendezvousError, ShoalError
 from ...net import resource_error
+from ...op_kind import KIND_NAMES
 from ...rendezvous import Membership, rendezvous
+from ...tracing.recording import describe, explain, finish
+from ...tracing.spool import Spool
 from ..identity import lane_count, world_ident
 from ..registry import NATIVE
 from .mesh import LocalPeer, Mesh, OfferedMemory, connect
@@ -139,8 +144,8 @@ def _start(arguments: dict[str, str]) -> tuple[Membership, bytes, str, float]:
     return membership, fields + f"{name}\0{encodable(membership.job)}".encode(), transport, seconds
 
 
-def _connect(program: _Program, membership: Membership, transport: str, timeout: float) -> None:
-    """Connect the program to the other ranks, and pass it the connections."""
+def _connect(program: _Program, membership: Membership, transport: str, timeout: float) -> Spool | None:
+    """Connect the program to the other ranks, and pass it the connections; return its spool if traced."""
     _, fields, fds = program.receive(_Kind.MEMORY)
     if len(fds) != _MAX_FDS or len(fields) != 8 * (membership.size + 1):
         raise RendezvousError(
@@ -159,10 +164,32 @@ def _connect(program: _Program, membership: Membership, transport: str, timeout:
                 program.send(_Kind.PEER, _peer(rank, peer), [peer.socket, peer.memory_fd])
             for rank, fd in mesh.remote.items():
                 program.send(_Kind.PEER, _PEER.pack(rank, 0, 0, 0, 0), [fd])
-        program.send(_Kind.CONNECTED, struct.pack(f"<{len(mesh.hosts)}i", *mesh.hosts))
+        hosts = struct.pack(f"<{len(mesh.hosts)}i", *mesh.hosts)
+        directory = config.writable_directory(config.TRACE)
+        if directory is None:
+            program.send(_Kind.CONNECTED, hosts)
+            return None
+        spool = Spool(directory, describe(membership, _pid(process_fd)), KIND_NAMES)
+        with closing(spool):  # the program has a descriptor of its own
+            program.send(_Kind.CONNECTED, hosts, [spool.fileno()])
+        return spool
     finally:
         os.close(memory_fd)
         os.close(process_fd)
+
+
+def _pid(process_fd: int) -> int:
+    """Return the process id that a pidfd stands for."""
+    lines = Path(f"/proc/self/fdinfo/{process_fd}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
+def _write_trace(spool: Spool) -> None:
+    """Write the trace of a program that has ended its groups; an error is printed, and the spool stays."""
+    try:
+        finish(spool)
+    except OSError as error:
+        print(f"shoal: {explain(error)}", file=sys.stderr)
 
 
 def _peer(rank: int, peer: LocalPeer) -> bytes:
@@ -177,7 +204,7 @@ def serve(program: _Program) -> None:
     membership, member, transport, timeout = _start(arguments)
     try:
         program.send(_Kind.MEMBER, member)
-        _connect(program, membership, transport, timeout)
+        spool = _connect(program, membership, transport, timeout)
         kind, fields, _ = program.receive(_Kind.RELEASE, _Kind.ABANDON)
     except BaseException as error:
         membership.abandon(error)
@@ -186,6 +213,8 @@ def serve(program: _Program) -> None:
         membership.abandon(RendezvousError(fields.decode("utf-8", "replace")))
     else:
         membership.release(*struct.unpack("<d", fields))
+        if spool is not None:
+            _write_trace(spool)
     program.send(_Kind.RELEASED)
 
 
