@@ -83,6 +83,7 @@ def test_the_rank_that_arrives_last_is_named_by_all_others(
             named[other] -= times
         named = {other: times for other, times in named.items() if times}
         waited = after.waited_s - before.waited_s
+        assert number not in [each.rank for each in after.late]
         if number == late:
             assert waited < 0.2
         else:

@@ -103,12 +103,18 @@ bool Lanes::drive(Operation& op) {
   return moved;
 }
 
-void Lanes::add_waiter(const Operation& op) {
-  if (op.request().numbered()) lane_of(op).waiters.fetch_add(1, std::memory_order_relaxed);
+void Lanes::add_waiter(Operation& op) {
+  if (op.request().numbered())
+    lane_of(op).waiters.fetch_add(1, std::memory_order_relaxed);
+  else
+    op.add_waiter(1);
 }
 
-void Lanes::remove_waiter(const Operation& op) {
-  if (!op.request().numbered()) return;
+void Lanes::remove_waiter(Operation& op) {
+  if (!op.request().numbered()) {
+    op.add_waiter(-1);
+    return;
+  }
   Lane& lane = lane_of(op);
   lane.waiters.fetch_sub(1, std::memory_order_relaxed);
   std::lock_guard lock(lane.mutex);
@@ -199,23 +205,30 @@ StatisticsValues Lanes::statistics() const {
   return sum;
 }
 
-std::pair<std::size_t, OperationPtr> Lanes::oldest() {
-  std::size_t count = 0;
-  OperationPtr oldest;
-  auto look = [&](const OperationPtr& op) {
+Lanes::Pending Lanes::pending_at(std::int64_t now) {
+  Pending pending;
+  auto look = [&](const OperationPtr& op, bool has_waiters) {
     if (op->done()) return;
-    ++count;
-    if (!oldest || op->submitted() < oldest->submitted()) oldest = op;
+    ++pending.count;
+    if (const std::int64_t since = op->waits_since(); since != 0)
+      pending.waits.push_back(
+          {op->other_blocker(), 0, static_cast<std::uint64_t>(std::max(now - since, {}))});
+    if (!has_waiters && (pending.awaited || op->request().kind == Kind::kRecv)) return;
+    const OperationPtr& known = pending.foremost;
+    if (!known || (has_waiters && !pending.awaited) || op->submitted() < known->submitted()) {
+      pending.foremost = op;
+      pending.awaited = has_waiters;
+    }
   };
   for (Lane& lane : lanes_) {
     std::lock_guard lock(lane.mutex);
-    for (auto& op : lane.queue) look(op);
+    for (auto& op : lane.queue) look(op, lane.waiters.load(std::memory_order_relaxed) > 0);
   }
   if (loose_count_.load(std::memory_order_relaxed) > 0) {
     std::lock_guard lock(loose_mutex_);
-    for (auto& entry : unordered_) look(entry.op);
+    for (auto& entry : unordered_) look(entry.op, entry.op->has_waiters());
   }
-  return {count, oldest};
+  return pending;
 }
 
 std::uint64_t Lanes::first_pending() {

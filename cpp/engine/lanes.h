@@ -37,8 +37,8 @@ class Lanes {
   bool polled(const Operation& op);
   bool pending();
   // A thread that waits for `op` begins, or stops, driving its lane.
-  void add_waiter(const Operation& op);
-  void remove_waiter(const Operation& op);
+  void add_waiter(Operation& op);
+  void remove_waiter(Operation& op);
 
   // Timed-out operations, and operations at the head of a lane that stall (each is reported once).  Lowers
   // `next` to the time of the next check.
@@ -59,8 +59,15 @@ class Lanes {
     return op.request().numbered() ? statistics_[op.request().channel % lanes_.size()] : statistics_.back();
   }
   StatisticsValues statistics() const;
-  // The number of pending operations, and the one that is pending for the longest time.
-  std::pair<std::size_t, OperationPtr> oldest();
+  // What the pending operations do.
+  struct Pending {
+    std::size_t count = 0;
+    // The oldest of those for which threads wait, or else of all but receives, which programs post early.
+    OperationPtr foremost;
+    bool awaited = false;           // threads wait for it
+    std::vector<LateMember> waits;  // that have not ended, by operation; rank: -1 if it is not known for whom
+  };
+  Pending pending_at(std::int64_t now);
 
  private:
   struct Lane {

@@ -75,10 +75,11 @@ bool Operation::step() {
   while (!task_.finished()) {
     if (beginning_) return moved;
     if (!waiting_for_->ready()) {
-      if (waits_since_ == 0 && waiting_for_->type == Condition::Type::kArrival) waits_since_ = now_ns();
+      if (waits_since() == 0 && waiting_for_->type == Condition::Type::kArrival)
+        waits_since_.store(now_ns(), std::memory_order_relaxed);
       return moved;
     }
-    if (waits_since_ != 0) end_wait();
+    if (waits_since() != 0) end_wait();
     if (blocker() >= 0) set_blocker(-1);
     moved = true;
     resume_.resume();
@@ -131,18 +132,22 @@ bool Operation::begin() {
 
 void Operation::end_wait() {
   called_ = now_ns();
-  group_->lanes().statistics(*this).waited(blocker(), called_ - waits_since_);
-  waited_since_ = std::exchange(waits_since_, 0);
+  const std::int64_t since = waits_since();
+  group_->lanes().statistics(*this).waited(other_blocker(), called_ - since);
+  if (waited_since_ == 0) waited_since_ = since;
+  waits_since_.store(0, std::memory_order_relaxed);
   last_to_call_ = blocker();
 }
+
+int Operation::other(int rank) const { return rank == group_->rank() ? -1 : rank; }
 
 void Operation::complete() {
   if (error_.code == ErrorCode::kNone) group_->context().reached(Fault::kFinished);
   task_.reset();
-  if (waits_since_ != 0) end_wait();
+  if (waits_since() != 0) end_wait();
   ended_ = now_ns();
   group_->lanes().statistics(*this).ended(error_.code != ErrorCode::kNone, bytes_, ended_ - submitted_,
-                                          last_to_call_);
+                                          other(last_to_call_));
   if (Trace& trace = group_->context().trace(); trace.on()) [[unlikely]] {
     const bool failed = error_.code != ErrorCode::kNone;
     trace.add(
@@ -154,7 +159,7 @@ void Operation::complete() {
          .called = called_,
          .ended = ended_,
          .bytes = bytes_,
-         .last = last_to_call_,
+         .last = other(last_to_call_),
          .peer = received && !failed ? static_cast<std::int32_t>(received->header.source) : request_.peer,
          .kind = request_.kind,
          .failed = failed,

@@ -191,13 +191,20 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // A peer has a different call for this operation: starts an inquiry; never returns.
   Task mismatch();
   // Called by predicates that are false because of a member: it has not called the operation, or has not
-  // moved its data.  Any thread may read which member it is; -1: none, or unknown.
+  // moved its data.  Any thread may read which member it is; -1: none, or unknown.  It is this rank if that
+  // member had to wait for this one.
   void set_blocker(int rank) { blocker_.store(rank, std::memory_order_relaxed); }
   int blocker() const { return blocker_.load(std::memory_order_relaxed); }
+  int other_blocker() const { return other(blocker()); }  // -1: also this rank
   // The member `rank` was late only because it had to wait for `last`; -1: it did not.
   void pass_blocker(int rank, int last) {
     if (last >= 0 && rank >= 0 && blocker() == rank) set_blocker(last);
   }
+  // Since when it waits for members to call it; 0: it does not.  Any thread may read it.
+  std::int64_t waits_since() const { return waits_since_.load(std::memory_order_relaxed); }
+  // Threads that wait for it, if it has no lane.
+  void add_waiter(int change) { waiters_.fetch_add(change, std::memory_order_relaxed); }
+  bool has_waiters() const { return waiters_.load(std::memory_order_relaxed) > 0; }
   // The member that called the operation last of those that this rank had to wait for; -1: none.
   int last_to_call() const { return last_to_call_; }
   // Whether it has waited for the members whose messages it needs first.
@@ -209,6 +216,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
  private:
   void complete();
   void end_wait();
+  int other(int rank) const;
   static constexpr int kDoneBit = 1;
   static constexpr int kAnnounceBit = 2;
 
@@ -227,11 +235,11 @@ class Operation : public std::enable_shared_from_this<Operation> {
   std::coroutine_handle<> resume_;
   Condition* waiting_for_ = nullptr;
   // Guarded by the token.
-  std::int64_t begun_ = 0;                      // only while a trace is on
-  std::int64_t waits_since_ = 0;                // for members to call it; 0: it does not
-  std::int64_t waited_since_ = 0, called_ = 0;  // begin and end of its last such wait
+  std::int64_t begun_ = 0;  // only while a trace is on
+  std::atomic<std::int64_t> waits_since_{0};
+  std::int64_t waited_since_ = 0, called_ = 0;  // begin of its first such wait and end of its last one
   int last_to_call_ = -1;
-  std::atomic<int> blocker_{-1};
+  std::atomic<int> blocker_{-1}, waiters_{0};
   std::atomic<int> state_{0};
   std::int64_t ticket_ = 0;
   Error error_;

@@ -25,21 +25,23 @@ StatusCounters counters_of(const StatisticsValues& values) {
   return {values.completed, values.failed, values.bytes, values.waits, values.waited};
 }
 
-void add(StatisticsValues& sum, Group& group) {
-  const StatisticsValues more = group.lanes().statistics();
+void add_late(std::vector<LateMember>& sum, const LateMember& more) {
+  auto found = std::ranges::find(sum, more.rank, &LateMember::rank);
+  if (found == sum.end()) found = sum.insert(found, {.rank = more.rank});
+  found->times += more.times;
+  found->waited += more.waited;
+}
+
+// more: counters of the group, whose members get their ranks in the world.
+void add(StatisticsValues& sum, const Group& group, const StatisticsValues& more) {
   sum.completed += more.completed;
   sum.failed += more.failed;
   sum.bytes += more.bytes;
   sum.waits += more.waits;
   sum.waited += more.waited;
   for (std::size_t i = 0; i < sum.latencies.size(); ++i) sum.latencies[i] += more.latencies[i];
-  for (const LateMember& late : more.late) {
-    const int rank = group.global(late.rank);
-    auto found = std::ranges::find(sum.late, rank, &LateMember::rank);
-    if (found == sum.late.end()) found = sum.late.insert(found, {.rank = rank});
-    found->times += late.times;
-    found->waited += late.waited;
-  }
+  for (const LateMember& late : more.late)
+    add_late(sum.late, {group.global(late.rank), late.times, late.waited});
 }
 
 bool is_plausible(StatusGroup& group, int ranks) {
@@ -59,23 +61,40 @@ void copy_text(char (&to)[kStatusText], const std::string& text) {
   std::memset(to + bytes, 0, kStatusText - bytes);
 }
 
-void write_status(Group& group, StatusGroup& entry) {
-  const StatisticsValues values = group.lanes().statistics();
+// The counters of a group, and what it does.
+struct Observed {
+  std::shared_ptr<Group> group;
+  StatisticsValues values;
+  Lanes::Pending pending;
+
+  Observed(std::shared_ptr<Group> of, std::int64_t now)
+      : group(std::move(of)), values(group->lanes().statistics()), pending(group->lanes().pending_at(now)) {
+    for (const LateMember& wait : pending.waits) {
+      values.waited += wait.waited;
+      if (wait.rank >= 0) add_late(values.late, wait);
+    }
+    values.sort_late();
+  }
+};
+
+void write_entry(const Observed& observed, StatusGroup& entry) {
+  const Group& group = *observed.group;
+  const StatisticsValues& values = observed.values;
   copy_text(entry.name, group.name());
   entry.ident = group.ident();
   entry.rank = group.rank();
   entry.size = group.size();
   entry.counters = counters_of(values);
-  const auto [pending, oldest] = group.lanes().oldest();
-  entry.pending = pending;
-  copy_text(entry.call, !oldest                          ? ""
-                        : oldest->request().collective() ? describe(oldest->call())
-                                                         : describe(oldest->request()));
-  entry.number =
-      oldest && oldest->request().numbered() ? static_cast<std::int64_t>(oldest->request().channel) : -1;
-  entry.since = oldest ? oldest->submitted() : 0;
-  const int blocker = oldest ? oldest->blocker() : -1;
+  entry.pending = observed.pending.count;
+  const OperationPtr& call = observed.pending.foremost;
+  copy_text(entry.call, !call                          ? ""
+                        : call->request().collective() ? describe(call->call())
+                                                       : describe(call->request()));
+  entry.number = call && call->request().numbered() ? static_cast<std::int64_t>(call->request().channel) : -1;
+  entry.since = call ? call->submitted() : 0;
+  const int blocker = call ? call->other_blocker() : -1;
   entry.blocker = blocker < 0 ? -1 : group.global(blocker);
+  entry.waits = call && call->waits_since() != 0 ? 1 : 0;
   for (std::size_t i = 0; i < kStatusLate; ++i) {
     entry.late[i] = {};
     if (i < values.late.size())
@@ -86,47 +105,66 @@ void write_status(Group& group, StatusGroup& entry) {
 
 // Readers of other processes see that a page is incomplete by its sequence number.
 void Context::write_status(std::int64_t now) {
+  StatisticsValues rest;
+  decltype(groups()) open;
+  {
+    std::lock_guard lock(groups_mutex_);  // together: a group that closes meanwhile must not count twice
+    rest = ended_;
+    open = {groups_.begin(), groups_.end()};
+  }
+  std::vector<Observed> observed;
+  for (auto& group : open) observed.emplace_back(std::move(group), now);
+  if (observed.size() > kStatusGroups) {  // groups with pending operations get the places
+    std::ranges::stable_partition(observed, [](const Observed& each) { return each.pending.count > 0; });
+    for (std::size_t i = kStatusGroups; i < observed.size(); ++i)
+      add(rest, *observed[i].group, observed[i].values);
+    observed.erase(observed.begin() + kStatusGroups, observed.end());
+  }
   StatusPage& page = *status_;
   const std::uint64_t sequence = page.sequence.load(std::memory_order_relaxed);
   page.sequence.store(sequence + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  const auto open = groups();
-  page.count = static_cast<std::uint32_t>(std::min(open.size(), kStatusGroups));
-  for (std::uint32_t i = 0; i < page.count; ++i) shoal::write_status(*open[i], page.groups[i]);
+  page.count = static_cast<std::uint32_t>(observed.size());
+  for (std::uint32_t i = 0; i < page.count; ++i) write_entry(observed[i], page.groups[i]);
   page.written = now;
   page.memory = arena_->in_use();
   page.closed = closed() ? 1 : 0;
   for (int rank = 0; remote_ != nullptr && rank < options_.size; ++rank)
     remote_[rank].alive = peers_.state(rank) == Peers::kAlive ? 1 : 0;
-  {
-    std::lock_guard lock(groups_mutex_);
-    page.ended = counters_of(ended_);
-    std::ranges::copy(ended_.latencies, page.ended_latencies);
-  }
+  page.ended = counters_of(rest);
+  std::ranges::copy(rest.latencies, page.ended_latencies);
   page.sequence.store(sequence + 2, std::memory_order_release);
 }
 
 // The report of this rank for the others.
 RemoteStatus Context::remote_status(std::int64_t now) {
   RemoteStatus status;
+  OperationPtr foremost;
+  bool awaited = false;
   const StatisticsValues sum = totals();
-  OperationPtr oldest;
+  status.waited = sum.waited;
   for (auto& group : groups()) {
-    auto [pending, first] = group->lanes().oldest();
-    if (first && (!oldest || first->submitted() < oldest->submitted())) oldest = std::move(first);
+    Lanes::Pending pending = group->lanes().pending_at(now);
+    for (const LateMember& wait : pending.waits) status.waited += wait.waited;
+    if (OperationPtr& first = pending.foremost;
+        first && (!foremost || (pending.awaited && !awaited) ||
+                  (pending.awaited == awaited && first->submitted() < foremost->submitted()))) {
+      foremost = std::move(first);
+      awaited = pending.awaited;
+    }
   }
   status.completed = sum.completed;
   status.bytes = sum.bytes;
-  status.waited = sum.waited;
   status.memory = arena_->in_use();
   status.pid = getpid();
-  if (!oldest) return status;
-  const Request& request = oldest->request();
+  if (!foremost) return status;
+  const Request& request = foremost->request();
   status.kind = request.kind;
   status.number = request.numbered() ? static_cast<std::int64_t>(request.channel) : -1;
-  status.age = std::max<std::int64_t>(now - oldest->submitted(), 0);
-  const int blocker = oldest->blocker();
-  status.blocker = blocker < 0 ? -1 : oldest->group().global(blocker);
+  status.age = std::max<std::int64_t>(now - foremost->submitted(), 0);
+  const int blocker = foremost->other_blocker();
+  status.blocker = blocker < 0 ? -1 : foremost->group().global(blocker);
+  status.waits = foremost->waits_since() != 0 ? 1 : 0;
   return status;
 }
 
@@ -138,12 +176,12 @@ void Context::keep_remote_status(int peer, const std::byte* report, std::size_t 
 }
 
 // Requires groups_mutex_: the group's counters count for the rank from now on.
-void Context::keep_counters(Group& group) { add(ended_, group); }
+void Context::keep_counters(Group& group) { add(ended_, group, group.lanes().statistics()); }
 
 StatisticsValues Context::totals() {
   std::lock_guard lock(groups_mutex_);
   StatisticsValues sum = ended_;
-  for (auto& group : groups_) add(sum, *group);
+  for (auto& group : groups_) add(sum, *group, group->lanes().statistics());
   sum.sort_late();
   return sum;
 }

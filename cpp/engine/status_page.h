@@ -20,6 +20,7 @@ constexpr std::uint64_t kStatusMagic = 0x7375746174536f68ULL;  // "hoStatus"
 constexpr std::uint32_t kStatusVersion = 1;
 constexpr std::size_t kStatusGroups = 32, kStatusLate = 16, kStatusText = 64;
 
+// The times include waits that have not ended when the page is written.
 struct StatusCounters {
   std::uint64_t completed = 0, failed = 0, bytes = 0, waits = 0, waited = 0;
 };
@@ -36,12 +37,12 @@ struct StatusGroup {
   std::int32_t rank = 0, size = 1;
   std::uint64_t pending = 0;
   StatusCounters counters;
-  // The operation that is pending for the longest time; empty: none.
+  // The foremost pending operation, see Lanes::pending_at; empty: none.
   char call[kStatusText] = {};
   std::int64_t number = -1;   // -1: it has none
-  std::int64_t since = 0;     // CLOCK_MONOTONIC, nanoseconds
-  std::int32_t blocker = -1;  // the rank of the page's ranks that it waits for; -1: none, or unknown
-  std::int32_t unused = 0;
+  std::int64_t since = 0;     // when it was submitted: CLOCK_MONOTONIC, nanoseconds
+  std::int32_t blocker = -1;  // the rank of the page's ranks that it needs now; -1: none, or unknown
+  std::int32_t waits = 0;     // 1: because that has not called it; 0: because of its data
   StatusLate late[kStatusLate];
   std::uint64_t latencies[latency::kBuckets] = {};
 };
@@ -50,12 +51,13 @@ struct StatusGroup {
 struct RemoteStatus {
   std::uint64_t completed = 0, bytes = 0, waited = 0;  // as in StatusCounters, of all groups
   std::uint64_t memory = 0;
-  std::int64_t number = -1;   // of its oldest pending operation; -1: it has none
+  std::int64_t number = -1;   // of its foremost pending operation; -1: it has none
   std::int64_t age = -1;      // nanoseconds since that was submitted; -1: nothing is pending
   std::int32_t blocker = -1;  // as in StatusGroup
   std::int32_t pid = 0;
-  Kind kind{};  // of that operation
-  std::uint8_t unused[7] = {};
+  Kind kind{};             // of that operation
+  std::uint8_t waits = 0;  // as in StatusGroup
+  std::uint8_t unused[6] = {};
 };
 static_assert(sizeof(RemoteStatus) == kReportBytes);
 
@@ -80,7 +82,7 @@ struct StatusPage {
   std::int64_t started = 0, written = 0;  // CLOCK_MONOTONIC, nanoseconds
   std::uint64_t memory = 0;               // bytes of shared memory in use
   std::uint64_t closed = 0;               // 1: the rank has closed its connections
-  StatusCounters ended;                   // of groups that all members have closed
+  StatusCounters ended;                   // of groups that all members have closed, or that have no entry
   std::uint64_t ended_latencies[latency::kBuckets] = {};
   std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host
   StatusGroup groups[kStatusGroups];
@@ -92,9 +94,6 @@ bool read_status(int fd, StatusPage& page);
 // The reports of the other ranks, by rank; empty if all are on this host.
 std::vector<StatusRemote> read_remote(int fd, const StatusPage& page);
 
-// Writes an entry for a group.
-class Group;
-void write_status(Group& group, StatusGroup& entry);
 void copy_text(char (&to)[kStatusText], const std::string& text);
 
 }  // namespace shoal

@@ -19,8 +19,8 @@ struct TraceEvent {
   std::uint64_t channel = 0;   // the number or key of a collective, see Request
   std::int64_t submitted = 0;  // when the program called it
   std::int64_t begun = 0;      // when its turn in its lane came; 0: never
-  std::int64_t waited = 0;     // when its last wait for members began; 0: it waited for none
-  std::int64_t called = 0;     // when that wait ended
+  std::int64_t waited = 0;     // when its first wait for members began; 0: it waited for none
+  std::int64_t called = 0;     // when its last one ended
   std::int64_t ended = 0;
   std::uint64_t bytes = 0;
   std::int32_t last = -1;  // the member that it waited for last; -1: none, or unknown

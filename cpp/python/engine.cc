@@ -390,7 +390,7 @@ void bind_engine(nb::module_& m) {
       .def("last_completed", [](Group& group) { return group.lanes().last_completed(); })
       .def("statistics", [](Group& group) { return group.lanes().statistics(); })
       .def(
-          "pending", [](Group& group) { return group.lanes().oldest().first; },
+          "pending", [](Group& group) { return group.lanes().pending_at(now_ns()).count; },
           "The number of pending operations.")
       .def(
           "fence",

@@ -24,6 +24,7 @@ struct PendingCall {
   nb::object text;
   std::int64_t number, since;
   int blocker;
+  bool waits;
 };
 
 struct GroupStatus {
@@ -71,7 +72,8 @@ GroupStatus group_status(const StatusGroup& entry) {
   for (const StatusLate& late : entry.late)
     if (late.rank >= 0) status.statistics.late.push_back({late.rank, late.times, late.waited});
   std::ranges::copy(entry.latencies, status.statistics.latencies.begin());
-  if (entry.call[0] != 0) status.call = {str(entry.call), entry.number, entry.since, entry.blocker};
+  if (entry.call[0] != 0)
+    status.call = {str(entry.call), entry.number, entry.since, entry.blocker, entry.waits != 0};
   return status;
 }
 
@@ -114,11 +116,13 @@ void bind_statistics(nb::module_& m) {
       .def_ro("waited", &StatisticsValues::waited)
       .def_ro("late", &StatisticsValues::late)
       .def_ro("latencies", &StatisticsValues::latencies);
-  nb::class_<PendingCall>(m, "PendingCall", "The oldest pending operation of a group.")
+  nb::class_<PendingCall>(m, "PendingCall",
+                          "The foremost pending operation of a group; see Lanes::pending_at.")
       .def_ro("text", &PendingCall::text)
       .def_ro("number", &PendingCall::number)
       .def_ro("since", &PendingCall::since)
-      .def_ro("blocker", &PendingCall::blocker);
+      .def_ro("blocker", &PendingCall::blocker)
+      .def_ro("waits", &PendingCall::waits);
   nb::class_<GroupStatus>(m, "GroupStatus", "A group on a status page; see cpp/engine/status_page.h.")
       .def_ro("name", &GroupStatus::name)
       .def_ro("ident", &GroupStatus::ident)
@@ -139,7 +143,8 @@ void bind_statistics(nb::module_& m) {
       .def_prop_ro("kind", [](const RemoteRank& rank) { return name(rank.status.kind); })
       .def_prop_ro("number", [](const RemoteRank& rank) { return rank.status.number; })
       .def_prop_ro("age", [](const RemoteRank& rank) { return rank.status.age; })
-      .def_prop_ro("blocker", [](const RemoteRank& rank) { return rank.status.blocker; });
+      .def_prop_ro("blocker", [](const RemoteRank& rank) { return rank.status.blocker; })
+      .def_prop_ro("waits", [](const RemoteRank& rank) { return rank.status.waits != 0; });
   nb::class_<RankStatus>(m, "RankStatus", "The status page of a rank; see cpp/engine/status_page.h.")
       .def_ro("job", &RankStatus::job)
       .def_ro("pid", &RankStatus::pid)

@@ -428,12 +428,18 @@ class Statistics:
     latencies: list[int]
 
 class PendingCall:
-    """The oldest pending operation of a group; ``since`` is in nanoseconds of CLOCK_MONOTONIC."""
+    """The foremost pending operation of a group, see ``cpp/engine/status_page.h``.
+
+    Attributes:
+        since: when it was submitted, in nanoseconds of CLOCK_MONOTONIC.
+        waits: it waits for the rank ``blocker`` to call it, not for its data.
+    """
 
     text: str
     number: int
     since: int
     blocker: int
+    waits: bool
 
 class GroupStatus:
     """A group of a rank, see ``cpp/engine/status_page.h``."""
@@ -452,7 +458,8 @@ class RemoteRank:
     Attributes:
         alive: False if it has left or is lost.
         received: when the report came, in nanoseconds of this host's CLOCK_MONOTONIC.
-        kind, number, age: of its oldest pending operation; ``age`` in nanoseconds at the report, -1: none.
+        kind, number, age, waits: of its foremost pending operation; ``age`` in nanoseconds at the report, -1:
+            none.
     """
 
     rank: int
@@ -467,6 +474,7 @@ class RemoteRank:
     number: int
     age: int
     blocker: int
+    waits: bool
 
 class RankStatus:
     """The status page of a rank, see ``cpp/engine/status_page.h``."""

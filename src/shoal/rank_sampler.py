@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from ._core import GroupStatus, RemoteRank, Statistics
+from ._core import GroupStatus, PendingCall, RemoteRank, Statistics
 from .rank_status import RankFinder, RankProcess
 from .statistics import latency_of
 
@@ -18,6 +18,8 @@ from .statistics import latency_of
 SILENT_AFTER_S = 5.0
 #: share of a core from which a rank without a pending operation counts as computing
 _COMPUTES_FROM = 0.5
+#: number of ranks that others were late for on a status page, ``kStatusLate`` of ``cpp/engine/status_page.h``
+_LATE_RANKS = 16
 #: states in which a rank cannot do anything
 HELD_UP = ("stopped", "traced", "silent")
 #: all states; see :class:`RankRow`
@@ -34,12 +36,14 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
         rank, size: of the process among those it is connected to.
         pid: process id; of a rank on another host, its id there.
         remote: whether it is on another host, so that only what its heartbeats report is known.
-        state: ``waits`` for another rank; ``moves`` data; ``computes``, ``sleeps``: no operation is pending;
-            ``runs``: the same of a remote rank; ``stopped`` by a signal, ``traced`` by a debugger;
-            ``silent``: no sign of life for 5 s; ``left``: a remote one is lost, or has left.
-        group, call, number: of the operation that is pending for the longest time; ``""``, None if there is
-            none; the number is None for messages and in callbacks.
-        age_s: seconds since that was submitted; None if nothing is pending.
+        state: ``waits`` for another rank; ``moves`` data, or needs data of a rank that runs; ``computes``,
+            ``sleeps``: no operation is pending; ``runs``: the same of a remote rank; ``stopped`` by a signal,
+            ``traced`` by a debugger; ``silent``: no sign of life for 5 s; ``left``: a remote one is lost, or
+            has left.
+        group, call, number: of the oldest pending operation for which a thread waits, or else of the oldest
+            one that is not a receive; ``""``, None if there is none; the number is None for messages and in
+            callbacks.
+        age_s: seconds since that was submitted; None if there is none.  Of a remote rank: at its last report.
         waits_for: the rank for which it waits; None: for none, or unknown.
         pending, completed, failed: numbers of operations.
         bytes: of completed operations, for each the longer of input and output.
@@ -91,16 +95,18 @@ class RankTotals:
     Attributes:
         started: time at which its connections were created, in nanoseconds of CLOCK_MONOTONIC; 0 if it is
             remote.
+        as_of: time of the counters, in seconds of CLOCK_MONOTONIC: pages are written every 50 ms, and ranks
+            on other hosts report every second.
         completed, bytes: as in :class:`RankRow`.
-        waited: seconds of waiting for other ranks, with the waits that have not ended yet, so that it grows
-            evenly.  It can decrease a little at the end of such a wait.
+        waited: seconds of waiting for other ranks, with the waits that have not ended yet.
         cpu_s: CPU time of its process, in seconds; 0 if it is remote.
-        late: seconds of waiting for each rank in each open group, likewise, by group and rank; empty if it is
-            remote.
+        late: seconds of waiting for each rank in each open group, likewise, by group and rank, of the 16
+            ranks with the longest times; empty if it is remote.
         latencies: numbers of operations by latency, see :mod:`shoal.statistics`; empty if it is remote.
     """
 
     started: int
+    as_of: float
     completed: int
     bytes: int
     waited: float
@@ -147,21 +153,27 @@ class Sampler:
         """The samples of one job, whose counters are added to ``readings``."""
         found: list[tuple[RankRow, RankTotals]] = []
         shares: list[dict[int, float]] = []
+        moving: dict[int, int] = {}
         for each in processes:
             key = (each.pid, each.status.rank, each.status.started)
-            readings[key] = reading = _reading_of(each, now)
+            readings[key] = reading = _reading_of(each)
             before, seconds = self._since(key, each.status.started / 1e9, now)
             found.append((_row(each, reading, before, seconds, now), reading))
+            call = _foremost_call(each.status.groups)
+            if call is not None and call.blocker >= 0:
+                moving[each.status.rank] = call.blocker
             late: dict[int, float] = defaultdict(float)
-            for (group, rank), spent in reading.late.items():
-                late[rank] += spent - before.late.get((group, rank), 0.0)
-            shares.append({rank: _share(spent, seconds) for rank, spent in late.items()})
+            for rank, spent in late_since(before, reading):
+                late[rank] += spent
+            observed = _observed_s(before, reading, each.status.started / 1e9)
+            shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
         first, _ = found[0]
         for remote in _remote_ranks(processes):
             key = (first.leader, remote.rank, -1)
-            readings[key] = reading = _remote_reading(remote, now)
+            readings[key] = reading = _remote_reading(remote)
             before, seconds = self._since(key, self._read_at, now)
             found.append((_remote_row(first, remote, reading, before, seconds, now), reading))
+        wait_for_held_up([row for row, _ in found], moving)
         for row, _ in found:
             others = len(shares) - (not row.remote)
             if others > 0:
@@ -175,20 +187,55 @@ class Sampler:
         return _NOTHING, max(now - begun, 1e-6)
 
 
-_NOTHING = RankTotals(0, 0, 0, 0.0, 0.0, {}, ())
+_NOTHING = RankTotals(0, 0.0, 0, 0, 0.0, 0.0, {}, ())
+
+
+def _observed_s(before: RankTotals, reading: RankTotals, begun: float) -> float:
+    """The seconds in which the counters have changed from ``before`` to ``reading``."""
+    return max(reading.as_of - (before.as_of or begun), 1e-6)
 
 
 def _share(part: float, whole: float) -> float:
     return min(max(part / whole, 0.0), 1.0)
 
 
-def _oldest(groups: Iterable[GroupStatus]) -> GroupStatus | None:
-    """The group with the operation that is pending for the longest time."""
+def late_since(before: RankTotals, reading: RankTotals) -> Iterable[tuple[int, float]]:
+    """The ranks for which a rank has waited since ``before``, and the seconds, by group.
+
+    A page has the 16 ranks of each group with the longest times. One that is new among these has waited for
+    longer than since ``before``, and is left out.
+    """
+    known = Counter(group for group, _ in before.late)
+    for (group, rank), spent in reading.late.items():
+        if (then := before.late.get((group, rank))) is not None:
+            yield rank, spent - then
+        elif known[group] < _LATE_RANKS:
+            yield rank, spent
+
+
+def wait_for_held_up(rows: Sequence[RankRow], moving: Mapping[int, int]) -> None:
+    """Change rows of ranks that need data (``moving``: of which rank) of one that cannot do anything."""
+    held_up = {row.rank for row in rows if row.state in (*HELD_UP, "left")}
+    for row in rows:
+        if row.state == "moves" and (source := moving.get(row.rank)) in held_up:
+            row.state, row.waits_for = "waits", source
+
+
+def _foremost(groups: Iterable[GroupStatus]) -> GroupStatus | None:
+    """The group whose operation has been pending for the longest time, preferably one that waits."""
     pending = (group for group in groups if group.call is not None)
-    return min(pending, key=lambda group: group.call.since if group.call else 0, default=None)
+    return min(
+        pending, key=lambda each: (not each.call.waits, each.call.since) if each.call else (True, 0),
+        default=None,
+    )  # fmt: skip
 
 
-def _reading_of(process: RankProcess, now: float) -> RankTotals:
+def _foremost_call(groups: Iterable[GroupStatus]) -> PendingCall | None:
+    group = _foremost(groups)
+    return None if group is None else group.call
+
+
+def _reading_of(process: RankProcess) -> RankTotals:
     status = process.status
     counters: list[Statistics] = [status.ended, *(group.statistics for group in status.groups)]
     late: dict[tuple[int, int], float] = defaultdict(float)
@@ -196,12 +243,11 @@ def _reading_of(process: RankProcess, now: float) -> RankTotals:
     for group in status.groups:
         for member in group.statistics.late:
             late[group.ident, member.rank] += member.waited / 1e9
-        if group.call is not None and group.call.blocker >= 0:
-            late[group.ident, group.call.blocker] += now - group.call.since / 1e9
-            waited += now - group.call.since / 1e9
     latencies = [sum(column) for column in zip(*(each.latencies for each in counters), strict=True)]
     completed, moved = sum(each.completed for each in counters), sum(each.bytes for each in counters)
-    return RankTotals(status.started, completed, moved, waited, process.cpu_s, late, latencies)
+    return RankTotals(
+        status.started, status.written / 1e9, completed, moved, waited, process.cpu_s, late, latencies
+    )
 
 
 def _row(
@@ -209,9 +255,9 @@ def _row(
 ) -> RankRow:
     status = process.status
     cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
-    group = _oldest(status.groups)
+    group = _foremost(status.groups)
     call = group.call if group is not None else None
-    waits_for = call.blocker if call is not None and call.blocker >= 0 else None
+    waits_for = call.blocker if call is not None and call.waits and call.blocker >= 0 else None
     # A page that was read while it was written may show less than the one before.
     pairs = zip(reading.latencies, before.latencies or (0,) * len(reading.latencies), strict=True)
     latencies = [max(now - then, 0) for now, then in pairs]
@@ -236,7 +282,7 @@ def _row(
         bytes=reading.bytes,
         operations_per_s=max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=_share(reading.waited - before.waited, seconds),
+        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, status.started / 1e9)),
         awaited=0.0,
         p50_s=latency_of(latencies, 0.5),
         p99_s=latency_of(latencies, 0.99),
@@ -273,11 +319,10 @@ def _remote_ranks(processes: Sequence[RankProcess]) -> Iterable[RemoteRank]:
     return latest.values()
 
 
-def _remote_reading(report: RemoteRank, now: float) -> RankTotals:
-    waited = report.waited / 1e9
-    if report.age >= 0 and report.blocker >= 0:
-        waited += report.age / 1e9 + now - report.received / 1e9
-    return RankTotals(0, report.completed, report.bytes, waited, 0.0, {}, ())
+def _remote_reading(report: RemoteRank) -> RankTotals:
+    return RankTotals(
+        0, report.received / 1e9, report.completed, report.bytes, report.waited / 1e9, 0.0, {}, ()
+    )
 
 
 def _remote_row(
@@ -285,7 +330,7 @@ def _remote_row(
 ) -> RankRow:
     silent_s = now - report.received / 1e9
     pending = report.age >= 0
-    waits = pending and report.blocker >= 0
+    waits = pending and report.waits and report.blocker >= 0
     state = "waits" if waits else "moves" if pending else "runs"
     if not report.alive:
         state = "left"
@@ -303,7 +348,7 @@ def _remote_row(
         group="",
         call=report.kind if pending else "",
         number=report.number if pending and report.number >= 0 else None,
-        age_s=report.age / 1e9 + silent_s if pending else None,
+        age_s=report.age / 1e9 if pending else None,
         waits_for=report.blocker if waits else None,
         pending=None,
         completed=report.completed,
@@ -311,7 +356,7 @@ def _remote_row(
         bytes=report.bytes,
         operations_per_s=0.0 if first else max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=0.0 if first else max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=0.0 if first else _share(reading.waited - before.waited, seconds),
+        waiting=0.0 if first else _share(reading.waited - before.waited, _observed_s(before, reading, 0.0)),
         awaited=0.0,
         p50_s=None,
         p99_s=None,

@@ -55,7 +55,7 @@ class GroupStatistics:
     def latency(self, quantile: float = 0.5) -> float | None:
         """The time from submission to completion that this share of operations did not exceed, in seconds.
 
-        Correct to 13 %, the width of a bucket.  None if no operation has completed.
+        The middle of a bucket, and so correct to 13 %.  None if no operation has completed.
 
         Args:
             quantile: from 0 to 1, for example 0.99.

@@ -16,7 +16,7 @@ import torch
 
 from shoal import ProcessGroup
 from shoal.launch.cli import invoke
-from shoal.rank_sampler import RankRow, Sampler
+from shoal.rank_sampler import RankRow, RankTotals, Sampler, late_since, wait_for_held_up
 from shoal.rank_status import RankFinder, RankProcess
 from shoal.testing import run_threads
 from shoal.testing.processes import processes
@@ -157,6 +157,7 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
                 lambda: (
                     (rows := sampler.rows())
                     and [(each.waits_for, each.number, each.completed) for each in rows] == expected
+                    and (rows[1].age_s or 0) > 1.0
                     and rows
                 )
             )
@@ -193,7 +194,11 @@ def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:
             [row(0, 1), row(1, 2), row(2)],
             "ranks 0, 1 wait for rank 2, for up to 2.0 s; it computes, outside of shoal (process 102)",
         ),
-        ([row(0, 1), row(1, 0)], "it waits in barrier(), as the ranks wait for one another (process 100)"),
+        (
+            [row(0, 1), row(1, 2), row(2, 1)],
+            "ranks 1, 2 wait for one another, for up to 3.0 s: 1 -> 2 -> 1 "
+            "(rank 2 in barrier(), rank 1 in barrier())",
+        ),
         (
             [row(0, 3)],
             "rank 0 waits for rank 3, for up to 1.0 s; it is on no host that this one sees, or has ended",
@@ -211,6 +216,103 @@ def test_the_rank_that_a_chain_of_waits_ends_at_is_named(rows: list[RankRow], te
 
 def test_nobody_is_named_for_short_waits() -> None:
     assert culprits([row(0, 1), row(1)], least_s=1.5) == []
+    remote = msgspec.structs.replace(row(0, 1), remote=True, age_s=0.9)
+    assert culprits([remote, row(1)]) == []
+
+
+def own_row(sampler: Sampler, group: ProcessGroup) -> tuple[RankRow, RankTotals]:
+    """The sample of this rank, among those of all threads of this process."""
+    own = [each for each in sampler.samples() if each[0].pid == os.getpid() and each[0].size == group.size]
+    return next(each for each in own if each[0].rank == group.rank)
+
+
+def test_a_group_beyond_the_places_of_the_page_is_shown_and_counted() -> None:
+    shown = threading.Event()
+
+    def rank(group: ProcessGroup) -> None:
+        sampler = Sampler("threads")
+        parts = [group.split(0) for _ in range(40)]
+        for part in parts:
+            part.all_reduce(torch.ones(3)).wait()
+        if group.rank == 0:
+            completed = group.stats().completed + 40
+            future = parts[-1].all_reduce(torch.ones(3))
+            expected = (1, parts[-1].name[:63], completed, 1)
+            # The page may be older than the operation.
+            try:
+                until(
+                    lambda: (
+                        (now := own_row(sampler, group)[0])
+                        and (now.waits_for, now.group, now.completed, now.pending) == expected
+                    )
+                )
+            finally:
+                shown.set()
+            future.wait()
+        else:
+            shown.wait(60)
+            parts[-1].all_reduce(torch.ones(3)).wait()
+
+    run_threads(rank, 2)
+
+
+def test_a_receive_for_which_no_thread_waits_is_not_shown() -> None:
+    shown = threading.Event()
+
+    def rank(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            shown.wait(60)
+            group.send(torch.ones(3), 0).wait()
+            return
+        sampler = Sampler("threads")
+        future = group.recv(torch.empty(3), 1)
+        found = until(lambda: (now := own_row(sampler, group)[0]).pending and now)
+        assert (found.waits_for, found.call) == (None, "")
+        waiter = threading.Thread(target=future.wait)
+        waiter.start()
+        assert until(lambda: own_row(sampler, group)[0].waits_for == 1)
+        shown.set()
+        waiter.join(60)
+
+    run_threads(rank, 2)
+
+
+def test_operations_that_wait_for_their_turn_do_not_count_as_waiting() -> None:
+    """Rank 0 has submitted six, of which only the first one waits."""
+
+    def rank(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        if group.rank == 1:
+            for _ in range(6):
+                time.sleep(0.1)
+                group.all_reduce(torch.ones(3)).wait()
+            return
+        begun = time.monotonic()
+        sampler = Sampler("threads")
+        before = own_row(sampler, group)[1]
+        futures = [group.all_reduce(torch.ones(3)) for _ in range(6)]
+        while not futures[-1].done():
+            waited = own_row(sampler, group)[1].waited - before.waited
+            assert waited <= time.monotonic() - begun
+        assert waited > 0.2
+        assert group.stats().waited_s > 0.5
+
+    run_threads(rank, 2)
+
+
+def test_a_rank_that_needs_data_waits_only_for_one_that_is_held_up() -> None:
+    rows = [row(0, state="moves"), row(1, state="moves"), row(2, state="stopped"), row(3)]
+    wait_for_held_up(rows, {0: 2, 1: 3})
+    assert [(each.state, each.waits_for) for each in rows[:2]] == [("waits", 2), ("moves", None)]
+
+
+def test_a_rank_that_is_new_among_the_latest_counts_from_the_next_sample_on() -> None:
+    full = {(7, rank): 1.0 for rank in range(16)}
+    before = RankTotals(0, 0.0, 0, 0, 0.0, 0.0, full, ())
+    now = RankTotals(0, 0.0, 0, 0, 0.0, 0.0, {**full, (7, 3): 1.5, (7, 20): 2.0, (8, 1): 0.25}, ())
+    found = dict(late_since(before, now))
+    assert (found[3], found[1]) == (0.5, 0.25)
+    assert 20 not in found
 
 
 def test_a_page_with_any_content_is_refused_or_within_its_limits(tmp_path: Path) -> None:
