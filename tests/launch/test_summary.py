@@ -86,9 +86,38 @@ def test_waiting_is_attributed_to_processes_over_several_worlds() -> None:
         ["1", "4", "2.0", "1,000", "2,000", "10.0", "0.0", "0"],
     ]
     assert found[5:] == [
-        "the others waited 45 % of their time for rank 1, which arrived last in 7 operations",
-        "the others waited 3 % of their time for rank 2, which arrived last in 1 operation",
+        "operations of the others waited 45 % of the time for rank 1, which arrived last in 7 operations",
+        "operations of the others waited 3 % of the time for rank 2, which arrived last in 1 operation",
         "no summary of rank 2",
+    ]
+
+
+def test_a_rank_that_is_late_because_it_waits_in_another_group_is_named_with_the_rank_it_waits_for() -> None:
+    processes = [Process(0), Process(1), Process(2), Process(3)]
+    found = lines(
+        processes,
+        (0, Report("summary", 1.0, (2,), summary=summary((4, 9.0)))),
+        (1, Report("summary", 1.0, (2,), summary=summary((4, 9.0)))),
+        (2, Report("summary", 1.0, (1, 3), summary=summary((1, 0.1), (4, 9.8)))),
+        (3, Report("summary", 1.0, (2,), summary=summary((1, 0.1)))),
+    )
+    assert found[6:] == [
+        "operations of the others waited 60 % of the time for rank 2, which arrived last in 4 operations "
+        "(its own operations waited 99 % of the time, most for rank 3)",
+        "operations of the others waited 33 % of the time for rank 3, which arrived last in 4 operations",
+    ]
+
+
+def test_waits_of_operations_at_the_same_time_are_at_most_the_whole_time() -> None:
+    found = lines(
+        [Process(0), Process(1)],
+        (0, Report("summary", 1.0, (1,), summary=summary((4, 15.0)))),
+        (1, Report("summary", 1.0, (), summary=WaitSummary(10.0, 4, 0, 12.0, 1e-3, 2e-3))),
+    )
+    assert found[2].split()[6:8] == ["15.0", "150"]
+    assert found[4:] == [
+        "operations of the others waited 100 % of the time for rank 1, which arrived last in 4 operations "
+        "(its own operations waited 100 % of the time)"
     ]
 
 

@@ -12,6 +12,8 @@ from ..ranks.rank import JobProcess
 
 #: share of the time from which a rank that others waited for is named
 _NAMED_FROM = 0.01
+#: share of its own time from which the line of a named rank also has for whom it waited
+_WAITED_ITSELF_FROM = 0.5
 _HEADINGS = ("rank", "operations", "MB", "p50 us", "p99 us", "seconds", "waited s", "waited %", "most for")
 
 
@@ -73,11 +75,32 @@ class WaitingTable:
         for index, spent in sorted(waited.items(), key=lambda each: -each[1]):
             own = sum(r.summary.seconds for p, r in self._reports if p.index == index and r.summary)
             if spent > _NAMED_FROM * (seconds - own) > 0:
+                share = _percentage(spent, seconds - own)
                 most = counted(max(times[index].values()), "operation")
                 yield (
-                    f"the others waited {100 * spent / (seconds - own):.0f} % of their time for rank "
-                    f"{names.get(index, '?')}, which arrived last in {most}"
+                    f"operations of the others waited {share} of the time for rank {names.get(index, '?')}, "
+                    f"which arrived last in {most}{self._own_waiting(index, names)}"
                 )
+
+    def _own_waiting(self, index: int, names: dict[int, str]) -> str:
+        """The end of the line of a rank that itself waited: it may be late because of another one."""
+        seconds = waited = 0.0
+        late: dict[int, float] = defaultdict(float)
+        for process, report in self._reports:
+            if process.index == index and report.summary is not None:
+                seconds += report.summary.seconds
+                waited += report.summary.waited_s
+                for other, (_, spent) in zip(report.ranks, report.summary.late, strict=True):
+                    late[other] += spent
+        if not seconds or waited <= _WAITED_ITSELF_FROM * seconds:
+            return ""
+        most = f", most for rank {names.get(max(late, key=lambda each: late[each]), '?')}" if late else ""
+        return f" (its own operations waited {_percentage(waited, seconds)} of the time{most})"
+
+
+def _percentage(waited: float, seconds: float) -> str:
+    """The share of waiting.  Operations that wait at the same time count each, so it is at most 100 %."""
+    return f"{min(100 * waited / seconds, 100):.0f} %"
 
 
 def _share(spent: float, summary: WaitSummary) -> str:
