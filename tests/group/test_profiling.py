@@ -214,6 +214,11 @@ def test_a_trace_has_the_operations_of_ddp_and_of_callbacks(traces: Path) -> Non
         sends, receives = (named(communication, f"ncclKernel_{kind}") for kind in ("send", "recv"))
         assert sorted(event["args"]["In msg nelems"] for event in sends) == [11, 11, 11, 12, 12, 12]
         assert sorted(event["args"]["Out msg nelems"] for event in receives) == [11, 11, 11, 12, 12, 12]
+        for messages, ends in ((sends, (rank, 1 - rank)), (receives, (1 - rank, rank))):
+            found_ends = {(event["args"]["Src Rank"], event["args"]["Dst Rank"]) for event in messages}
+            assert found_ends == {ends}
+        for event in named(communication, "ncclKernel_all_reduce"):
+            assert event["args"]["Out msg nelems"] == event["args"]["In msg nelems"]
         assert {"aten::linear", "aten::ones"} <= {event["name"] for event in computation}
         assert all(launches[event["args"]["correlation"]]["name"] == event["name"] for event in computation)
         for lane in {event["tid"] for event in communication + computation}:

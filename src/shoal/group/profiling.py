@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from ..backend.base import GroupSpec
 from ..future import Future
-from ..spec import Operation, OpKind
+from ..spec import Operation
 
 T = TypeVar("T")
 
@@ -46,10 +46,7 @@ def submission_ranges(spec: GroupSpec, operations: Iterable[Operation]) -> ExitS
             count = sum(x.numel() for x in operation.inputs)
             found = metadata(spec, kind, tensors[0].dtype if tensors else None, count, operation.number)
             found["Out msg nelems"] = sum(x.numel() for x in operation.outputs)
-            if operation.peer >= 0:
-                own, peer = spec.ranks[spec.rank], spec.ranks[operation.peer]
-                is_sender = operation.kind is OpKind.SEND
-                found["Src Rank"], found["Dst Rank"] = (own, peer) if is_sender else (peer, own)
+            found.update(ends_of_message(spec, kind, operation.peer))
             ranges.enter_context(torch._C._profiler._RecordFunctionFast(PREFIX + kind, tensors, found))
         return ranges.pop_all()
 
@@ -75,6 +72,19 @@ def metadata(
     if number >= 0:
         found["Seq"] = number
     return found
+
+
+def ends_of_message(spec: GroupSpec, kind: str, peer: int) -> dict[str, int]:
+    """Describe the sender and the receiver of a message.
+
+    Args:
+        peer: numbered in the group; -1 for a collective and for a message from any rank, which have neither.
+    """
+    if peer < 0:
+        return {}
+    own, other = spec.ranks[spec.rank], spec.ranks[peer]
+    source, destination = (own, other) if kind == "send" else (other, own)
+    return {"Src Rank": source, "Dst Rank": destination}
 
 
 @cache

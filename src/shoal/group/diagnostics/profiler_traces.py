@@ -29,7 +29,7 @@ import torch
 from ...common.atomic_file import AtomicFile
 from ...errors import UsageError
 from ...world import open_groups
-from ..profiling import PREFIX, metadata
+from ..profiling import PREFIX, ends_of_message, metadata
 
 if TYPE_CHECKING:
     from ..process_group import ProcessGroup
@@ -179,8 +179,9 @@ def _operations(group: ProcessGroup, offset: float, begin: float, end: float) ->
             )
             count = entry.count if has_input else 0
             described = metadata(group._spec, entry.kind, dtype, count, entry.number)
-            if not has_input:
+            if not has_input or entry.kind == "all_reduce":
                 described["Out msg nelems"] = entry.count
+            described.update(ends_of_message(group._spec, entry.kind, entry.peer))
             yield _Operation(entry.kind, submitted, min(ended, end), described)
 
 
