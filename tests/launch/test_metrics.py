@@ -15,7 +15,9 @@ import textwrap
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +25,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal import ProcessGroup
+from shoal.launch.metrics import collectors
 from shoal.launch.metrics.collectors import JobCollector, RankCollector, StoreCollector
 from shoal.launch.metrics.counters import JobCounters
 from shoal.launch.metrics.endpoint import _MAX_CONNECTIONS, MetricsEndpoint
+from shoal.rank_sampler import RankTotals
 from shoal.rank_status import RankFinder, RankProcess
 from shoal.rendezvous import user_secret
 from shoal.store import TCPStoreServer, open_store
@@ -129,6 +133,28 @@ def test_counters_of_ranks_never_decrease_and_count_closed_groups_and_late_ranks
         assert latencies[-1] == 7
 
     run_threads(rank, 2)
+
+
+def test_waits_of_closed_groups_become_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectors, "_MAX_UNSEEN_GROUPS", 2)
+    collector = RankCollector(None)
+
+    def awaited(groups: Sequence[int], *, seconds: float = 0.5, started: int = 1) -> float:
+        late = {(group, 1): seconds for group in groups}
+        row: Any = SimpleNamespace(job="j", rank=0)
+        samples = [(row, RankTotals(started, 0, 0, 0.0, 0.0, late, ()))]
+        return collector._awaited(samples)["j", 1]
+
+    for step in range(100):
+        assert awaited([0, step + 1]) == 0.5 * (step + 2)
+    assert awaited([99]) == 0.5 * 101  # a group that is seen again does not count twice
+    assert awaited([0], seconds=0.75) == 0.5 * 101 + 0.25
+    for start in range(2, 10):  # processes that end and are replaced
+        assert awaited([0], started=start) == 0.5 * 101 + 0.25 + 0.5 * (start - 1)
+    assert len(collector._late) == 3
+    assert collector._awaited([]) == {}
+    assert not collector._late
+    assert not collector._earlier
 
 
 def test_ranks_on_other_hosts_have_the_counters_of_their_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

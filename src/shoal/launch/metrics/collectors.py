@@ -26,6 +26,9 @@ from .counters import JobCounters
 
 #: maximum length of a job's name on a status page, in bytes
 _MAX_JOB_BYTES = 63
+#: maximum number of groups no longer seen whose waits are kept apart: a page has no room for all groups of a
+#: rank, so a group that is not seen may be seen again
+_MAX_UNSEEN_GROUPS = 1000
 #: labels of ranks.  Not "job", which Prometheus sets to the name of the scrape configuration.
 _LABELS = ("job_name", "rank")
 
@@ -43,8 +46,11 @@ class RankCollector(Collector):
         self._lock = threading.Lock()
         #: the values of counters at the last scrape, by metric, job, rank and start of the rank
         self._values: dict[tuple[str, str, int, int], float] = {}
-        #: seconds of waiting, by job, rank that was waited for, rank that waited, its start, and group
+        #: seconds of waiting, by job, rank that was waited for, rank that waited, its start, and group; the
+        #: entries that were not seen for the longest time come first
         self._late: dict[tuple[str, int, int, int, int], float] = {}
+        #: the sums of earlier entries, by job and rank that was waited for
+        self._earlier: dict[tuple[str, int], float] = {}
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -140,11 +146,17 @@ class RankCollector(Collector):
         """The seconds for which each rank of each job was waited for, also by ranks that have ended since."""
         jobs = {row.job for row, _ in samples}
         self._late = {key: spent for key, spent in self._late.items() if key[0] in jobs}
+        self._earlier = {key: spent for key, spent in self._earlier.items() if key[0] in jobs}
+        seen: dict[tuple[str, int, int, int, int], float] = {}
         for row, totals in samples:
             for (group, rank), spent in totals.late.items():
                 key = (row.job, rank, row.rank, totals.started, group)
-                self._late[key] = max(spent, self._late.get(key, 0.0))
-        awaited: dict[tuple[str, int], float] = defaultdict(float)
+                seen[key] = max(spent, self._late.pop(key, 0.0))
+        for key in list(self._late)[:-_MAX_UNSEEN_GROUPS]:
+            job, rank, *_ = key
+            self._earlier[job, rank] = self._earlier.get((job, rank), 0.0) + self._late.pop(key)
+        self._late |= seen
+        awaited: dict[tuple[str, int], float] = defaultdict(float, self._earlier)
         for (job, rank, *_), spent in self._late.items():
             awaited[job, rank] += spent
         return awaited
