@@ -105,6 +105,20 @@ def test_a_loopback_interface_that_is_down_is_found_by_a_check_and_by_the_self_t
     assert re.match("two ranks over TCP: (rank 0|on both): RendezvousTimeout: rendezvous: ", found.fact)
 
 
+@pytest.mark.parametrize(("transport", "usual", "slow"), [("shm", 2.1, 2133.6), ("tcp", 31.5, 2133.6)])
+def test_a_slow_self_test_is_a_warning_with_the_load_of_the_machine(
+    transport: str, usual: float, slow: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.25, 1.0, 1.0))
+    found = self_test._judge(transport, [usual, usual])
+    assert (found.status, found.fact.partition("takes ")[2]) == ("ok", f"{usual} us")
+    found = self_test._judge(transport, [usual, slow])
+    assert found.status == "warn"
+    assert re.search(r"takes 2133.6 us, on an idle machine less than 10+ us; the load average", found.fact)
+    assert re.search(r" 7.2, with [0-9.]+ usable cores$", found.fact)
+    assert found.advice.startswith("end other programs")
+
+
 def test_findings_are_printed_by_topic_and_a_check_that_raises_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
