@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import stat
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import shoal
 from shoal import ProcessGroup
 from shoal.testing import processes, run_threads
-from shoal.tracing import spool
+from shoal.tracing import recording, spool
 from tests.support.chrome_traces import ChromeTrace
 from tests.support.waiting import until
 
@@ -130,6 +131,27 @@ def test_worlds_of_one_process_have_files_of_their_own(
     }
     assert len(caplog.records) == 2
     assert "lacks 4 operations and all later ones: trace fewer steps" in caplog.text
+
+
+@pytest.mark.concurrency
+def test_the_last_context_may_be_closed_inside_a_critical_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the garbage collector, while the thread that drains the contexts waits for the lock."""
+    monkeypatch.setenv("SHOAL_TRACE", str(tmp_path))
+    closed = threading.Event()
+
+    def close_in_critical_section() -> None:
+        group = shoal.init()
+        thread = next(each for each in threading.enumerate() if each.name == "shoal-trace")
+        with recording._lock:
+            until(lambda: sys._current_frames()[thread.ident or 0].f_code.co_name == "_run")
+            group.close()
+        closed.set()
+
+    threading.Thread(target=close_in_critical_section, daemon=True).start()
+    assert closed.wait(60)
+    assert sorted(traces(tmp_path)) == [0]
 
 
 def test_failed_operations_are_marked(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ class _RunningTrace:
         return [file for context in contexts if (file := self.remove(context)) is not None]
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread; the caller may hold the lock."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -251,10 +251,16 @@ class _RunningTrace:
 
     def _run(self) -> None:
         while not self._stopped.wait(_DRAIN_INTERVAL_S):
-            with _lock:
+            # The garbage collector may close the last group inside a critical section, which waits for this
+            # thread.
+            if not _lock.acquire(timeout=_DRAIN_INTERVAL_S):
+                continue
+            try:
                 for file in list(self.files.values()):
                     for context in list(file.contexts):
                         file.drain(context)
+            finally:
+                _lock.release()
 
 
 @contextlib.contextmanager
