@@ -16,6 +16,7 @@ import torch
 
 import shoal
 from shoal import ProcessGroup
+from shoal.backend.native.gathering import all_gather_bytes
 from shoal.testing import processes, run_threads
 from shoal.tracing import recording, spool
 from tests.support.chrome_traces import ChromeTrace
@@ -131,6 +132,21 @@ def test_worlds_of_one_process_have_files_of_their_own(
     }
     assert len(caplog.records) == 2
     assert "lacks 4 operations and all later ones: trace fewer steps" in caplog.text
+
+
+def test_groups_that_a_backend_makes_for_itself_are_not_traced(tmp_path: Path) -> None:
+    def rank(group: ProcessGroup) -> None:
+        world = group._world
+        gathered = all_gather_bytes(world.links.backend, world.membership, bytes([group.rank]), 60.0)
+        assert gathered == [b"\0", b"\1"]
+        group.barrier().wait()
+
+    with shoal.trace(tmp_path):
+        run_threads(rank, 2)
+    for trace in traces(tmp_path).values():
+        assert trace.names("thread") == {"world"}
+        assert [each["name"] for each in trace.slices("collective")] == ["barrier"]
+        assert [each["name"] for each in trace.other["groups"]] == ["world"]
 
 
 @pytest.mark.concurrency

@@ -46,6 +46,7 @@ class GroupSpec:
             two, and the group has no collectives.
         world_ranks: the members' ranks in the current world group, if that was rebuilt.
         for_callbacks: whether the channel is the second one of a group, for operations issued in callbacks.
+        internal: whether a backend made the group for itself; traces do not show it.
     """
 
     name: str
@@ -57,6 +58,7 @@ class GroupSpec:
     scope: FailureScope = FailureScope.ALL
     world_ranks: tuple[int, ...] | None = None
     for_callbacks: bool = False
+    internal: bool = False
 
 
 class Shortcut(Protocol):

@@ -35,7 +35,7 @@ class RankTrace:
         self._contents = contents
         self._pid = contents.rank.rank
         self._timeline = Timeline(contents.rank.begun)
-        self._groups = dict(contents.groups)
+        self._groups = {ident: group for ident, group in contents.groups.items() if not group.internal}
         for each in contents.records():
             if each.group not in self._groups:  # never, unless the file was changed
                 self._groups[each.group] = TracedGroup(each.group, f"group {each.group:#x}", (), 1)

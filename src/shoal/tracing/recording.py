@@ -82,9 +82,14 @@ class ContextTrace:
         self.groups: dict[int, TracedGroup] = {}
         _attach(self)
 
-    def add_group(self, ident: int, name: str, ranks: Sequence[int], lanes: int) -> None:
-        """Add a group; ``ranks`` are numbered as those of the context."""
-        group = TracedGroup(ident, name, tuple(self._ranks[rank] for rank in ranks), lanes)
+    def add_group(
+        self, ident: int, name: str, ranks: Sequence[int], lanes: int, *, internal: bool = False
+    ) -> None:
+        """Add a group; ``ranks`` are numbered as those of the context.
+
+        The trace does not show an ``internal`` group.
+        """
+        group = TracedGroup(ident, name, tuple(self._ranks[rank] for rank in ranks), lanes, internal)
         with _lock:
             self.groups[ident] = group
             if _recording is not None:

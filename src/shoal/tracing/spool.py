@@ -96,12 +96,16 @@ class TracedRank(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TracedGroup(msgspec.Struct, frozen=True, tag="group"):
-    """A group; ``ranks`` are the ranks of its members in the world."""
+    """A group; ``ranks`` are the ranks of its members in the world.
+
+    The core records the operations of an ``internal`` group like others, but the trace does not show them.
+    """
 
     ident: Ident
     name: str
     ranks: tuple[Rank, ...]
     lanes: Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
+    internal: bool = False
 
 
 class _Begin(msgspec.Struct, tag="begin"):
@@ -207,9 +211,12 @@ class SpoolContents(NamedTuple):
     truncated: bool
 
     def records(self) -> Iterator[OperationTimes]:
-        """The operations, in the order in which they ended."""
+        """The operations that the trace shows, in the order in which they ended."""
+        internal = {group.ident for group in self.groups.values() if group.internal}
         for each in self.operations:
-            yield from map(OperationTimes._make, _RECORD.iter_unpack(each))
+            for record in map(OperationTimes._make, _RECORD.iter_unpack(each)):
+                if record.group not in internal:
+                    yield record
 
 
 def read_spool(path: Path) -> SpoolContents:

@@ -190,7 +190,9 @@ class NativeBackend(Backend):
                 moved,
             )
         if self.trace is not None:
-            self.trace.add_group(group.ident, encodable(group.name), group.ranks, group.concurrency)
+            self.trace.add_group(
+                group.ident, encodable(group.name), group.ranks, group.concurrency, internal=group.internal
+            )
         return core
 
     def hosts(self, ranks: Sequence[int]) -> list[int]:

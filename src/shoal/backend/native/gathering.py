@@ -20,7 +20,13 @@ def all_gather_bytes(
     """Return the ``mine`` of all ranks, in the order of the ranks, within ``timeout`` seconds."""
     ident = derive_key(b"engine", group_ident(f"{membership.job}/{membership.epoch}"))
     channel = native.channel(
-        GroupSpec(name="engine", ident=ident, rank=membership.rank, ranks=tuple(range(membership.size)))
+        GroupSpec(
+            name="engine",
+            ident=ident,
+            rank=membership.rank,
+            ranks=tuple(range(membership.size)),
+            internal=True,
+        )
     )
 
     def all_gather(number: int, x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
