@@ -25,6 +25,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal import ProcessGroup
+from shoal.launch.cli import invoke
 from shoal.launch.metrics import collectors
 from shoal.launch.metrics.collectors import JobCollector, RankCollector, StoreCollector
 from shoal.launch.metrics.counters import JobCounters
@@ -34,6 +35,7 @@ from shoal.rank_status import RankFinder, RankProcess
 from shoal.rendezvous import user_secret
 from shoal.store import TCPStoreServer, open_store
 from shoal.testing import run_threads
+from tests.support.chrome_traces import ChromeTrace
 from tests.support.ports import free_port
 from tests.support.prometheus_server import PrometheusServer, needs_prometheus
 from tests.support.waiting import until
@@ -272,8 +274,6 @@ def _has_ipv6() -> bool:
 def test_a_wrong_address_is_one_line_and_code_2(
     command: list[str], address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.launch.cli import invoke
-
     assert invoke([word.format(address) for word in command]) == 2
     _, err = capsys.readouterr()
     assert err.count("\n") == 1
@@ -339,6 +339,57 @@ def test_the_dashboard_and_the_page_name_the_metrics_that_there_are() -> None:
     assert exported - shown - store <= {"shoal_pending_operations", "shoal_started_processes_total"}
     page = (EXAMPLE.parents[1] / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"^\| `(shoal_\w+)", page, re.MULTILINE)) == exported
+
+
+#: a world of shoal, then one of torch
+TORCH = """
+import torch
+import torch.distributed as dist
+import shoal
+{prepare}
+with shoal.init() as group:
+    group.barrier().wait()
+dist.init_process_group("shoal")
+dist.all_reduce(torch.ones(1000))
+dist.all_reduce(torch.ones(1000))
+tell(f"job{{rank}}", os.environ["SHOAL_JOB"])
+await_file("end")
+dist.destroy_process_group()
+"""
+#: the rendezvous is shoal's, as torch's variables are missing
+LAUNCHED = """
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    del os.environ[name]
+"""
+
+
+@pytest.mark.parametrize("prepare", ["", LAUNCHED])
+def test_ranks_of_torch_distributed_have_the_name_of_the_job_in_metrics_top_and_traces(
+    workshop: Workshop, tmp_path: Path, prepare: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = workshop.start(
+        TORCH.format(prepare=prepare),
+        options=["--metrics", ":0"],
+        env={**os.environ, "SHOAL_TRACE": str(tmp_path / "traces")},
+    )
+    url = said(job, "/metrics").split()[-1]
+    name = workshop.read("job0")
+    assert workshop.read("job1") == name
+    total = "shoal_operations_total"
+    until(lambda: (now := scrape(url)).get((total, "0")) == now.get((total, "1")) == 2)
+    assert invoke(["top", "--once", "--json", "--job", name]) == 0
+    assert [row["job"] for row in json.loads(capsys.readouterr().out)["ranks"]] == [name] * 2
+    assert invoke(["doctor", "--job", name]) == 0
+    assert "no rank of such a job" not in capsys.readouterr().out
+    (workshop.path / "end").touch()
+    code, _, err = workshop.end(job)
+    assert code == 0, err
+    merged = tmp_path / "merged.json"
+    assert invoke(["trace", "merge", str(tmp_path / "traces"), "--job", name, "-o", str(merged)]) == 0
+    names = ChromeTrace(merged).names("process")
+    assert {"rank 0", "rank 1"} < names
+    assert len(names) == 4  # torch's world is beside the other one
+    assert all("of meeting" in other for other in names - {"rank 0", "rank 1"})
 
 
 #: rank 1 is late, until it is killed; rank 0 goes on without it

@@ -10,7 +10,7 @@ import pytest
 
 from shoal import ConfigurationError, RendezvousError, RendezvousTimeout
 from shoal.rendezvous import schemes
-from shoal.rendezvous.launcher_variables import derived_port, read, read_mpi
+from shoal.rendezvous.launcher_variables import derived_port, job_name, read, read_mpi
 from tests.support.launch_environments import (
     ALL,
     Environment,
@@ -105,6 +105,16 @@ def test_job_and_epoch_come_from_the_launcher() -> None:
         "mpich_with_store": ("default", 0),
         "kubernetes": ("default", 0),
     }
+
+
+def test_the_name_of_the_job_needs_no_other_variables() -> None:
+    for environment in ALL:
+        launch = read(environment(0, 2, 1))
+        assert launch is not None
+        assert job_name(environment(0, 2, 1)) == launch.job
+    for environ in ({}, {"RANK": "0"}, {"SHOAL_RANK": "x"}):
+        assert job_name(environ) == "default"
+        assert job_name({**environ, "SHOAL_JOB": "j"}) == "j"
 
 
 def test_shoals_variables_go_before_those_of_another_launcher() -> None:

@@ -128,13 +128,17 @@ def _reconfigurable(
 
 def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
     factory, concurrency = _checked(extra)
-    name = options.group_id if options.global_ranks_in_group else "world"
+    # Without ranks it is torch's default group; otherwise the default group has another backend.
+    partial = bool(options.global_ranks_in_group)
+    name = options.group_id if partial else "world"
     met = launcher_store(options.store)
     membership = None if met is None else met.take()
     if membership is None:
         rank, size = options.group_rank, options.group_size
         membership = rendezvous_at(
-            rendezvous_point(adopt(options.store), rank, size, options.group_id, Deadline(limit))
+            rendezvous_point(
+                adopt(options.store), rank, size, options.group_id, Deadline(limit), partial=partial
+            )
         )
     return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
 

@@ -7,6 +7,7 @@ then takes the membership from that store instead of performing a second rendezv
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,8 +21,10 @@ from ..backend.registry import backend_factory, default_backend
 from ..errors import RendezvousError
 from ..initialize import default_url, refuse_joiner
 from ..net import Deadline
-from ..rendezvous import Membership, RendezvousPoint, Request, Venue, rendezvous
-from ..rendezvous.launcher_variables import read
+from ..rendezvous import Membership, RendezvousPoint, Request, Venue
+from ..rendezvous.launcher_variables import job_name, read
+from ..rendezvous.membership import open_and_rendezvous
+from ..rendezvous.point import checked_request
 from ..rendezvous.venue import START_AGAIN, store_address
 from ..store import PrefixStore, Store
 from ..torch_terms import BACKEND
@@ -120,7 +123,11 @@ def rendezvous_once(
     if launch.rank is None:
         refuse_joiner()
     seconds = group_timeout(timeout or default_pg_timeout).total_seconds()
-    membership = rendezvous(launch.url, rank=launch.rank, size=launch.size, timeout=seconds, job=launch.job)
+    request = checked_request(
+        launch.url, store=None, rank=launch.rank, size=launch.size, timeout=seconds, secret=None, host=None,
+        job=launch.job,
+    )  # fmt: skip
+    membership = open_and_rendezvous(replace(request, launcher_job=job_name(request.environ)))
     store = LauncherStore(membership)
     try:
         yield store, membership.rank, membership.size
@@ -135,9 +142,20 @@ def rendezvous_once(
 
 
 def rendezvous_point(
-    store: Store, rank: int, size: int, name: str, deadline: Deadline, advice: str = START_AGAIN
+    store: Store,
+    rank: int,
+    size: int,
+    name: str,
+    deadline: Deadline,
+    *,
+    partial: bool = False,
+    advice: str = START_AGAIN,
 ) -> RendezvousPoint:
-    """Return the point where the members of a group ``name`` meet over torch's store."""
+    """Return the point where the members of a group ``name`` meet over torch's store.
+
+    Args:
+        partial: its ranks are not those of the job, but are numbered among the members.
+    """
     # torch trusts every process that can read its store, so the ranks may exchange their secret through it.
     # The store may close before the group: torch lets rank 0 serve it, and torch's C++ prints a stack trace
     # when a store is closed.
@@ -145,7 +163,11 @@ def rendezvous_point(
         store, rank=rank, size=size, job=f"{BACKEND}/{name}", epoch=0,
         private=True, leaves_store_early=True, advice=advice, address=store_address(store),
     )  # fmt: skip
-    request = Request(urlsplit("store://"), rank, size, config.secret(), deadline)
+    job = job_name(os.environ)
+    request = Request(
+        urlsplit("store://"), rank, size, config.secret(), deadline,
+        launcher_job=f"{job}/{name}" if partial else job,
+    )  # fmt: skip
     return RendezvousPoint.at(venue, request)
 
 

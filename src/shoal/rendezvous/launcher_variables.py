@@ -7,6 +7,7 @@ and ``mpirun`` starts its helpers through ``srun``, whose variables its ranks in
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -111,6 +112,21 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     launch = replace(launch, url=url or launch.url, job=job or launch.job, epoch=epoch)
     _check(launch)
     return launch
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    """Return the name of the job, like :func:`read`, but also if the launcher's variables are incomplete.
+
+    Raises:
+        ConfigurationError: ``SHOAL_JOB`` is malformed.
+    """
+    if environ.get(config.JOB.name, "").strip():
+        return config.JOB.get(environ)
+    with contextlib.suppress(ConfigurationError):
+        for parse in _LAUNCHERS:
+            if (launch := parse(environ)) is not None:
+                return launch.job
+    return config.JOB.default
 
 
 def read_mpi(environ: Mapping[str, str]) -> Launch | None:

@@ -30,6 +30,8 @@ class Membership:
         local_rank, local_size: among the ranks on this host.
         store: shared by all ranks, with a prefix of job and epoch.
         job, epoch: the job, and the number of its restarts; traffic of another epoch is refused.
+        launcher_job: the name of the job for users, if ``job`` only distinguishes its keys in the store from
+            others; None: ``job``.
         secret: the job's secret; b"" only for a group of one.
         interface: the address that listeners bind to (loopback if all ranks are on this machine).
         ranks: if only some ranks of the world connect, their ranks in the world; empty: all do.
@@ -65,10 +67,16 @@ class Membership:
     place: RendezvousPoint | None = None
     meeting: str = ""
     advice: str = START_AGAIN
+    launcher_job: str | None = None
     release: Callable[[float], None] = field(default=nothing, compare=False, repr=False)
     abandon: Callable[[BaseException], None] = field(default=nothing, compare=False, repr=False)
     check: Callable[..., None] = field(default=nothing, compare=False, repr=False)
     connected: Callable[[], None] = field(default=nothing, compare=False, repr=False)
+
+    @property
+    def job_name(self) -> str:
+        """The name of the job in ``shoal top``, metrics and traces."""
+        return self.job if self.launcher_job is None else self.launcher_job
 
 
 #: seconds for the transition from one job's server to the next one's at the same address
@@ -233,6 +241,7 @@ def _membership(meeting: Rendezvous, place: RendezvousPoint, secret: bytes, inte
         place=place,
         meeting=place.meeting,
         advice=place.venue.advice,
+        launcher_job=place.request.launcher_job,
         release=release,
         abandon=abandon,
         check=meeting.check,

@@ -29,6 +29,7 @@ class Request:
         environ: the launcher's variables.
         host: identity of the host; None: that of the machine.
         job: name of the job; overrides the environment.
+        launcher_job: see :class:`Membership`.
         serves: whether this process may start the store if there is none.
     """
 
@@ -40,6 +41,7 @@ class Request:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     host: str | None = None
     job: str | None = None
+    launcher_job: str | None = None
     serves: bool = True
 
 

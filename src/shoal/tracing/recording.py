@@ -44,6 +44,8 @@ class TraceableRank(Protocol):
     @property
     def job(self) -> str: ...
     @property
+    def job_name(self) -> str: ...
+    @property
     def epoch(self) -> int: ...
     @property
     def meeting(self) -> str: ...
@@ -54,9 +56,11 @@ class TraceableRank(Protocol):
 def describe(member: TraceableRank, pid: int) -> TracedRank:
     """Describe a rank in the process ``pid`` of this machine, for a trace that begins now."""
     ranks = member.ranks or range(member.size)
+    # Torch's world may be beside another one of the same job.
+    meeting = member.meeting or (member.job if member.job != member.job_name else "")
     # The size of the world is not known to links among some of its ranks.
     return TracedRank.current(
-        job=member.job, epoch=member.epoch, meeting=member.meeting, rank=ranks[member.rank],
+        job=member.job_name, epoch=member.epoch, meeting=meeting, rank=ranks[member.rank],
         size=max(ranks) + 1, host=member.host, pid=pid,
     )  # fmt: skip
 

@@ -61,7 +61,8 @@ class TracedRank(msgspec.Struct, kw_only=True, frozen=True):
     """The process that a trace is of.
 
     Attributes:
-        job, epoch, meeting: see :class:`shoal.rendezvous.Membership`.
+        job: the ``job_name`` of :class:`shoal.rendezvous.Membership`.
+        epoch, meeting: of the membership; a world of torch without a meeting has its ``job`` instead.
         rank, size: in the world.
         host: identity of the host, as given to ``shoal.init``.
         hostname: name of the machine.

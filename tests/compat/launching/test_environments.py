@@ -21,9 +21,11 @@ from shoal.compat.launcher_store import (
     launch_from_environment,
     launcher_store,
     rendezvous_once,
+    rendezvous_point,
 )
-from shoal.rendezvous import job_record
-from shoal.store import TCPStoreServer
+from shoal.net import Deadline
+from shoal.rendezvous import job_record, rendezvous_at
+from shoal.store import MemoryStore, TCPStoreServer
 from shoal.testing.processes import fork_server
 from tests.support.launch_environments import (
     Environment,
@@ -152,6 +154,17 @@ def one_passes_wrong_options(index: int, folder: str) -> None:
         assert not torch_store._kept
         dist.init_process_group("shoal")
         use_it(index)
+
+
+def test_groups_below_a_default_group_of_another_backend_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 of such a group is not rank 0 of the job."""
+    monkeypatch.setenv("SHOAL_JOB", "j")
+    for partial, expected in ((False, "j"), (True, "j/3")):
+        membership = rendezvous_at(rendezvous_point(MemoryStore(), 0, 1, "3", Deadline(60), partial=partial))
+        assert (membership.job, membership.job_name) == ("shoal/3", expected)
+        membership.release(1.0)
 
 
 def test_a_rank_that_fails_after_the_meeting_tells_the_other_which_may_try_again(tmp_path: Path) -> None:

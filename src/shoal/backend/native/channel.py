@@ -138,7 +138,7 @@ class NativeBackend(Backend):
             try:
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
-                    membership.waits_for_stopped, encodable(membership.job),
+                    membership.waits_for_stopped, encodable(membership.job_name),
                 )  # fmt: skip
                 self.trace = ContextTrace(self._context, membership, KIND_NAMES)
                 if membership.size > 1:

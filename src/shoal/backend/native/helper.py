@@ -141,7 +141,7 @@ def _start(arguments: dict[str, str]) -> tuple[Membership, bytes, str, float]:
         membership.waits_for_stopped, config.QUORUM.get() == "any", seconds, heartbeat, vote_timeout,
         capacity, limit, world_ident(membership.job, membership.epoch, name),
     )  # fmt: skip
-    return membership, fields + f"{name}\0{encodable(membership.job)}".encode(), transport, seconds
+    return membership, fields + f"{name}\0{encodable(membership.job_name)}".encode(), transport, seconds
 
 
 def _connect(program: _Program, membership: Membership, transport: str, timeout: float) -> Spool | None:

@@ -188,7 +188,7 @@ class Reconfiguration:
         keys = PrefixStore(f"reconfigure/{self.uuid}", store)
         self._claim(keys)
         name = f"reconfigure/{self.uuid}"
-        point = rendezvous_point(store, rank, len(found), name, self.deadline, _ADVICE)
+        point = rendezvous_point(store, rank, len(found), name, self.deadline, advice=_ADVICE)
         membership = rendezvous_at(replace(point, meeting=name), self._rendezvous_check(keys))
 
         def still_possible(*ranks: Any) -> None:
