@@ -15,7 +15,8 @@ namespace shoal {
 namespace {
 
 constexpr int kAttempts = 50;  // to read a page that is being written
-constexpr int kMaxRanks = 1 << 20;
+constexpr int kMaxRanks = 1 << 16;
+constexpr std::uint64_t kMaxCount = 1ULL << 48;  // so that sums over groups have 64 bits
 
 bool read_at(int fd, void* to, std::size_t bytes, std::uint64_t offset) {
   return pread(fd, to, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
@@ -44,9 +45,16 @@ void add(StatisticsValues& sum, const Group& group, const StatisticsValues& more
     add_late(sum.late, {group.global(late.rank), late.times, late.waited});
 }
 
+void limit(StatusCounters& counters, std::uint64_t (&latencies)[latency::kBuckets]) {
+  for (std::uint64_t* count : {&counters.completed, &counters.failed, &counters.waits})
+    *count = std::min(*count, kMaxCount);
+  for (std::uint64_t& count : latencies) count = std::min(count, kMaxCount);
+}
+
 bool is_plausible(StatusGroup& group, int ranks) {
   group.name[kStatusText - 1] = group.call[kStatusText - 1] = 0;
   if (group.size < 1 || group.rank < 0 || group.rank >= group.size) return false;
+  limit(group.counters, group.latencies);
   if (group.blocker >= ranks) group.blocker = -1;
   for (StatusLate& late : group.late)
     if (late.rank >= ranks) late.rank = -1;
@@ -215,6 +223,7 @@ bool read_status(int fd, StatusPage& page) {
     if (after == page.sequence.load() && after % 2 == 0) break;
   }
   page.job[kStatusText - 1] = 0;
+  limit(page.ended, page.ended_latencies);
   page.count = std::min<std::uint32_t>(page.count, kStatusGroups);
   std::uint32_t kept = 0;
   for (std::uint32_t i = 0; i < page.count; ++i)

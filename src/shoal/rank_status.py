@@ -101,7 +101,7 @@ def _read(pid: int, fd: int) -> RankStatus | None:
     try:
         if os.readlink(path) != _MEMORY:
             return None
-        memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # it may be a pipe
     except OSError:
         return None
     try:
