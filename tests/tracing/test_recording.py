@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -9,6 +11,7 @@ import shutil
 import stat
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -168,6 +171,43 @@ def test_the_last_context_may_be_closed_inside_a_critical_section(
     threading.Thread(target=close_in_critical_section, daemon=True).start()
     assert closed.wait(60)
     assert sorted(traces(tmp_path)) == [0]
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let each write to a spool fail after a part of it."""
+    write = os.write
+
+    def fail(fd: int, data: bytes) -> int:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith(".trace.spool"):
+            return write(fd, data)
+        if len(data) <= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data[:-4])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        yield
+
+
+def test_a_trace_on_a_full_disk_ends_after_its_last_whole_frame(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(group: ProcessGroup) -> None:
+        (path,) = tmp_path.iterdir()
+        group.barrier().wait()
+        until(lambda: any(True for _ in spool.read_spool(path).records()))
+        with full_disk():
+            group.all_reduce(torch.ones(2)).wait()
+            until(lambda: "the trace ends early: " in caplog.text)
+        with group.subgroup([0], name="later") as later:  # there is room again
+            later.barrier().wait()
+
+    with shoal.trace(tmp_path):
+        run_threads(rank, 1)
+    (trace,) = traces(tmp_path).values()
+    assert [each["name"] for each in trace.slices("collective")] == ["barrier"]
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_failed_operations_are_marked(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class _RankFile:
         self._failed = False
 
     def add_group(self, group: TracedGroup) -> None:
-        if self._groups.get(group.ident) != group:
+        if not self._failed and self._groups.get(group.ident) != group:
             self._groups[group.ident] = group
             with self._end_on_error():
                 self.spool.add_group(group)

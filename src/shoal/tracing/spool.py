@@ -159,7 +159,7 @@ class Spool:
                 break
         else:
             raise FileExistsError(0, "it has too many traces of this process", str(directory))
-        self._operations = 0
+        self._operations = self._size = 0
         self.full = False
         try:
             self._write(_Begin(rank, dict(kinds)))
@@ -190,8 +190,14 @@ class Spool:
     def _write(self, frame: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(frame)
         left = memoryview(_LENGTH.pack(len(data)) + data)
-        while left:
-            left = left[os.write(self._fd, left) :]
+        size = self._size + len(left)
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError:  # the disk may be full
+            os.ftruncate(self._fd, self._size)  # to the last complete frame
+            raise
+        self._size = size
 
     def close(self) -> None:
         """Close the file, which stays in its directory."""
