@@ -20,6 +20,7 @@ import torch
 import shoal
 from shoal import ProcessGroup
 from shoal.backend.native.gathering import all_gather_bytes
+from shoal.launch.cli import invoke
 from shoal.testing import processes, run_threads
 from shoal.tracing import recording, spool
 from tests.support.chrome_traces import ChromeTrace
@@ -191,8 +192,14 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_trace_on_a_full_disk_ends_after_its_last_whole_frame(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def lacks(suffix: str) -> None:
+        """The merge reports it."""
+        assert invoke(["trace", "merge", str(tmp_path)]) == 0
+        (tmp_path / "merged.json.gz").unlink()
+        assert f"{suffix} lacks all operations after a write failed" in capsys.readouterr().out
+
     def rank(group: ProcessGroup) -> None:
         (path,) = tmp_path.iterdir()
         group.barrier().wait()
@@ -202,12 +209,14 @@ def test_a_trace_on_a_full_disk_ends_after_its_last_whole_frame(
             until(lambda: "the trace ends early: " in caplog.text)
         with group.subgroup([0], name="later") as later:  # there is room again
             later.barrier().wait()
+        lacks(".trace.spool")
 
     with shoal.trace(tmp_path):
         run_threads(rank, 1)
     (trace,) = traces(tmp_path).values()
     assert [each["name"] for each in trace.slices("collective")] == ["barrier"]
     assert caplog.text.count("No space left on device") == 1
+    lacks(".trace.json")
 
 
 def test_failed_operations_are_marked(tmp_path: Path) -> None:
@@ -258,8 +267,6 @@ def killed(group: ProcessGroup) -> None:
 def test_the_trace_of_a_killed_rank_is_kept_and_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoal.launch.cli import invoke
-
     folder = tmp_path / "traces"
     with processes(killed, 3, env={"SHOAL_TRACE": str(folder)}) as ranks:
         ranks.store.wait([f"ready {rank}" for rank in range(3)])

@@ -1,6 +1,7 @@
 """The file to which a traced rank appends its operations while it runs.
 
-It is a sequence of frames, each a length (u32, little-endian) and msgpack.  It exists until the trace of the
+It is a sequence of frames, each a length (u32, little-endian) and msgpack.  A length of 0 is the end of a
+file that could not be written further.  It exists until the trace of the
 rank is written, so that the operations of a rank that is killed are not lost.
 """
 
@@ -196,6 +197,8 @@ class Spool:
                 left = left[os.write(self._fd, left) :]
         except OSError:  # the disk may be full
             os.ftruncate(self._fd, self._size)  # to the last complete frame
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size + _LENGTH.size)  # zeros, which need no space
             raise
         self._size = size
 
@@ -241,6 +244,9 @@ def read_spool(path: Path) -> SpoolContents:
     with open(path, "rb") as file:
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
+            if length == 0:
+                truncated = True
+                break
             if length > _MAX_FRAME_BYTES:
                 raise MalformedMessage(f"a frame of {length} bytes")
             data = file.read(length)

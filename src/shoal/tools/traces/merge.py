@@ -142,6 +142,8 @@ class _Inputs:
         if file.dropped:
             rest = " and all later ones" if file.truncated else ""
             self.dropped.append(f"{file.path.name} lacks {counted(file.dropped, 'operation')}{rest}")
+        elif file.truncated:
+            self.dropped.append(f"{file.path.name} lacks all operations after a write failed (disk full?)")
         latest: dict[int, tuple[int, _Call]] = {}  # by track: the number and call of the latest collective
         for event in file.events:
             if event.ph in ("X", "b", "i") and event.cat in (COLLECTIVE, KEYED, MESSAGE):
