@@ -16,6 +16,7 @@ import shoal
 from shoal import ProcessGroup
 from shoal.launch.cli import invoke
 from shoal.testing import run_threads
+from shoal.tools.traces import inputs
 from shoal.tools.traces.clocks import ClockBounds
 from shoal.tracing import spool
 from tests.support.chrome_traces import ChromeTrace
@@ -247,6 +248,35 @@ def test_errors_of_the_command(written: Path, tmp_path: Path, capsys: pytest.Cap
     assert error == f"shoal: {tmp_path}/pipe cannot be written: it is not a regular file\n"
     error = refused(capsys, str(written), "-o", str(tmp_path / "missing" / "m.json"))
     assert error == f"shoal: {tmp_path}/missing/m.json cannot be written: No such file or directory\n"
+
+
+@pytest.mark.parametrize("reads", range(4))
+def test_a_rank_may_write_its_trace_during_the_merge(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    (written / f"shoal-threads-0-{os.getpid()}.trace.json").unlink()
+    trace = written / f"shoal-threads-1-{os.getpid()}.trace.json"
+    whole = trace.read_bytes()
+    trace.unlink()
+    made = spool.Spool(written, spool.TracedRank(**json.loads(whole)["otherData"]["rank"]), {})
+    made.close()
+    left = iter(range(reads))
+
+    def end_rank(call: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def called(path: Path) -> Any:
+            if path == made.path and next(left, None) is None:
+                trace.write_bytes(whole)
+                path.unlink(missing_ok=True)
+            return call(path)
+
+        return called
+
+    monkeypatch.setattr(Path, "is_file", end_rank(Path.is_file))
+    monkeypatch.setattr(inputs, "read_spool", end_rank(spool.read_spool))
+    merged, lines = merge(capsys, written, written / "merged.json")
+    assert merged.names("process") == {"rank 1"}
+    assert "no trace of rank 0" in lines
+    assert made.path.exists() == (reads == 3)  # is_file, and two passes
 
 
 def test_a_spool_is_read_until_its_last_whole_frame(written: Path) -> None:

@@ -149,34 +149,42 @@ class TorchInput:
 def find(directory: Path) -> tuple[list[Path], list[Path]]:
     """Return the traces of ranks, and of torch.profiler, in a directory."""
     try:
-        files = sorted(path for path in directory.iterdir() if path.is_file())
+        found = list(directory.iterdir())
+        # A spool may become a trace meanwhile.
+        files = {path for each in found for path in (each, _trace_of(each)) if path.is_file()}
     except OSError as error:
         raise click.ClickException(f"{directory}: {error.strerror or error}") from None
-    names = {path.name for path in files}
     ranks = [
         path
-        for path in files
+        for path in sorted(files)
         if path.name.startswith("shoal-")
         and (
             path.name.endswith(TRACE_SUFFIX)
-            or (
-                path.name.endswith(SPOOL_SUFFIX)
-                and path.name.removesuffix(SPOOL_SUFFIX) + TRACE_SUFFIX not in names
-            )
+            or (path.name.endswith(SPOOL_SUFFIX) and _trace_of(path) not in files)
         )
     ]
     if not ranks:
         raise click.ClickException(
             f"{directory}: no file shoal-*{TRACE_SUFFIX} found; run the job with SHOAL_TRACE={directory}"
         )
-    return ranks, [path for path in files if path.name.endswith(TORCH_SUFFIXES)]
+    return ranks, [path for path in sorted(files) if path.name.endswith(TORCH_SUFFIXES)]
+
+
+def _trace_of(path: Path) -> Path:
+    """The trace that a spool becomes; any other path is returned as it is."""
+    stem = path.name.removesuffix(SPOOL_SUFFIX)
+    return path if stem == path.name else path.with_name(stem + TRACE_SUFFIX)
 
 
 def read_rank(path: Path) -> RankInput:
     """Read the trace of a rank, or the spool of a rank that was killed or is running."""
     try:
         if path.name.endswith(SPOOL_SUFFIX):
-            made = RankTrace(read_spool(path))
+            try:
+                contents = read_spool(path)
+            except FileNotFoundError:  # the rank has ended since
+                return read_rank(_trace_of(path))
+            made = RankTrace(contents)
             buffer = io.BytesIO()
             write_trace(buffer, made.events(), made.other())
             return RankInput(path, from_json(buffer.getbuffer(), _RankContent))
