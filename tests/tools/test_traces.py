@@ -163,6 +163,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ".dur`": lambda content: _event(content).update(dur=-1.0),
     "number='one'": lambda content: _event(content)["args"].update(number="one"),
     ".args`": lambda content: _event(content).update(args=[[]]),
+    "`$.otherData.rank.size`": lambda content: content["otherData"]["rank"].update(size=2**20 + 1),
     ".lanes`": lambda content: content["otherData"]["groups"][0].update(lanes=2**40),
 }
 
@@ -277,6 +278,17 @@ def test_a_rank_may_write_its_trace_during_the_merge(
     assert merged.names("process") == {"rank 1"}
     assert "no trace of rank 0" in lines
     assert made.path.exists() == (reads == 3)  # is_file, and two passes
+
+
+def test_only_lanes_with_operations_have_a_track(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank = spool.TracedRank.current(job="j", epoch=0, meeting="", rank=0, size=1, host="h", pid=1)
+    made = spool.Spool(tmp_path, rank, {})
+    for ident in range(9):
+        made.add_group(spool.TracedGroup(ident, f"group {ident}", (0,), 1000))
+    made.add(spool._RECORD.pack(7, 5, *[rank.begun] * 5, *[0] * 6), 0)
+    made.close()
+    merged, _ = merge(capsys, tmp_path, tmp_path / "merged.json")
+    assert merged.names("thread") == {*(f"group {ident}, lane 0" for ident in range(9)), "group 7, lane 5"}
 
 
 def test_a_spool_is_read_until_its_last_whole_frame(written: Path) -> None:

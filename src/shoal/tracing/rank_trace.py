@@ -67,11 +67,9 @@ class RankTrace:
         rank = self._contents.rank
         yield chrome_trace.process_name(self._pid, f"rank {rank.rank}")
         yield chrome_trace.process_order(self._pid, rank.rank)
-        for ident, group in self._groups.items():
-            for lane in range(group.lanes):
-                name = group.name if group.lanes == 1 else f"{group.name}, lane {lane}"
-                yield chrome_trace.thread_name(self._pid, self._tids[ident] + lane, name)
-        last_ends: dict[int, int] = {}
+        for group in self._groups.values():
+            yield self._lane_name(group, 0)
+        last_ends = dict.fromkeys(self._tids.values(), 0)
         for number, each in enumerate(self._contents.records()):
             group = self._groups[each.group]
             name = self._contents.kinds.get(each.kind, f"operation {each.kind}")
@@ -84,16 +82,24 @@ class RankTrace:
             else:
                 yield from self._collective(each, group, name, last_ends)
 
+    def _lane_name(self, group: TracedGroup, lane: int) -> Event:
+        name = group.name if group.lanes == 1 else f"{group.name}, lane {lane}"
+        return chrome_trace.thread_name(self._pid, self._tids[group.ident] + lane, name)
+
     def _collective(
         self, each: OperationTimes, group: TracedGroup, name: str, last_ends: dict[int, int]
     ) -> Iterator[Event]:
-        tid = self._tids[each.group] + each.channel % group.lanes
+        lane = each.channel % group.lanes
+        tid = self._tids[each.group] + lane
+        if tid not in last_ends:
+            last_ends[tid] = 0
+            yield self._lane_name(group, lane)
         args = {"number": each.channel, **self._args(each, group)}
         if each.failed and not each.begun:
             yield self._timeline.instant(name, COLLECTIVE, self._pid, tid, each.ended, args)
             return
         # An operation that began before the trace has no begin.
-        begun = max(each.begun or each.submitted, self._contents.rank.begun, last_ends.get(tid, 0))
+        begun = max(each.begun or each.submitted, self._contents.rank.begun, last_ends[tid])
         ended = max(each.ended, begun)
         last_ends[tid] = ended
         if begun - each.submitted >= 1000:  # an earlier operation of the lane was in progress

@@ -77,7 +77,7 @@ class TracedRank(msgspec.Struct, kw_only=True, frozen=True):
     epoch: Rank
     meeting: Text
     rank: Rank
-    size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     host: Text
     hostname: Text

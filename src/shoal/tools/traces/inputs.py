@@ -21,7 +21,7 @@ from ...tracing.spool import SPOOL_SUFFIX, TRACE_SUFFIX, Rank, TracedRank, check
 #: endings of the files of torch.profiler, as ``tensorboard_trace_handler`` names them
 TORCH_SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
 #: maximum size of a file, decompressed
-_MAX_BYTES = 4 << 30
+_MAX_BYTES = 1 << 30
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Text = Annotated[str, msgspec.Meta(max_length=10_000)]
