@@ -302,13 +302,15 @@ def test_a_directory_that_cannot_be_written_is_an_error_at_once(
     advice = "files cannot be created there: .*; name a directory that this user may write to"
     refused(f"trace\\('.*file/in'\\): {advice}", tmp_path / "file" / "in")
     refused(advice, tmp_path / "file")
+    refused(advice, tmp_path / "\0")
     with shoal.trace(tmp_path):
-        refused("another trace is running: leave its with block first", tmp_path)
+        refused("another trace is running: leave its with block first", tmp_path / "new")
     monkeypatch.setenv("SHOAL_TRACE", str(tmp_path / "file"))
     with pytest.raises(shoal.ConfigurationError, match=f"SHOAL_TRACE='.*file': {advice}"):
         shoal.init()
     monkeypatch.setenv("SHOAL_TRACE", str(tmp_path / "all"))
-    refused("SHOAL_TRACE traces the whole program: unset it to trace a part", tmp_path)
+    refused("SHOAL_TRACE traces the whole program: unset it to trace a part", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     with shoal.init() as group:
         group.barrier().wait()
     (trace,) = traces(tmp_path / "all").values()
@@ -325,7 +327,7 @@ def test_a_trace_that_cannot_be_written_at_the_end_is_an_error(tmp_path: Path) -
                     raise ValueError("of the program")
                 shutil.rmtree(folder)
 
-        with pytest.raises(OSError, match=r"the trace .* cannot be written: No such file"):
+        with pytest.raises(OSError, match=r"the trace .* cannot be written: No such file or directory$"):
             trace(tmp_path / "removed", False)
         with pytest.raises(ValueError, match="of the program"):
             trace(tmp_path / "next", True)

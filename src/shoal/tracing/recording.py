@@ -291,14 +291,15 @@ def trace(directory: str | os.PathLike[str]) -> Iterator[None]:
         UsageError: the directory cannot be created or written to, or a trace is running.
         OSError: a trace cannot be written at the end of the block.
     """
-    path = Path(directory)
     try:
-        config.make_writable(path)
-        recording = _begin(path)
-    except OSError as error:
+        recording = _begin(Path(directory))
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"trace({str(directory)!r}): files cannot be created there: {error.strerror or error}; name a "
-            "directory that this user may write to"
+            f"trace({str(directory)!r}): files cannot be created there: {reason}; name a directory that this "
+            "user may write to"
         ) from None
     try:
         yield
@@ -314,6 +315,7 @@ def _begin(directory: Path) -> _RunningTrace:
             raise UsageError(f"trace: {config.TRACE.name} traces the whole program: unset it to trace a part")
         if _recording is not None:
             raise UsageError("trace: another trace is running: leave its with block first")
+        config.make_writable(directory)
         recording = _RunningTrace(directory, ends_with_contexts=False)
         try:
             for context in _attached.values():
@@ -376,10 +378,10 @@ def _attach(context: ContextTrace) -> None:
 
 def explain(error: OSError) -> str:
     """Return a message about a trace that cannot be written."""
-    return (
-        f"the trace {error.filename or ''} cannot be written: {error.strerror or error}; "
-        "`shoal trace merge` reads the file .trace.spool instead"
-    )
+    message = f"the trace {error.filename or ''} cannot be written: {error.strerror or error}"
+    if error.errno == errno.ENOENT:  # its directory was deleted
+        return message
+    return f"{message}; `shoal trace merge` reads the file .trace.spool instead"
 
 
 def _after_fork_in_child() -> None:
