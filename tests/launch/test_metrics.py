@@ -319,6 +319,27 @@ def test_silent_and_malformed_clients_do_not_keep_others_from_scraping() -> None
     assert refuses(endpoint.url)
 
 
+def test_a_client_must_send_its_whole_request_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.launch.metrics.endpoint._CLIENT_TIMEOUT_S", 0.3)
+    with contextlib.closing(MetricsEndpoint("127.0.0.1", 0)) as endpoint:
+        endpoint.start()
+        port = int(endpoint.url.split(":")[2].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+            client.settimeout(0.05)
+
+            def disconnected() -> bool:
+                try:
+                    client.sendall(b"x")
+                    return client.recv(1) == b""
+                except TimeoutError:
+                    return False
+                except ConnectionError:
+                    return True
+
+            until(disconnected)
+
+
 def _expressions() -> list[str]:
     dashboard = json.loads((EXAMPLE / "dashboard.json").read_text())
     variables = [each["definition"] for each in dashboard["templating"]["list"] if "definition" in each]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import socketserver
 import sys
 import threading
+import time
 from contextlib import suppress
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, socket
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -74,8 +76,7 @@ class MetricsEndpoint:
                 f"--metrics needs the package prometheus_client: {error}; pip install 'shoal[metrics]'"
             ) from None
         self._registry = CollectorRegistry(auto_describe=True)
-        handler: Any = MetricsHandler.factory(self._registry)
-        handler.timeout = _CLIENT_TIMEOUT_S
+        handler: Any = type("_Handler", (_RequestHandler, MetricsHandler), {"registry": self._registry})
         listener = listen(host, port, public=True)
         self.url = f"http://{format_address(*listener.getsockname()[:2])}/metrics"
         self._server = _Server(listener, handler)
@@ -120,6 +121,38 @@ class MetricsEndpoint:
         if self._thread is not None:
             self._thread.join()
         self._server.server_close()
+
+
+class _RequestHandler(socketserver.StreamRequestHandler):
+    """A mixin that limits the time of a client."""
+
+    timeout = _CLIENT_TIMEOUT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_RequestReader(self.connection))
+
+
+class _RequestReader(io.RawIOBase):
+    """Reads a request.  The timeout of a socket would begin again with each part of it."""
+
+    def __init__(self, connection: socket) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + _CLIENT_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(_CLIENT_TIMEOUT_S)
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
