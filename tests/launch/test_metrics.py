@@ -340,6 +340,20 @@ def test_a_client_must_send_its_whole_request_in_time(monkeypatch: pytest.Monkey
             until(disconnected)
 
 
+def test_malformed_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.closing(MetricsEndpoint("127.0.0.1", 0)) as endpoint:
+        endpoint.start()
+        port = int(endpoint.url.split(":")[2].partition("/")[0])
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+                client.sendall(b"GET http://[::1/metrics HTTP/1.0\r\n\r\n")
+                assert client.recv(1) == b""
+        assert scrape(endpoint.url) == {}
+    assert [record.message for record in caplog.records] == [
+        "a scrape failed; later errors have the level DEBUG"
+    ]
+
+
 def _expressions() -> list[str]:
     dashboard = json.loads((EXAMPLE / "dashboard.json").read_text())
     variables = [each["definition"] for each in dashboard["templating"]["list"] if "definition" in each]

@@ -166,6 +166,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket = listener
         self._stopped = threading.Event()
         self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        self._failed = False
 
     def run(self) -> None:
         while not self._stopped.is_set():
@@ -202,4 +203,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         disconnected = isinstance(sys.exc_info()[1], OSError)
-        logger.log(logging.DEBUG if disconnected else logging.ERROR, "a scrape failed", exc_info=True)
+        # Requests that the Prometheus client cannot parse end here too, and must not fill the output.
+        level = logging.DEBUG if disconnected or self._failed else logging.ERROR
+        self._failed = self._failed or not disconnected
+        logger.log(level, "a scrape failed; later errors have the level DEBUG", exc_info=True)
