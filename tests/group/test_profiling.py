@@ -316,3 +316,19 @@ def test_the_handler_compresses_and_refuses_names_and_places_of_no_file(tmp_path
             shoal.profiler_handler(tmp_path, worker_name=name)  # type: ignore[arg-type]
     with pytest.raises(FileExistsError):
         shoal.profiler_handler(path)(None)
+
+
+def test_a_trace_that_kineto_writes_as_invalid_json_is_kept_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kineto does not escape quotes in names."""
+    handler = shoal.profiler_handler(tmp_path)
+    with (
+        profile(activities=[ProfilerActivity.CPU], on_trace_ready=handler),
+        torch.profiler.record_function('a "quoted" name'),
+    ):
+        torch.ones(1)
+    (path,) = tmp_path.iterdir()
+    assert b'a "quoted" name' in path.read_bytes()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path.name}: no operations of shoal are added: Kineto's JSON")

@@ -88,8 +88,13 @@ def profiler_handler(
         with tempfile.TemporaryDirectory(prefix="shoal-trace-") as scratch:
             exported = Path(scratch) / name
             profiler.export_chrome_trace(str(exported))
-            trace = json.loads(exported.read_text(encoding="utf-8", errors="replace"), strict=False)
-        data = json.dumps(with_operations(trace, open_groups())).encode()
+            data = exported.read_bytes()
+        try:
+            trace = json.loads(data.decode(errors="replace"), strict=False)
+        except json.JSONDecodeError as error:
+            logger.warning("%s: no operations of shoal are added: Kineto's JSON is invalid, %s", name, error)
+        else:
+            data = json.dumps(with_operations(trace, open_groups())).encode()
         with AtomicFile(folder / (name + ".gz" if use_gzip else name)) as draft:
             draft.file.write(gzip.compress(data) if use_gzip else data)
             draft.replace()
