@@ -15,6 +15,7 @@ import difflib
 import errno
 import math
 import os
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -394,6 +395,17 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     if not value:
         raise ConfigurationError(f"{SECRET_FILE.name}={path!r}: the file is empty, expected a secret")
     return value
+
+
+def read_file(path: str | Path, limit: int) -> bytes:
+    """Read a regular file; raise OSError if it is a FIFO or a device, or has more than ``limit`` bytes."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return data
 
 
 def writable_directory(variable: Variable[str | None]) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def test_of_several_files_of_a_rank_the_latest_counts(
         ("[]", "is not a dump of a group: "),
         (json.dumps(content(0, schema="shoal.dump/9")), "this release of shoal cannot read 'shoal.dump/9'"),
         (json.dumps(content(3)), "rank 3 is not one of 3 ranks"),
+        (json.dumps(content(0, time=1e308)), "Expected `float` <= "),
+        (json.dumps(content(0, {**entry("gather", 0), "count": 10**400})), "Expected `int` <= "),
         (None, "No such file or directory"),
     ],
 )
@@ -135,3 +138,16 @@ def test_another_file_is_refused_in_a_line(
     assert error.startswith(f"shoal: {path}")
     assert problem in error
     assert error.count("\n") == 1
+
+
+def test_a_file_that_never_ends_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shoal-a.json").symlink_to("/dev/null")
+    os.mkfifo(tmp_path / "shoal-b.json")
+    assert invoke(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    for name in ("a", "b"):
+        assert f"fail {tmp_path}/shoal-{name}.json: not a regular file\n" in out
+    with (tmp_path / "shoal-c.json").open("wb") as file:
+        file.truncate(2**40)
+    assert invoke(["dumps", str(tmp_path / "shoal-c.json")]) == 2
+    assert "File too large" in capsys.readouterr().err

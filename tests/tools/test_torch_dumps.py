@@ -170,10 +170,11 @@ def test_operations_in_callbacks_and_sizes_are_compared(
 ) -> None:
     error = {"type": "CollectiveMismatch", "message": "they differ", "ranks": [1]}
     keyed = {**entry("all_reduce", -1, "submitted"), "key": 2**63 + 1, "dtype": "int8", "count": 2}
+    stacks = [{"thread": "MainThread", "frames": ["a.py:7 in f", f"b.py:{'9' * 5000} in g"]}]
 
     def rank(number: int, *more: dict[str, Any]) -> dict[str, Any]:
         gather = {**entry("all_gather", 0, "failed"), "dtype": "int8", "count": 5 + (number == 1)}
-        return content(number, *more, gather, error=error)
+        return content(number, *more, gather, error=error, stacks=stacks)
 
     lines = analysed(tmp_path, caplog, rank(0, keyed), rank(1), rank(2, keyed))
     assert f"Not all ranks joining collective, sequence number: {2**63 + 1}" in lines
@@ -181,6 +182,8 @@ def test_operations_in_callbacks_and_sizes_are_compared(
     (mismatch,) = [line for line in lines if "Error type: SIZE_OR_SYNTAX_MISMATCH" in line]
     assert culprits(mismatch) in ({1}, {0, 2})
     assert set(re.findall(r"\[\[\d+\]\]", mismatch)) == {"[[5]]", "[[6]]"}
+    (gathered,) = pickle.loads((tmp_path / "t" / "shoal_rank_1").read_bytes())["entries"]
+    assert gathered["frames"] == [{"name": "f", "filename": "a.py", "line": 7}]
 
 
 def test_what_cannot_be_converted_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

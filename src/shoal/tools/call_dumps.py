@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from rich import box
@@ -36,6 +38,9 @@ def place_of(stacks: Sequence[Stack]) -> str:
 SCHEMA = "shoal.calls/1"
 #: number of a node's commands that are shown
 _SHOWN = 5
+
+#: seconds since 1970
+Time = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class DumpedError(msgspec.Struct):
@@ -74,7 +79,7 @@ class CallDump(msgspec.Struct):
     job: str
     worker: str
     state: str
-    time: float
+    time: Time
     error: DumpedError | None
     pending: list[_Pending]
     served: list[_DumpedCall]
@@ -139,16 +144,10 @@ def findings(workers: Mapping[str, CallDump]) -> list[Finding]:
 
 def _wait_cycle(workers: Mapping[str, CallDump]) -> list[str]:
     """A cycle of workers that wait for one another, with the first one at both ends; [] if there is none."""
-    waits = {name: [each.callee for each in dump.pending] for name, dump in workers.items()}
-    clear: set[str] = set()
-
-    def follow(path: list[str]) -> list[str]:
-        for name in dict.fromkeys(waits.get(path[-1], ())):
-            if name in path:
-                return [*path[path.index(name) :], name]
-            if name not in clear and (found := follow([*path, name])):
-                return found
-        clear.add(path[-1])
-        return []
-
-    return next((found for name in sorted(waits) if (found := follow([name]))), [])
+    waits = {name: [each.callee for each in dump.pending] for name, dump in sorted(workers.items())}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        cycle: list[str] = error.args[1]  # each is awaited by the next one
+        return cycle[::-1]
+    return []

@@ -6,30 +6,37 @@ It does not import torch, so that commands start quickly.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 import msgspec
 
 from ..common.decoding import MalformedMessage, from_json
 from ..common.formatting import counted, operation_name
+from ..config import read_file
 from . import call_dumps
-from .call_dumps import CallDump, DumpedError, Stack
+from .call_dumps import CallDump, DumpedError, Stack, Time
+
+#: maximum size of a file
+_MAX_BYTES = 256 << 20
+
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class DumpedOperation(msgspec.Struct):
     """The fields of an operation that are used; see :class:`shoal.recorder.Entry`, which needs torch."""
 
     kind: str
-    number: int
+    number: _Int64
     key: int
     dtype: str
-    count: int
-    root: int
-    peer: int
-    tag: int
+    count: _Int64
+    root: _Int64
+    peer: _Int64
+    tag: _Int64
     state: str
-    submitted: int
-    ended: int
+    submitted: _Int64
+    ended: _Int64
 
     def __str__(self) -> str:
         name = operation_name(self.kind, self.number, self.key)
@@ -49,8 +56,8 @@ class Dump(msgspec.Struct):
     rank: int
     ranks: list[int]
     state: str
-    time: float
-    now: int
+    time: Time
+    now: _Int64
     error: DumpedError | None
     entries: list[DumpedOperation]
     stacks: list[Stack]
@@ -78,7 +85,7 @@ GroupDumps = dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]]
 def read(path: Path) -> Dump | CallDump:
     """Read a file; raises `click.ClickException` if it is not a dump."""
     try:
-        data = path.read_bytes()
+        data = read_file(path, _MAX_BYTES)
         schema = from_json(data, _Any).schema
         if schema == call_dumps.SCHEMA:
             return from_json(data, CallDump)

@@ -27,7 +27,7 @@ _VERSION = "2.10"
 _PREFIX = "nccl:"
 #: the analyser expects that all files have the same name except for the rank at its end
 _FILE_PREFIX = "shoal_rank_"
-_FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
+_FRAME = re.compile(r"(.*):(\d{1,9}) in (.*)", re.DOTALL)
 _INCOMPLETE = ("submitted", "failed")
 
 #: an entry of torch's format without the fields that depend on its place in the file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -74,18 +75,31 @@ def test_the_dumps_of_a_real_mismatch_lead_to_its_operation(
     )
 
 
-def test_workers_that_wait_for_each_other_are_a_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, callee in (("a", "b"), ("b", "a")):
+def write_workers(folder: Path, waits: Mapping[str, str]) -> None:
+    """Write a dump of each worker that waits for another one."""
+    for name, callee in waits.items():
         dump = {
             "schema": "shoal.calls/1", "job": "j", "worker": name, "state": "open", "time": 1.0,
             "error": None, "pending": [{"call": "f", "callee": callee, "seconds": 2.0}],
             "served": [], "stacks": [],
         }  # fmt: skip
-        (tmp_path / f"shoal-{name}.json").write_text(json.dumps(dump))
+        (folder / f"shoal-{name}.json").write_text(json.dumps(dump))
+
+
+def test_workers_that_wait_for_each_other_are_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_workers(tmp_path, {"a": "b", "b": "c", "c": "d", "d": "b"})
     assert invoke(["doctor", str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "2 workers, job 'j'",
-        "  fail they wait for one another: 'a' -> 'b' -> 'a'",
+        "4 workers, job 'j'",
+        "  fail they wait for one another: 'b' -> 'c' -> 'd' -> 'b'",
     ]
+
+
+def test_a_long_chain_of_workers_is_no_cycle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_workers(tmp_path, {f"w{number}": f"w{number + 1}" for number in range(1500)})
+    assert invoke(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "no file of worker 'w1500', which others wait for" in out
+    assert "they wait for one another" not in out
