@@ -151,3 +151,24 @@ def test_a_file_that_never_ends_is_refused(tmp_path: Path, capsys: pytest.Captur
         file.truncate(2**40)
     assert invoke(["dumps", str(tmp_path / "shoal-c.json")]) == 2
     assert "File too large" in capsys.readouterr().err
+
+
+def test_escapes_for_the_terminal_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b[2J\x07"
+    stacks = [{"thread": "MainThread", "frames": [f"{evil}.py:1 in f"]}]
+    error = {"type": evil, "message": f"{evil}\nmore"}
+    pending = [entry(evil, 0), entry(evil, 1, "failed")]
+    calls = {
+        "schema": "shoal.calls/1", "job": evil, "worker": evil, "state": evil, "time": 1.0, "error": error,
+        "pending": [{"call": evil, "callee": evil, "seconds": 2.0}], "stacks": stacks,
+        "served": [{"call": evil, "caller": evil, "seconds": None}],
+        "nodes": [{"session": evil, "commands": [evil], "runs": evil}],
+    }  # fmt: skip
+    written(tmp_path, content(0, *pending, state=evil, error=error, stacks=stacks, group=evil, job=evil))
+    (tmp_path / "shoal-calls.json").write_text(json.dumps(calls))
+    lines = show(capsys, tmp_path)
+    assert "rank 0 wrote first: ?[2J?: ?[2J? more" in lines
+    assert not [line for line in lines if not line.isprintable()]
+    (tmp_path / f"shoal-{evil}.json").write_text("{")
+    assert invoke(["dumps", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.strip().isprintable()

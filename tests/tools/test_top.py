@@ -221,6 +221,19 @@ def test_the_rank_that_a_chain_of_waits_ends_at_is_named(rows: list[RankRow], te
     assert text in " | ".join(map(str, culprits(rows)))
 
 
+def test_escapes_for_the_terminal_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(0, 1), row(1, 0)]
+    for each in rows:
+        each.job = each.group = each.call = "\x1b[2J\x07"
+    monkeypatch.setattr(Sampler, "rows", lambda _: rows)
+    assert invoke(["top", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("it waits in ?[2J?, as the ranks wait" in line for line in lines)
+    assert not [line for line in lines if not line.isprintable()]
+
+
 def test_nobody_is_named_for_short_waits() -> None:
     assert culprits([row(0, 1), row(1)], least_s=1.5) == []
     remote = msgspec.structs.replace(row(0, 1), remote=True, age_s=0.9)

@@ -12,6 +12,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from ..common.formatting import printable
 from .findings import Finding, fail, ok
 
 #: frames of the standard library, installed packages and shoal, which hide the program's position
@@ -93,9 +94,8 @@ def table(workers: Mapping[str, CallDump]) -> Table:
     for heading in ("worker", "agent", "waits for", "for s", "serves", "for s", "main thread"):
         drawn.add_column(heading, justify="right" if heading == "for s" else "left", overflow="fold")
     for name, dump in sorted(workers.items()):
-        drawn.add_row(
-            name, dump.state, *_oldest(dump.pending), *_oldest(dump.served), place_of(dump.stacks)
-        )  # fmt: skip
+        cells = name, dump.state, *_oldest(dump.pending), *_oldest(dump.served), place_of(dump.stacks)
+        drawn.add_row(*map(printable, cells))
     return drawn
 
 

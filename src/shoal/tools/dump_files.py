@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from ..common.decoding import MalformedMessage, from_json
-from ..common.formatting import counted, operation_name
+from ..common.formatting import counted, operation_name, printable
 from ..config import read_file
 from . import call_dumps
 from .call_dumps import CallDump, DumpedError, Stack, Time
@@ -84,18 +84,19 @@ GroupDumps = dict[tuple[str, str, tuple[int, ...]], dict[int, Dump]]
 
 def read(path: Path) -> Dump | CallDump:
     """Read a file; raises `click.ClickException` if it is not a dump."""
+    name = printable(str(path))
     try:
         data = read_file(path, _MAX_BYTES)
         schema = from_json(data, _Any).schema
         if schema == call_dumps.SCHEMA:
             return from_json(data, CallDump)
         if schema != "shoal.dump/1":
-            raise click.ClickException(f"{path}: this release of shoal cannot read {schema!r}")
+            raise click.ClickException(f"{name}: this release of shoal cannot read {schema!r}")
         dump = from_json(data, Dump)
         if not 0 <= dump.rank < len(dump.ranks):
             raise MalformedMessage(f"rank {dump.rank} is not one of {counted(len(dump.ranks), 'rank')}")
         return dump
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror or error}") from None
+        raise click.ClickException(f"{name}: {error.strerror or error}") from None
     except MalformedMessage as error:
-        raise click.ClickException(f"{path} is not a dump of a group: {error}") from None
+        raise click.ClickException(f"{name} is not a dump of a group: {error}") from None

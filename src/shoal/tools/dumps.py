@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..common.formatting import counted, ranks_named
+from ..common.formatting import counted, printable, ranks_named
 from . import call_dumps, torch_dumps
 from .call_dumps import CallDump, place_of
 from .dump_files import Dump, GroupDumps, read
@@ -48,18 +48,20 @@ def dumps(paths: tuple[Path, ...], torch_directory: Path | None) -> int:
     for (job, group, ranks), members in groups.items():
         console.print(f"group {group!r} of {counted(len(ranks), 'rank')}, job {job!r}")
         console.print(_table(members))
-        for finding in findings(members, len(ranks)):
-            console.print(finding.fact)
-        console.print()
+        _print_facts(console, findings(members, len(ranks)))
     for job, of_job in workers.items():
         console.print(f"{counted(len(of_job), 'worker')}, job {job!r}")
         console.print(call_dumps.table(of_job))
-        for finding in call_dumps.findings(of_job):
-            console.print(finding.fact)
-        console.print()
+        _print_facts(console, call_dumps.findings(of_job))
     if converted:
         console.print(converted)
     return 0
+
+
+def _print_facts(console: Console, found: Iterable[Finding]) -> None:
+    for finding in found:
+        console.print(printable(" ".join(finding.fact.split())))
+    console.print()
 
 
 #: job -> worker -> its latest dump
@@ -162,10 +164,10 @@ def _table(members: dict[int, Dump]) -> Table:
         entry = dump.unfinished
         table.add_row(
             str(rank),
-            dump.state,
-            str(dump.completed or ""),
-            str(entry or ""),
+            printable(dump.state),
+            printable(str(dump.completed or "")),
+            printable(str(entry or "")),
             f"{(dump.now - entry.submitted) / 1e9:.1f}" if entry else "",
-            place_of(dump.stacks),
+            printable(place_of(dump.stacks)),
         )
     return table

@@ -100,7 +100,7 @@ def _screen(rows: Sequence[RankRow], height: int = 0) -> Group | Text:
                 of_job, key=lambda row: (row.state not in HELD_UP, -round(row.awaited, 1), row.rank)
             )
         parts.append(_table(shown))
-        parts += [Text(str(each), style="bold") for each in culprits(of_job, _NAMED_FROM_S)]
+        parts += [Text(printable(str(each)), style="bold") for each in culprits(of_job, _NAMED_FROM_S)]
         parts.append(Text(""))
     return Group(*parts)
 
