@@ -132,6 +132,8 @@ def test_without_ranks_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out) == {"schema": "shoal.top/1", "ranks": [], "causes": []}
     assert invoke(["top", "--json"]) == 2
     assert "--json needs --once" in capsys.readouterr().err
+    assert invoke(["top", "--interval", "nan"]) == 2
+    assert "--interval nan: expected a number of seconds" in capsys.readouterr().err
 
 
 def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(

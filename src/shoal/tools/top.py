@@ -5,6 +5,7 @@ It does not import torch, to start quickly.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -53,6 +54,8 @@ def top(job: str, interval: float, once: bool, as_json: bool) -> int:
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
+    if math.isnan(interval):  # which is in every range
+        raise click.UsageError("--interval nan: expected a number of seconds")
     console = Console(highlight=False, markup=False, emoji=False)
     sampler = Sampler(job)
     if once or not console.is_terminal:

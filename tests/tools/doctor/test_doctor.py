@@ -174,6 +174,8 @@ def test_no_check_raises_where_no_process_can_be_started(
         (["--store", "tcp://h:1"], "--store is an option of --hosts"),
         (["--hosts", "2", "x.json"], "DUMP, --hosts and --job are different checks; start one of them"),
         (["--hosts", "0"], "--hosts '0': expected the number of hosts"),
+        (["--hosts", "9" * 5000], "--hosts '999"),
+        (["--hosts", "65537", "--store", "what://x"], "--hosts 65537: expected at most 65536 hosts"),
         (["--hosts", "2"], "--hosts: no store is known; give --store "),
         (
             ["--hosts", "2", "--store", "file:///dev/null/x"],

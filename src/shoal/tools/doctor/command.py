@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -155,7 +156,7 @@ def _placed(finding: Finding, topic: str, check: str) -> Finding:
 def _number(hosts: str) -> int | None:
     if hosts == _BY_LAUNCHER:
         return None
-    if not (hosts.isascii() and hosts.isdecimal() and int(hosts) > 0):
+    if not re.fullmatch("[1-9][0-9]{0,8}", hosts):
         raise UsageError(f"--hosts {hosts!r}: expected the number of hosts")
     return int(hosts)
 

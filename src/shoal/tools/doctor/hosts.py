@@ -45,6 +45,7 @@ from .pairs import MAX_OTHERS, ClockServer, HostRecord, Measurement, measure_all
 
 T = TypeVar("T")
 
+_MAX_HOSTS = 2**16
 #: number of hosts up to which each of them reads all results
 _MAX_READERS = 64
 #: maximum characters of a host's name
@@ -75,7 +76,7 @@ def check_hosts(url: str | None, size: int | None, timeout: float) -> HostsRepor
         timeout: seconds to wait for the others.
 
     Raises:
-        UsageError: neither the arguments nor the environment name store and size.
+        UsageError: neither the arguments nor the environment name store and size, or the size is too large.
     """
     launch = None
     if url is None or size is None:
@@ -88,6 +89,8 @@ def check_hosts(url: str | None, size: int | None, timeout: float) -> HostsRepor
     expected = size or (launch and launch.size)
     if not expected:
         raise UsageError("--hosts: the number of hosts is unknown; give it: --hosts 4")
+    if expected > _MAX_HOSTS:
+        raise UsageError(f"--hosts {expected}: expected at most {_MAX_HOSTS} hosts")
     try:
         place = open_point(url, size=expected, timeout=timeout)
     except UsageError:
