@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def test_a_legal_value_is_read(variable: config.Variable[object], text: str, val
     [
         (config.RANK, "-1"),
         (config.RANK, "one"),
+        (config.RECORDER_SIZE, "99999999999999999999"),
         (config.SIZE, "0"),
         (config.TIMEOUT, "0"),
         (config.TIMEOUT, "nan"),
@@ -72,6 +74,16 @@ def test_a_secret_file_that_is_missing_or_empty_is_an_error(tmp_path: Path) -> N
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigurationError, match=r"SHOAL_SECRET_FILE=.*empty"):
         config.secret({"SHOAL_SECRET_FILE": str(tmp_path / "empty")})
+
+
+def test_a_secret_file_that_never_ends_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("/dev/null", str(tmp_path / "fifo")):
+        with pytest.raises(ConfigurationError, match=rf"SHOAL_SECRET_FILE='{path}' cannot .* not a regular"):
+            config.secret({"SHOAL_SECRET_FILE": path})
+    (tmp_path / "long").write_bytes(bytes(2**20 + 1))
+    with pytest.raises(ConfigurationError, match="File too large"):
+        config.secret({"SHOAL_SECRET_FILE": str(tmp_path / "long")})
 
 
 def test_the_page_on_the_environment_holds_the_table() -> None:

@@ -70,7 +70,7 @@ class Variable(Generic[T]):
 def _at_least(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
-        if value < minimum:
+        if not minimum <= value < 2**63:
             raise ValueError(text)
         return value
 
@@ -323,6 +323,8 @@ VARIABLES: tuple[Variable[object], ...] = tuple(
 )
 
 _PREFIX = "SHOAL_"
+#: bytes
+_MAX_SECRET_FILE = 1 << 20
 #: unknown variables for which a warning was issued
 _warned: set[str] = set()
 
@@ -378,7 +380,7 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     White space around it is removed, so a file may end in a newline.
 
     Raises:
-        ConfigurationError: the file cannot be read, or is empty.
+        ConfigurationError: the file cannot be read, is not a regular file, or is empty.
     """
     text = SECRET.get(environ)
     if text is not None:
@@ -387,7 +389,7 @@ def secret(environ: Mapping[str, str] | None = None) -> bytes:
     if path is None:
         return b""
     try:
-        value = Path(path).read_bytes().strip()
+        value = read_file(path, _MAX_SECRET_FILE).strip()
     except OSError as error:
         raise ConfigurationError(
             f"{SECRET_FILE.name}={path!r} cannot be read: {error.strerror or error}"

@@ -99,13 +99,19 @@ def test_the_launcher_is_named_and_its_contradictions_are(monkeypatch: pytest.Mo
     assert not settings.has_several_hosts()
 
 
-def test_a_directory_for_dumps_that_cannot_be_made_is_found(
+def test_a_directory_for_dumps_or_traces_that_cannot_be_made_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SHOAL_DUMP_DIR", str(tmp_path / "new" / "er"))
-    assert settings.dump_directory().status == "ok"
-    monkeypatch.setenv("SHOAL_DUMP_DIR", "/dev/null/dumps")
-    assert settings.dump_directory().status == "fail"
+    for name, check in (
+        ("SHOAL_DUMP_DIR", settings.dump_directory),
+        ("SHOAL_TRACE", settings.trace_directory),
+    ):
+        monkeypatch.setenv(name, str(tmp_path / "new" / "er"))
+        assert check().status == "ok"
+        for illegal in ("/dev/null/files", "/proc/files", f"{tmp_path}/{'n' * 300}"):
+            monkeypatch.setenv(name, illegal)
+            assert check().status == "fail", illegal
+    assert not [*tmp_path.iterdir()]
 
 
 # -- network -----------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ CHECKS: dict[str, list[Callable[[], Finding | list[Finding]]]] = {
         machine.processes, machine.connection_backlog, machine.temporary_files,
     ],
     "kernel": [machine.memfd, machine.pidfd, machine.robust_list, machine.proc],
-    "settings": [settings.variables, settings.launcher, settings.secret, settings.dump_directory],
+    "settings": [
+        settings.variables, settings.launcher, settings.secret, settings.dump_directory,
+        settings.trace_directory,
+    ],
     "network": [
         network.loopback, network.interfaces, network.host_name, network.store, network.offered_address,
     ],

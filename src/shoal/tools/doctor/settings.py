@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ... import config
 from ...common.formatting import counted
@@ -49,16 +50,29 @@ def variables() -> list[Finding]:
 
 def dump_directory() -> Finding:
     """The directory of SHOAL_DUMP_DIR."""
-    given = config.DUMP_DIR.get(os.environ)
+    return _directory(config.DUMP_DIR, "dumps")
+
+
+def trace_directory() -> Finding:
+    """The directory of SHOAL_TRACE."""
+    return _directory(config.TRACE, "traces")
+
+
+def _directory(variable: config.Variable[str | None], files: str) -> Finding:
+    given = variable.get(os.environ)
     if given is None:
-        return ok("SHOAL_DUMP_DIR is not set: ranks write no dumps when a group fails")
+        return ok(f"{variable.name} is not set: ranks write no {files}")
     path = Path(given)
-    existing = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+    try:
+        existing = next(each for each in (path, *path.absolute().parents) if each.exists())
+        # An attempt, because root's permissions do not count on each file system.
+        with TemporaryDirectory(prefix="shoal-doctor-", dir=existing):
+            return ok(f"{files} are written to {given!r}")
+    except OSError as error:
         return fail(
-            f"SHOAL_DUMP_DIR={given!r} cannot be written to", "name a directory that this user can write to"
+            f"{variable.name}={given!r} cannot be written to: {error.strerror}",
+            "name a directory that this user can write to",
         )
-    return ok(f"dumps are written to {given!r}")
 
 
 def launch() -> Launch | None:
