@@ -198,3 +198,8 @@ def test_what_cannot_be_converted_is_explained(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "shoal-0.json"
     assert f"--torch {tmp_path}: the directory is not empty" in error("--torch", tmp_path, path)
     assert f"--torch {path}: File exists" in error("--torch", path, path)
+    written(tmp_path, content(0), content(1, job="k"))
+    assert "--torch: the dumps are of several jobs: 'j', 'k'; give" in error(
+        "--torch", tmp_path / "t", tmp_path
+    )
+    assert not (tmp_path / "t").exists()

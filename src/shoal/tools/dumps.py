@@ -90,6 +90,11 @@ def _convert(found: GroupDumps, directory: Path) -> str:
         raise click.ClickException(
             "--torch: no dump of a group was given; torch's format has no calls of RPC"
         )
+    if len(jobs := sorted({job for job, _, _ in found})) > 1:
+        raise click.ClickException(
+            f"--torch: the dumps are of several jobs: {', '.join(map(repr, jobs))}; give only the "
+            "files of one, which begin with shoal-JOB-"
+        )
     try:
         written = torch_dumps.write(found, directory)
     except OSError as error:
