@@ -59,7 +59,7 @@ class Lanes {
     return op.request().numbered() ? statistics_[op.request().channel % lanes_.size()] : statistics_.back();
   }
   StatisticsValues statistics() const;
-  // What the pending operations do.
+  // The state of the pending operations.
   struct Pending {
     std::size_t count = 0;
     // The oldest of those for which threads wait, or else of all but receives, which programs post early.

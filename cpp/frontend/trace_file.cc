@@ -110,6 +110,7 @@ void TraceFile::append(const std::string& frame) {
   const auto length = static_cast<std::uint32_t>(frame.size());
   std::string bytes(reinterpret_cast<const char*>(&length), sizeof length);
   bytes += frame;
+  const off_t end = ::lseek(fd_, 0, SEEK_END);
   for (std::size_t at = 0; at < bytes.size();) {
     const ssize_t written = ::write(fd_, bytes.data() + at, bytes.size() - at);
     if (written >= 0) {
@@ -118,6 +119,9 @@ void TraceFile::append(const std::string& frame) {
       std::fprintf(stderr, "shoal: the trace ends early: its file cannot be written: %s\n",
                    std::strerror(errno));
       context_->trace().turn(false);
+      // Whole frames, and the mark of a truncated trace, which needs no room on the disk.
+      [[maybe_unused]] const bool marked =
+          ::ftruncate(fd_, end) == 0 && ::ftruncate(fd_, end + static_cast<off_t>(sizeof length)) == 0;
       close_all({&fd_});
       return;
     }
