@@ -144,7 +144,7 @@ def test_waits_of_closed_groups_become_one_number(monkeypatch: pytest.MonkeyPatc
     def awaited(groups: Sequence[int], *, seconds: float = 0.5, started: int = 1) -> float:
         late = {(group, 1): seconds for group in groups}
         row: Any = SimpleNamespace(job="j", rank=0)
-        samples = [(row, RankTotals(started, 0, 0, 0.0, 0.0, late, ()))]
+        samples = [(row, RankTotals(started, 0.0, 0, 0, 0.0, 0.0, late, ()))]
         return collector._awaited(samples)["j", 1]
 
     for step in range(100):
