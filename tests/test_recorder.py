@@ -76,6 +76,24 @@ def test_the_count_of_an_operation_is_that_of_all_its_inputs() -> None:
     assert run_threads(rank, 2) == [[5, 4, 3], [5, 4, 2]]
 
 
+def test_no_operation_ends_before_it_was_submitted() -> None:
+    def rank(group: ProcessGroup) -> None:
+        for _ in range(5):
+            group.barrier().wait()
+            group.all_gather([torch.empty(3) for _ in range(2)], torch.ones(3)).wait()
+            group.all_reduce(torch.ones(3)).then(lambda _: group.all_reduce(torch.ones(3))).wait().wait()
+            if group.rank == 0:
+                group.send(torch.ones(3), 1).wait()
+            else:
+                group.recv(torch.empty(3), 0).wait()
+        assert group.recorder is not None
+        entries = group.recorder.entries()
+        assert len(entries) == 25
+        assert all(entry.submitted <= entry.ended for entry in entries)
+
+    run_threads(rank, 2)
+
+
 def test_reading_asks_for_completions_that_nobody_has_seen() -> None:
     recorder = FlightRecorder("world", 0)
     source = ManualSource()

@@ -44,7 +44,7 @@ void record_dealloc(PyObject* object) {
 }
 
 PyMemberDef record_members[] = {
-    {"submitted", T_LONGLONG, offsetof(Record, submitted), READONLY, nullptr},
+    {"submitted", T_LONGLONG, offsetof(Record, submitted), 0, nullptr},
     {"ended", T_LONGLONG, offsetof(Record, ended), 0, nullptr},
     {"number", T_LONGLONG, offsetof(Record, number), READONLY, nullptr},
     {"key", T_ULONGLONG, offsetof(Record, key), READONLY, nullptr},

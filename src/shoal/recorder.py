@@ -94,9 +94,17 @@ class FlightRecorder:
         root: int = -1,
         peer: int = -1,
         tag: int = -1,
+        *,
+        submitted: int | None = None,
     ) -> None:
-        """Record the submission of an operation; for the arguments see :class:`Entry`."""
+        """Record the submission of an operation; for the arguments see :class:`Entry`.
+
+        Args:
+            submitted: None: now.
+        """
         record = Record(future, kind, number, key, dtype, count, root, peer, tag)
+        if submitted is not None:
+            record.submitted = submitted
         self.append(record)
         future.set_record(record)
 

@@ -206,6 +206,13 @@ def test_files_that_are_no_traces_are_named(written: Path, capsys: pytest.Captur
     assert len(merge(capsys, written, written / "merged.json")[0].slices("collective")) == 2
 
 
+def test_escapes_for_the_terminal_are_not_printed(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (written / "shoal-\x1b[2J-9-1.trace.json").write_text("{}")
+    printed = refused(capsys, str(written))
+    assert "shoal-?[2J-9-1.trace.json is not a trace of shoal" in printed
+    assert "\x1b" not in printed
+
+
 def test_traces_of_other_runs_are_refused(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"shoal-threads-1-{os.getpid()}.trace.json"
     content = json.loads((written / name).read_text())

@@ -8,6 +8,7 @@ different ranks: instead of a number they get a key from :mod:`shoal.future`, wh
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -101,6 +102,7 @@ class OperationSubmitter:
             operation = Operation(kind, number, key, inputs, outputs, seconds, op, root, -1, 0, sizes)
             self._check(operation)
             with self._ranges([operation]):
+                submitted = time.monotonic_ns()  # a small operation ends in submit()
                 future = self.channel.submit(operation)
                 if number >= 0:
                     self.shortcut.number = number + 1
@@ -110,7 +112,8 @@ class OperationSubmitter:
                 if self.recorder is not None:
                     tensors = inputs or outputs or (_NOTHING,)
                     count = sum(x.numel() for x in tensors)
-                    self.recorder.add(future, kind, number, key, tensors[0].dtype, count, root)
+                    dtype = tensors[0].dtype
+                    self.recorder.add(future, kind, number, key, dtype, count, root, submitted=submitted)
                 if profiler._is_profiler_enabled:
                     show_waits(future)
             if number == 0 and self.on_first_operation is not None:
@@ -126,12 +129,15 @@ class OperationSubmitter:
         with self.lock:
             self.check_usable()
             with self._ranges(operations):
+                submitted = time.monotonic_ns()
                 futures = self.channel.submit_all(operations)
                 for operation, future in zip(operations, futures, strict=True):
                     kind, peer, tag = operation.kind, operation.peer, operation.tag
                     if self.recorder is not None:
                         x = next(iter((*operation.inputs, *operation.outputs)), _NOTHING)
-                        self.recorder.add(future, kind, -1, 0, x.dtype, x.numel(), -1, peer, tag)
+                        self.recorder.add(
+                            future, kind, -1, 0, x.dtype, x.numel(), -1, peer, tag, submitted=submitted
+                        )
                     if profiler._is_profiler_enabled:
                         show_waits(future)
             for operation, future in zip(operations, futures, strict=True):

@@ -14,6 +14,7 @@ from shoal.tools.doctor import cgroups, machine, network, settings, software
 from shoal.tools.doctor.children import ChildFailed
 from shoal.tools.findings import Finding
 from tests.support.networks import network as simulated
+from tests.support.waiting import until
 
 __all__ = ["simulated"]
 
@@ -123,6 +124,7 @@ def test_the_offered_address_is_that_of_the_interface_to_the_store(
     of_kubernetes(monkeypatch, f"tcp://{simulated.address('b')}:29400")
     with simulated.inside("a"):
         mine = simulated.address("a")
+        until(lambda: mine in network.addresses())  # a new device runs a moment later
         found = network.offered_address()
         assert (found.status, found.fact) == (
             "ok",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ...common.formatting import printable
 from .merge import merge_traces
 
 
@@ -32,6 +33,10 @@ def merge(directory: Path, output: Path | None, job: str | None) -> int:
     those that waited for it. The clocks of hosts are aligned by the collectives, and the remaining error is
     printed. Files of torch.profiler (*.pt.trace.json) of the same processes become further tracks.
     """
-    for line in merge_traces(directory, output or directory / "merged.json.gz", job):
-        click.echo(line)
+    # Names of files, jobs and hosts may be those of another user.
+    try:
+        for line in merge_traces(directory, output or directory / "merged.json.gz", job):
+            click.echo(printable(line))
+    except click.ClickException as error:
+        raise click.ClickException(printable(error.message)) from error
     return 0
