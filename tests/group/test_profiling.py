@@ -15,6 +15,7 @@ import warnings
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,14 +322,12 @@ def test_the_handler_compresses_and_refuses_names_and_places_of_no_file(tmp_path
 def test_a_trace_that_kineto_writes_as_invalid_json_is_kept_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kineto does not escape quotes in names."""
-    handler = shoal.profiler_handler(tmp_path)
-    with (
-        profile(activities=[ProfilerActivity.CPU], on_trace_ready=handler),
-        torch.profiler.record_function('a "quoted" name'),
-    ):
-        torch.ones(1)
+    """Kineto of torch 2.13 does not escape quotes in names."""
+    content = b'{"traceEvents": [{"name": "a "quoted" name"}]}'
+    shoal.profiler_handler(tmp_path)(
+        SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_bytes(content))
+    )
     (path,) = tmp_path.iterdir()
-    assert b'a "quoted" name' in path.read_bytes()
+    assert path.read_bytes() == content
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{path.name}: no operations of shoal are added: Kineto's JSON")
