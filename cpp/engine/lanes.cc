@@ -213,12 +213,7 @@ Lanes::Pending Lanes::pending_at(std::int64_t now) {
     if (const std::int64_t since = op->waits_since(); since != 0)
       pending.waits.push_back(
           {op->other_blocker(), 0, static_cast<std::uint64_t>(std::max(now - since, {}))});
-    if (!has_waiters && (pending.awaited || op->request().kind == Kind::kRecv)) return;
-    const OperationPtr& known = pending.foremost;
-    if (!known || (has_waiters && !pending.awaited) || op->submitted() < known->submitted()) {
-      pending.foremost = op;
-      pending.awaited = has_waiters;
-    }
+    if (has_waiters || op->request().kind != Kind::kRecv) pending.foremost.consider(op, has_waiters);
   };
   for (Lane& lane : lanes_) {
     std::lock_guard lock(lane.mutex);

@@ -59,12 +59,22 @@ class Lanes {
     return op.request().numbered() ? statistics_[op.request().channel % lanes_.size()] : statistics_.back();
   }
   StatisticsValues statistics() const;
+  // The oldest of the operations for which threads wait, or else of all.
+  struct Foremost {
+    OperationPtr operation;
+    bool awaited = false;  // threads wait for it
+
+    void consider(const OperationPtr& other, bool other_awaited) {
+      if (!other || (awaited && !other_awaited)) return;
+      if (operation && awaited == other_awaited && other->submitted() >= operation->submitted()) return;
+      operation = other;
+      awaited = other_awaited;
+    }
+  };
   // The state of the pending operations.
   struct Pending {
     std::size_t count = 0;
-    // The oldest of those for which threads wait, or else of all but receives, which programs post early.
-    OperationPtr foremost;
-    bool awaited = false;           // threads wait for it
+    Foremost foremost;              // without receives for which no thread waits: programs post them early
     std::vector<LateMember> waits;  // that have not ended, by operation; rank: -1 if it is not known for whom
   };
   Pending pending_at(std::int64_t now);

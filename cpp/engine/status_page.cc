@@ -94,7 +94,7 @@ void write_entry(const Observed& observed, StatusGroup& entry) {
   entry.size = group.size();
   entry.counters = counters_of(values);
   entry.pending = observed.pending.count;
-  const OperationPtr& call = observed.pending.foremost;
+  const OperationPtr& call = observed.pending.foremost.operation;
   copy_text(entry.call, !call                          ? ""
                         : call->request().collective() ? describe(call->call())
                                                        : describe(call->request()));
@@ -147,24 +147,19 @@ void Context::write_status(std::int64_t now) {
 // The report of this rank for the others.
 RemoteStatus Context::remote_status(std::int64_t now) {
   RemoteStatus status;
-  OperationPtr foremost;
-  bool awaited = false;
+  Lanes::Foremost found;
   const StatisticsValues sum = totals();
   status.waited = sum.waited;
   for (auto& group : groups()) {
-    Lanes::Pending pending = group->lanes().pending_at(now);
+    const Lanes::Pending pending = group->lanes().pending_at(now);
     for (const LateMember& wait : pending.waits) status.waited += wait.waited;
-    if (OperationPtr& first = pending.foremost;
-        first && (!foremost || (pending.awaited && !awaited) ||
-                  (pending.awaited == awaited && first->submitted() < foremost->submitted()))) {
-      foremost = std::move(first);
-      awaited = pending.awaited;
-    }
+    found.consider(pending.foremost.operation, pending.foremost.awaited);
   }
   status.completed = sum.completed;
   status.bytes = sum.bytes;
   status.memory = arena_->in_use();
   status.pid = getpid();
+  const OperationPtr& foremost = found.operation;
   if (!foremost) return status;
   const Request& request = foremost->request();
   status.kind = request.kind;

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ._core import GroupStatus, PendingCall, RemoteRank, Statistics
+from ._core import GroupStatus, RemoteRank, Statistics
 from .rank_status import RankFinder, RankProcess
 from .statistics import latency_of
 
@@ -158,10 +158,10 @@ class Sampler:
             key = (each.pid, each.status.rank, each.status.started)
             readings[key] = reading = _reading_of(each)
             before, seconds = self._since(key, each.status.started / 1e9, now)
-            found.append((_row(each, reading, before, seconds, now), reading))
-            call = _foremost_call(each.status.groups)
-            if call is not None and call.blocker >= 0:
-                moving[each.status.rank] = call.blocker
+            group = _foremost(each.status.groups)
+            found.append((_row(each, group, reading, before, seconds, now), reading))
+            if group is not None and group.call is not None and group.call.blocker >= 0:
+                moving[each.status.rank] = group.call.blocker
             late: dict[int, float] = defaultdict(float)
             for rank, spent in late_since(before, reading):
                 late[rank] += spent
@@ -230,11 +230,6 @@ def _foremost(groups: Iterable[GroupStatus]) -> GroupStatus | None:
     )  # fmt: skip
 
 
-def _foremost_call(groups: Iterable[GroupStatus]) -> PendingCall | None:
-    group = _foremost(groups)
-    return None if group is None else group.call
-
-
 def _reading_of(process: RankProcess) -> RankTotals:
     status = process.status
     counters: list[Statistics] = [status.ended, *(group.statistics for group in status.groups)]
@@ -251,11 +246,16 @@ def _reading_of(process: RankProcess) -> RankTotals:
 
 
 def _row(
-    process: RankProcess, reading: RankTotals, before: RankTotals, seconds: float, now: float
+    process: RankProcess,
+    group: GroupStatus | None,
+    reading: RankTotals,
+    before: RankTotals,
+    seconds: float,
+    now: float,
 ) -> RankRow:
+    """Make the row of a rank, of whose groups ``group`` has the foremost operation."""
     status = process.status
     cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
-    group = _foremost(status.groups)
     call = group.call if group is not None else None
     waits_for = call.blocker if call is not None and call.waits and call.blocker >= 0 else None
     # A page that was read while it was written may show less than the one before.

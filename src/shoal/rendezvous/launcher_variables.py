@@ -99,7 +99,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         ConfigurationError: a variable is malformed or missing; the message names it.
     """
-    launch = next((found for parse in _LAUNCHERS if (found := parse(environ)) is not None), None)
+    launch = _parsed(environ)
     if launch is None:
         if half := {"RANK", "WORLD_SIZE"} & {name for name, value in environ.items() if value.strip()}:
             # Otherwise each process would silently train alone.
@@ -107,9 +107,8 @@ def read(environ: Mapping[str, str]) -> Launch | None:
             raise ConfigurationError(f"{half.pop()} is set, but {missing} is not: set both, or neither")
         return None
     url = config.STORE.get(environ)
-    job = config.JOB.get(environ) if environ.get(config.JOB.name, "").strip() else ""
     epoch = config.EPOCH.get(environ) if environ.get(config.EPOCH.name, "").strip() else launch.epoch
-    launch = replace(launch, url=url or launch.url, job=job or launch.job, epoch=epoch)
+    launch = replace(launch, url=url or launch.url, job=_chosen_job(environ) or launch.job, epoch=epoch)
     _check(launch)
     return launch
 
@@ -120,13 +119,22 @@ def job_name(environ: Mapping[str, str]) -> str:
     Raises:
         ConfigurationError: ``SHOAL_JOB`` is malformed.
     """
-    if environ.get(config.JOB.name, "").strip():
-        return config.JOB.get(environ)
+    if job := _chosen_job(environ):
+        return job
     with contextlib.suppress(ConfigurationError):
-        for parse in _LAUNCHERS:
-            if (launch := parse(environ)) is not None:
-                return launch.job
+        if (launch := _parsed(environ)) is not None:
+            return launch.job
     return config.JOB.default
+
+
+def _parsed(environ: Mapping[str, str]) -> Launch | None:
+    """Return what the first launcher with variables in ``environ`` describes."""
+    return next((found for parse in _LAUNCHERS if (found := parse(environ)) is not None), None)
+
+
+def _chosen_job(environ: Mapping[str, str]) -> str:
+    """Return SHOAL_JOB; "": it is not set."""
+    return config.JOB.get(environ) if environ.get(config.JOB.name, "").strip() else ""
 
 
 def read_mpi(environ: Mapping[str, str]) -> Launch | None:
