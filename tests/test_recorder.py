@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -90,6 +91,19 @@ def test_no_operation_ends_before_it_was_submitted() -> None:
         entries = group.recorder.entries()
         assert len(entries) == 25
         assert all(entry.submitted <= entry.ended for entry in entries)
+
+    run_threads(rank, 2)
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(3, 2).t()], ids=["fast path", "staged"])
+def test_the_time_of_the_end_is_not_that_of_the_wait(x: torch.Tensor) -> None:
+    def rank(group: ProcessGroup) -> None:
+        future = group.all_reduce(x.clone(memory_format=torch.preserve_format))
+        until(lambda: group.stats().completed == 1)  # a thread of the core completes it
+        before = time.monotonic_ns()
+        future.wait()
+        assert group.recorder is not None
+        assert group.recorder.entries()[0].ended <= before
 
     run_threads(rank, 2)
 

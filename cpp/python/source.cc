@@ -177,10 +177,18 @@ void source_dealloc(PyObject* object) {
   Py_DECREF(type);
 }
 
+PyObject* source_ended(PyObject* object, PyObject*) {
+  return PyLong_FromLongLong(as_source(object)->op->ended());
+}
+
 PyMethodDef source_methods[] = {
-    {"wait", source_wait, METH_O, nullptr},          {"done", source_done, METH_NOARGS, nullptr},
-    {"cancel", source_cancel, METH_NOARGS, nullptr}, {"exception", source_exception, METH_NOARGS, nullptr},
-    {"notify", source_notify, METH_O, nullptr},      {nullptr, nullptr, 0, nullptr},
+    {"wait", source_wait, METH_O, nullptr},
+    {"done", source_done, METH_NOARGS, nullptr},
+    {"cancel", source_cancel, METH_NOARGS, nullptr},
+    {"exception", source_exception, METH_NOARGS, nullptr},
+    {"notify", source_notify, METH_O, nullptr},
+    {"ended", source_ended, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot source_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(source_new)},

@@ -48,11 +48,12 @@ WAIT_SLICE_S = 0.1
 class FutureSource(Protocol):
     """The operation that completes a future.  All methods may be called from any thread.
 
-    Two more methods are optional:
+    Three more methods are optional:
 
     - ``cancel() -> bool``: cancel the operation if possible; return whether it will fail as cancelled.
     - ``events() -> tuple[DeviceEvents | None, object]``, for a source that represents another future: the
       events after which that future's value is usable, and its tensors.  Called only after completion.
+    - ``ended() -> int``: when it was complete, in nanoseconds of CLOCK_MONOTONIC.  Called only then.
     """
 
     def wait(self, timeout: float | None) -> bool:
@@ -308,7 +309,8 @@ class FutureState(_core.FutureFields, Generic[T]):
         if record is not None:
             if error is not None:
                 record.failure = describe_error(error)
-            record.ended = monotonic_ns()
+            ended = getattr(self._source, "ended", monotonic_ns)
+            record.ended = ended()
         self._done = True
         self._source = self._finish = self._keep = None
         if self.record is not record:  # set by set_record() in the meantime
