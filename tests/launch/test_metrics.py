@@ -81,8 +81,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *ranks: int) -> None:
     find = RankFinder.find
 
     def found(self: RankFinder) -> list[RankProcess]:
-        here = (each for each in find(self) if each.pid == os.getpid() and not each.status.closed)
-        return [each for each in here if each.status.rank in ranks]
+        return [each for each in find(self) if each.pid == os.getpid() and each.rank in ranks]
 
     monkeypatch.setattr(RankFinder, "find", found)
 
@@ -307,14 +306,14 @@ def test_silent_and_malformed_clients_do_not_keep_others_from_scraping() -> None
             clients.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             for _ in range(_MAX_CONNECTIONS + 4)
         ]
-        # The last four are closed at once.
-        assert [each.recv(1) for each in connections[-4:]] == [b""] * 4
-        connections[0].sendall(b"\xff\0 no request\r\n\r\n")
-        with connections[0].makefile("rb") as answer:
+        # The first four are closed at once.
+        assert [each.recv(1) for each in connections[:4]] == [b""] * 4
+        assert not refuses(endpoint.url)
+        connections[-1].sendall(b"\xff\0 no request\r\n\r\n")
+        with connections[-1].makefile("rb") as answer:
             assert b"400" in answer.read()
-        until(lambda: not refuses(endpoint.url))
-        connections[1].sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
-        with connections[1].makefile("rb") as answer:
+        connections[-2].sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
+        with connections[-2].makefile("rb") as answer:
             assert b"501" in answer.read()
     assert refuses(endpoint.url)
 

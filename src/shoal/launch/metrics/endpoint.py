@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import resource
 import socketserver
 import sys
 import threading
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: interface to listen on if the address names none
 _DEFAULT_HOST = "127.0.0.1"
-#: maximum number of connections at the same time; further ones are closed at once
-_MAX_CONNECTIONS = 16
+#: maximum number of connections at the same time, and part of the process's descriptors that they may use
+_MAX_CONNECTIONS, _PART_OF_DESCRIPTORS = 16, 8
 #: seconds within which a client must send its request, and read each part of the answer
 _CLIENT_TIMEOUT_S = 5.0
 #: seconds between two attempts to accept a connection after an error
@@ -156,7 +157,11 @@ class _RequestReader(io.RawIOBase):
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A server on a listening socket; it closes connections beyond a number, so that descriptors are left."""
+    """A server on a listening socket with few connections, so that descriptors are left.
+
+    A new connection ends the oldest one if there are too many, so clients that send nothing cannot keep
+    others out.
+    """
 
     daemon_threads = True
 
@@ -165,7 +170,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.socket.close()  # the constructor makes one
         self.socket = listener
         self._stopped = threading.Event()
-        self._free = threading.Semaphore(_MAX_CONNECTIONS)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = max(1, min(_MAX_CONNECTIONS, descriptors // _PART_OF_DESCRIPTORS))
+        self._lock = threading.Lock()
+        #: connections, the oldest first, and those that were ended but whose threads still run
+        self._open: dict[socket, None] = {}
+        self._ended: set[socket] = set()
         self._failed = False
 
     def run(self) -> None:
@@ -186,20 +196,27 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        with self._lock:
+            is_full = len(self._open) >= self._most
+            if is_full and len(self._ended) < self._most:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self._ended.add(oldest)
+                with suppress(OSError):
+                    oldest.shutdown(SHUT_RDWR)  # wakes its thread, which closes it
+                is_full = False
+            if not is_full:
+                self._open[request] = None
+        if is_full:
             self.shutdown_request(request)
-            return
-        try:
+        else:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._free.release()
-            raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._ended.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         disconnected = isinstance(sys.exc_info()[1], OSError)
