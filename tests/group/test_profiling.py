@@ -315,6 +315,9 @@ def test_the_handler_compresses_and_refuses_names_and_places_of_no_file(tmp_path
     for name in ("", "a/b", 5):
         with pytest.raises(shoal.UsageError, match="expected the first part of a file name"):
             shoal.profiler_handler(tmp_path, worker_name=name)  # type: ignore[arg-type]
+    for place, name in (("a\0b", None), (tmp_path, "\0")):
+        with pytest.raises(shoal.UsageError, match="cannot have a zero character"):
+            shoal.profiler_handler(place, worker_name=name)
     with pytest.raises(FileExistsError):
         shoal.profiler_handler(path)(None)
 

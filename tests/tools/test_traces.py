@@ -206,6 +206,13 @@ def test_files_that_are_no_traces_are_named(written: Path, capsys: pytest.Captur
     assert len(merge(capsys, written, written / "merged.json")[0].slices("collective")) == 2
 
 
+def test_a_file_with_too_many_values_is_refused(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.tools.traces.inputs._MAX_COMMAS", 2)
+    assert "it has more than 2 values" in refused(capsys, str(written))
+
+
 def test_escapes_for_the_terminal_are_not_printed(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (written / "shoal-\x1b[2J-9-1.trace.json").write_text("{}")
     printed = refused(capsys, str(written))

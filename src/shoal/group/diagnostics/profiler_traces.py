@@ -71,7 +71,8 @@ def profiler_handler(
         use_gzip: whether to compress the files.
 
     Raises:
-        UsageError: ``worker_name`` is not a string, is empty or has a slash.
+        UsageError: ``worker_name`` is not a string, is empty or has a slash; or it or the directory has a
+            character that no file name can have.
         OSError: in the handler, if the file cannot be written.
     """
     is_name = isinstance(worker_name, str) and worker_name != "" and "/" not in worker_name
@@ -80,6 +81,8 @@ def profiler_handler(
             f"profiler_handler: worker_name={worker_name!r}; expected the first part of a file name"
         )
     folder = Path(directory)
+    if "\0" in f"{folder}{worker_name}":
+        raise UsageError("profiler_handler: a file name cannot have a zero character")
 
     def handle(profiler: Any) -> None:
         worker = worker_name or f"{socket.gethostname()}_{os.getpid()}"

@@ -15,7 +15,6 @@ import os
 import re
 import ssl
 from collections.abc import Iterator
-from pathlib import Path
 
 from ... import config
 from ...errors import ConfigurationError
@@ -23,6 +22,10 @@ from .stream import TlsConfig
 
 #: validity of a certificate before and after its creation; not checked by shoal, but by tools
 _VALID = datetime.timedelta(days=3650)
+
+
+#: maximum size of a file of keys or certificates
+_MAX_BYTES = 1 << 20
 
 
 def tls_config(*, connecting: bool) -> TlsConfig:
@@ -66,7 +69,7 @@ def _load_files(context: ssl.SSLContext, files: config.TlsFiles) -> bytes:
 
 def _read(variable: config.Variable[str | None], path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return config.read_file(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigurationError(
             f"{variable.name}={path!r} cannot be read: {error.strerror or error}"

@@ -7,12 +7,12 @@ import os
 import sys
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from ... import config
 from ...errors import UsageError
 from .device_maps import DeviceMap, unmapped
 from .directory import Worker
@@ -91,6 +91,10 @@ class WorkerConnection:
         raise UsageError(unmapped(x, caller, callee, not self.is_caller))
 
 
+#: maximum size of a program whose identity is compared
+_MAX_PROGRAM_BYTES = 64 << 20
+
+
 @cache
 def main_program() -> str:
     """Return the identity of the program that this process runs: a digest of its text, "" without a file."""
@@ -98,7 +102,7 @@ def main_program() -> str:
     if path is None:
         return ""
     try:
-        text = Path(path).read_bytes()
+        text = config.read_file(path, _MAX_PROGRAM_BYTES)
     except OSError:
         return ""
     return hashlib.blake2b(text, digest_size=16).hexdigest() + "/" + os.path.basename(path)

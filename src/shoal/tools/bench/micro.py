@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ..options import FiniteRange
 from .contenders import selected
 from .race import Answers, Race
 from .result import BenchResult, machine
@@ -82,7 +83,7 @@ def split(ranks: int) -> None:
 
 @click.command("late")
 @_ranks_option(4)
-@click.option("--seconds", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--seconds", type=FiniteRange(min=0), default=1.0, show_default=True)
 def late(ranks: int, seconds: float) -> None:
     """CPU time of ranks that wait in an all-reduce for a late rank."""
     answers = _ask((*_ASYNCHRONOUS, "mpich", "openmpi"), ranks, 3, "late", seconds=seconds)

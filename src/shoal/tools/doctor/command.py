@@ -17,6 +17,7 @@ from rich.table import Table
 from ...common.formatting import counted, describe_error, encodable, printable
 from ...errors import UsageError
 from ..findings import Finding, fail
+from ..options import FiniteRange
 from . import dump_findings, machine, network, self_test, settings, software
 from .hosts import HostsReport, check_hosts
 from .job import check_job
@@ -67,7 +68,7 @@ _BY_LAUNCHER = "launcher"
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=60.0,
     metavar="SECONDS",
     show_default=True,

@@ -22,6 +22,8 @@ from ...tracing.spool import SPOOL_SUFFIX, TRACE_SUFFIX, Rank, TracedRank, check
 TORCH_SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
 #: maximum size of a file, decompressed
 _MAX_BYTES = 1 << 30
+#: maximum number of commas in it, as each value of its JSON takes up to 100 bytes of memory
+_MAX_COMMAS = 30_000_000
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Text = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -206,6 +208,8 @@ def _content(path: Path) -> bytes:
         data: bytes = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise MalformedMessage(f"it has more than {_MAX_BYTES >> 30} GiB")
+    if data.count(b",") > _MAX_COMMAS:
+        raise MalformedMessage(f"it has more than {_MAX_COMMAS:,} values")
     return data
 
 
