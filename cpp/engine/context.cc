@@ -65,7 +65,10 @@ Context::~Context() {
 void Context::start() {
   started_ = true;
   peers_.start(now_ns());
-  if (peers_.remote()) {
+  if (options_.world != nullptr) {
+    std::lock_guard lock(options_.world->groups_mutex_);
+    options_.world->parts_.push_back(weak_from_this());
+  } else if (peers_.remote()) {
     const auto ranks = static_cast<std::size_t>(options_.size);
     status_->remote = arena_->allocate(ranks * sizeof(StatusRemote));
     remote_ = new (arena_->mapping().base() + status_->remote) StatusRemote[ranks];
@@ -96,7 +99,10 @@ void Context::close(std::int64_t deadline) {
   tickets_.close();
   if (progress_thread_.joinable()) progress_thread_.join();
   if (watch_thread_.joinable()) watch_thread_.join();
-  write_status(now_ns());
+  if (options_.world != nullptr)
+    options_.world->end_part(*this);
+  else
+    write_status(now_ns());
   peers_.close();
   std::lock_guard lock(groups_mutex_);
   groups_.clear();

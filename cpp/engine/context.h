@@ -45,6 +45,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     std::int64_t heartbeat = 0;  // nanoseconds of silence after which a remote peer is lost
     bool patient = false;        // wait for local peers that are stopped
     std::string job = {};        // its name, for the status page
+    // If this connects only some ranks of a world once more: the context of the world, whose status page and
+    // totals include the groups of this one; and the ranks of this one in the world.
+    std::shared_ptr<Context> world = {};
+    std::vector<int> world_ranks = {};
   };
   explicit Context(Options options);
   ~Context() override;
@@ -82,7 +86,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void disown();  // in a forked child
   // For tests: known groups, unread messages, frames for groups not made yet, bytes lent by the peers.
   std::tuple<std::size_t, std::size_t, std::size_t, std::uint64_t> held();
-  // The counters of all groups so far; members are ranks of this context.
+  // The counters of all groups so far, with those of contexts whose world this is.
   StatisticsValues totals();
   void die_at(Fault point) { fault_.store(point, std::memory_order_relaxed); }
   void reached(Fault point) const {
@@ -91,6 +95,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   }
 
   int rank() const { return options_.rank; }
+  int world_rank(int rank) const {
+    return options_.world == nullptr ? rank : options_.world_ranks[static_cast<std::size_t>(rank)];
+  }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool forked() const { return forked_; }  // a forked child has no threads, sockets or shared memory
   const std::shared_ptr<Arena>& arena() const { return arena_; }
@@ -141,6 +148,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void rearm();
   void write_status(std::int64_t now);
   void keep_counters(Group& group);
+  std::vector<std::shared_ptr<Group>> counted_groups(StatisticsValues& ended);
+  void end_part(Context& part);
   RemoteStatus remote_status(std::int64_t now);
   void keep_remote_status(int peer, const std::byte* report, std::size_t bytes);
   std::int64_t check_local_peers(std::int64_t now, bool held, std::int64_t late);
@@ -177,8 +186,9 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::mutex groups_mutex_;
   std::vector<std::shared_ptr<Group>> groups_;
   std::shared_ptr<MovingLibrary> moving_library_;
-  StatisticsValues ended_;  // of dropped groups; the late members are not sorted
-  struct Pending {          // frames for groups that do not exist here yet
+  StatisticsValues ended_;  // of dropped groups and closed parts; the late members are not sorted
+  std::vector<std::weak_ptr<Context>> parts_;  // the open contexts whose world this is
+  struct Pending {                             // frames for groups that do not exist here yet
     int peer;
     FrameHeader header;
     std::string text;

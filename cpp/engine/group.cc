@@ -46,6 +46,8 @@ int Group::rank_of(int global) const {
   return found == options_.ranks.end() ? -1 : static_cast<int>(found - options_.ranks.begin());
 }
 
+int Group::world_rank(int rank) const { return context_->world_rank(global(rank)); }
+
 Link* Group::link(int rank) const { return context_->link(global(rank)); }
 
 void Group::set_mover(std::shared_ptr<Mover> mover) {

@@ -47,6 +47,7 @@ class Group : public std::enable_shared_from_this<Group> {
   int size() const { return static_cast<int>(options_.ranks.size()); }
   int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
   int rank_of(int global) const;
+  int world_rank(int rank) const;                                        // on the status page
   const std::vector<int>& ranks() const { return options_.ranks; }       // global, of the members
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
   int host() const { return host_; }                                     // index of this member's host

@@ -33,16 +33,26 @@ void add_late(std::vector<LateMember>& sum, const LateMember& more) {
   found->waited += more.waited;
 }
 
-// more: counters of the group, whose members get their ranks in the world.
-void add(StatisticsValues& sum, const Group& group, const StatisticsValues& more) {
+// Without the late members.
+void add_counts(StatisticsValues& sum, const StatisticsValues& more) {
   sum.completed += more.completed;
   sum.failed += more.failed;
   sum.bytes += more.bytes;
   sum.waits += more.waits;
   sum.waited += more.waited;
   for (std::size_t i = 0; i < sum.latencies.size(); ++i) sum.latencies[i] += more.latencies[i];
-  for (const LateMember& late : more.late)
-    add_late(sum.late, {group.global(late.rank), late.times, late.waited});
+}
+
+void add_all(StatisticsValues& sum, const StatisticsValues& more) {
+  add_counts(sum, more);
+  for (const LateMember& late : more.late) add_late(sum.late, late);
+}
+
+// The counters of a group, whose members have their ranks in the world.
+StatisticsValues values_in_world(Group& group) {
+  StatisticsValues values = group.lanes().statistics();
+  for (LateMember& late : values.late) late.rank = group.world_rank(late.rank);
+  return values;
 }
 
 void limit(StatusCounters& counters, std::uint64_t (&latencies)[latency::kBuckets]) {
@@ -76,10 +86,10 @@ struct Observed {
   Lanes::Pending pending;
 
   Observed(std::shared_ptr<Group> of, std::int64_t now)
-      : group(std::move(of)), values(group->lanes().statistics()), pending(group->lanes().pending_at(now)) {
+      : group(std::move(of)), values(values_in_world(*group)), pending(group->lanes().pending_at(now)) {
     for (const LateMember& wait : pending.waits) {
       values.waited += wait.waited;
-      if (wait.rank >= 0) add_late(values.late, wait);
+      if (wait.rank >= 0) add_late(values.late, {group->world_rank(wait.rank), wait.times, wait.waited});
     }
     values.sort_late();
   }
@@ -101,12 +111,12 @@ void write_entry(const Observed& observed, StatusGroup& entry) {
   entry.number = call && call->request().numbered() ? static_cast<std::int64_t>(call->request().channel) : -1;
   entry.since = call ? call->submitted() : 0;
   const int blocker = call ? call->other_blocker() : -1;
-  entry.blocker = blocker < 0 ? -1 : group.global(blocker);
+  entry.blocker = blocker < 0 ? -1 : group.world_rank(blocker);
   entry.waits = call && call->waits_since() != 0 ? 1 : 0;
   for (std::size_t i = 0; i < kStatusLate; ++i) {
     entry.late[i] = {};
     if (i < values.late.size())
-      entry.late[i] = {values.late[i].times, values.late[i].waited, group.global(values.late[i].rank)};
+      entry.late[i] = {values.late[i].times, values.late[i].waited, values.late[i].rank};
   }
   std::ranges::copy(values.latencies, entry.latencies);
 }
@@ -114,18 +124,11 @@ void write_entry(const Observed& observed, StatusGroup& entry) {
 // Readers of other processes see that a page is incomplete by its sequence number.
 void Context::write_status(std::int64_t now) {
   StatisticsValues rest;
-  decltype(groups()) open;
-  {
-    std::lock_guard lock(groups_mutex_);  // together: a group that closes meanwhile must not count twice
-    rest = ended_;
-    open = {groups_.begin(), groups_.end()};
-  }
   std::vector<Observed> observed;
-  for (auto& group : open) observed.emplace_back(std::move(group), now);
+  for (auto& group : counted_groups(rest)) observed.emplace_back(std::move(group), now);
   if (observed.size() > kStatusGroups) {  // groups with pending operations get the places
     std::ranges::stable_partition(observed, [](const Observed& each) { return each.pending.count > 0; });
-    for (std::size_t i = kStatusGroups; i < observed.size(); ++i)
-      add(rest, *observed[i].group, observed[i].values);
+    for (std::size_t i = kStatusGroups; i < observed.size(); ++i) add_counts(rest, observed[i].values);
     observed.erase(observed.begin() + kStatusGroups, observed.end());
   }
   StatusPage& page = *status_;
@@ -147,16 +150,18 @@ void Context::write_status(std::int64_t now) {
 // The report of this rank for the others.
 RemoteStatus Context::remote_status(std::int64_t now) {
   RemoteStatus status;
+  if (options_.world != nullptr) return status;  // the world reports
   Lanes::Foremost found;
-  const StatisticsValues sum = totals();
-  status.waited = sum.waited;
-  for (auto& group : groups()) {
+  StatisticsValues sum;
+  for (auto& group : counted_groups(sum)) {
+    add_counts(sum, group->lanes().statistics());
     const Lanes::Pending pending = group->lanes().pending_at(now);
-    for (const LateMember& wait : pending.waits) status.waited += wait.waited;
+    for (const LateMember& wait : pending.waits) sum.waited += wait.waited;
     found.consider(pending.foremost.operation, pending.foremost.awaited);
   }
   status.completed = sum.completed;
   status.bytes = sum.bytes;
+  status.waited = sum.waited;
   status.memory = arena_->in_use();
   status.pid = getpid();
   const OperationPtr& foremost = found.operation;
@@ -166,7 +171,7 @@ RemoteStatus Context::remote_status(std::int64_t now) {
   status.number = request.numbered() ? static_cast<std::int64_t>(request.channel) : -1;
   status.age = std::max<std::int64_t>(now - foremost->submitted(), 0);
   const int blocker = foremost->other_blocker();
-  status.blocker = blocker < 0 ? -1 : foremost->group().global(blocker);
+  status.blocker = blocker < 0 ? -1 : foremost->group().world_rank(blocker);
   status.waits = foremost->waits_since() != 0 ? 1 : 0;
   return status;
 }
@@ -174,25 +179,67 @@ RemoteStatus Context::remote_status(std::int64_t now) {
 void Context::keep_remote_status(int peer, const std::byte* report, std::size_t bytes) {
   if (remote_ == nullptr || bytes != sizeof(RemoteStatus)) return;
   StatusRemote& entry = remote_[peer];
+  std::atomic_ref sequence(entry.sequence);
+  const std::uint32_t before = sequence.load(std::memory_order_relaxed);
+  sequence.store(before + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
   std::memcpy(&entry.status, report, bytes);
   entry.received = now_ns();
+  sequence.store(before + 2, std::memory_order_release);
 }
 
 // Requires groups_mutex_: the group's counters count for the rank from now on.
-void Context::keep_counters(Group& group) { add(ended_, group, group.lanes().statistics()); }
+void Context::keep_counters(Group& group) { add_all(ended_, values_in_world(group)); }
+
+// The groups of this context and of those whose world it is; sets the counters of groups that have ended.
+// Together, because a group that ends meanwhile must not count twice.
+std::vector<std::shared_ptr<Group>> Context::counted_groups(StatisticsValues& ended) {
+  std::vector<std::shared_ptr<Context>> parts;  // outlives the locks
+  std::lock_guard lock(groups_mutex_);
+  ended = ended_;
+  std::vector<std::shared_ptr<Group>> found = groups_;
+  for (auto& each : parts_) {
+    const std::shared_ptr<Context>& part = parts.emplace_back(each.lock());
+    if (part == nullptr) continue;
+    std::lock_guard part_lock(part->groups_mutex_);
+    add_all(ended, part->ended_);
+    found.insert(found.end(), part->groups_.begin(), part->groups_.end());
+  }
+  return found;
+}
+
+// A context whose world this is closes: its counters count here from now on.
+void Context::end_part(Context& part) {
+  std::scoped_lock lock(groups_mutex_, part.groups_mutex_);
+  add_all(ended_, part.ended_);
+  for (auto& group : part.groups_) add_all(ended_, values_in_world(*group));
+  const std::weak_ptr<Context> ending = part.weak_from_this();
+  std::erase_if(parts_,
+                [&](const auto& each) { return !each.owner_before(ending) && !ending.owner_before(each); });
+}
 
 StatisticsValues Context::totals() {
-  std::lock_guard lock(groups_mutex_);
-  StatisticsValues sum = ended_;
-  for (auto& group : groups_) add(sum, *group, group->lanes().statistics());
+  StatisticsValues sum;
+  for (auto& group : counted_groups(sum)) add_all(sum, values_in_world(*group));
   sum.sort_late();
   return sum;
 }
 
 std::vector<StatusRemote> read_remote(int fd, const StatusPage& page) {
   if (page.remote == 0) return {};
-  std::vector<StatusRemote> entries(static_cast<std::size_t>(page.size));
-  if (!read_at(fd, entries.data(), entries.size() * sizeof(StatusRemote), page.remote)) return {};
+  std::vector<StatusRemote> entries(static_cast<std::size_t>(page.size)), again(entries.size());
+  auto read = [&](std::vector<StatusRemote>& to) {
+    return read_at(fd, to.data(), to.size() * sizeof(StatusRemote), page.remote);
+  };
+  auto same = [](const StatusRemote& a, const StatusRemote& b) {
+    return a.sequence == b.sequence && a.sequence % 2 == 0;
+  };
+  if (!read(entries)) return {};
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (!read(again)) return {};
+    if (std::ranges::equal(entries, again, same)) break;
+    entries.swap(again);
+  }
   for (StatusRemote& entry : entries) {
     RemoteStatus& status = entry.status;
     if (status.kind > Kind::kRecv) status.kind = {};

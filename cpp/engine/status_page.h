@@ -17,7 +17,7 @@
 namespace shoal {
 
 constexpr std::uint64_t kStatusMagic = 0x7375746174536f68ULL;  // "hoStatus"
-constexpr std::uint32_t kStatusVersion = 1;
+constexpr std::uint32_t kStatusVersion = 2;
 constexpr std::size_t kStatusGroups = 32, kStatusLate = 16, kStatusText = 64;
 
 // The times include waits that have not ended when the page is written.
@@ -62,9 +62,9 @@ struct RemoteStatus {
 static_assert(sizeof(RemoteStatus) == kReportBytes);
 
 struct StatusRemote {
-  std::int64_t received = 0;  // when its last report came; 0: it is on this host, or has not reported yet
-  std::int32_t alive = 0;     // 0: it has left or is lost
-  std::int32_t unused = 0;
+  std::uint32_t sequence = 0;  // odd while `received` and `status` are written
+  std::int32_t alive = 0;      // 0: it has left or is lost
+  std::int64_t received = 0;   // when its last report came; 0: it is on this host, or has not reported yet
   RemoteStatus status;
 };
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -223,7 +224,11 @@ class Part {
 
 void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
   Random random(seed);
-  World world(random);
+  World whole(random);
+  // Some rounds use a second set of connections, whose operations count for the first one.
+  std::unique_ptr<World> part;
+  if (chance(random, 3)) part = std::make_unique<World>(whole.hosts(), &whole);
+  const World& world = part ? *part : whole;
   std::vector<Chapter> chapters;
   for (int number = 1, count = pick(random, 5, 15); number <= count; ++number)
     chapters.emplace_back(random, number, world.size());
@@ -233,7 +238,13 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
       Desk& desk = watchdog.desk(rank);
       for (const Chapter& chapter : chapters) Part(world, chapter, rank, desk, tally).play();
       desk.doing("closing the context");
+      const std::uint64_t completed = world.at(rank).totals().completed;
       world.at(rank).close(now_ns() + 20 * kSecond);
+      if (part) {
+        Context& outer = whole.at(world.size() - 1 - rank);
+        check(outer.totals().completed == completed, "operations were lost when their connections closed");
+        outer.close(now_ns() + 20 * kSecond);
+      }
       desk.doing("having finished");
     });
   for (auto& rank : ranks) rank.join();

@@ -26,11 +26,16 @@ std::vector<int> random_hosts(Random& random) {
 
 World::World(Random& random) : World(random_hosts(random)) {}
 
-World::World(std::vector<int> hosts) : hosts_(std::move(hosts)), mpi_(std::make_shared<FakeMpi>()) {
+World::World(std::vector<int> hosts, const World* whole)
+    : hosts_(std::move(hosts)), mpi_(std::make_shared<FakeMpi>()) {
   for (int rank = 0; rank < size(); ++rank) {
     int local = static_cast<int>(std::count(hosts_.begin(), hosts_.end(), host(rank)));
-    contexts_.push_back(
-        std::make_shared<Context>(Context::Options{rank, size(), local, kCapacity, kCapacity, 60 * kSecond}));
+    Context::Options options{rank, size(), local, kCapacity, kCapacity, 60 * kSecond};
+    if (whole != nullptr) {
+      for (int other = 0; other < size(); ++other) options.world_ranks.push_back(size() - 1 - other);
+      options.world = whole->contexts_[static_cast<std::size_t>(size() - 1 - rank)];
+    }
+    contexts_.push_back(std::make_shared<Context>(std::move(options)));
   }
   for (int a = 0; a < size(); ++a)
     for (int b = a + 1; b < size(); ++b) host(a) == host(b) ? share(a, b) : connect(a, b);

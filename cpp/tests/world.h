@@ -12,11 +12,13 @@ namespace shoal::stress {
 
 class World {
  public:
-  // The host of each rank: ranks with the same host share memory.
-  explicit World(std::vector<int> hosts);
+  // The host of each rank: ranks with the same host share memory.  whole: the world of the same size that
+  // counts the operations of this one, where the ranks are in the opposite order.
+  explicit World(std::vector<int> hosts, const World* whole = nullptr);
   // A world of random size, more often small than large, and random topology.
   explicit World(Random& random);
 
+  const std::vector<int>& hosts() const { return hosts_; }
   int size() const { return static_cast<int>(hosts_.size()); }
   int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
   Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }

@@ -57,6 +57,7 @@ def connect_members(
     timeout: float,
     options: Mapping[str, Any],
     store: Store,
+    status_page: object = None,
     lost: Callable[[], frozenset[int]],
     check: Callable[[], None],
 ) -> Links:
@@ -66,8 +67,9 @@ def connect_members(
         ranks: the members, numbered in the world.
         timeout: timeout in seconds until all are connected.
         store: a store that only these members use.
+        status_page: the ``status_page()`` of the backend that connects all ranks of the world.
         lost: returns the lost ranks of the world.
-        look: called while waiting for others; raises if they will never come.
+        check: called while waiting for others; raises if they will never come.
 
     Raises:
         RendezvousError: a member was lost, or could not connect; RendezvousTimeout names late members.
@@ -92,6 +94,7 @@ def connect_members(
         local_size=min(membership.local_size, len(ranks)),
         store=store,
         ranks=ranks,
+        status_page=status_page,
         release=lambda seconds: None,
         abandon=lambda error: None,
         check=still_possible,

@@ -138,10 +138,10 @@ class Sampler:
     def samples(self) -> list[tuple[RankRow, RankTotals]]:
         """Return the same, and the counters since the ranks have started."""
         now = time.monotonic()
-        jobs: dict[tuple[str, int], list[RankProcess]] = defaultdict(list)
+        jobs: dict[tuple[str, int, int], list[RankProcess]] = defaultdict(list)
         for each in self._finder.find():
-            if each.status.job.startswith(self._job):
-                jobs[each.status.job, each.status.leader].append(each)
+            if each.job.startswith(self._job):
+                jobs[each.job, each.leader, each.size].append(each)
         readings: dict[_Key, RankTotals] = {}
         found = [each for job in sorted(jobs) for each in self._samples_of(jobs[job], readings, now)]
         self._before, self._read_at = readings, now
@@ -155,24 +155,25 @@ class Sampler:
         shares: list[dict[int, float]] = []
         moving: dict[int, int] = {}
         for each in processes:
-            key = (each.pid, each.status.rank, each.status.started)
+            key = (each.pid, each.rank, each.started)
             readings[key] = reading = _reading_of(each)
-            before, seconds = self._since(key, each.status.started / 1e9, now)
-            group = _foremost(each.status.groups)
+            before, seconds = self._since(key, each.started / 1e9, now)
+            group = _foremost(_groups_of(each))
             found.append((_row(each, group, reading, before, seconds, now), reading))
             if group is not None and group.call is not None and group.call.blocker >= 0:
-                moving[each.status.rank] = group.call.blocker
+                moving[each.rank] = group.call.blocker
             late: dict[int, float] = defaultdict(float)
             for rank, spent in late_since(before, reading):
                 late[rank] += spent
-            observed = _observed_s(before, reading, each.status.started / 1e9)
+            observed = _observed_s(before, reading, each.started / 1e9)
             shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
         first, _ = found[0]
-        for remote in _remote_ranks(processes):
-            key = (first.leader, remote.rank, -1)
-            readings[key] = reading = _remote_reading(remote)
+        for rank, reports in _remote_ranks(processes).items():
+            key = (first.leader, rank, -1)
+            readings[key] = reading = _remote_reading(reports)
             before, seconds = self._since(key, self._read_at, now)
-            found.append((_remote_row(first, remote, reading, before, seconds, now), reading))
+            foremost = max(reports, key=lambda each: (bool(each.waits), each.age))
+            found.append((_remote_row(first, foremost, reading, before, seconds, now), reading))
         wait_for_held_up([row for row, _ in found], moving)
         for row, _ in found:
             others = len(shares) - (not row.remote)
@@ -230,18 +231,26 @@ def _foremost(groups: Iterable[GroupStatus]) -> GroupStatus | None:
     )  # fmt: skip
 
 
+def _groups_of(process: RankProcess) -> list[GroupStatus]:
+    return [group for page in process.pages for group in page.groups]
+
+
+def _counters_of(process: RankProcess) -> list[Statistics]:
+    ended = [page.ended for page in process.pages]
+    return [*ended, *(group.statistics for group in _groups_of(process))]
+
+
 def _reading_of(process: RankProcess) -> RankTotals:
-    status = process.status
-    counters: list[Statistics] = [status.ended, *(group.statistics for group in status.groups)]
+    counters = _counters_of(process)
     late: dict[tuple[int, int], float] = defaultdict(float)
     waited = sum(each.waited for each in counters) / 1e9
-    for group in status.groups:
+    for group in _groups_of(process):
         for member in group.statistics.late:
             late[group.ident, member.rank] += member.waited / 1e9
     latencies = [sum(column) for column in zip(*(each.latencies for each in counters), strict=True)]
     completed, moved = sum(each.completed for each in counters), sum(each.bytes for each in counters)
     return RankTotals(
-        status.started, status.written / 1e9, completed, moved, waited, process.cpu_s, late, latencies
+        process.started, process.written / 1e9, completed, moved, waited, process.cpu_s, late, latencies
     )
 
 
@@ -254,7 +263,6 @@ def _row(
     now: float,
 ) -> RankRow:
     """Make the row of a rank, of whose groups ``group`` has the foremost operation."""
-    status = process.status
     cpu = max(reading.cpu_s - before.cpu_s, 0.0) / seconds
     call = group.call if group is not None else None
     waits_for = call.blocker if call is not None and call.waits and call.blocker >= 0 else None
@@ -264,10 +272,10 @@ def _row(
     if not any(latencies):
         latencies = list(reading.latencies)
     return RankRow(
-        job=status.job,
-        leader=status.leader,
-        rank=status.rank,
-        size=status.size,
+        job=process.job,
+        leader=process.leader,
+        rank=process.rank,
+        size=process.size,
         pid=process.pid,
         remote=False,
         state=_state(process, cpu, now, pending=call is not None, waits=waits_for is not None),
@@ -276,19 +284,19 @@ def _row(
         number=call.number if call is not None and call.number >= 0 else None,
         age_s=max(now - call.since / 1e9, 0.0) if call is not None else None,
         waits_for=waits_for,
-        pending=sum(each.pending for each in status.groups),
+        pending=sum(each.pending for each in _groups_of(process)),
         completed=reading.completed,
-        failed=status.ended.failed + sum(each.statistics.failed for each in status.groups),
+        failed=sum(each.failed for each in _counters_of(process)),
         bytes=reading.bytes,
         operations_per_s=max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, status.started / 1e9)),
+        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, process.started / 1e9)),
         awaited=0.0,
         p50_s=latency_of(latencies, 0.5),
         p99_s=latency_of(latencies, 0.99),
         cpu=cpu,
         memory=process.memory,
-        shared_memory=status.memory,
+        shared_memory=sum(page.memory for page in process.pages),
     )
 
 
@@ -297,7 +305,7 @@ def _state(process: RankProcess, cpu: float, now: float, *, pending: bool, waits
         return "stopped"
     if process.state == "t":
         return "traced"
-    if now - process.status.written / 1e9 > SILENT_AFTER_S:
+    if now - process.written / 1e9 > SILENT_AFTER_S:
         return "silent"
     if pending:
         return "waits" if waits else "moves"
@@ -307,22 +315,30 @@ def _state(process: RankProcess, cpu: float, now: float, *, pending: bool, waits
 # -- ranks on other hosts ------------------------------------------------------------------------
 
 
-def _remote_ranks(processes: Sequence[RankProcess]) -> Iterable[RemoteRank]:
-    """The latest report of each rank of this job that is not on this host."""
-    local = {each.status.rank for each in processes}
-    latest: dict[int, RemoteRank] = {}
+def _remote_ranks(processes: Sequence[RankProcess]) -> dict[int, list[RemoteRank]]:
+    """The latest reports of each rank that is not on this host, one for each page of a process."""
+    local = {each.rank for each in processes}
+    found: dict[int, list[RemoteRank]] = {}
     for each in processes:
-        for report in each.status.remote:
-            known = latest.get(report.rank)
-            if report.rank not in local and (known is None or known.received < report.received):
-                latest[report.rank] = report
-    return latest.values()
+        reports: dict[int, list[RemoteRank]] = defaultdict(list)
+        for page in each.pages:
+            for report in page.remote:
+                if report.rank not in local:
+                    reports[report.rank].append(report)
+        for rank, known in reports.items():
+            if rank not in found or _weight(found[rank]) < _weight(known):
+                found[rank] = known
+    return found
 
 
-def _remote_reading(report: RemoteRank) -> RankTotals:
-    return RankTotals(
-        0, report.received / 1e9, report.completed, report.bytes, report.waited / 1e9, 0.0, {}, ()
-    )
+def _weight(reports: Sequence[RemoteRank]) -> tuple[int, int]:
+    return len(reports), max(each.received for each in reports)
+
+
+def _remote_reading(reports: Sequence[RemoteRank]) -> RankTotals:
+    as_of = max(each.received for each in reports) / 1e9
+    completed, moved = sum(each.completed for each in reports), sum(each.bytes for each in reports)
+    return RankTotals(0, as_of, completed, moved, sum(each.waited for each in reports) / 1e9, 0.0, {}, ())
 
 
 def _remote_row(
@@ -351,9 +367,9 @@ def _remote_row(
         age_s=report.age / 1e9 if pending else None,
         waits_for=report.blocker if waits else None,
         pending=None,
-        completed=report.completed,
+        completed=reading.completed,
         failed=None,
-        bytes=report.bytes,
+        bytes=reading.bytes,
         operations_per_s=0.0 if first else max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=0.0 if first else max(reading.bytes - before.bytes, 0) / seconds,
         waiting=0.0 if first else _share(reading.waited - before.waited, _observed_s(before, reading, 0.0)),

@@ -32,14 +32,45 @@ class RankProcess:
         state: state of the process in ``/proc/PID/stat``, such as ``"S"``, or ``"T"`` for stopped.
         cpu_s: CPU time that the process has used, in seconds.
         memory: resident memory, in bytes.
-        status: what the rank's status page says.
+        pages: its status pages. A program that calls ``shoal.init`` and uses torch's functions has two, of
+            the same job, rank and size; they count as one rank.
     """
 
     pid: int
     state: str
     cpu_s: float
     memory: int
-    status: RankStatus
+    pages: list[RankStatus]
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self.pages[0].job
+
+    @property
+    def leader(self) -> int:
+        """The process of the first rank that shares memory with this one; 0: there is no other."""
+        return self.pages[0].leader
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.pages[0].rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pages[0].size
+
+    @property
+    def started(self) -> int:
+        """When the last of the pages was made, in nanoseconds of CLOCK_MONOTONIC."""
+        return max(page.started for page in self.pages)
+
+    @property
+    def written(self) -> int:
+        """When the last of the pages was written, likewise."""
+        return max(page.written for page in self.pages)
 
 
 class _Stat:
@@ -64,7 +95,7 @@ class RankFinder:
 
     def find(self) -> list[RankProcess]:
         """Read all ranks, ordered by process id.  Processes that end meanwhile are left out."""
-        found: list[RankProcess] = []
+        found: dict[tuple[int, str, int, int, int], RankProcess] = {}
         pids = sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
         now = time.monotonic()
         search_all = now >= self._search_at
@@ -79,12 +110,14 @@ class RankFinder:
                     fds = list(_memory_descriptors(pid))
                     self._known[pid] = (stat.start, fds)
                 for fd in fds:
-                    status = _read(pid, fd)
-                    if status is not None:
-                        found.append(RankProcess(pid, stat.state, stat.cpu_s, stat.memory, status))
+                    page = _read(pid, fd)
+                    if page is not None:
+                        key = (pid, page.job, page.leader, page.rank, page.size)
+                        new = RankProcess(pid, stat.state, stat.cpu_s, stat.memory, [])
+                        found.setdefault(key, new).pages.append(page)
         for pid in self._known.keys() - set(pids):
             del self._known[pid]
-        return found
+        return list(found.values())
 
 
 def _memory_descriptors(pid: int) -> Iterator[int]:

@@ -133,7 +133,7 @@ def test_without_ranks_it_says_so_and_fails(capsys: pytest.CaptureFixture[str]) 
     assert invoke(["top", "--json"]) == 2
     assert "--json needs --once" in capsys.readouterr().err
     assert invoke(["top", "--interval", "nan"]) == 2
-    assert "--interval nan: expected a number of seconds" in capsys.readouterr().err
+    assert "'nan' is not a finite number" in capsys.readouterr().err
 
 
 def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
@@ -154,8 +154,8 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
         find = RankFinder.find
 
         def only_rank_0(self: RankFinder) -> list[RankProcess]:
-            here = [each for each in find(self) if each.pid == os.getpid() and each.status.size == 3]
-            return [each for each in here if each.status.rank == 0 and each.status.started > begun]
+            here = [each for each in find(self) if each.pid == os.getpid() and each.size == 3]
+            return [each for each in here if each.rank == 0 and each.started > begun]
 
         monkeypatch.setattr(RankFinder, "find", only_rank_0)
         sampler = Sampler("threads")
@@ -183,6 +183,72 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
         f"ranks 0, 1 wait for rank 2, for up to {max(row.age_s or 0 for row in rows):.1f} s; "
         "it runs outside of shoal, on another host"
     ]
+
+
+def rows_of_threads(size: int, begun: int) -> dict[int, RankRow]:
+    """The rows of the ranks of this process that were started since; of no other ones with the same ranks."""
+    started = [(row, totals.started) for row, totals in Sampler("threads").samples()]
+    mine = [row for row, at in started if at > begun and row.pid == os.getpid() and row.size == size]
+    assert len({row.rank for row in mine}) == len(mine)
+    return {row.rank: row for row in mine}
+
+
+@pytest.mark.parametrize("hosts", [("a",) * 4, ("a", "a", "a", "b")], ids=["one host", "two hosts"])
+def test_groups_with_connections_of_their_own_have_the_ranks_of_the_world(hosts: tuple[str, ...]) -> None:
+    shown = threading.Event()
+    begun = time.monotonic_ns()
+
+    def rank(group: ProcessGroup) -> int:
+        part = group.split(0 if group.rank < 2 else 1, key=-group.rank, transport="tcp")
+        assert part is not None
+        with part:
+            part.all_reduce(torch.ones(10)).wait()
+            if group.rank == 2:
+                shown.wait(60)
+            future = part.all_reduce(torch.ones(10))
+            if group.rank == 3:
+
+                def waits() -> bool:
+                    row = rows_of_threads(4, begun).get(3)
+                    return row is not None and row.waits_for == 2 and row.completed == 2
+
+                try:
+                    until(waits)
+                finally:
+                    shown.set()
+            future.wait()
+        group.barrier().wait()
+        totals = group.world.links.backend.totals()
+        assert totals is not None
+        if group.rank == 3:
+            assert totals.late[0].rank == 2
+            assert totals.waited_s > 0.0
+            until(lambda: [row.completed for row in rows_of_threads(4, begun).values()] == [4, 4, 4, 4])
+        group.barrier().wait()
+        return totals.completed
+
+    assert run_threads(rank, 4, hosts=hosts, heartbeat_timeout=1.0) == [4, 4, 4, 4]
+    assert shown.is_set()
+
+
+def test_several_worlds_of_a_process_are_one_row() -> None:
+    begun = time.monotonic_ns()
+
+    def rank(group: ProcessGroup) -> None:
+        group.all_reduce(torch.ones(10)).wait()
+        if group.rank == 0:
+
+            def inner(second: ProcessGroup) -> None:
+                second.all_reduce(torch.ones(10)).wait()
+                second.barrier().wait()
+                if second.rank == 0:
+                    until(lambda: [row.completed for row in rows_of_threads(3, begun).values()] == [3, 3, 3])
+                second.barrier().wait()
+
+            run_threads(inner, 3)
+        group.barrier().wait()
+
+    run_threads(rank, 3)
 
 
 def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:

@@ -338,7 +338,14 @@ class Backend(abc.ABC):
         return [0] * len(ranks)
 
     def totals(self) -> GroupStatistics | None:
-        """Counters of all groups so far, with global ranks; None if the backend counts nothing."""
+        """Counters of all groups so far, with global ranks; None if the backend counts nothing.
+
+        Backends that connect members of a group once more count for the one that connects all ranks.
+        """
+        return None
+
+    def status_page(self) -> object:
+        """The engine whose status page also shows groups with a backend of their own; None: there is none."""
         return None
 
     def lost(self) -> frozenset[int]:

@@ -127,6 +127,9 @@ class SupervisedBackend(Backend):
     def totals(self) -> GroupStatistics | None:
         return self.native.totals()
 
+    def status_page(self) -> object:
+        return self.native.status_page()
+
     def lost(self) -> frozenset[int]:
         return self.native.lost()
 

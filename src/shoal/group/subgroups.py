@@ -215,6 +215,6 @@ def _connected(
     watching = nullcontext(lambda: None) if call is None else group._lists.watch_connect(group, call)
     with watching as check:
         return connect_members(
-            group.world.membership, ranks, factory,
-            timeout=timeout, options=given, store=store, lost=group._links.lost, check=check,
+            group.world.membership, ranks, factory, timeout=timeout, options=given, store=store,
+            status_page=group.world.links.backend.status_page(), lost=group._links.lost, check=check,
         )  # fmt: skip

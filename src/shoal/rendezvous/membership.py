@@ -35,6 +35,7 @@ class Membership:
         secret: the job's secret; b"" only for a group of one.
         interface: the address that listeners bind to (loopback if all ranks are on this machine).
         ranks: if only some ranks of the world connect, their ranks in the world; empty: all do.
+        status_page: if only some ranks connect: the ``status_page()`` of the backend that connects all.
         waits_for_stopped: the creator of the membership decides when a rank of this host whose process is
             stopped is lost; until then the others wait for it.
         host: identity of the host; ranks with equal values try shared memory first.
@@ -63,6 +64,7 @@ class Membership:
     interface: str
     host: str
     ranks: tuple[int, ...] = ()
+    status_page: object = field(default=None, compare=False, repr=False)
     waits_for_stopped: bool = False
     place: RendezvousPoint | None = None
     meeting: str = ""

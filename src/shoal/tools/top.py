@@ -5,7 +5,7 @@ It does not import torch, to start quickly.
 
 from __future__ import annotations
 
-import math
+import re
 import time
 from collections.abc import Sequence
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ..common.formatting import counted, printable
 from ..rank_sampler import HELD_UP, RankRow, Sampler
+from .options import FiniteRange
 from .rank_table import by_job, culprits
 
 #: seconds between the two samples of ``--once``
@@ -25,6 +26,8 @@ _ONCE_INTERVAL_S = 0.3
 _NAMED_FROM_S = 0.5
 #: shares from which a number is drawn in yellow and in red
 _NOTICEABLE, _HIGH = 0.1, 0.5
+#: the part of the name of a split group that only makes it unique
+_UNIQUE_PART = re.compile(r"(?<=split:)[0-9a-f]+:")
 _NONE = "no rank of shoal runs on this machine that you may see"
 #: width for files and pipes, where no line is folded
 _WIDE = 1000
@@ -35,7 +38,7 @@ _WIDE = 1000
 @click.option(
     "--interval",
     metavar="SECONDS",
-    type=click.FloatRange(min=0.1, max=3600.0),
+    type=FiniteRange(min=0.1, max=3600.0),
     default=2.0,
     show_default=True,
     help="Seconds between two updates.",
@@ -54,8 +57,6 @@ def top(job: str, interval: float, once: bool, as_json: bool) -> int:
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
-    if math.isnan(interval):  # which is in every range
-        raise click.UsageError("--interval nan: expected a number of seconds")
     console = Console(highlight=False, markup=False, emoji=False)
     sampler = Sampler(job)
     if once or not console.is_terminal:
@@ -141,7 +142,7 @@ def _cells(row: RankRow) -> list[tuple[str, str]]:
     """The text and the style of each column."""
     call = f"{row.call} #{row.number}" if row.number is not None else row.call
     if row.group not in ("", "world"):
-        call = f"{row.group}: {call}"
+        call = f"{_UNIQUE_PART.sub('', row.group.removeprefix('world/'))}: {call}"
     return [
         (str(row.rank), ""),
         (str(row.pid), ""),

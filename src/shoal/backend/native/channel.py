@@ -139,6 +139,7 @@ class NativeBackend(Backend):
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
                     membership.waits_for_stopped, encodable(membership.job_name),
+                    membership.status_page, list(membership.ranks),
                 )  # fmt: skip
                 self.trace = ContextTrace(self._context, membership, KIND_NAMES)
                 if membership.size > 1:
@@ -211,6 +212,9 @@ class NativeBackend(Backend):
 
     def totals(self) -> GroupStatistics | None:
         return None if self._context is _CLOSED else group_statistics(self._context.totals(), 0)
+
+    def status_page(self) -> _core.Context | None:
+        return None if self._context is _CLOSED else self._context
 
     def close(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
