@@ -101,6 +101,9 @@ training: $(DONE)/shoal  ## what a training step with DDP costs beyond computing
 scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on this machine
 	$(BIN)/python benchmarks/scaling.py $(ARGS)
 
+hosts: $(DONE)/shoal  ## the algorithms between hosts, beside Gloo, on simulated hosts; needs root
+	$(BIN)/python benchmarks/hosts.py $(ARGS)
+
 chaos: $(DONE)/shoal  ## deaths, standstills, joins and leaves at random moments, 8 minutes; rewrites the table of docs/failures.md
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 

@@ -213,9 +213,9 @@ def test_lanes_come_from_the_argument_or_the_environment(
 ) -> None:
     monkeypatch.setenv("SHOAL_CONCURRENCY", "3")
     with shoal.init(backend=store_backend) as group:
-        assert group._spec.concurrency == 3
+        assert group._spec.tuning.concurrency == 3
     with shoal.init(backend=store_backend, concurrency=2) as group:
-        assert group._spec.concurrency == 2
+        assert group._spec.tuning.concurrency == 2
 
 
 _PROGRAM = """

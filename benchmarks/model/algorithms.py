@@ -2,7 +2,7 @@
 
 The formulas are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
 in MPICH" (2005), with latency and overhead separated: a rank that sends to p - 1 others pays the latency once
-and the overhead p - 1 times. ``shoal`` selects the algorithm that ``cpp/collectives`` uses.
+and the overhead p - 1 times. ``shoal`` is the algorithm that ``cpp/collectives/members.cc`` selects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+from shoal import _core
+from shoal.spec import OpKind
 
 from .parameters import Parameters
 
@@ -140,7 +143,10 @@ class Doubling(Algorithm):
 
 
 class Halving(Algorithm):
-    """Rabenseifner's algorithm: recursive halving to reduce-scatter, recursive doubling to gather."""
+    """Recursive halving to reduce-scatter, and doubling to gather (Rabenseifner).
+
+    shoal has the variant for any number of members (Träff 2023), which takes as long for powers of two.
+    """
 
     name = "halving"
 
@@ -220,13 +226,12 @@ class Hierarchical(Algorithm):
 #: algorithms between hosts with one rank
 ALGORITHMS: tuple[Algorithm, ...] = (Everything(), Direct(), Ring(), Doubling(), Halving(), Tree())
 
-#: maximum size for which shoal's all-reduce over links uses `Everything` (``kSmall`` of over_links.cc)
-SMALL = 32 * 1024
 
-
-def shoal(nbytes: float, ranks: int) -> Algorithm:
-    """The algorithm of ``cpp/collectives/over_links.cc`` for ``nbytes`` on hosts with one rank."""
-    return Everything() if nbytes <= SMALL or nbytes < 64 * ranks else Direct()
+def shoal(nbytes: int, ranks: int) -> Algorithm:
+    """The algorithm that ``algorithm="auto"`` is for ``nbytes`` of float32 on hosts with one rank."""
+    chosen = _core.algorithm_for(OpKind.ALL_REDUCE, ranks, nbytes, nbytes, True)
+    direct = Everything() if nbytes <= _core.at_once_limit(ranks) else Direct()
+    return {"direct": direct, "doubling": Doubling(), "halving": Halving()}[chosen]
 
 
 def best(ranks: int, nbytes: float, machine: Parameters) -> Algorithm:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "collectives/members.h"
 #include "collectives/phase.h"
 #include "engine/messages.h"
 
@@ -28,6 +29,17 @@ struct Map {
   int count() const { return static_cast<int>(hosts.size()); }
   int locals() const { return static_cast<int>(hosts[static_cast<std::size_t>(host)].size()); }
   int rank_at(int h, int p) const { return hosts[static_cast<std::size_t>(h)][static_cast<std::size_t>(p)]; }
+  // The members of all hosts at a place.
+  Members members(int p) const {
+    std::vector<int> ranks;
+    for (int h = 0; h < count(); ++h) ranks.push_back(rank_at(h, p));
+    return {std::move(ranks), host};
+  }
+  // Whether all hosts have as many members.
+  bool uniform() const {
+    return std::ranges::all_of(
+        hosts, [this](const auto& members) { return members.size() == static_cast<std::size_t>(locals()); });
+  }
   // The host and place of a rank.
   std::pair<int, int> find(int rank) const {
     for (int h = 0; h < count(); ++h)
@@ -82,48 +94,15 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
   Task reduced = local_partials(op, map, slices, std::move(jobs));
   co_await reduced;
 
-  // Among the owners of this slice, host h finishes part h (all-reduce), or the root's host the whole
-  // (reduce).
   std::vector<std::byte> result(root < 0 ? 0 : mine.bytes);
   std::byte* finished = root < 0 ? mine.data : result.data();
   if (owner) {
-    auto part_of = [&](int h) {
-      if (root >= 0)
-        return h == root_host ? std::pair<std::uint64_t, std::uint64_t>(0, elements)
-                              : std::pair<std::uint64_t, std::uint64_t>(0, 0);
-      return share(elements, item, map.count(), h);
-    };
-    auto [first, last] = part_of(map.host);
-    const std::uint64_t length = (last - first) * wide;
-    std::vector<std::byte> room(length * static_cast<std::uint64_t>(map.count()));
-    Messages inputs(op), results(op);
-    for (int h = 0; h < map.count(); ++h) {
-      if (h == map.host) continue;
-      int peer = map.rank_at(h, map.place);
-      if (root < 0 || map.host == root_host)
-        inputs.receive(peer, step, room.data() + static_cast<std::uint64_t>(h) * length, length);
-      auto [from, to] = part_of(h);
-      if (root < 0 || h == root_host)
-        inputs.send(peer, step, partial.data() + from * wide, (to - from) * wide);
-      if (root < 0) results.receive(peer, step + 1, finished + from * item, (to - from) * item);
-    }
-    Task arrived = inputs.finish_receives();
-    co_await arrived;
-    if (last > first) {
-      std::vector<const void*> sources;
-      for (int h = 0; h < map.count(); ++h)
-        sources.push_back(h == map.host ? partial.data() + first * wide
-                                        : room.data() + static_cast<std::uint64_t>(h) * length);
-      void* to = finished + first * item;
-      kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
-    }
-    for (int h = 0; root < 0 && h < map.count(); ++h)
-      if (h != map.host)
-        results.send(map.rank_at(h, map.place), step + 1, finished + first * item, (last - first) * item);
-    Task sent = inputs.finish();
-    co_await sent;
-    Task spread = results.finish();
-    co_await spread;
+    const Members members = map.members(map.place);
+    const Algorithm algorithm = algorithm_for(op.group().algorithm(), op.request().kind, map.count(),
+                                              mine.bytes, partial.size(), false);
+    Task work = reduce_partials(op, members, algorithm, partial.data(), elements, finished,
+                                root < 0 ? -1 : root_host, step);
+    co_await work;
   }
   if (root >= 0 && map.host != root_host) co_return;
   std::vector<Span> parts;
@@ -147,7 +126,7 @@ Task reduce(Operation& op, Span data, int root) {
     Task work = reduce_block(op, map, block, root, step);
     co_await work;
     offset += block.bytes;
-    step += 2;
+    step += kSteps;
   } while (offset < data.bytes);
 }
 
@@ -159,34 +138,23 @@ Task broadcast(Operation& op, Span data, int root) {
     auto [first, last] = share(data.bytes, 1, streams, j);
     return slice(data, first, last - first);
   };
-  Messages messages(op);
-  if (map.host == root_host) {
-    // A single stream is sent by the root itself, several after the host has the data.
-    if (map.locals() > 1) {
-      std::vector<Span> parts;
-      std::vector<Pull> pulls;
-      if (map.place == root_place)
-        parts.push_back(data);
-      else
-        pulls.push_back({root_place, 0, data});
-      Task work = exchange(op, std::move(parts), std::move(pulls));
-      co_await work;
-    }
-    for (int h = 0; h < map.count(); ++h)
-      if (h != root_host && map.place < streams)
-        messages.send(map.rank_at(h, map.place), 0, part(map.place).data, part(map.place).bytes);
-    Task sent = messages.finish();
-    co_await sent;
-    co_return;
+  if (map.host == root_host && map.locals() > 1) {
+    std::vector<Span> parts;
+    std::vector<Pull> pulls;
+    if (map.place == root_place)
+      parts.push_back(data);
+    else
+      pulls.push_back({root_place, 0, data});
+    Task work = exchange(op, std::move(parts), std::move(pulls));
+    co_await work;
   }
   std::vector<Span> parts;
   if (map.place < streams) {
-    Span mine = part(map.place);
-    messages.receive(map.rank_at(root_host, map.place), 0, mine.data, mine.bytes);
-    Task arrived = messages.finish();
-    co_await arrived;
-    parts.push_back(mine);
+    parts.push_back(part(map.place));
+    Task work = broadcast(op, map.members(map.place), parts[0], root_host);
+    co_await work;
   }
+  if (map.host == root_host) co_return;
   std::vector<Pull> pulls;
   for (int j = 0; j < streams; ++j)
     if (j != map.place) pulls.push_back({j, 0, part(j)});
@@ -201,13 +169,7 @@ Task barrier(Operation& op) {
     co_await arrived;
   }
   if (map.place == 0) {
-    Messages messages(op);
-    for (int h = 0; h < map.count(); ++h) {
-      if (h == map.host) continue;
-      messages.send(map.rank_at(h, 0), 0, nullptr, 0);
-      messages.receive(map.rank_at(h, 0), 0, nullptr, 0);
-    }
-    Task met = messages.finish();
+    Task met = barrier(op, map.members(0));
     co_await met;
   }
   if (map.locals() > 1) {
@@ -216,11 +178,43 @@ Task barrier(Operation& op) {
   }
 }
 
+// The members at a place of all hosts gather their blocks; then the host shares these.
+Task all_gather_in_steps(Operation& op, const Map& map, Span mine, std::vector<Span> out) {
+  const Members members = map.members(map.place);
+  Edges edges(1, 0);
+  for (int h = 0; h < map.count(); ++h)
+    edges.push_back(edges.back() + out[static_cast<std::size_t>(members.rank(h))].bytes);
+  std::vector<std::byte> blocks(edges.back());
+  std::vector<Span> parts;
+  for (int h = 0; h < map.count(); ++h) {
+    const auto i = static_cast<std::size_t>(h);
+    parts.push_back({blocks.data() + edges[i], edges[i + 1] - edges[i]});
+  }
+  copy(parts[static_cast<std::size_t>(map.host)], mine);
+  Task gathered = gather_blocks(op, members, blocks.data(), edges, 0);
+  co_await gathered;
+  std::vector<Pull> pulls;
+  for (int place = 0; place < map.locals(); ++place)
+    for (int h = 0; h < map.count(); ++h)
+      pulls.push_back(
+          {place, static_cast<std::uint32_t>(h), out[static_cast<std::size_t>(map.rank_at(h, place))]});
+  Task work = local_exchange(op, map, std::move(parts), std::move(pulls));
+  co_await work;
+}
+
 // Every block is sent to each other host once, to the member at the sender's place (modulo the host's size);
 // then the host shares the blocks of its members.
 Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   Map map(op.group());
   const int rank = op.group().rank();
+  const std::uint64_t all = total(out);
+  if (map.uniform() &&
+      algorithm_for(op.group().algorithm(), Kind::kAllGather, map.count(),
+                    all / static_cast<std::uint64_t>(map.locals()), 0, false) != Algorithm::kDirect) {
+    Task work = all_gather_in_steps(op, map, mine, std::move(out));
+    co_await work;
+    co_return;
+  }
   auto held_by = [&](int place) {
     std::vector<int> ranks(1, map.rank_at(map.host, place));
     for (int h = 0; h < map.count(); ++h)
@@ -252,6 +246,29 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   co_await work;
 }
 
+// On every host, a member reduces the host's inputs for all members at its place; then these reduce them over
+// the hosts.
+Task reduce_scatter_in_steps(Operation& op, const Map& map, std::vector<Span> in, Span out) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const Members members = map.members(map.place);
+  Edges edges(1, 0);
+  for (int h = 0; h < map.count(); ++h)
+    edges.push_back(edges.back() + in[static_cast<std::size_t>(members.rank(h))].bytes / item);
+  std::vector<std::byte> partial(edges.back() * wide);
+  std::vector<Reduce> jobs;
+  for (int h = 0; h < map.count(); ++h)
+    jobs.push_back({static_cast<std::uint32_t>(members.rank(h)),
+                    partial.data() + edges[static_cast<std::size_t>(h)] * wide});
+  Task reduced = local_partials(op, map, std::move(in), std::move(jobs));
+  co_await reduced;
+  Task work = scatter_partials(op, members, partial.data(), edges, 0);
+  co_await work;
+  const void* sum = partial.data() + edges[static_cast<std::size_t>(map.host)] * wide;
+  void* to = out.data;
+  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, &sum, 1, out.bytes / item);
+}
+
 // On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and
 // sends it the partial result; rank i combines one partial result per host.
 Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
@@ -261,6 +278,13 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   const int rank = op.group().rank();
   auto begun = op.begun();
   co_await begun;
+  const std::uint64_t all = total(in) / static_cast<std::uint64_t>(map.locals());
+  if (map.uniform() && algorithm_for(op.group().algorithm(), Kind::kReduceScatter, map.count(), all,
+                                     all / item * wide, false) != Algorithm::kDirect) {
+    Task work = reduce_scatter_in_steps(op, map, std::move(in), out);
+    co_await work;
+    co_return;
+  }
   std::vector<std::vector<std::byte>> partials;
   std::vector<Reduce> jobs;
   for (int to = map.place; to < map.size; to += map.locals()) {

@@ -5,50 +5,22 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <numeric>
 
-#include "collectives/collectives.h"
+#include "collectives/members.h"
+#include "engine/describe.h"
 #include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kSmall = 32 * 1024;       // up to this size, all-reduce exchanges everything at once
-constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two ranks, which send equally much either way
-constexpr std::uint64_t kPiece = kEager;          // longer slices are reduced piece by piece
-constexpr std::uint32_t kSets = 4;                // number of pieces in flight
+constexpr std::uint64_t kPiece = kEager;  // longer slices are reduced piece by piece
+constexpr std::uint32_t kSets = 4;        // number of pieces in flight
 
-Task barrier(Operation& op) {
-  // Dissemination (Hensgen, Finkel, Manber 1988): in round k, signal the rank at distance 2^k.
-  const int size = op.group().size(), rank = op.group().rank();
-  Messages messages(op);
-  std::uint32_t step = 0;
-  for (int distance = 1; distance < size; distance *= 2, ++step) {
-    messages.send((rank + distance) % size, step, nullptr, 0);
-    messages.receive((rank - distance + size) % size, step, nullptr, 0);
-    Task round = messages.finish_receives();
-    co_await round;
-  }
-  Task done = messages.finish();
-  co_await done;
-}
-
-Task broadcast(Operation& op, Span data, int root) {
-  // Binomial tree.
-  const int size = op.group().size(), place = (op.group().rank() - root + size) % size;
-  Messages messages(op);
-  int reach = 1;
-  while (reach <= place) reach *= 2;
-  if (place != 0) {
-    messages.receive((place - reach / 2 + root) % size, 0, data.data, data.bytes);
-    Task arrived = messages.finish_receives();
-    co_await arrived;
-  }
-  int top = 1;
-  while (top < size) top *= 2;
-  for (int distance = top / 2; distance >= reach; distance /= 2)
-    if (place + distance < size) messages.send((place + distance + root) % size, 0, data.data, data.bytes);
-  Task done = messages.finish();
-  co_await done;
+Members all_members(const Group& group) {
+  std::vector<int> ranks(static_cast<std::size_t>(group.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return {std::move(ranks), group.rank()};
 }
 
 enum class Flow { kAll, kToRoot, kFromRoot };
@@ -200,25 +172,90 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
   co_await work;
 }
 
+// All-reduce and reduce in a logarithmic number of steps.
+Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::uint64_t elements = data.bytes / itemsize(reduction.dtype);
+  auto begun = op.begun();
+  co_await begun;
+  auto partial = std::make_unique_for_overwrite<std::byte[]>(elements * kernels::accumulator_size(reduction));
+  const void* from = data.data;
+  if (elements > 0) kernels::reduce_partial(reduction, partial.get(), &from, 1, elements);
+  const Members members = all_members(op.group());
+  Task work = reduce_partials(op, members, algorithm, partial.get(), elements, data.data, root, 0);
+  co_await work;
+}
+
+Task reduce_scatter_in_steps(Operation& op, std::vector<Span> parts, Span out) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  auto begun = op.begun();
+  co_await begun;
+  Edges edges(1, 0);
+  for (const Span& part : parts) edges.push_back(edges.back() + part.bytes / item);
+  auto partial = std::make_unique_for_overwrite<std::byte[]>(edges.back() * wide);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const void* from = parts[i].data;
+    if (parts[i].bytes > 0)
+      kernels::reduce_partial(reduction, partial.get() + edges[i] * wide, &from, 1, parts[i].bytes / item);
+  }
+  const Members members = all_members(op.group());
+  Task work = scatter_partials(op, members, partial.get(), edges, 0);
+  co_await work;
+  const void* sum = partial.get() + edges[static_cast<std::size_t>(members.self())] * wide;
+  void* to = out.data;
+  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, &sum, 1, out.bytes / item);
+}
+
+Task all_gather_in_steps(Operation& op, Span mine, std::vector<Span> out) {
+  auto begun = op.begun();
+  co_await begun;
+  const Members members = all_members(op.group());
+  const auto self = static_cast<std::size_t>(members.self());
+  Edges edges(1, 0);
+  bool adjacent = true;  // otherwise blocks are collected in one buffer, as a message has one address
+  for (const Span& part : out) {
+    adjacent &= part.data == out[0].data + edges.back();
+    edges.push_back(edges.back() + part.bytes);
+  }
+  std::unique_ptr<std::byte[]> room;
+  if (!adjacent) room = std::make_unique_for_overwrite<std::byte[]>(edges.back());
+  std::byte* data = adjacent ? out[0].data : room.get();
+  copy({data + edges[self], mine.bytes}, mine);
+  Task work = gather_blocks(op, members, data, edges, 0);
+  co_await work;
+  for (std::size_t i = 0; i < out.size() && !adjacent; ++i) copy(out[i], {data + edges[i], out[i].bytes});
+}
+
 }  // namespace
 
 Task over_links(Operation& op) {
   const Request& request = op.request();
   const int size = op.group().size(), root = request.root;
   std::vector<Span> in = parts_of(request.in, size), out = parts_of(request.out, size);
-  switch (request.pattern()) {
+  const Kind kind = request.pattern();
+  const bool reduces = kind == Kind::kAllReduce || kind == Kind::kReduce;
+  const std::uint64_t bytes = reduces                    ? request.in[0].bytes
+                              : kind == Kind::kAllGather ? total(out)
+                                                         : total(in);
+  const std::uint64_t wide = shoal::reduces(kind) ? bytes / itemsize(request.reduction.dtype) *
+                                                        kernels::accumulator_size(request.reduction)
+                                                  : bytes;
+  const Algorithm algorithm = algorithm_for(op.group().algorithm(), kind, size, bytes, wide, true);
+  switch (kind) {
     case Kind::kAllReduce:
     case Kind::kReduce: {
-      int to = request.kind == Kind::kReduce ? root : -1;
-      bool small = request.in[0].bytes <= (size == 2 ? kSmallPair : kSmall) ||
-                   request.in[0].bytes < static_cast<std::uint64_t>(size) * 64;
-      return small ? reduce_at_once(op, request.in[0], to) : reduce_in_slices(op, request.in[0], to);
+      const int to = kind == Kind::kReduce ? root : -1;
+      if (algorithm != Algorithm::kDirect) return reduce_in_steps(op, request.in[0], algorithm, to);
+      return bytes <= at_once_limit(size) ? reduce_at_once(op, request.in[0], to)
+                                          : reduce_in_slices(op, request.in[0], to);
     }
     case Kind::kBarrier:
-      return barrier(op);
+      return barrier(op, all_members(op.group()));
     case Kind::kBroadcast:
-      return broadcast(op, request.out[0], root);
+      return broadcast(op, all_members(op.group()), request.out[0], root);
     case Kind::kAllGather:
+      if (algorithm != Algorithm::kDirect) return all_gather_in_steps(op, request.in[0], out);
       return direct(op, request.in, out, Flow::kAll, -1);
     case Kind::kGather:
       return direct(op, request.in, out, Flow::kToRoot, root);
@@ -227,6 +264,7 @@ Task over_links(Operation& op) {
     case Kind::kAllToAll:
       return direct(op, in, out, Flow::kAll, -1);
     default:
+      if (algorithm != Algorithm::kDirect) return reduce_scatter_in_steps(op, in, request.out[0]);
       return reduce_scatter(op, in, request.out[0], Spread::kNone, -1);
   }
 }

@@ -185,8 +185,9 @@ bool CallComparison::histories_differ(const Question& question) const {
   });
 }
 
-// Returns an error text if the members made the group with different numbers of lanes: then no calls match.
-std::string CallComparison::different_lanes(const Question& question) const {
+// Returns an error text if the members made the group with different numbers of lanes or algorithms: then no
+// calls match.
+std::string CallComparison::different_groups(const Question& question) const {
   std::string list;
   bool differ = false;
   const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
@@ -194,11 +195,13 @@ std::string CallComparison::different_lanes(const Question& question) const {
     const auto& reply = question.replies[r];
     if (!reply || reply->code != kKnown) continue;
     differ |= reply->call.lanes != mine->call.lanes;
-    list += "\n  rank " + std::to_string(r) + ": concurrency=" + std::to_string(reply->call.lanes);
+    list += "\n  rank " + std::to_string(r) +
+            ": concurrency=" + std::to_string(reply->call.lanes & Fingerprint::kMaxLanes) +
+            ", algorithm=" + name(static_cast<Algorithm>(reply->call.lanes >> Fingerprint::kAlgorithmShift));
   }
   if (!differ) return {};
   return "the ranks of group '" + group_.name() +
-         "' have different numbers of lanes; give init() the same concurrency on all:" + list;
+         "' have different numbers of lanes, or algorithms; give init() the same ones on all:" + list;
 }
 
 std::string CallComparison::table(const Question& question) const {
@@ -218,7 +221,7 @@ std::string CallComparison::table(const Question& question) const {
 }
 
 Error CallComparison::mismatch_error(const Question& question) const {
-  std::string text = different_lanes(question);
+  std::string text = different_groups(question);
   if (text.empty()) text = table(question);
   if (!calls_differ(question)) text += "\nThe sizes of their parts do not fit one another.";
   return {ErrorCode::kMismatch, std::move(text)};

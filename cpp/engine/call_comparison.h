@@ -64,7 +64,7 @@ class CallComparison {
   bool calls_differ(const Question& question) const;
   bool histories_differ(const Question& question) const;
   std::string table(const Question& question) const;
-  std::string different_lanes(const Question& question) const;
+  std::string different_groups(const Question& question) const;
   Error mismatch_error(const Question& question) const;
   Error timeout_error(const Question& question) const;
 

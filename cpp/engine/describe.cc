@@ -1,6 +1,7 @@
 #include "engine/describe.h"
 
 #include <cstdio>
+#include <iterator>
 #include <string>
 
 namespace shoal {
@@ -10,6 +11,12 @@ const char* name(Kind kind) {
                                       "all_gather", "reduce_scatter", "gather", "scatter",
                                       "all_to_all", "barrier",        "send",   "recv"};
   return kind <= Kind::kRecv ? names[static_cast<std::size_t>(kind)] : names[0];
+}
+
+const char* name(Algorithm algorithm) {
+  static const char* const names[] = {"auto", "direct", "doubling", "halving"};
+  static_assert(std::size(names) == kAlgorithms);
+  return names[static_cast<std::size_t>(algorithm)];
 }
 
 std::string describe(const Fingerprint& call) {

@@ -8,6 +8,7 @@
 namespace shoal {
 
 const char* name(Kind kind);
+const char* name(Algorithm algorithm);
 std::string describe(const Fingerprint& call);
 std::string describe(const Request& request);
 

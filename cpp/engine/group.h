@@ -36,6 +36,7 @@ class Group : public std::enable_shared_from_this<Group> {
     Scope scope = Scope::kAll;
     Agreements::Rules agreements = {};
     bool moved = false;  // a mover moves the data of its numbered collectives
+    Algorithm algorithm = Algorithm::kAuto;
   };
   Group(std::shared_ptr<Context> context, Options options);
   ~Group();
@@ -52,6 +53,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::vector<std::vector<int>>& hosts() const { return hosts_; }  // members of each host, ascending
   int host() const { return host_; }                                     // index of this member's host
   int lane_count() const { return options_.lanes; }
+  Algorithm algorithm() const { return options_.algorithm; }
   bool pairwise() const { return options_.scope == Scope::kPair; }
   HostMembers* team() const { return team_.get(); }  // null if alone on this host
   Link* link(int rank) const;

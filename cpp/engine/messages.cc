@@ -104,7 +104,7 @@ Task Messages::wait_until_called() {
   if (op_.all_called) co_return;
   auto condition = op_.until_called([this] { return called(); });
   co_await condition;
-  for (const auto& incoming : incoming_) op_.all_called |= incoming->capacity > 0;
+  for (const auto& incoming : incoming_) op_.all_called |= !op_.has_steps && incoming->capacity > 0;
 }
 
 Task Messages::finish() {

@@ -18,9 +18,10 @@ namespace {
 constexpr std::int64_t kStall = kSecond;
 constexpr std::uint64_t kLarge = (4 << 20) + 1;
 
-Fingerprint fingerprint(const Request& request, int lanes) {
+Fingerprint fingerprint(const Request& request, const Group& group) {
   Fingerprint call;
-  call.lanes = static_cast<std::uint8_t>(std::min(lanes, 255));
+  call.lanes = static_cast<std::uint8_t>(std::min<int>(group.lane_count(), Fingerprint::kMaxLanes) |
+                                         static_cast<int>(group.algorithm()) << Fingerprint::kAlgorithmShift);
   call.kind = static_cast<std::uint8_t>(request.kind);
   if (request.on_device) call.kind |= Fingerprint::kOnDevice;
   call.dtype = static_cast<std::uint8_t>(request.reduction.dtype);
@@ -40,7 +41,7 @@ Fingerprint fingerprint(const Request& request, int lanes) {
 Operation::Operation(std::shared_ptr<Group> group, Request request)
     : group_(std::move(group)),
       request_(std::move(request)),
-      call_(fingerprint(request_, group_->lane_count())),
+      call_(fingerprint(request_, *group_)),
       bytes_(std::max(total(request_.in), total(request_.out))),
       large_(bytes_ >= kLarge),
       submitted_(now_ns()),

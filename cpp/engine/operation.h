@@ -23,6 +23,11 @@ class Operation;
 
 constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
+// How members exchange data over links: chosen by the size and the number of members; all with all; or in a
+// logarithmic number of steps, with all data in each of them or with halves of it.
+enum class Algorithm : std::uint8_t { kAuto, kDirect, kDoubling, kHalving };
+constexpr int kAlgorithms = 4;
+
 // A peer wrote invalid data into shared memory.  Ends the group of the operation that throws it.
 class InvalidPeerData : public std::runtime_error {
  public:
@@ -207,8 +212,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   bool has_waiters() const { return waiters_.load(std::memory_order_relaxed) > 0; }
   // The member that called the operation last of those that this rank had to wait for; -1: none.
   int last_to_call() const { return last_to_call_; }
-  // Whether it has waited for the members whose messages it needs first.
-  bool all_called = false;
+  // Whether it has waited for the members whose messages it needs first.  With `has_steps`, it also waits for
+  // members in later steps, which need their data from others.
+  bool all_called = false, has_steps = false;
 
   std::shared_ptr<Incoming> received;  // RECV: the message
   std::vector<Messages*> messages;     // its current messages

@@ -101,6 +101,7 @@ std::shared_ptr<ProgramGroup> ProgramGroup::of_all(const std::shared_ptr<World>&
   options.rank = own.rank;
   for (int rank = 0; rank < own.size; ++rank) options.ranks.push_back(rank);
   options.lanes = own.lanes;
+  options.algorithm = static_cast<Algorithm>(own.algorithm);
   return std::shared_ptr<ProgramGroup>(new ProgramGroup(world, std::move(options), own.timeout, true));
 }
 
@@ -313,6 +314,7 @@ std::shared_ptr<ProgramGroup> ProgramGroup::split(const std::int64_t* color, std
     options.ranks.push_back(core_->global(member));
   }
   options.lanes = core_->lane_count();
+  options.algorithm = core_->algorithm();
   return std::shared_ptr<ProgramGroup>(new ProgramGroup(world_, std::move(options), seconds, false));
 }
 

@@ -112,13 +112,18 @@ struct Fingerprint {
   std::uint8_t kind = 0;  // and kOnDevice
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t lanes = 0;  // of the group, up to 255; determines which operation waits for which
+  // The group's number of lanes, up to kMaxLanes, which determines which operation waits for which; and its
+  // Algorithm, in the bits above.
+  std::uint8_t lanes = 0;
   std::int32_t root = -1;
   std::uint64_t count = 0;  // elements, if the number must be equal on all ranks
   std::uint64_t sizes = 0;  // hash of the list of sizes, if it must be equal
   // A hash of all earlier numbered calls.  A rank that did not have to compare an earlier call (such as the
   // root of a broadcast) detects a difference at the next call.
   std::uint64_t history = 0;
+
+  static constexpr std::uint8_t kMaxLanes = 0x3F;
+  static constexpr int kAlgorithmShift = 6;
 
   // In `kind`: the tensors are on a device other than the CPU.
   static constexpr std::uint8_t kOnDevice = 0x80;

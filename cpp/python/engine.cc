@@ -15,8 +15,10 @@
 #include <system_error>
 
 #include "collectives/calls.h"
+#include "collectives/members.h"
 #include "common/clock.h"
 #include "engine/context.h"
+#include "engine/describe.h"
 #include "mpi/library.h"
 #include "net/check.h"
 #include "python/bindings.h"
@@ -422,6 +424,17 @@ void bind_engine(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>())
       .def("allocate", &allocate, nb::arg("bytes"), "Shared memory as an array of bytes.");
 
+  m.def(
+      "algorithm_for",
+      [](Kind kind, int members, std::uint64_t bytes, std::uint64_t wide, bool at_once) {
+        return std::string(
+            name(collectives::algorithm_for(Algorithm::kAuto, kind, members, bytes, wide, at_once)));
+      },
+      nb::arg("kind"), nb::arg("members"), nb::arg("bytes"), nb::arg("wide"), nb::arg("at_once"),
+      "The algorithm that \"auto\" is; see cpp/collectives/members.h.");
+  m.def("at_once_limit", &collectives::at_once_limit, nb::arg("members"),
+        "Bytes up to which the direct algorithm of a reduction sends everything at once.");
+
   nb::class_<Context>(m, "Context", "One rank's engine.")
       .def_static(
           "make",
@@ -463,15 +476,17 @@ void bind_engine(nb::module_& m) {
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
              std::vector<int> ranks, std::vector<int> hosts, int lanes, bool pairwise, double vote_timeout,
-             bool losses_are_deaths, bool moved) {
+             bool losses_are_deaths, bool moved, int algorithm) {
+            if (algorithm < 0 || algorithm >= kAlgorithms) throw std::invalid_argument("no such algorithm");
             return context->make_group({ident, std::move(name), rank, std::move(ranks), std::move(hosts),
                                         lanes, pairwise ? Scope::kPair : Scope::kAll,
                                         Agreements::Rules{nanoseconds(vote_timeout), losses_are_deaths},
-                                        moved});
+                                        moved, static_cast<Algorithm>(algorithm)});
           },
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
           nb::arg("lanes"), nb::arg("pairwise") = false, nb::arg("vote_timeout") = 10.0,
-          nb::arg("believing") = false, nb::arg("moved") = false, nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("believing") = false, nb::arg("moved") = false, nb::arg("algorithm") = 0,
+          nb::call_guard<nb::gil_scoped_release>())
       .def(
           "completions",
           [](Context& context, double timeout) {

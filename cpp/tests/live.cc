@@ -113,12 +113,14 @@ class Part {
     division.labels = std::move(labels);
     const int lanes = pick(script_, 1, 4);
     const bool moved = chance(script_, 3);
+    const auto algorithm = static_cast<Algorithm>(pick(script_, 0, kAlgorithms - 1));
     if (int mine = division.labels[static_cast<std::size_t>(rank_)]; mine >= 0) {
       dawdle();
       desk_.doing("making a group");
       auto members = division.members(mine);
       const bool moves = moved && members.size() > 1;
-      division.group = world_.make_group(rank_, division.ident(mine), members, lanes, Scope::kAll, moves);
+      division.group =
+          world_.make_group(rank_, division.ident(mine), members, lanes, Scope::kAll, moves, algorithm);
       // In a program, a thread makes the communicators.
       if (moves && chance(own_, 2))
         connecting_.emplace_back(

@@ -72,8 +72,9 @@ void World::connect(int a, int b) {
 }
 
 std::shared_ptr<Group> World::make_group(int rank, std::uint64_t ident, const std::vector<int>& members,
-                                         int lanes, Scope scope, bool moved) const {
+                                         int lanes, Scope scope, bool moved, Algorithm algorithm) const {
   Group::Options options{ident, "group " + std::to_string(ident), 0, members, {}, lanes, scope, {}, moved};
+  options.algorithm = algorithm;
   options.agreements.vote_timeout = 30 * kSecond;
   options.rank = static_cast<int>(std::find(members.begin(), members.end(), rank) - members.begin());
   for (int member : members) options.hosts.push_back(host(member));

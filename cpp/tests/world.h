@@ -24,7 +24,8 @@ class World {
   Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
   // The group of `members`, for `rank`.
   std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members, int lanes,
-                                    Scope scope = Scope::kAll, bool moved = false) const;
+                                    Scope scope = Scope::kAll, bool moved = false,
+                                    Algorithm algorithm = Algorithm::kAuto) const;
   FakeMpi& mpi() const { return *mpi_; }
 
  private:

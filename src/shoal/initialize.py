@@ -12,7 +12,7 @@ from typing import Any
 
 from . import config
 from .backend.base import GroupSpec, check_options
-from .backend.identity import lane_count, world_ident
+from .backend.identity import Tuning, world_ident
 from .backend.registry import BackendFactory, backend_factory, default_backend
 from .common.arguments import checked_seconds
 from .common.formatting import encodable
@@ -35,6 +35,7 @@ def init(
     backend: str | None = None,
     name: str = "world",
     concurrency: int | None = None,
+    algorithm: str | None = None,
     host_id: str | None = None,
     job: str | None = None,
     **options: Any,
@@ -63,6 +64,9 @@ def init(
         name: name of the group, for errors and logs.
         concurrency: number of lanes: maximum number of operations of a group in progress at once; None:
             ``SHOAL_CONCURRENCY`` (1).
+        algorithm: of reductions and all_gather between hosts: ``"direct"``, ``"doubling"``, ``"halving"``, or
+            ``"auto"``, the same on all ranks (``docs/algorithms.md``); None: ``SHOAL_ALGORITHM`` ("auto").
+            Other engines than the native one have their own settings.
         host_id: identity of this host; ranks with different values do not share memory.  None:
             ``SHOAL_HOST_ID``, or the identity of the machine.
         job: name of the job; processes with the same name form a group.  With different names, one process
@@ -84,7 +88,7 @@ def init(
     chosen = default_backend() if backend is None else backend
     factory = backend_factory(chosen)
     check_options(factory, options, f"shoal.init (backend {chosen!r})", _ARGUMENTS)
-    count = lane_count(concurrency)
+    tuning = Tuning.chosen(concurrency, algorithm)
     seconds = config.TIMEOUT.get() if timeout is None else checked_seconds("timeout", timeout)
     if url in (None, "env://") and store is None and rank is None:
         refuse_joiner()
@@ -96,7 +100,7 @@ def init(
     membership = rendezvous(
         url, store=store, rank=rank, size=size, timeout=seconds, secret=secret, host=host_id, job=job
     )
-    return world_group(membership, factory, name=name, timeout=seconds, concurrency=count, options=options)
+    return world_group(membership, factory, name=name, timeout=seconds, tuning=tuning, options=options)
 
 
 #: names of the arguments of :func:`init`
@@ -124,7 +128,7 @@ def world_group(
     *,
     name: str,
     timeout: float,
-    concurrency: int,
+    tuning: Tuning,
     options: dict[str, Any],
     within: float | None = None,
 ) -> ProcessGroup:
@@ -140,7 +144,7 @@ def world_group(
         ident=world_ident(membership.job, membership.epoch, name),
         rank=membership.rank,
         ranks=tuple(range(membership.size)),
-        concurrency=concurrency,
+        tuning=tuning,
         options=options,
     )
     seconds = timeout if within is None else within

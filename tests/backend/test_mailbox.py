@@ -48,7 +48,7 @@ def test_a_peer_that_died_before_it_had_sent_the_letter_of_its_number_keeps_no_c
     from shoal_mailbox.channel import MailboxChannel
 
     store = MemoryStore()
-    spec = GroupSpec(name="world", ident=7, rank=0, ranks=(0, 1), concurrency=1, options={})
+    spec = GroupSpec(name="world", ident=7, rank=0, ranks=(0, 1))
     channel = MailboxChannel(store, spec)
     PrefixStore("mailbox/7/", store).add("0/count", 1)
     channel.close(60.0)

@@ -55,15 +55,23 @@ def test_ranks_with_different_secrets_both_hear_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_ranks_with_different_numbers_of_lanes_hear_of_just_that(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("name", ["concurrency", "algorithm"])
+def test_ranks_with_different_lanes_or_algorithms_hear_of_just_that(
+    tmp_path: Path, transport: str, name: str
+) -> None:
     def work(rank: int) -> str:
         url = f"file://{tmp_path}/meet"
-        with shoal.init(url, rank=rank, size=2, concurrency=rank + 1, transport=transport) as group:
+        own: dict[str, Any] = {name: rank + 1 if name == "concurrency" else ("direct", "halving")[rank]}
+        with shoal.init(url, rank=rank, size=2, transport=transport, **own) as group:
             with pytest.raises(shoal.CollectiveMismatch) as caught:
                 shoal.wait_all([group.all_reduce(torch.ones(5)) for _ in range(4)])
             return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
         for message in pool.map(work, range(2)):
-            assert "have different numbers of lanes" in message
-            assert "rank 0: concurrency=1\n  rank 1: concurrency=2" in message
+            assert "have different numbers of lanes, or algorithms" in message
+            assert (
+                "rank 0: concurrency=1, algorithm=auto\n  rank 1: concurrency=2, algorithm=auto"
+                if name == "concurrency"
+                else "rank 0: concurrency=1, algorithm=direct\n  rank 1: concurrency=1, algorithm=halving"
+            ) in message

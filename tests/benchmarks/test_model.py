@@ -11,7 +11,6 @@ import pytest
 from benchmarks.model import calibrate, report
 from benchmarks.model.algorithms import (
     ALGORITHMS,
-    SMALL,
     Algorithm,
     Direct,
     Everything,
@@ -26,6 +25,8 @@ from benchmarks.model.simulate import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+
+from shoal import _core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -115,11 +116,16 @@ def test_a_schedule_that_waits_for_nobody_is_found() -> None:
 
 
 def test_the_model_knows_where_the_core_changes_its_algorithm() -> None:
-    source = (ROOT / "cpp" / "collectives" / "over_links.cc").read_text()
-    assert f"kSmall = {SMALL // 1024} * 1024;" in source
-    assert isinstance(shoal(SMALL, 8), Everything)
-    assert isinstance(shoal(SMALL + 1, 8), Direct)
-    assert "static_cast<std::uint64_t>(size) * 64" in source
+    limit = _core.at_once_limit(8)
+    assert [shoal(nbytes, 4).name for nbytes in (limit, limit + 1)] == ["everyone", "direct"]
+    assert [shoal(nbytes, 1024).name for nbytes in (8, 2**20)] == ["doubling", "halving"]
+
+
+@given(st.sampled_from([2**k for k in range(1, 13)]), st.sampled_from(report.SIZES))
+def test_the_choice_is_near_the_best_on_the_network_of_its_parameters(hosts: int, nbytes: int) -> None:
+    for machine, factor in zip(EXAMPLES.values(), (1.34, 2.2), strict=True):
+        least = best(hosts, nbytes, machine).time(hosts, nbytes, machine)
+        assert shoal(nbytes, hosts).time(hosts, nbytes, machine) <= factor * least
 
 
 def test_many_hosts_want_few_messages() -> None:

@@ -95,7 +95,7 @@ def _refused() -> None:
     with pytest.raises(shoal.UsageError, match="pg_options"):
         dist.new_group(pg_options=3)
     own = dist.new_group(pg_options={"concurrency": 2, "transport": "tcp"})
-    assert own._spec.concurrency == 2
+    assert own._spec.tuning.concurrency == 2
     assert own._backend is not dist.group.WORLD._backend
     assert own.all_reduce(torch.ones(1)).wait().item() == own.size
     own.close()

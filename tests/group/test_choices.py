@@ -93,7 +93,7 @@ def test_lanes_and_timeout_are_a_groups_own() -> None:
     group, _ = null_group()
     part = group.subgroup([1, 2], concurrency=3, timeout=5)
     backend: Any = group._backend
-    assert [spec.concurrency for spec in backend.specs] == [1, 3]
+    assert [spec.tuning.concurrency for spec in backend.specs] == [1, 3]
     assert (part.timeout, part._backend) == (5.0, group._backend)
     nested = part.subgroup([0])
     assert (backend.specs[-1].concurrency, nested.timeout) == (3, 5.0)

@@ -55,6 +55,9 @@ struct InitOptions {
   std::string name = "world";
   /// Maximum number of collectives of a group in progress at once; not set: SHOAL_CONCURRENCY (1).
   std::optional<int> concurrency;
+  /// Algorithm between hosts: "auto", "direct", "doubling" or "halving", the same on all ranks; not set:
+  /// SHOAL_ALGORITHM ("auto").
+  std::string algorithm;
   /// Identity of this host; ranks with different values do not share memory.
   std::string host_id;
   /// Name of the job; processes with the same name form a group.
@@ -431,6 +434,7 @@ inline Group init(const InitOptions& options = {}) {
   if (options.timeout) add("timeout", detail::number_text(options.timeout->count()));
   add("secret", options.secret);
   if (options.concurrency) add("concurrency", std::to_string(*options.concurrency));
+  add("algorithm", options.algorithm);
   add("host_id", options.host_id);
   add("job", options.job);
   add("transport", options.transport);

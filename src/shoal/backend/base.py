@@ -26,6 +26,7 @@ from ..rendezvous.membership import Membership as Membership
 from ..spec import FailureScope, Operation, OpKind, ReduceOp
 from ..statistics import GroupStatistics
 from .agreement import AgreementOp, PendingAgreement
+from .identity import Tuning
 
 if TYPE_CHECKING:
     from .registry import BackendFactory
@@ -40,7 +41,7 @@ class GroupSpec:
         ident: see :func:`~shoal.backend.identity.group_ident`.
         ranks: the members' ranks in the first group of the job, in group order; ``ranks[rank]`` is this
             process.
-        concurrency: number of lanes.
+        tuning: how its operations are executed.
         options: options of the backend, as given to ``shoal.init``.
         scope: ALL: a failure between two members breaks the group; PAIR: it fails the messages between these
             two, and the group has no collectives.
@@ -53,7 +54,7 @@ class GroupSpec:
     ident: int
     rank: int
     ranks: tuple[int, ...]
-    concurrency: int = 1
+    tuning: Tuning = field(default_factory=Tuning)
     options: dict[str, Any] = field(default_factory=dict)
     scope: FailureScope = FailureScope.ALL
     world_ranks: tuple[int, ...] | None = None

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore
 
 from .. import config
 from ..backend.base import check_options
-from ..backend.identity import lane_count
+from ..backend.identity import Tuning
 from ..backend.registry import BackendFactory, backend_factory, default_backend
 from ..common import torch_features
 from ..errors import UsageError
@@ -97,13 +97,13 @@ def _default_group() -> ProcessGroup | None:
 default_groups.append(_default_group)
 
 
-def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, int]:
-    """Check the environment and ``pg_options``, and remove ``concurrency`` from the latter."""
+def _checked(extra: dict[str, Any]) -> tuple[BackendFactory, Tuning]:
+    """Check the environment and ``pg_options``, and remove the tuning from the latter."""
     config.check_environment()
-    concurrency = lane_count(extra.pop("concurrency", None))
+    tuning = Tuning.chosen(extra.pop("concurrency", None), extra.pop("algorithm", None))
     factory = backend_factory(default_backend())
-    check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency"])
-    return factory, concurrency
+    check_options(factory, extra, f"pg_options of the backend {BACKEND!r}", ["concurrency", "algorithm"])
+    return factory, tuning
 
 
 def _reconfigurable(
@@ -120,14 +120,14 @@ def _reconfigurable(
             "enable_reconfigure=True needs a store that outlives the ranks: set RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT, or pass a store to init_process_group"
         )
-    factory, concurrency = _checked(extra)
-    settings = Settings(options.store, "world", factory, concurrency, extra)
+    factory, tuning = _checked(extra)
+    settings = Settings(options.store, "world", factory, tuning, extra)
     reconfigurer = Reconfigurer(settings, options.group_rank, options.group_size)
     return ReconfigurableProcessGroup(reconfigurer, options.store, timeout)
 
 
 def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
-    factory, concurrency = _checked(extra)
+    factory, tuning = _checked(extra)
     # Without ranks it is torch's default group; otherwise the default group has another backend.
     partial = bool(options.global_ranks_in_group)
     name = options.group_id if partial else "world"
@@ -140,7 +140,7 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
                 adopt(options.store), rank, size, options.group_id, Deadline(limit), partial=partial
             )
         )
-    return world_group(membership, factory, name=name, timeout=limit, concurrency=concurrency, options=extra)
+    return world_group(membership, factory, name=name, timeout=limit, tuning=tuning, options=extra)
 
 
 # -- groups of torch's own backends, for devices that shoal does not support ---------------------

@@ -273,6 +273,7 @@ class ProcessGroup(TensorOperations):
         timeout: float | None = None,
         scope: FailureScope | str | None = None,
         concurrency: int | None = None,
+        algorithm: str | None = None,
         backend: str | None = None,
         **options: Any,
     ) -> ProcessGroup | None:
@@ -284,7 +285,7 @@ class ProcessGroup(TensorOperations):
             color: any integer, or None to be in no new group.
             key: ranks in the new group are ordered by it, and by rank in this group where keys are equal.
             timeout: timeout of this call, and default of operations in the new group, in seconds.
-            scope, concurrency, backend, options: as in :meth:`subgroup`.
+            scope, concurrency, algorithm, backend, options: as in :meth:`subgroup`.
 
         Returns:
             The new group of this rank, or None if ``color`` is None.
@@ -294,7 +295,7 @@ class ProcessGroup(TensorOperations):
             GroupClosed: this rank or another one closed the group meanwhile.
         """
         call = self._call("split")
-        chosen = SubgroupOptions.checked(call, self, scope, concurrency, backend, options)
+        chosen = SubgroupOptions.checked(call, self, scope, concurrency, algorithm, backend, options)
         return subgroups.split(self, call, color, key, timeout, chosen)
 
     def subgroup(
@@ -305,6 +306,7 @@ class ProcessGroup(TensorOperations):
         timeout: float | None = None,
         scope: FailureScope | str | None = None,
         concurrency: int | None = None,
+        algorithm: str | None = None,
         backend: str | None = None,
         **options: Any,
     ) -> ProcessGroup:
@@ -319,6 +321,7 @@ class ProcessGroup(TensorOperations):
                 ``"pair"``: it ends only messages between two ranks; such a group has messages, but no
                 collectives.  None: as in this group.
             concurrency: number of lanes; None: that of this group.
+            algorithm: as in :func:`shoal.init`; None: that of this group.
             backend: name of the backend; None: that of this group.
             options: options of the backend, such as ``transport="tcp"``, in addition to those of this group.
 
@@ -331,7 +334,7 @@ class ProcessGroup(TensorOperations):
         """
         call = self._call("subgroup")
         seconds = self._submitter.checked_timeout(timeout)
-        chosen = SubgroupOptions.checked(call, self, scope, concurrency, backend, options)
+        chosen = SubgroupOptions.checked(call, self, scope, concurrency, algorithm, backend, options)
         members = [call.root(rank, "every element of ranks") for rank in ranks]
         if len(set(members)) != len(members):
             call.refuse(f"ranks names a rank twice: {members}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend.base import GroupSpec, check_options
-from ..backend.identity import group_ident, lane_count
+from ..backend.identity import group_ident
 from ..backend.registry import BackendFactory, backend_factory
 from ..common.arguments import keyword_names, unknown_keyword_error
 from ..common.formatting import encodable
@@ -36,18 +36,25 @@ class SubgroupOptions:
     Attributes:
         scope: PAIR, or None for ALL.
         concurrency: number of lanes.
+        algorithm: one of ``config.ALGORITHMS``.
         backend: name of another backend, or of the same one for separate connections.
         options: options of the backend.
     """
 
     scope: FailureScope | None = None
     concurrency: int | None = None
+    algorithm: str | None = None
     backend: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         scope = None if self.scope is None else self.scope.value
-        given = {"backend": self.backend, "concurrency": self.concurrency, "scope": scope}
+        given = {
+            "backend": self.backend,
+            "concurrency": self.concurrency,
+            "algorithm": self.algorithm,
+            "scope": scope,
+        }
         present = {name: value for name, value in given.items() if value is not None}
         return ", ".join(f"{name}={value!r}" for name, value in sorted({**present, **self.options}.items()))
 
@@ -58,6 +65,7 @@ class SubgroupOptions:
         parent: ProcessGroup,
         scope: str | None,
         concurrency: int | None,
+        algorithm: str | None,
         backend: str | None,
         options: Mapping[str, Any],
     ) -> SubgroupOptions:
@@ -73,9 +81,9 @@ class SubgroupOptions:
                 extent = FailureScope(scope)
             except ValueError:
                 call.refuse(f"scope={scope!r}: expected 'all' or 'pair'")
-        chosen = cls(None if extent is FailureScope.ALL else extent, concurrency, backend, options)
-        if concurrency is not None:
-            lane_count(concurrency)
+        only_messages = None if extent is FailureScope.ALL else extent
+        chosen = cls(only_messages, concurrency, algorithm, backend, options)
+        parent._spec.tuning.changed(concurrency, algorithm)
         scopes = parent._backend.scopes
         if chosen.needs_own_links:
             where, others = (
@@ -190,7 +198,7 @@ def _make(
         ident=group_ident(f"{parent.ident:x}/{label}"),
         rank=members.index(group.rank),
         ranks=ranks,
-        concurrency=options.concurrency or parent.concurrency,
+        tuning=parent.tuning.changed(options.concurrency, options.algorithm),
         options=dict(links.options),
         scope=options.scope or FailureScope.ALL,
         world_ranks=parent.world_ranks and tuple(group.ranks[rank] for rank in members),

@@ -119,6 +119,39 @@ class Network:
         for name, number in self._numbers.items():
             _run(self._places[name], "ip", "-batch", "-", script=_up(number))
 
+    # -- rates and delays ----------------------------------------------------------------------
+
+    def shape(self, *, megabits: float | None = None, delay_us: float = 0.0) -> None:
+        """Limit what each host sends, and delay it, by the kernel's traffic control.
+
+        Args:
+            megabits: rate in Mbit/s; None: no limit.
+            delay_us: time in microseconds that each packet waits; needs a kernel with ``netem``.
+
+        Raises:
+            UsageError: the kernel has no such traffic control.
+        """
+        if delay_us > 0:
+            rate = "" if megabits is None else f" rate {megabits:g}mbit"
+            discipline = f"netem limit 100000 delay {delay_us:g}us{rate}"
+        elif megabits is not None:
+            burst = max(int(megabits * 1e6 / 8 / 250), 64 << 10)  # bytes of one tick of a kernel with 250 Hz
+            discipline = f"tbf rate {megabits:g}mbit burst {burst} limit {16 << 20}"
+        else:
+            discipline = "pfifo"
+        for name in self.hosts:
+            try:
+                _run(
+                    self._places[name],
+                    "tc",
+                    "-batch",
+                    "-",
+                    script=f"qdisc replace dev eth0 root {discipline}\n",
+                )
+            except subprocess.CalledProcessError as error:
+                text = f"shape(): tc qdisc {discipline}: {error.stderr.strip()}"
+                raise UsageError(f"{text}; the kernel may lack this traffic control") from None
+
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+from ..backend.identity import Tuning
 from ..backend.registry import backend_factory
 from ..common.formatting import counted, format_seconds
 from ..group import ProcessGroup
@@ -40,6 +41,7 @@ def run_threads(
     timeout: float = 60.0,
     hosts: Sequence[str] | None = None,
     concurrency: int = 1,
+    algorithm: str | None = None,
     op_timeout: float | None = None,
     secret: bytes = b"",
     **options: Any,
@@ -57,6 +59,7 @@ def run_threads(
             the exception, and the groups are aborted.
         hosts: host identity of each rank, to treat this machine as several; None means one host.
         concurrency: number of lanes of the groups.
+        algorithm: of their collectives between hosts; None: ``SHOAL_ALGORITHM``.
         op_timeout: default timeout of operations in seconds; None means ``timeout``.
         secret: secret of the job.
         options: options of the backend.
@@ -70,6 +73,7 @@ def run_threads(
     deadline = Deadline(timeout)
     factory = backend_factory(backend)
     seconds = timeout if op_timeout is None else op_timeout
+    tuning = Tuning.chosen(concurrency, algorithm)
 
     with MemoryStore(timeout) as store:
 
@@ -80,7 +84,7 @@ def run_threads(
             venue = Venue(store.clone(), rank, size, job="threads", epoch=0, private=True)
             membership = rendezvous_at(RendezvousPoint.at(venue, request))
             return world_group(
-                membership, factory, name="world", timeout=seconds, concurrency=concurrency, options=options
+                membership, factory, name="world", timeout=seconds, tuning=tuning, options=options
             )
 
         ranks = [_Rank(rank, meet, fn, args) for rank in range(size)]

@@ -183,7 +183,7 @@ def _communicators(mpi: Any, members: Sequence[int], spec: GroupSpec) -> list[An
     first = mpi.COMM_WORLD.Create_group(group, tag)
     group.Free()
     first.Set_errhandler(mpi.ERRORS_RETURN)
-    return [first, *(first.Dup() for _ in range(spec.concurrency - 1))]
+    return [first, *(first.Dup() for _ in range(spec.tuning.concurrency - 1))]
 
 
 def checked_addresses(addresses: Sequence[bytes], rank: int, mpi_reduces: bool, name: str) -> list[int]:

@@ -184,15 +184,20 @@ class NativeBackend(Backend):
                 group.rank,
                 list(group.ranks),
                 self.hosts(group.ranks),
-                group.concurrency,
+                group.tuning.concurrency,
                 group.scope == FailureScope.PAIR,
                 config.VOTE_TIMEOUT.get(),
                 config.QUORUM.get() == "any",
                 moved,
+                config.ALGORITHMS.index(group.tuning.algorithm),
             )
         if self.trace is not None:
             self.trace.add_group(
-                group.ident, encodable(group.name), group.ranks, group.concurrency, internal=group.internal
+                group.ident,
+                encodable(group.name),
+                group.ranks,
+                group.tuning.concurrency,
+                internal=group.internal,
             )
         return core
 

@@ -33,7 +33,7 @@ from ...op_kind import KIND_NAMES
 from ...rendezvous import Membership, rendezvous
 from ...tracing.recording import describe, explain, finish
 from ...tracing.spool import Spool
-from ..identity import lane_count, world_ident
+from ..identity import Tuning, world_ident
 from ..registry import NATIVE
 from .mesh import LocalPeer, Mesh, OfferedMemory, connect
 from .options import checked_heartbeat, checked_transport, memory_size
@@ -52,7 +52,7 @@ class _Kind(IntEnum):
 
 
 _NUMBER = struct.Struct("<I")
-_MEMBER = struct.Struct("<5i2B3d3Q")
+_MEMBER = struct.Struct("<6i2B3d3Q")
 _PEER = struct.Struct("<2i3Q")
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_FDS = 2
@@ -122,7 +122,7 @@ def _start(arguments: dict[str, str]) -> tuple[Membership, bytes, str, float]:
     seconds = config.TIMEOUT.get()
     if "timeout" in arguments:
         seconds = checked_seconds("timeout", float(arguments["timeout"]))
-    lanes = lane_count(number("concurrency"))
+    tuning = Tuning.chosen(number("concurrency"), arguments.get("algorithm"))
     transport = checked_transport(arguments.get("transport"))
     heartbeat, vote_timeout = checked_heartbeat(None), config.VOTE_TIMEOUT.get()
     name = encodable(arguments["name"])
@@ -137,7 +137,8 @@ def _start(arguments: dict[str, str]) -> tuple[Membership, bytes, str, float]:
     )
     capacity, limit = memory_size(membership.local_size, None)
     fields = _MEMBER.pack(
-        membership.rank, membership.size, membership.local_rank, membership.local_size, lanes,
+        membership.rank, membership.size, membership.local_rank, membership.local_size,
+        tuning.concurrency, config.ALGORITHMS.index(tuning.algorithm),
         membership.waits_for_stopped, config.QUORUM.get() == "any", seconds, heartbeat, vote_timeout,
         capacity, limit, world_ident(membership.job, membership.epoch, name),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store as TorchStore
 from torch._C._distributed_c10d import TCPStore
 
+from ...backend.identity import Tuning
 from ...backend.registry import BackendFactory
 from ...errors import GroupError, RendezvousError, RendezvousTimeout, ShoalError, StoreError, UsageError
 from ...future import Future
@@ -56,9 +57,9 @@ class Settings:
 
     store: TorchStore  # torch's store, through which the members of a new group connect
     name: str  # name of the groups, for errors
-    #: factory, concurrency, options: the backend and its settings
+    #: factory, options: the backend and its settings
     factory: BackendFactory
-    concurrency: int
+    tuning: Tuning
     options: Mapping[str, Any]
 
 
@@ -197,7 +198,7 @@ class Reconfiguration:
 
         base = world_group(
             replace(membership, check=still_possible), settings.factory, name=settings.name,
-            timeout=self.timeout, concurrency=settings.concurrency, options=dict(settings.options),
+            timeout=self.timeout, tuning=settings.tuning, options=dict(settings.options),
             within=self._remaining,
         )  # fmt: skip
         try:

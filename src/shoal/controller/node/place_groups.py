@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from ...backend.identity import Tuning
 from ...backend.registry import MPI, backend_factory
 from ...common.formatting import describe_error
 from ...common.mpi_library import mark_broken
@@ -220,7 +221,7 @@ class PlaceGroups:
         try:
             place.group = world_group(
                 membership, backend_factory(self._backend), name=f"{name} ({key})", timeout=NO_TIMEOUT_S,
-                concurrency=1, options=self._options,
+                tuning=Tuning.chosen(1), options=self._options,
             )  # fmt: skip
         except ShoalError as error:
             raise self._close_failed(place, error) from error

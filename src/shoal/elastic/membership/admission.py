@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from ... import config, failure_report
-from ...backend.identity import lane_count
+from ...backend.identity import Tuning
 from ...backend.registry import backend_factory
 from ...errors import GroupError, RendezvousError, ShoalError, StoreError, StoreTimeout, UsageError, WireError
 from ...group import ProcessGroup
@@ -239,12 +239,12 @@ class JoiningProcess:
 
 def _invitation(group: ProcessGroup, name: str, within: float, rank: int, size: int) -> Invitation:
     """Return the invitation of ``rank`` to the rendezvous ``name`` in which ``group`` grows to ``size``."""
-    links = group._links
+    links, tuning = group._links, group._spec.tuning
     return Invitation(
         meeting=name, rank=rank, size=size, epoch=group.epoch,
         name=group._history.spec.name, timeout=group.timeout,
-        concurrency=group._spec.concurrency, backend=links.backend.name, options=dict(links.options),
-        within=within,
+        concurrency=tuning.concurrency, algorithm=tuning.algorithm,
+        backend=links.backend.name, options=dict(links.options), within=within,
     )  # fmt: skip
 
 
@@ -260,7 +260,8 @@ def _connect(
     release = _Release(membership.release)
     group = world_group(
         replace(membership, release=release), backend_factory(invitation.backend), name=invitation.name,
-        timeout=invitation.timeout, concurrency=invitation.concurrency, options=invitation.options,
+        timeout=invitation.timeout, options=invitation.options,
+        tuning=Tuning.chosen(invitation.concurrency, invitation.algorithm),
         within=max(deadline.remaining(), _CLOSE_TIMEOUT_S),
     )  # fmt: skip
     try:
@@ -281,7 +282,7 @@ def _solo_group(place: RendezvousPoint, ident: int) -> ProcessGroup:
     release.then = lambda _: place.close()
     return world_group(
         replace(membership, release=release), backend_factory("native"), name="world", timeout=timeout,
-        concurrency=lane_count(None), options={},
+        tuning=Tuning.chosen(), options={},
     )  # fmt: skip
 
 

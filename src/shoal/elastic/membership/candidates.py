@@ -33,6 +33,7 @@ import msgspec
 
 from ...common.formatting import counted, format_seconds
 from ...common.process_identity import ProcessIdentity
+from ...config import ALGORITHMS
 from ...errors import (
     RendezvousError,
     RendezvousTimeout,
@@ -86,7 +87,7 @@ class Invitation(msgspec.Struct, frozen=True):
         meeting: name of the rendezvous, for :func:`shoal.rendezvous.rendezvous_again_at`.
         rank, size: rank of the candidate in the new group, and its size.
         epoch: epoch of the old group.
-        name, timeout, concurrency, backend, options: properties of the new group.
+        name, timeout, concurrency, algorithm, backend, options: properties of the new group.
         within: seconds within which all must be connected.
     """
 
@@ -97,6 +98,7 @@ class Invitation(msgspec.Struct, frozen=True):
     name: Text
     timeout: _Seconds
     concurrency: Count
+    algorithm: Text
     backend: Text
     options: dict[str, Option]
     within: _Seconds
@@ -104,6 +106,8 @@ class Invitation(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.rank >= self.size:
             raise ValueError(f"rank {self.rank} of {self.size}")
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm {self.algorithm!r}")
 
     @property
     def verdict_key(self) -> str:

@@ -1,0 +1,390 @@
+#include "collectives/members.h"
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+
+#include "engine/messages.h"
+
+namespace shoal::collectives {
+namespace {
+
+// The model's parameters as a number of bytes that a network transfers meanwhile, for TCP at 25 Gbit/s; the
+// ratios for other networks are similar, see docs/algorithms.md.
+constexpr double kLatency = 64 << 10;   // from the start of sending to the start of receiving
+constexpr double kOverhead = 16 << 10;  // work for a message, besides its bytes
+// The direct algorithms overlap their steps, and are preferred to others that save less than this share.
+constexpr double kMargin = 0.2;
+
+constexpr std::uint64_t kSmall = 32 * 1024;       // up to this size, all-reduce exchanges everything at once
+constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two members, which send equally much either way
+
+int rounds_of(int members) { return std::bit_width(static_cast<unsigned>(members) - 1); }
+
+// A contiguous part of some blocks' data.
+struct Segment {
+  std::uint64_t first, last;
+};
+
+// `count` blocks from `first` on, where the last block is followed by the first one: one or two segments.
+std::vector<Segment> segments(const Members& members, const Edges& edges, int first, int count) {
+  const auto from = static_cast<std::size_t>(members.wrapped(first));
+  const std::size_t blocks = edges.size() - 1;
+  const std::size_t here = std::min(blocks - from, static_cast<std::size_t>(count));
+  std::vector<Segment> found{{edges[from], edges[from + here]}};
+  if (const std::size_t rest = static_cast<std::size_t>(count) - here; edges[rest] > 0)
+    found.push_back({0, edges[rest]});
+  // A message without data still has the call.
+  if (found.size() == 2 && found[0].first == found[0].last) found.erase(found.begin());
+  return found;
+}
+
+// The numbers of blocks that a member holds before each round of scatter_partials(), and 1: each half of the
+// one before, rounded up.
+std::vector<int> held_blocks(int members) {
+  std::vector<int> held(1, members);
+  while (held.back() > 1) held.push_back((held.back() + 1) / 2);
+  return held;
+}
+
+void combine(const kernels::Reduction& reduction, std::byte* to, const std::byte* low, const std::byte* high,
+             std::uint64_t count) {
+  const void* sources[] = {low, high};
+  if (count > 0) kernels::combine_partials(reduction, to, sources, 2, count);
+}
+
+void finish(const kernels::Reduction& reduction, std::byte* to, const std::byte* partial,
+            std::uint64_t count) {
+  const void* source = partial;
+  void* destination = to;
+  if (count > 0) kernels::finish_partials(reduction, &destination, 1, &source, 1, count);
+}
+
+// Each member, or the one with the root, finishes a part of the results, for which all send it their partial
+// ones.
+Task reduce_directly(Operation& op, const Members& members, std::byte* partial, std::uint64_t elements,
+                     std::byte* finished, int root, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const int size = members.size(), self = members.self();
+  auto part_of = [&](int i) {
+    if (root < 0) return share(elements, item, size, i);
+    return std::pair<std::uint64_t, std::uint64_t>(0, i == root ? elements : 0);
+  };
+  auto [first, last] = part_of(self);
+  const std::uint64_t length = (last - first) * wide;
+  std::vector<std::byte> room(length * static_cast<std::uint64_t>(size));
+  Messages inputs(op), results(op);
+  for (int i = 0; i < size; ++i) {
+    if (i == self) continue;
+    const int peer = members.rank(i);
+    if (root < 0 || self == root)
+      inputs.receive(peer, step, room.data() + static_cast<std::uint64_t>(i) * length, length);
+    auto [from, to] = part_of(i);
+    if (root < 0 || i == root) inputs.send(peer, step, partial + from * wide, (to - from) * wide);
+    if (root < 0) results.receive(peer, step + 1, finished + from * item, (to - from) * item);
+  }
+  Task arrived = inputs.finish_receives();
+  co_await arrived;
+  if (last > first) {
+    std::vector<const void*> sources;
+    for (int i = 0; i < size; ++i)
+      sources.push_back(i == self ? partial + first * wide
+                                  : room.data() + static_cast<std::uint64_t>(i) * length);
+    void* to = finished + first * item;
+    kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
+  }
+  for (int i = 0; root < 0 && i < size; ++i)
+    if (i != self) results.send(members.rank(i), step + 1, finished + first * item, (last - first) * item);
+  Task sent = inputs.finish();
+  co_await sent;
+  Task spread = results.finish();
+  co_await spread;
+}
+
+// All-reduce by recursive doubling (Thakur, Rabenseifner and Gropp 2005): in round k, pairs at distance 2^k
+// exchange everything.  The members beyond a power of two have a partner that does it for them.
+Task reduce_by_doubling(Operation& op, const Members& members, std::byte* partial, std::uint64_t elements,
+                        std::byte* finished, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
+  const int size = members.size(), self = members.self();
+  const int power = static_cast<int>(std::bit_floor(static_cast<unsigned>(size))), pairs = size - power;
+  // The first 2 * pairs members form pairs of which the odd one takes part.
+  auto member_of = [&](int place) { return members.rank(place < pairs ? 2 * place + 1 : place + pairs); };
+  const bool paired = self < 2 * pairs;
+  const std::uint32_t last = step + static_cast<std::uint32_t>(rounds_of(size)) + 1;
+  Messages messages(op);
+  std::vector<std::unique_ptr<std::byte[]>> rooms;  // what was received; not changed while it is sent
+  auto receive = [&](int from, std::uint32_t number) {
+    rooms.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
+    messages.receive(from, number, rooms.back().get(), bytes);
+  };
+  std::byte* current = partial;
+  if (paired && self % 2 == 0) {
+    messages.send(members.rank(self + 1), step, current, bytes);
+    receive(members.rank(self + 1), last);
+    current = rooms.back().get();
+  } else {
+    if (paired) {
+      receive(members.rank(self - 1), step);
+      Task arrived = messages.finish_receives();
+      co_await arrived;
+      combine(reduction, rooms.back().get(), rooms.back().get(), current, elements);
+      current = rooms.back().get();
+    }
+    const int place = paired ? self / 2 : self - pairs;
+    for (int distance = 1; distance < power; distance *= 2) {
+      const int peer = member_of(place ^ distance);
+      const std::uint32_t number = ++step;
+      receive(peer, number);
+      messages.send(peer, number, current, bytes);
+      Task arrived = messages.finish_receives();
+      co_await arrived;
+      std::byte* theirs = rooms.back().get();
+      const bool low = (place & distance) == 0;  // the same order on both, so that results are equal
+      combine(reduction, theirs, low ? current : theirs, low ? theirs : current, elements);
+      current = theirs;
+    }
+    if (paired) messages.send(members.rank(self - 1), last, current, bytes);
+  }
+  Task done = messages.finish();
+  co_await done;
+  finish(reduction, finished, current, elements);
+}
+
+// Binomial tree: the root's `partial` is the reduction of all.
+Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, std::uint64_t elements,
+                    int root, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
+  const int size = members.size(), place = members.wrapped(members.self() - root);
+  Messages messages(op);
+  std::unique_ptr<std::byte[]> room;
+  for (int distance = 1; distance < size; distance *= 2) {
+    if ((place & distance) != 0) {
+      messages.send(members.rank(root + place - distance), step, partial, bytes);
+      break;
+    }
+    if (place + distance >= size) continue;
+    if (!room) room = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    messages.receive(members.rank(root + place + distance), step, room.get(), bytes);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+    combine(reduction, partial, partial, room.get(), elements);
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+// Binomial tree: the root receives the block of every member.
+Task gather_by_tree(Operation& op, const Members& members, std::byte* data, const Edges& bytes, int root,
+                    std::uint32_t step) {
+  const int size = members.size(), place = members.wrapped(members.self() - root);
+  Messages messages(op);
+  for (int distance = 1; distance < size; distance *= 2) {
+    const bool sends = (place & distance) != 0;
+    if (!sends && place + distance >= size) continue;
+    const int first = sends ? place : place + distance;
+    const int peer = members.rank(root + (sends ? place - distance : first));
+    std::uint32_t number = step;
+    for (auto [from, to] : segments(members, bytes, root + first, std::min(distance, size - first))) {
+      if (sends)
+        messages.send(peer, number, data + from, to - from);
+      else
+        messages.receive(peer, number, data + from, to - from);
+      ++number;
+    }
+    if (sends) break;
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+}  // namespace
+
+std::uint64_t at_once_limit(int members) {
+  return std::max(members == 2 ? kSmallPair : kSmall, static_cast<std::uint64_t>(members) * 64 - 1);
+}
+
+Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t bytes, std::uint64_t wide,
+                        bool at_once) {
+  const bool reduces_whole = kind == Kind::kAllReduce || kind == Kind::kReduce;
+  if (members < 2 || (!reduces_whole && kind != Kind::kReduceScatter && kind != Kind::kAllGather))
+    return Algorithm::kDirect;
+  if (choice == Algorithm::kAuto) {
+    const double others = members - 1, rounds = rounds_of(members), share = others / members;
+    const auto narrow_bytes = static_cast<double>(bytes), wide_bytes = static_cast<double>(wide);
+    const double round = kLatency + kOverhead;
+    const bool folds = !std::has_single_bit(static_cast<unsigned>(members));
+    double direct = 0, doubling = 0, halving = 0;
+    if (!reduces_whole) {
+      const bool gathers = kind == Kind::kAllGather;
+      direct = kLatency + others * kOverhead + narrow_bytes * share;
+      halving = rounds * round + (gathers ? narrow_bytes : wide_bytes) * share;
+      doubling = halving;
+    } else {
+      const bool all = kind == Kind::kAllReduce;
+      direct = at_once && bytes <= at_once_limit(members)
+                   ? kLatency + others * (kOverhead + narrow_bytes)
+                   : 2 * (kLatency + others * kOverhead) +
+                         (at_once ? 2 * narrow_bytes : wide_bytes + narrow_bytes) * share;
+      doubling = (rounds + (all && folds ? 1 : 0)) * (round + wide_bytes);
+      halving = 2 * rounds * round + (wide_bytes + narrow_bytes) * share;
+    }
+    choice = doubling <= halving ? Algorithm::kDoubling : Algorithm::kHalving;
+    if (direct * (1 - kMargin) <= std::min(doubling, halving)) choice = Algorithm::kDirect;
+  }
+  return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
+}
+
+Edges equal_edges(std::uint64_t count, std::size_t item, int blocks) {
+  Edges edges(1, 0);
+  for (int i = 0; i < blocks; ++i) edges.push_back(share(count, item, blocks, i).second);
+  return edges;
+}
+
+Edges scaled(Edges edges, std::uint64_t factor) {
+  for (std::uint64_t& edge : edges) edge *= factor;
+  return edges;
+}
+
+Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const bool mine = root < 0 || members.self() == root;
+  if (algorithm == Algorithm::kDirect) {
+    Task work = reduce_directly(op, members, partial, elements, finished, root, step);
+    co_await work;
+    co_return;
+  }
+  op.has_steps = true;
+  if (algorithm == Algorithm::kDoubling && root < 0) {
+    Task work = reduce_by_doubling(op, members, partial, elements, finished, step);
+    co_await work;
+    co_return;
+  }
+  if (algorithm == Algorithm::kDoubling) {
+    Task work = reduce_by_tree(op, members, partial, elements, root, step);
+    co_await work;
+    if (mine) finish(reduction, finished, partial, elements);
+    co_return;
+  }
+  // Each member reduces and finishes a block; then these are gathered.
+  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const Edges edges = equal_edges(elements, item, members.size());
+  Task scattered = scatter_partials(op, members, partial, edges, step);
+  co_await scattered;
+  std::unique_ptr<std::byte[]> room;
+  if (!mine) {
+    room = std::make_unique_for_overwrite<std::byte[]>(elements * item);
+    finished = room.get();
+  }
+  const auto self = static_cast<std::size_t>(members.self());
+  finish(reduction, finished + edges[self] * item, partial + edges[self] * wide,
+         edges[self + 1] - edges[self]);
+  const Edges bytes = scaled(edges, item);
+  Task gathered = root < 0 ? gather_blocks(op, members, finished, bytes, step + kSteps / 2)
+                           : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
+  co_await gathered;
+}
+
+// Träff 2023, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms": before a round a member holds
+// partial results of the `held` blocks from its own on; it sends the second half to the member whose own
+// block is the first one of that half.
+Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
+                      std::uint32_t step) {
+  op.has_steps = true;
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t wide = kernels::accumulator_size(reduction);
+  const int self = members.self();
+  const std::vector<int> held = held_blocks(members.size());
+  Messages messages(op);
+  std::vector<std::byte> room;
+  for (std::size_t round = 0; round + 1 < held.size(); ++round, step += 2) {
+    const int kept = held[round + 1], sent = held[round] - kept;
+    const auto mine = segments(members, elements, self, sent);
+    std::uint64_t total = 0;
+    for (auto [first, last] : mine) total += last - first;
+    room.resize(std::max(room.size(), total * wide));
+    std::uint64_t at = 0;
+    std::uint32_t number = step;
+    for (auto [first, last] : mine) {
+      messages.receive(members.rank(self - kept), number++, room.data() + at, (last - first) * wide);
+      at += (last - first) * wide;
+    }
+    number = step;
+    for (auto [first, last] : segments(members, elements, self + kept, sent))
+      messages.send(members.rank(self + kept), number++, partial + first * wide, (last - first) * wide);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+    at = 0;
+    for (auto [first, last] : mine) {
+      std::byte* own = partial + first * wide;
+      combine(reduction, own, own, room.data() + at, last - first);
+      at += (last - first) * wide;
+    }
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+// The same rounds in the opposite order and direction (Bruck and others 1997).
+Task gather_blocks(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
+                   std::uint32_t step) {
+  op.has_steps = true;
+  const int self = members.self();
+  const std::vector<int> held = held_blocks(members.size());
+  Messages messages(op);
+  for (std::size_t round = held.size() - 1; round-- > 0; step += 2) {
+    const int kept = held[round + 1], moved = held[round] - kept;
+    std::uint32_t number = step;
+    for (auto [first, last] : segments(members, bytes, self + kept, moved))
+      messages.receive(members.rank(self + kept), number++, data + first, last - first);
+    number = step;
+    for (auto [first, last] : segments(members, bytes, self, moved))
+      messages.send(members.rank(self - kept), number++, data + first, last - first);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+Task barrier(Operation& op, Members members) {
+  // Dissemination (Hensgen, Finkel, Manber 1988): in round k, signal the member at distance 2^k.
+  Messages messages(op);
+  std::uint32_t step = 0;
+  for (int distance = 1; distance < members.size(); distance *= 2, ++step) {
+    messages.send(members.rank(members.self() + distance), step, nullptr, 0);
+    messages.receive(members.rank(members.self() - distance), step, nullptr, 0);
+    Task round = messages.finish_receives();
+    co_await round;
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+Task broadcast(Operation& op, Members members, Span data, int root) {
+  // Binomial tree.
+  const int size = members.size(), place = members.wrapped(members.self() - root);
+  Messages messages(op);
+  int reach = 1;
+  while (reach <= place) reach *= 2;
+  if (place != 0) {
+    messages.receive(members.rank(root + place - reach / 2), 0, data.data, data.bytes);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+  }
+  int top = 1;
+  while (top < size) top *= 2;
+  for (int distance = top / 2; distance >= reach; distance /= 2)
+    if (place + distance < size)
+      messages.send(members.rank(root + place + distance), 0, data.data, data.bytes);
+  Task done = messages.finish();
+  co_await done;
+}
+
+}  // namespace shoal::collectives

@@ -1,0 +1,64 @@
+// Algorithms among an ordered list of ranks that exchange data over links: the members of a group, or one
+// member of each host.
+//
+// Partial results are in the accumulator's type.  Each function takes steps (numbers of messages) from `step`
+// on, at most kSteps.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collectives/collectives.h"
+
+namespace shoal::collectives {
+
+constexpr std::uint32_t kSteps = 256;
+
+class Members {
+ public:
+  // self: index of this rank among `ranks`.
+  Members(std::vector<int> ranks, int self) : ranks_(std::move(ranks)), self_(self) {}
+
+  int size() const { return static_cast<int>(ranks_.size()); }
+  int self() const { return self_; }
+  // index: any number; the list is circular.
+  int rank(int index) const { return ranks_[static_cast<std::size_t>(wrapped(index))]; }
+  int wrapped(int index) const { return (index % size() + size()) % size(); }
+
+ private:
+  std::vector<int> ranks_;
+  int self_;
+};
+
+// The algorithm for an operation: the choice of the group, or the one that takes the shortest time by the
+// model of docs/algorithms.md.
+//
+// bytes, wide: bytes of one member's data (of all parts together), in the tensor's and in the accumulator's
+// type.  at_once: the direct algorithm for small data has a single step, in which all send everything.
+Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t bytes, std::uint64_t wide,
+                        bool at_once);
+
+// The bytes of a reduction up to which the direct algorithm sends everything at once.
+std::uint64_t at_once_limit(int members);
+
+// The index of the first element, or byte, of each block, and of the end.
+using Edges = std::vector<std::uint64_t>;
+Edges equal_edges(std::uint64_t count, std::size_t item, int blocks);  // in whole cache lines if possible
+Edges scaled(Edges edges, std::uint64_t factor);
+
+// All-reduce (root < 0) of `edges.back()` partial results; writes all of `finished` with its final type.  Or
+// reduce to the member with index `root`, which alone writes `finished`.  `partial` is changed.
+Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step);
+
+// Reduce-scatter: reduces block `self` of `partial`, in place; the other blocks are undefined afterwards.
+Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
+                      std::uint32_t step);
+// All-gather: completes `data`, of which this member has block `self`.
+Task gather_blocks(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
+                   std::uint32_t step);
+
+Task barrier(Operation& op, Members members);
+Task broadcast(Operation& op, Members members, Span data, int root);  // root: an index
+
+}  // namespace shoal::collectives
