@@ -44,8 +44,9 @@ from .net import close_in_forked_child
 #: limits of a report: characters of the text, number of ranks, and bytes in total
 LONGEST_TEXT, MAX_RANKS, MAX_REPORT_BYTES = 200, 64, 2048
 
-#: maximum number of reports of one process until it rebuilds a group
-_MAX_REPORTS = 12
+#: maximum numbers of summaries, and of other reports, of one process until it rebuilds a group; the launcher
+#: reads at most 24
+_MAX_SUMMARIES, _MAX_REPORTS = 10, 12
 
 #: the signal at which a rank of a launcher writes its stacks; a signal that programs rarely use
 STACKS = signal.SIGRTMAX - 5
@@ -154,6 +155,8 @@ def _inherited() -> _Descriptor | None:
 
 _descriptor = _inherited()
 _reported: set[tuple[Kind, tuple[int, ...], str]] = set()
+#: number of summaries since the last rebuild
+_summaries = 0
 #: whether ranks of meetings without a name have the launcher's numbers
 _same_numbers = True
 
@@ -199,13 +202,17 @@ def evicted(ranks: Collection[int], meeting: str = "") -> None:
 
 def summarised(summary: WaitSummary, late: Collection[int], meeting: str = "") -> None:
     """Report what this rank did in a world that it closes; ``late``: the ranks of ``summary.late``."""
-    if meeting or _same_numbers:
-        _report("summary", tuple(late), meeting=meeting, summary=summary)
+    global _summaries
+    if (meeting or _same_numbers) and _summaries < _MAX_SUMMARIES:
+        _summaries += 1
+        _send("summary", tuple(late), meeting=meeting, summary=summary)
 
 
 def rebuilt() -> None:
     """Report that this rank goes on in a new group, without failed ranks."""
-    if _reported:
+    global _summaries
+    if _reported or _summaries:
+        _summaries = 0
         _reported.clear()
         _report("rebuilt")
 
@@ -218,6 +225,16 @@ def ended(error: BaseException) -> None:
 
 
 def _report(
+    kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
+) -> None:
+    if (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
+        return
+    _send(kind, ranks, code, text, meeting)
+    # Not before: otherwise another thread with the same report could notify its peers before it is sent.
+    _reported.add((kind, ranks, meeting))
+
+
+def _send(
     kind: Kind,
     ranks: tuple[int, ...] = (),
     code: int | None = None,
@@ -225,11 +242,9 @@ def _report(
     meeting: str = "",
     summary: WaitSummary | None = None,
 ) -> None:
-    if _descriptor is None or (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
+    if _descriptor is None:
         return
     words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
     short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
     report = Report(kind, time.monotonic(), ranks, code, words, short, summary)
     _descriptor.send(msgspec.msgpack.encode(report))
-    # Not before: otherwise another thread with the same report could notify its peers before it is sent.
-    _reported.add((kind, ranks, meeting))

@@ -51,6 +51,26 @@ def test_the_slow_rank_is_named_and_a_killed_one_has_no_row(workshop: Workshop) 
     assert "no summary of rank 2" in lines
 
 
+def test_a_process_has_a_row_for_each_of_its_worlds(workshop: Workshop) -> None:
+    launcher = workshop.start(
+        """
+        import torch, shoal
+        for count in (3, 5):
+            with shoal.init() as group:
+                for _ in range(count):
+                    if group.rank == 1:
+                        time.sleep(0.1)
+                    group.all_reduce(torch.ones(10)).wait()
+        """,
+        ranks=2,
+        options=["--summary"],
+    )
+    _, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, err
+    rows = [line.split()[1:3] for line in err.decode().splitlines() if line.startswith("shoal:  ")]
+    assert rows[2:] == [["0", "3"], ["0", "5"], ["1", "3"], ["1", "5"]], err.decode()
+
+
 @dataclass
 class Process:
     index: int
