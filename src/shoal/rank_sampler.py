@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ._core import GroupStatus, RemoteRank, Statistics
+from ._core import GroupStatus, RemoteRank
 from .rank_status import RankFinder, RankProcess
 from .statistics import latency_of
 
@@ -22,6 +22,9 @@ _COMPUTES_FROM = 0.5
 _LATE_RANKS = 16
 #: states in which a rank cannot do anything
 HELD_UP = ("stopped", "traced", "silent")
+#: maximum number of closed pages of a process whose counters are kept apart: one that cannot be read for a
+#: moment is not closed
+_CLOSED_PAGES = 64
 #: all states; see :class:`RankRow`
 STATES = ("waits", "moves", "computes", "sleeps", "runs", *HELD_UP, "left")
 
@@ -93,11 +96,12 @@ class RankTotals:
     """The counters of a rank at one time.
 
     Attributes:
-        started: time at which its connections were created, in nanoseconds of CLOCK_MONOTONIC; 0 if it is
-            remote.
+        started: time at which its first connections were created, in nanoseconds of CLOCK_MONOTONIC; 0 if it
+            is remote.
         as_of: time of the counters, in seconds of CLOCK_MONOTONIC: pages are written every 50 ms, and ranks
             on other hosts report every second.
-        completed, bytes: as in :class:`RankRow`.
+        completed, failed, bytes: as in :class:`RankRow`, with those of worlds that the process has closed
+            while it had another one; ``failed`` is 0 if it is remote.
         waited: seconds of waiting for other ranks, with the waits that have not ended yet.
         cpu_s: CPU time of its process, in seconds; 0 if it is remote.
         late: seconds of waiting for each rank in each open group, likewise, by group and rank, of the 16
@@ -113,6 +117,48 @@ class RankTotals:
     cpu_s: float
     late: Mapping[tuple[int, int], float]
     latencies: Sequence[int]
+    failed: int = 0
+
+
+class _Life:
+    """The counters of a process that is a rank, from its first page until all are closed.
+
+    Attributes:
+        started: when its first page was made.
+    """
+
+    def __init__(self, started: int) -> None:
+        self.started = started
+        #: completed and failed operations, bytes, nanoseconds of waiting, and latencies, by start of the page
+        self._pages: dict[int, list[int]] = {}
+        #: the sums of earlier pages
+        self._earlier: list[int] = []
+
+    def reading(self, process: RankProcess) -> RankTotals:
+        """The counters of the process, whose open pages are given."""
+        late: dict[tuple[int, int], float] = defaultdict(float)
+        for page in process.pages:
+            counters = [page.ended, *(group.statistics for group in page.groups)]
+            self._pages.pop(page.started, None)  # the closed ones come first
+            self._pages[page.started] = _sums(
+                [[each.completed, each.failed, each.bytes, each.waited, *each.latencies] for each in counters]
+            )
+            for group in page.groups:
+                for member in group.statistics.late:
+                    late[group.ident, member.rank] += member.waited / 1e9
+        for start in list(self._pages)[: -_CLOSED_PAGES - len(process.pages)]:
+            closed = self._pages.pop(start)
+            self._earlier = _sums([self._earlier or [0] * len(closed), closed])
+        every = [*self._pages.values(), self._earlier] if self._earlier else self._pages.values()
+        completed, failed, moved, waited, *latencies = _sums(every)
+        return RankTotals(
+            self.started, process.written / 1e9, completed, moved, waited / 1e9, process.cpu_s, late,
+            latencies, failed,
+        )  # fmt: skip
+
+
+def _sums(rows: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 class Sampler:
@@ -125,6 +171,7 @@ class Sampler:
     def __init__(self, job: str = "") -> None:
         self._job = job
         self._finder = RankFinder()
+        self._lives: dict[tuple[str, int, int, int, int], _Life] = {}
         self._before: dict[_Key, RankTotals] = {}
         self._read_at = 0.0
 
@@ -142,6 +189,8 @@ class Sampler:
         for each in self._finder.find():
             if each.job.startswith(self._job):
                 jobs[each.job, each.leader, each.size].append(each)
+        lives = {_identity(each): each.started for of_job in jobs.values() for each in of_job}
+        self._lives = {key: self._lives.get(key) or _Life(started) for key, started in lives.items()}
         readings: dict[_Key, RankTotals] = {}
         found = [each for job in sorted(jobs) for each in self._samples_of(jobs[job], readings, now)]
         self._before, self._read_at = readings, now
@@ -155,9 +204,10 @@ class Sampler:
         shares: list[dict[int, float]] = []
         moving: dict[int, int] = {}
         for each in processes:
-            key = (each.pid, each.rank, each.started)
-            readings[key] = reading = _reading_of(each)
-            before, seconds = self._since(key, each.started / 1e9, now)
+            life = self._lives[_identity(each)]
+            key = (each.pid, each.rank, life.started)
+            readings[key] = reading = life.reading(each)
+            before, seconds = self._since(key, life.started / 1e9, now)
             group = _foremost(_groups_of(each))
             found.append((_row(each, group, reading, before, seconds, now), reading))
             if group is not None and group.call is not None and group.call.blocker >= 0:
@@ -165,7 +215,7 @@ class Sampler:
             late: dict[int, float] = defaultdict(float)
             for rank, spent in late_since(before, reading):
                 late[rank] += spent
-            observed = _observed_s(before, reading, each.started / 1e9)
+            observed = _observed_s(before, reading, life.started / 1e9)
             shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
         first, _ = found[0]
         for rank, reports in _remote_ranks(processes).items():
@@ -231,27 +281,12 @@ def _foremost(groups: Iterable[GroupStatus]) -> GroupStatus | None:
     )  # fmt: skip
 
 
+def _identity(process: RankProcess) -> tuple[str, int, int, int, int]:
+    return process.job, process.leader, process.size, process.pid, process.rank
+
+
 def _groups_of(process: RankProcess) -> list[GroupStatus]:
     return [group for page in process.pages for group in page.groups]
-
-
-def _counters_of(process: RankProcess) -> list[Statistics]:
-    ended = [page.ended for page in process.pages]
-    return [*ended, *(group.statistics for group in _groups_of(process))]
-
-
-def _reading_of(process: RankProcess) -> RankTotals:
-    counters = _counters_of(process)
-    late: dict[tuple[int, int], float] = defaultdict(float)
-    waited = sum(each.waited for each in counters) / 1e9
-    for group in _groups_of(process):
-        for member in group.statistics.late:
-            late[group.ident, member.rank] += member.waited / 1e9
-    latencies = [sum(column) for column in zip(*(each.latencies for each in counters), strict=True)]
-    completed, moved = sum(each.completed for each in counters), sum(each.bytes for each in counters)
-    return RankTotals(
-        process.started, process.written / 1e9, completed, moved, waited, process.cpu_s, late, latencies
-    )
 
 
 def _row(
@@ -286,11 +321,11 @@ def _row(
         waits_for=waits_for,
         pending=sum(each.pending for each in _groups_of(process)),
         completed=reading.completed,
-        failed=sum(each.failed for each in _counters_of(process)),
+        failed=reading.failed,
         bytes=reading.bytes,
         operations_per_s=max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, process.started / 1e9)),
+        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, reading.started / 1e9)),
         awaited=0.0,
         p50_s=latency_of(latencies, 0.5),
         p99_s=latency_of(latencies, 0.99),

@@ -64,8 +64,8 @@ class RankProcess:
 
     @property
     def started(self) -> int:
-        """When the last of the pages was made, in nanoseconds of CLOCK_MONOTONIC."""
-        return max(page.started for page in self.pages)
+        """When the first of the pages was made, in nanoseconds of CLOCK_MONOTONIC."""
+        return min(page.started for page in self.pages)
 
     @property
     def written(self) -> int:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import textwrap
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal import ProcessGroup
+from shoal import ProcessGroup, rank_status
 from shoal.launch.cli import invoke
 from shoal.launch.metrics import collectors
 from shoal.launch.metrics.collectors import JobCollector, RankCollector, StoreCollector
 from shoal.launch.metrics.counters import JobCounters
 from shoal.launch.metrics.endpoint import _MAX_CONNECTIONS, MetricsEndpoint
-from shoal.rank_sampler import RankTotals
+from shoal.rank_sampler import RankTotals, Sampler
 from shoal.rank_status import RankFinder, RankProcess
 from shoal.rendezvous import user_secret
 from shoal.store import TCPStoreServer, open_store
@@ -156,6 +157,46 @@ def test_waits_of_closed_groups_become_one_number(monkeypatch: pytest.MonkeyPatc
     assert collector._awaited([]) == {}
     assert not collector._late
     assert not collector._earlier
+
+
+def test_no_counter_jumps_or_decreases_when_a_rank_gets_and_ends_another_world(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_status, "_SEARCH_INTERVAL_S", 0.0)
+    only(monkeypatch, 0, 1)
+    collector = RankCollector("threads")
+    operations, awaited = "shoal_operations_total", "shoal_awaited_seconds_total"
+
+    def completed(count: int) -> Values:
+        return until(lambda: (now := values(collector)).get((operations, "0")) == count and now)
+
+    def rank(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            time.sleep(0.5)
+        group.all_reduce(torch.ones(10)).wait()
+        if group.rank == 0:
+            first = completed(1)
+            sampler = Sampler("threads")
+            sampler.rows()
+
+            def inner(second: ProcessGroup) -> None:
+                second.all_reduce(torch.ones(10)).wait()
+                second.barrier().wait()
+                if second.rank == 0:
+                    completed(3)
+                    assert sampler.rows()[1].awaited < 0.5  # since the last call
+                second.barrier().wait()
+
+            run_threads(inner, 2)
+            last = values(collector)
+            assert last[operations, "0"] >= 3
+            for key, value in last.items():
+                if key[0].endswith(("_total", "_bucket")):
+                    assert value >= first[key], key
+            assert 0.4 < last[awaited, "1"] < first[awaited, "1"] + 0.4
+        group.barrier().wait()
+
+    run_threads(rank, 2)
 
 
 def test_ranks_on_other_hosts_have_the_counters_of_their_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
