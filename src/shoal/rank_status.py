@@ -90,8 +90,8 @@ class RankFinder:
 
     def __init__(self) -> None:
         self._search_at = 0.0
-        #: start time and descriptors of the memory, by process
-        self._known: dict[int, tuple[int, list[int]]] = {}
+        #: start time, descriptors of the memory, and number of pages since the last search, by process
+        self._known: dict[int, tuple[int, list[int], int]] = {}
 
     def find(self) -> list[RankProcess]:
         """Read all ranks, ordered by process id.  Processes that end meanwhile are left out."""
@@ -105,16 +105,16 @@ class RankFinder:
             # Other users' processes, and those that have ended.
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _Stat(pid)
-                start, fds = self._known.get(pid, (0, []))
-                if search_all or start != stat.start:
+                start, fds, count = self._known.get(pid, (0, [], 0))
+                pages = [] if search_all or start != stat.start else _pages(pid, fds)
+                if search_all or start != stat.start or len(pages) < count:  # it may have a new one
                     fds = list(_memory_descriptors(pid))
-                    self._known[pid] = (stat.start, fds)
-                for fd in fds:
-                    page = _read(pid, fd)
-                    if page is not None:
-                        key = (pid, page.job, page.leader, page.rank, page.size)
-                        new = RankProcess(pid, stat.state, stat.cpu_s, stat.memory, [])
-                        found.setdefault(key, new).pages.append(page)
+                    pages = _pages(pid, fds)
+                self._known[pid] = (stat.start, fds, max(len(pages), 0 if search_all else count))
+                for page in pages:
+                    key = (pid, page.job, page.leader, page.rank, page.size)
+                    new = RankProcess(pid, stat.state, stat.cpu_s, stat.memory, [])
+                    found.setdefault(key, new).pages.append(page)
         for pid in self._known.keys() - set(pids):
             del self._known[pid]
         return list(found.values())
@@ -126,6 +126,10 @@ def _memory_descriptors(pid: int) -> Iterator[int]:
         with contextlib.suppress(OSError):
             if os.readlink(f"{directory}/{name}") == _MEMORY:
                 yield int(name)
+
+
+def _pages(pid: int, fds: list[int]) -> list[RankStatus]:
+    return [page for fd in fds if (page := _read(pid, fd)) is not None]
 
 
 def _read(pid: int, fd: int) -> RankStatus | None:

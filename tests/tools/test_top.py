@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -249,6 +251,27 @@ def test_several_worlds_of_a_process_are_one_row() -> None:
         group.barrier().wait()
 
     run_threads(rank, 3)
+
+
+def test_a_world_that_replaces_another_one_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_status, "_SEARCH_INTERVAL_S", 0.0)
+    sampler = Sampler("threads")
+
+    def mine() -> int:
+        return sum(row.pid == os.getpid() and row.size == 3 for row in sampler.rows())
+
+    def rank(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            until(lambda: mine() == 3)
+            sampler._finder._search_at = math.inf
+        group.barrier().wait()
+
+    run_threads(rank, 3)
+    assert mine() == 0
+    with contextlib.ExitStack() as files:
+        for _ in range(20):  # the memory of the next ones has other descriptors
+            files.enter_context(open(os.devnull))
+        run_threads(rank, 3)
 
 
 def row(rank: int, waits_for: int | None = None, state: str = "") -> RankRow:
