@@ -222,7 +222,7 @@ class Sampler:
             key = (first.leader, rank, -1)
             readings[key] = reading = _remote_reading(reports)
             before, seconds = self._since(key, self._read_at, now)
-            foremost = max(reports, key=lambda each: (bool(each.waits), each.age))
+            foremost = max(reports, key=lambda each: (each.alive, bool(each.waits), each.age))
             found.append((_remote_row(first, foremost, reading, before, seconds, now), reading))
         wait_for_held_up([row for row, _ in found], moving)
         for row, _ in found:

@@ -253,6 +253,42 @@ def test_several_worlds_of_a_process_are_one_row() -> None:
     run_threads(rank, 3)
 
 
+def test_a_rank_on_another_host_that_has_left_one_of_two_worlds_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_status, "_SEARCH_INTERVAL_S", 0.0)
+    find = RankFinder.find
+
+    def only_rank_0(self: RankFinder) -> list[RankProcess]:
+        return [each for each in find(self) if (each.pid, each.rank, each.size) == (os.getpid(), 0, 2)]
+
+    monkeypatch.setattr(RankFinder, "find", only_rank_0)
+    sampler, reported, shown = Sampler("threads"), threading.Event(), threading.Event()
+
+    def states() -> set[str]:
+        found = {row.rank: row for row in sampler.rows() if row.remote}
+        return {found[1].state} if 1 in found and found[1].completed else set()
+
+    def inner(second: ProcessGroup) -> None:
+        second.barrier().wait()
+        if second.rank == 0:
+            try:
+                until(lambda: states() == {"runs"}, states)
+            finally:
+                shown.set()
+        shown.wait(60)
+
+    def rank(group: ProcessGroup) -> None:
+        group.barrier().wait()
+        if group.rank == 1:
+            reported.wait(60)
+        else:
+            until(states)
+            reported.set()
+            until(lambda: states() == {"left"})
+            run_threads(inner, 2, hosts=("a", "b"), heartbeat_timeout=0.4)
+
+    run_threads(rank, 2, hosts=("a", "b"), heartbeat_timeout=0.4)
+
+
 def test_a_world_that_replaces_another_one_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_status, "_SEARCH_INTERVAL_S", 0.0)
     sampler = Sampler("threads")
