@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,34 @@ def test_what_is_sent_in_a_cut_arrives_once_it_is_healed(network: Network) -> No
         network.heal()
         there.settimeout(10.0)
         assert there.recv(1) == b"x"
+
+
+def test_a_host_sends_no_faster_than_its_rate(network: Network) -> None:
+    here, there = connect(network, "a", "b")
+    with here, there:
+        network.shape(megabits=80)
+        data = bytes(2 << 20)  # 0.2 s, without the first 64 KB or 40 KB
+        begun = time.monotonic()
+        sender = threading.Thread(target=here.sendall, args=(data,))
+        sender.start()
+        left = len(data)
+        while left:
+            left -= len(there.recv(left))
+        took = time.monotonic() - begun
+        sender.join()
+        assert took >= 0.9 * (len(data) - (64 << 10)) * 8 / 80e6
+        network.shape()
+        here.send(b"x")
+        assert there.recv(1) == b"x"
+
+
+def test_a_kernel_without_a_delay_is_named(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(place: int, program: str, *args: str, script: str) -> None:
+        raise subprocess.CalledProcessError(2, program, stderr="Error: Specified qdisc kind is unknown.")
+
+    monkeypatch.setattr(module, "_run", run)
+    with pytest.raises(UsageError, match=r"delay 50us rate 100mbit: .* may lack this traffic control"):
+        network.shape(megabits=100, delay_us=50)
 
 
 def where(group: ProcessGroup) -> tuple[str, str]:
