@@ -102,7 +102,7 @@ std::optional<Error> Group::lost_for(Operation& op) {
     if (from >= 0 && lost(from)) {
       op.step();
       if (op.done()) return std::nullopt;
-      context_->messenger().repost(op.received);  // another member may send a match
+      context_->messenger().repost(op.received, from);  // another member may send a match
     }
   }
   std::lock_guard lock(state_mutex_);

@@ -83,7 +83,13 @@ void Messenger::post_again(const std::shared_ptr<Incoming>& incoming) {
   if (!match_early(incoming)) channels_[{incoming->group, incoming->channel}].posted.push_front(incoming);
 }
 
-void Messenger::repost(const std::shared_ptr<Incoming>& incoming) {
+void Messenger::repost(const std::shared_ptr<Incoming>& incoming, int from) {
+  {
+    std::lock_guard lock(mutex_);
+    // Meanwhile the rest has arrived, or the receive was posted again and has another message.
+    if (incoming->from.load() != from || incoming->state.load() == Incoming::kDone) return;
+    incoming->cancelled = true;  // on_withdrawn() leaves it alone from now on
+  }
   withdraw(incoming, true);
   std::lock_guard lock(mutex_);
   incoming->cancelled = false;

@@ -26,8 +26,8 @@ class Messenger {
   void post(const std::shared_ptr<Incoming>& incoming);
   // Nothing is written to the receive's memory after this returns.
   void cancel(const std::shared_ptr<Incoming>& incoming);
-  // Matches the receive again, because the rest of its message will not arrive.
-  void repost(const std::shared_ptr<Incoming>& incoming);
+  // Matches the receive again, because the rest of its message from this member will not arrive.
+  void repost(const std::shared_ptr<Incoming>& incoming, int from);
   // Opens a group; `others` are the global ranks of its other members.
   void open(std::uint64_t group, std::vector<int> others);
   // Closes a group: drops its unread messages, and all that still arrive.
