@@ -1,6 +1,6 @@
 """Compare the algorithms between hosts with each other and with Gloo, on simulated hosts of this machine.
 
-    make hosts                                              # 4, 8 and 16 hosts of one rank, 4 of two
+    make hosts                                              # 4, 8 and 16 hosts of one rank
     make hosts ARGS="--hosts 8 --ranks 2 --megabits 1000"
     make hosts ARGS="--operation reduce_scatter --delay 100"
 

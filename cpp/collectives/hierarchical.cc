@@ -5,6 +5,7 @@
 // in the accumulator's type and are finished once, by one owner of each element.
 
 #include <algorithm>
+#include <memory>
 
 #include "collectives/members.h"
 #include "collectives/phase.h"
@@ -184,14 +185,16 @@ Task all_gather_in_steps(Operation& op, const Map& map, Span mine, std::vector<S
   Edges edges(1, 0);
   for (int h = 0; h < map.count(); ++h)
     edges.push_back(edges.back() + out[static_cast<std::size_t>(members.rank(h))].bytes);
-  std::vector<std::byte> blocks(edges.back());
+  auto begun = op.begun();
+  co_await begun;
+  auto blocks = std::make_unique_for_overwrite<std::byte[]>(edges.back());
   std::vector<Span> parts;
   for (int h = 0; h < map.count(); ++h) {
     const auto i = static_cast<std::size_t>(h);
-    parts.push_back({blocks.data() + edges[i], edges[i + 1] - edges[i]});
+    parts.push_back({blocks.get() + edges[i], edges[i + 1] - edges[i]});
   }
   copy(parts[static_cast<std::size_t>(map.host)], mine);
-  Task gathered = gather_blocks(op, members, blocks.data(), edges, 0);
+  Task gathered = gather_blocks(op, members, blocks.get(), edges, 0);
   co_await gathered;
   std::vector<Pull> pulls;
   for (int place = 0; place < map.locals(); ++place)
@@ -255,16 +258,16 @@ Task reduce_scatter_in_steps(Operation& op, const Map& map, std::vector<Span> in
   Edges edges(1, 0);
   for (int h = 0; h < map.count(); ++h)
     edges.push_back(edges.back() + in[static_cast<std::size_t>(members.rank(h))].bytes / item);
-  std::vector<std::byte> partial(edges.back() * wide);
+  auto partial = std::make_unique_for_overwrite<std::byte[]>(edges.back() * wide);
   std::vector<Reduce> jobs;
   for (int h = 0; h < map.count(); ++h)
     jobs.push_back({static_cast<std::uint32_t>(members.rank(h)),
-                    partial.data() + edges[static_cast<std::size_t>(h)] * wide});
+                    partial.get() + edges[static_cast<std::size_t>(h)] * wide});
   Task reduced = local_partials(op, map, std::move(in), std::move(jobs));
   co_await reduced;
-  Task work = scatter_partials(op, members, partial.data(), edges, 0);
+  Task work = scatter_partials(op, members, partial.get(), edges, 0);
   co_await work;
-  const void* sum = partial.data() + edges[static_cast<std::size_t>(map.host)] * wide;
+  const void* sum = partial.get() + edges[static_cast<std::size_t>(map.host)] * wide;
   void* to = out.data;
   if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, &sum, 1, out.bytes / item);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -96,9 +97,6 @@ def test_the_late_rank_is_named_also_by_ranks_that_wait_for_others(algorithm: st
     def rank(group: ProcessGroup) -> Sequence[int]:
         group.barrier().wait()
         if group.rank == 5:
-            torch.rand(1)
-            import time
-
             time.sleep(0.3)
         group.all_reduce(torch.ones(100)).wait()
         late = group.stats().late
