@@ -35,7 +35,7 @@ from tests.support.junk import junk
 
 PATIENCE = 30.0
 BATCHES, PIECES = 10, 60
-INVITATION = Invitation("m", 2, 3, 0, "world", 60.0, 1, "native", {"transport": "tcp"}, 5.0)
+INVITATION = Invitation("m", 2, 3, 0, "world", 60.0, 1, "auto", "native", {"transport": "tcp"}, 5.0)
 
 
 @pytest.fixture

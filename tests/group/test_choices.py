@@ -96,7 +96,7 @@ def test_lanes_and_timeout_are_a_groups_own() -> None:
     assert [spec.tuning.concurrency for spec in backend.specs] == [1, 3]
     assert (part.timeout, part._backend) == (5.0, group._backend)
     nested = part.subgroup([0])
-    assert (backend.specs[-1].concurrency, nested.timeout) == (3, 5.0)
+    assert (backend.specs[-1].tuning.concurrency, nested.timeout) == (3, 5.0)
     group.world.close(1.0)
 
 
