@@ -265,11 +265,8 @@ Task reduce_scatter_in_steps(Operation& op, const Map& map, std::vector<Span> in
                     partial.get() + edges[static_cast<std::size_t>(h)] * wide});
   Task reduced = local_partials(op, map, std::move(in), std::move(jobs));
   co_await reduced;
-  Task work = scatter_partials(op, members, partial.get(), edges, 0);
+  Task work = scatter_partials(op, members, partial.get(), edges, out.data, 0);
   co_await work;
-  const void* sum = partial.get() + edges[static_cast<std::size_t>(map.host)] * wide;
-  void* to = out.data;
-  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, &sum, 1, out.bytes / item);
 }
 
 // On every host, the member at place i (modulo the host's size) reduces the host's inputs for rank i and

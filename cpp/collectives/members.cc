@@ -21,6 +21,18 @@ constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two members, which send
 
 int rounds_of(int members) { return std::bit_width(static_cast<unsigned>(members) - 1); }
 
+// In whole cache lines if possible.
+Edges equal_edges(std::uint64_t count, std::size_t item, int blocks) {
+  Edges edges(1, 0);
+  for (int i = 0; i < blocks; ++i) edges.push_back(share(count, item, blocks, i).second);
+  return edges;
+}
+
+Edges scaled(Edges edges, std::uint64_t factor) {
+  for (std::uint64_t& edge : edges) edge *= factor;
+  return edges;
+}
+
 // A contiguous part of some blocks' data.
 struct Segment {
   std::uint64_t first, last;
@@ -240,17 +252,6 @@ Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t 
   return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
 }
 
-Edges equal_edges(std::uint64_t count, std::size_t item, int blocks) {
-  Edges edges(1, 0);
-  for (int i = 0; i < blocks; ++i) edges.push_back(share(count, item, blocks, i).second);
-  return edges;
-}
-
-Edges scaled(Edges edges, std::uint64_t factor) {
-  for (std::uint64_t& edge : edges) edge *= factor;
-  return edges;
-}
-
 Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
                      std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
   const kernels::Reduction& reduction = op.request().reduction;
@@ -273,18 +274,16 @@ Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm,
     co_return;
   }
   // Each member reduces and finishes a block; then these are gathered.
-  const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
+  const std::size_t item = itemsize(reduction.dtype);
   const Edges edges = equal_edges(elements, item, members.size());
-  Task scattered = scatter_partials(op, members, partial, edges, step);
-  co_await scattered;
   std::unique_ptr<std::byte[]> room;
   if (!mine) {
     room = std::make_unique_for_overwrite<std::byte[]>(elements * item);
     finished = room.get();
   }
-  const auto self = static_cast<std::size_t>(members.self());
-  finish(reduction, finished + edges[self] * item, partial + edges[self] * wide,
-         edges[self + 1] - edges[self]);
+  std::byte* block = finished + edges[static_cast<std::size_t>(members.self())] * item;
+  Task scattered = scatter_partials(op, members, partial, edges, block, step);
+  co_await scattered;
   const Edges bytes = scaled(edges, item);
   Task gathered = root < 0 ? gather_blocks(op, members, finished, bytes, step + kSteps / 2)
                            : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
@@ -295,7 +294,7 @@ Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm,
 // partial results of the `held` blocks from its own on; it sends the second half to the member whose own
 // block is the first one of that half.
 Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
-                      std::uint32_t step) {
+                      std::byte* finished, std::uint32_t step) {
   op.has_steps = true;
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t wide = kernels::accumulator_size(reduction);
@@ -329,6 +328,8 @@ Task scatter_partials(Operation& op, const Members& members, std::byte* partial,
   }
   Task done = messages.finish();
   co_await done;
+  const auto own = static_cast<std::size_t>(self);
+  finish(reduction, finished, partial + elements[own] * wide, elements[own + 1] - elements[own]);
 }
 
 // The same rounds in the opposite order and direction (Bruck and others 1997).

@@ -43,17 +43,16 @@ std::uint64_t at_once_limit(int members);
 
 // The index of the first element, or byte, of each block, and of the end.
 using Edges = std::vector<std::uint64_t>;
-Edges equal_edges(std::uint64_t count, std::size_t item, int blocks);  // in whole cache lines if possible
-Edges scaled(Edges edges, std::uint64_t factor);
 
-// All-reduce (root < 0) of `edges.back()` partial results; writes all of `finished` with its final type.  Or
-// reduce to the member with index `root`, which alone writes `finished`.  `partial` is changed.
+// All-reduce (root < 0) of partial results; writes all of `finished` in the tensor's type.  Or reduce to the
+// member with index `root`, which alone writes `finished`.  `partial` is changed.
 Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
                      std::uint64_t elements, std::byte* finished, int root, std::uint32_t step);
 
-// Reduce-scatter: reduces block `self` of `partial`, in place; the other blocks are undefined afterwards.
+// Reduce-scatter: writes block `self` of the result to `finished`, in the tensor's type.  `partial` is
+// changed.
 Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
-                      std::uint32_t step);
+                      std::byte* finished, std::uint32_t step);
 // All-gather: completes `data`, of which this member has block `self`.
 Task gather_blocks(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
                    std::uint32_t step);

@@ -200,11 +200,8 @@ Task reduce_scatter_in_steps(Operation& op, std::vector<Span> parts, Span out) {
       kernels::reduce_partial(reduction, partial.get() + edges[i] * wide, &from, 1, parts[i].bytes / item);
   }
   const Members members = all_members(op.group());
-  Task work = scatter_partials(op, members, partial.get(), edges, 0);
+  Task work = scatter_partials(op, members, partial.get(), edges, out.data, 0);
   co_await work;
-  const void* sum = partial.get() + edges[static_cast<std::size_t>(members.self())] * wide;
-  void* to = out.data;
-  if (out.bytes > 0) kernels::finish_partials(reduction, &to, 1, &sum, 1, out.bytes / item);
 }
 
 Task all_gather_in_steps(Operation& op, Span mine, std::vector<Span> out) {
