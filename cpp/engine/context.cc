@@ -99,10 +99,8 @@ void Context::close(std::int64_t deadline) {
   tickets_.close();
   if (progress_thread_.joinable()) progress_thread_.join();
   if (watch_thread_.joinable()) watch_thread_.join();
-  if (options_.world != nullptr)
-    options_.world->end_part(*this);
-  else
-    write_status(now_ns());
+  if (options_.world != nullptr) options_.world->end_part(*this);
+  write_status(now_ns());
   peers_.close();
   std::lock_guard lock(groups_mutex_);
   groups_.clear();

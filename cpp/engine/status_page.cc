@@ -123,6 +123,7 @@ void write_entry(const Observed& observed, StatusGroup& entry) {
 
 // Readers of other processes see that a page is incomplete by its sequence number.
 void Context::write_status(std::int64_t now) {
+  if (options_.world != nullptr) return;  // the world has the page
   StatisticsValues rest;
   std::vector<Observed> observed;
   for (auto& group : counted_groups(rest)) observed.emplace_back(std::move(group), now);

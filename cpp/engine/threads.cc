@@ -143,7 +143,7 @@ void Context::watch_loop() {
   while (!stop_.load(std::memory_order_acquire)) {
     int patience = static_cast<int>(idle_peer_check_interval_ / kMillisecond);
     const std::int64_t now = now_ns();
-    if (options_.world == nullptr && now >= write_at) {
+    if (now >= write_at) {
       write_status(now);
       write_at = now + kStatusInterval;
     }
