@@ -29,6 +29,9 @@ class RankProcess:
 
     Attributes:
         pid: process id, in the namespace of the reader.
+        job: name of the job.
+        leader: the process of the first rank that shares memory with this one; 0: there is no other.
+        rank, size: its rank, and the number of ranks.
         state: state of the process in ``/proc/PID/stat``, such as ``"S"``, or ``"T"`` for stopped.
         cpu_s: CPU time that the process has used, in seconds.
         memory: resident memory, in bytes.
@@ -37,30 +40,14 @@ class RankProcess:
     """
 
     pid: int
+    job: str
+    leader: int
+    rank: int
+    size: int
     state: str
     cpu_s: float
     memory: int
     pages: list[RankStatus]
-
-    @property
-    def job(self) -> str:
-        """Name of the job."""
-        return self.pages[0].job
-
-    @property
-    def leader(self) -> int:
-        """The process of the first rank that shares memory with this one; 0: there is no other."""
-        return self.pages[0].leader
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-        return self.pages[0].rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.pages[0].size
 
     @property
     def started(self) -> int:
@@ -113,7 +100,7 @@ class RankFinder:
                 self._known[pid] = (stat.start, fds, max(len(pages), 0 if search_all else count))
                 for page in pages:
                     key = (pid, page.job, page.leader, page.rank, page.size)
-                    new = RankProcess(pid, stat.state, stat.cpu_s, stat.memory, [])
+                    new = RankProcess(*key, stat.state, stat.cpu_s, stat.memory, [])
                     found.setdefault(key, new).pages.append(page)
         for pid in self._known.keys() - set(pids):
             del self._known[pid]
