@@ -15,8 +15,10 @@
 #include "ddp/pass.h"
 #include "python/bindings.h"
 #include "python/tensors.h"
+#include "python/without_gil.h"
 
 namespace nb = nanobind;
+using shoal::WithoutGil;
 using shoal::ddp::Actions;
 using shoal::ddp::Mark;
 using shoal::ddp::Pass;
@@ -74,7 +76,7 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
   if (from->span.bytes < kLong) {
     std::memcpy(to, from->span.data, from->span.bytes);
   } else {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     std::memcpy(to, from->span.data, from->span.bytes);
   }
   parameter.attr(grad()) = view;

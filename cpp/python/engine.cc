@@ -24,6 +24,7 @@
 #include "python/bindings.h"
 #include "python/tensors.h"
 #include "python/text.h"
+#include "python/without_gil.h"
 
 namespace nb = nanobind;
 using namespace shoal;
@@ -47,7 +48,7 @@ std::vector<Span> spans(const Parts& parts) {
 nb::object latest(Group& group, Error error) {
   if (error.code == ErrorCode::kNone) return nb::none();
   if (error.code == ErrorCode::kPeerLost) {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     group.context().look_for_deaths();
     error = group.with_all_lost(std::move(error));
   }
@@ -56,7 +57,7 @@ nb::object latest(Group& group, Error error) {
 
 OperationPtr submit(Group& group, Request request) {
   if (is_quick(request)) return group.submit(std::move(request));
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return group.submit(std::move(request));
 }
 
@@ -135,7 +136,7 @@ std::optional<Message> received(Operation& op) {
 
 Bytes allocate(Group& group, std::size_t bytes) {
   auto* block = [&] {
-    nb::gil_scoped_release release;  // the system clears every page
+    const WithoutGil released;  // the system clears every page
     return new std::shared_ptr<Block>(group.allocate(bytes));
   }();
   nb::capsule capsule(block, [](void* p) noexcept { delete static_cast<std::shared_ptr<Block>*>(p); });
@@ -159,7 +160,7 @@ struct AgreementNews {
 AgreementNews agreed(Group& group, std::uint64_t number, double timeout) {
   Agreements::Status news;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     news = group.agreements().wait(number, until(timeout));
   }
   AgreementNews result{news.outcome, {}, nb::bytes("", 0), {}, {}, {}};
@@ -207,7 +208,7 @@ void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std:
                   nb::bytes kept) {
   consensus::Witness witness;
   const consensus::WitnessAnswer answer = asked(group, ballot, proposal, kept, witness);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   group.agreements().answer(number, answer);
 }
 
@@ -318,7 +319,7 @@ void bind_engine(nb::module_& m) {
           "wait",
           [](std::shared_ptr<Operation> op, double timeout) {
             if (op->done() || op->orphaned()) return true;
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             return op->group().context().wait(*op, until(timeout));
           },
           nb::arg("timeout"),
@@ -328,18 +329,18 @@ void bind_engine(nb::module_& m) {
           "The Error of a done operation, or None.")
       .def("announce", &Operation::notify_with, nb::arg("ticket"),
            "Ask for the ticket among the context's completions; True if the operation is done already.")
-      .def("cancel", &Operation::cancel, nb::call_guard<nb::gil_scoped_release>(),
+      .def("cancel", &Operation::cancel, nb::call_guard<WithoutGil>(),
            "End the operation before its time; False for a collective, or if it has ended otherwise.")
       .def("met", &Operation::met, "Whether all members have called this external operation.")
       .def(
           "wait_met",
           [](std::shared_ptr<Operation> op, double timeout) {
             if (op->met() || op->done() || op->orphaned()) return true;
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             return op->group().context().wait(*op, until(timeout), Context::Stage::kMet);
           },
           nb::arg("timeout"), "Like wait, but until all members have called the external operation.")
-      .def("finish_external", &Operation::finish_external, nb::call_guard<nb::gil_scoped_release>(),
+      .def("finish_external", &Operation::finish_external, nb::call_guard<WithoutGil>(),
            "Complete an external operation once all members have met.")
       .def("abandoned", &Operation::abandoned,
            "Whether the library that moved its data may still use the memory of its tensors.")
@@ -373,7 +374,7 @@ void bind_engine(nb::module_& m) {
                         {group.rank()}},
                        true);
           },
-          nb::arg("reason"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("reason"), nb::call_guard<WithoutGil>())
       .def(
           "agree",
           [](Group& group, consensus::Op op, nb::bytes value, double timeout) -> nb::object {
@@ -382,7 +383,7 @@ void bind_engine(nb::module_& m) {
               throw std::invalid_argument(flaw);
             std::optional<std::uint64_t> number;
             {
-              nb::gil_scoped_release release;
+              const WithoutGil released;
               number = group.agreements().begin(std::move(vote), nanoseconds(timeout));
             }
             return number ? nb::object(nb::int_(*number)) : nb::none();
@@ -403,7 +404,7 @@ void bind_engine(nb::module_& m) {
             for (int& rank : left) rank = group.rank_of(rank);
             return left;
           },
-          nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<WithoutGil>(),
           "Ends the processes of lost ranks of this host; returns those that have not ended.")
       .def("vote_limit", [](const Group& group) { return consensus::vote_limit(group.size()); })
       .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
@@ -417,11 +418,11 @@ void bind_engine(nb::module_& m) {
              const auto [lost, dead] = group.agreements().losses();
              return nb::make_tuple(lost.list(), dead.list());
            })
-      .def("begin_close", &Group::begin_close, nb::call_guard<nb::gil_scoped_release>(),
+      .def("begin_close", &Group::begin_close, nb::call_guard<WithoutGil>(),
            "Tell the peers that nothing more is submitted here.")
       .def(
           "close", [](Group& group, double timeout) { group.close(until(timeout)); }, nb::arg("timeout"),
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::call_guard<WithoutGil>())
       .def("allocate", &allocate, nb::arg("bytes"), "Shared memory as an array of bytes.");
 
   m.def(
@@ -462,7 +463,7 @@ void bind_engine(nb::module_& m) {
             while (context.arena()->trim(now_ns())) {
             }
           },
-          nb::call_guard<nb::gil_scoped_release>(), "Give released memory back to the system at once.")
+          nb::call_guard<WithoutGil>(), "Give released memory back to the system at once.")
       .def("make_ring", &Context::make_ring)
       .def("add_local", &Context::add_local, nb::arg("peer"), nb::arg("socket"), nb::arg("memory_fd"),
            nb::arg("capacity"), nb::arg("out"), nb::arg("in_"), nb::arg("pid"))
@@ -486,7 +487,7 @@ void bind_engine(nb::module_& m) {
           nb::arg("ident"), nb::arg("name"), nb::arg("rank"), nb::arg("ranks"), nb::arg("hosts"),
           nb::arg("lanes"), nb::arg("pairwise") = false, nb::arg("vote_timeout") = 10.0,
           nb::arg("believing") = false, nb::arg("moved") = false, nb::arg("algorithm") = 0,
-          nb::call_guard<nb::gil_scoped_release>())
+          nb::call_guard<WithoutGil>())
       .def(
           "completions",
           [](Context& context, double timeout) {
@@ -494,7 +495,7 @@ void bind_engine(nb::module_& m) {
             context.tickets().wait(until(timeout), due);
             return due;
           },
-          nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("timeout"), nb::call_guard<WithoutGil>())
       .def(
           "trace", [](Context& context, bool on) { context.trace().turn(on); }, nb::arg("on"),
           "Begin or end to keep the times of operations, for take_trace().")
@@ -503,12 +504,11 @@ void bind_engine(nb::module_& m) {
           "The TraceEvents of operations that ended since the last call, and the number of dropped ones.")
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
-          nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("timeout"), nb::call_guard<WithoutGil>())
       .def("program_ends", &Context::program_ends,
            "Report to the peers of groups closed from now on that the program ends.")
       .def("disown", &Context::disown, "In a forked child: release the resources of the parent.")
-      .def("lost", &Context::all_lost, nb::call_guard<nb::gil_scoped_release>(),
-           "All ranks that are lost by now.")
+      .def("lost", &Context::all_lost, nb::call_guard<WithoutGil>(), "All ranks that are lost by now.")
       .def(
           "disconnect", [](Context& context, int peer) { context.peers().disconnect(peer); }, nb::arg("peer"),
           "Cut the connection to a peer, for tests.")

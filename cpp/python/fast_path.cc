@@ -17,6 +17,7 @@
 #include "python/record.h"
 #include "python/source.h"
 #include "python/tensors.h"
+#include "python/without_gil.h"
 
 namespace nb = nanobind;
 
@@ -115,12 +116,11 @@ OperationPtr go(FastSubmit& self, Request request) {
   // Other threads run meanwhile, and must not get a number before this request is submitted.
   if (!truth(PyObject_CallMethodOneArg(self.lock, name_acquire, Py_False))) return nullptr;
   OperationPtr op;
-  PyThreadState* state = PyEval_SaveThread();
   try {
+    const WithoutGil released;
     op = group->submit(std::move(request));
   } catch (const std::bad_alloc&) {  // the slow path raises it, if it still occurs
   }
-  PyEval_RestoreThread(state);
   if (op) ++self.number;
   truth(PyObject_CallMethodNoArgs(self.lock, name_release));
   return op;

@@ -9,6 +9,7 @@
 
 #include "common/clock.h"
 #include "common/duration.h"
+#include "python/without_gil.h"
 
 namespace shoal {
 
@@ -24,7 +25,7 @@ bool wait_interruptibly(std::int64_t deadline, Step step, Between between) {
     const std::int64_t until = main ? std::min(deadline, now + kSlice) : deadline;
     bool done;
     {
-      nanobind::gil_scoped_release release;
+      const WithoutGil released;
       done = step(until);
     }
     between();

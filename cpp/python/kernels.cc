@@ -9,9 +9,11 @@
 
 #include "kernels/reduce.h"
 #include "python/bindings.h"
+#include "python/without_gil.h"
 
 namespace nb = nanobind;
 using namespace shoal::kernels;
+using shoal::WithoutGil;
 
 namespace {
 
@@ -74,7 +76,7 @@ void bind_kernels(nb::module_& core) {
         reduce(reduction, to.data(), to.size(), from.data(), from.size(), count, stream);
       },
       nb::arg("reduction"), nb::arg("dsts"), nb::arg("srcs"), nb::arg("count"), nb::arg("stream") = false,
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<WithoutGil>());
   m.def(
       "reduce_partial",
       [](const Reduction& reduction, uintptr_t acc, const Addresses& srcs, size_t count) {
@@ -102,5 +104,5 @@ void bind_kernels(nb::module_& core) {
         copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, stream);
       },
       nb::arg("dst"), nb::arg("src"), nb::arg("bytes"), nb::arg("stream") = false,
-      nb::call_guard<nb::gil_scoped_release>());
+      nb::call_guard<WithoutGil>());
 }

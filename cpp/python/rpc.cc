@@ -13,6 +13,7 @@
 #include "python/bindings.h"
 #include "python/interruptible_wait.h"
 #include "python/text.h"
+#include "python/without_gil.h"
 #include "rpc/endpoint.h"
 
 namespace nb = nanobind;
@@ -71,7 +72,7 @@ struct OwnedEndpoint {
   std::vector<int> end(std::int64_t deadline) {
     std::vector<int> late;
     {
-      nb::gil_scoped_release release;
+      const WithoutGil released;
       late = endpoint->close(deadline);
       deferred->silence();
     }
@@ -187,7 +188,7 @@ Pending request(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes
     room = wait_interruptibly(limit,
                               [&](auto until) { return endpoint.await_room(peer, contents.copied, until); });
   std::weak_ptr<void> memory = keeper;
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return {endpoint.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
                            !room, {std::move(shown), function}),
           owner.endpoint, std::move(memory)};
@@ -202,7 +203,7 @@ bool send(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head,
         return endpoint.await_room(peer, contents.copied, until);
       }))
     return false;
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return endpoint.send(peer, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
@@ -215,7 +216,7 @@ nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint
   nb::object staged = room ? nb::cast(Room(owner.endpoint, peer, bytes)) : nb::none();
   CallPtr call;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     call = endpoint.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way,
                          {std::move(shown), function});
   }
@@ -227,7 +228,7 @@ bool fill(OwnedEndpoint& owner, Pending& held, std::uint32_t mailbox, nb::bytes 
   RpcEndpoint& endpoint = owner.use();
   const Contents contents(one_way ? Verb::kPost : Verb::kCall, mailbox, flags, head, parts);
   auto keeper = contents.apart ? kept(owner, keep) : nullptr;
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return endpoint.fill(*held.call, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
@@ -236,7 +237,7 @@ bool reply(OwnedEndpoint& owner, Received& to, nb::bytes head, const Parts& part
   RpcEndpoint& endpoint = owner.use();
   const Contents contents(failed ? Verb::kFailure : Verb::kReply, 0, flags, head, parts);
   auto keeper = contents.apart ? kept(owner, keep) : nullptr;
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return endpoint.reply(*to.packet, contents.fields, contents.head, contents.parts, std::move(keeper));
 }
 
@@ -381,7 +382,7 @@ void bind_post(nb::module_& m) {
       .def(
           "cancel",
           [](const Pending& self) { return used(self).done() ? false : self.endpoint->cancel(self.call); },
-          nb::call_guard<nb::gil_scoped_release>());
+          nb::call_guard<WithoutGil>());
 
   nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
 
@@ -433,7 +434,7 @@ void bind_post(nb::module_& m) {
           "give_up",
           [](OwnedEndpoint& self, const Pending& held, std::string why) {
             RpcEndpoint& endpoint = self.use();
-            nb::gil_scoped_release release;
+            const WithoutGil released;
             endpoint.abandon_held(held.call, std::move(why));
           },
           nb::arg("held"), nb::arg("why"))

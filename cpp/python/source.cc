@@ -14,6 +14,7 @@
 #include "engine/context.h"
 #include "engine/group.h"
 #include "python/bindings.h"
+#include "python/without_gil.h"
 
 namespace nb = nanobind;
 
@@ -68,15 +69,10 @@ void release_tensors(Source* self) {
 int wait(Source* self, double seconds) {
   if (!complete(self)) {
     const OperationPtr op = self->op;
-    bool lack = false;
-    PyThreadState* state = PyEval_SaveThread();
     try {
+      const WithoutGil released;
       op->group().context().wait(*op, until(seconds));
     } catch (const std::bad_alloc&) {
-      lack = true;
-    }
-    PyEval_RestoreThread(state);
-    if (lack) {
       PyErr_NoMemory();
       return -1;
     }
@@ -117,9 +113,11 @@ PyObject* source_cancel(PyObject* object, PyObject*) {
   Source* self = as_source(object);
   if (complete(self)) Py_RETURN_FALSE;
   const OperationPtr op = self->op;
-  PyThreadState* state = PyEval_SaveThread();
-  const bool ended = op->cancel();
-  PyEval_RestoreThread(state);
+  bool ended;
+  {
+    const WithoutGil released;
+    ended = op->cancel();
+  }
   if (complete(self)) release_tensors(self);
   return PyBool_FromLong(ended);
 }
