@@ -46,6 +46,7 @@ Context::Context(Options options)
   status_->size = options_.size;
   copy_text(status_->job, options_.job);
   status_->started = now_ns();
+  if (options_.world == nullptr) worlds_made_.fetch_add(1);  // after its memory, for which readers then look
   header_->status.store(status, std::memory_order_release);
   // Spin only if every rank of the host has a core; otherwise yield the core a few times, then sleep.
   bool roomy = options_.local_size <= cores();

@@ -1,4 +1,5 @@
-// One rank's engine: its memory, links and two threads.  No global state: a process may have several.
+// One rank's engine: its memory, links and two threads.  No global state but a count: a process may have
+// several.
 //
 // The progress thread runs operations without a waiter; the watch thread reads sockets and detects losses.
 #pragma once
@@ -167,6 +168,10 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void keep_early(int peer, const FrameHeader& header, std::string text);
   void refuse(Group& group, int peer, const char* flaw);
   void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
+
+  // Contexts that the process has made, without those that are parts of a world.  A forked child goes on from
+  // its parent's number.
+  static inline std::atomic<std::uint64_t> worlds_made_{0};
 
   Options options_;
   std::shared_ptr<Arena> arena_;

@@ -141,6 +141,7 @@ void Context::write_status(std::int64_t now) {
   page.written = now;
   page.memory = arena_->in_use();
   page.closed = closed() ? 1 : 0;
+  page.worlds = worlds_made_.load();
   for (int rank = 0; remote_ != nullptr && rank < options_.size; ++rank)
     remote_[rank].alive = peers_.state(rank) == Peers::kAlive ? 1 : 0;
   page.ended = counters_of(rest);
@@ -165,6 +166,7 @@ RemoteStatus Context::remote_status(std::int64_t now) {
   status.waited = sum.waited;
   status.memory = arena_->in_use();
   status.pid = getpid();
+  status.world = static_cast<std::uint32_t>(status_->started);
   const OperationPtr& foremost = found.operation;
   if (!foremost) return status;
   const Request& request = foremost->request();

@@ -17,7 +17,7 @@
 namespace shoal {
 
 constexpr std::uint64_t kStatusMagic = 0x7375746174536f68ULL;  // "hoStatus"
-constexpr std::uint32_t kStatusVersion = 2;
+constexpr std::uint32_t kStatusVersion = 3;
 constexpr std::size_t kStatusGroups = 32, kStatusLate = 16, kStatusText = 64;
 
 // The times include waits that have not ended when the page is written.
@@ -57,7 +57,8 @@ struct RemoteStatus {
   std::int32_t pid = 0;
   Kind kind{};             // of that operation
   std::uint8_t waits = 0;  // as in StatusGroup
-  std::uint8_t unused[6] = {};
+  std::uint8_t unused[2] = {};
+  std::uint32_t world = 0;  // low bits of its page's `started`: tells the worlds of a process apart
 };
 static_assert(sizeof(RemoteStatus) == kReportBytes);
 
@@ -82,6 +83,7 @@ struct StatusPage {
   std::int64_t started = 0, written = 0;  // CLOCK_MONOTONIC, nanoseconds
   std::uint64_t memory = 0;               // bytes of shared memory in use
   std::uint64_t closed = 0;               // 1: the rank has closed its connections
+  std::uint64_t worlds = 0;               // contexts that its process has made so far, without their parts
   StatusCounters ended;                   // of groups that all members have closed, or that have no entry
   std::uint64_t ended_latencies[latency::kBuckets] = {};
   std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host

@@ -51,6 +51,7 @@ struct RankStatus {
   std::int64_t started, written;
   std::uint64_t memory;
   bool closed;
+  std::uint64_t worlds;
   StatisticsValues ended;
   std::vector<GroupStatus> groups;
   std::vector<RemoteRank> remote;
@@ -90,6 +91,7 @@ std::optional<RankStatus> status_of(int fd) {
   status.written = page->written;
   status.memory = page->memory;
   status.closed = page->closed != 0;
+  status.worlds = page->worlds;
   status.ended = values_of(page->ended);
   std::ranges::copy(page->ended_latencies, status.ended.latencies.begin());
   for (std::uint32_t i = 0; i < page->count; ++i) status.groups.push_back(group_status(page->groups[i]));
@@ -136,6 +138,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("alive", &RemoteRank::alive)
       .def_ro("received", &RemoteRank::received)
       .def_prop_ro("pid", [](const RemoteRank& rank) { return rank.status.pid; })
+      .def_prop_ro("world", [](const RemoteRank& rank) { return rank.status.world; })
       .def_prop_ro("completed", [](const RemoteRank& rank) { return rank.status.completed; })
       .def_prop_ro("bytes", [](const RemoteRank& rank) { return rank.status.bytes; })
       .def_prop_ro("waited", [](const RemoteRank& rank) { return rank.status.waited; })
@@ -155,6 +158,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("written", &RankStatus::written)
       .def_ro("memory", &RankStatus::memory)
       .def_ro("closed", &RankStatus::closed)
+      .def_ro("worlds", &RankStatus::worlds)
       .def_ro("ended", &RankStatus::ended)
       .def_ro("groups", &RankStatus::groups)
       .def_ro("remote", &RankStatus::remote);

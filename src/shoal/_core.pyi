@@ -465,6 +465,7 @@ class RemoteRank:
     Attributes:
         alive: False if it has left or is lost.
         received: when the report came, in nanoseconds of this host's CLOCK_MONOTONIC.
+        world: tells the worlds of its process apart.
         kind, number, age, waits: of its foremost pending operation; ``age`` in nanoseconds at the report, -1:
             none.
     """
@@ -473,6 +474,7 @@ class RemoteRank:
     alive: bool
     received: int
     pid: int
+    world: int
     completed: int
     bytes: int
     waited: int
@@ -484,7 +486,11 @@ class RemoteRank:
     waits: bool
 
 class RankStatus:
-    """The status page of a rank, see ``cpp/engine/status_page.h``."""
+    """The status page of a rank, see ``cpp/engine/status_page.h``.
+
+    Attributes:
+        worlds: number of worlds that its process has opened so far.
+    """
 
     job: str
     pid: int
@@ -495,6 +501,7 @@ class RankStatus:
     written: int
     memory: int
     closed: bool
+    worlds: int
     ended: Statistics
     groups: list[GroupStatus]
     remote: list[RemoteRank]

@@ -6,10 +6,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from ._core import GroupStatus, RemoteRank
+from ._core import GroupStatus, RankStatus, RemoteRank
 from .rank_status import RankFinder, RankProcess
 from .statistics import latency_of
 
@@ -22,9 +23,9 @@ _COMPUTES_FROM = 0.5
 _LATE_RANKS = 16
 #: states in which a rank cannot do anything
 HELD_UP = ("stopped", "traced", "silent")
-#: maximum number of closed pages of a process whose counters are kept apart: one that cannot be read for a
+#: maximum number of closed worlds of a process whose counters are kept apart: one that cannot be read for a
 #: moment is not closed
-_CLOSED_PAGES = 64
+_CLOSED_WORLDS = 64
 #: all states; see :class:`RankRow`
 STATES = ("waits", "moves", "computes", "sleeps", "runs", *HELD_UP, "left")
 
@@ -87,8 +88,10 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     shared_memory: int
 
 
-#: process, rank and start of a rank; or first process of a job, rank and -1 of one on another host
-_Key = tuple[int, int, int]
+#: job, leader and size as in :class:`RankRow`, process and rank
+_Identity = tuple[str, int, int, int, int]
+#: the process in the identity of a rank on another host
+_ELSEWHERE = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class RankTotals:
     """The counters of a rank at one time.
 
     Attributes:
-        started: time at which its first connections were created, in nanoseconds of CLOCK_MONOTONIC; 0 if it
-            is remote.
+        started: time at which its first connections were created, in nanoseconds of CLOCK_MONOTONIC; if it is
+            remote, at which the first known report of its process came.  When the counters of a rank begin
+            again, this changes.
         as_of: time of the counters, in seconds of CLOCK_MONOTONIC: pages are written every 50 ms, and ranks
             on other hosts report every second.
         completed, failed, bytes: as in :class:`RankRow`, with those of worlds that the process has closed
@@ -120,41 +124,65 @@ class RankTotals:
     failed: int = 0
 
 
-class _Life:
-    """The counters of a process that is a rank, from its first page until all are closed.
+#: reading of a rank before the first sample
+_NOTHING = RankTotals(0, 0.0, 0, 0, 0.0, 0.0, {}, ())
+
+
+class _WorldCounters(NamedTuple):
+    """The counters of one world of a process.
 
     Attributes:
-        started: when its first page was made.
+        as_of: their time, in nanoseconds of CLOCK_MONOTONIC.
+        counters: completed and failed operations, bytes, nanoseconds of waiting, and latencies.
     """
 
-    def __init__(self, started: int) -> None:
-        self.started = started
-        #: completed and failed operations, bytes, nanoseconds of waiting, and latencies, by start of the page
-        self._pages: dict[int, list[int]] = {}
-        #: the sums of earlier pages
-        self._earlier: list[int] = []
+    as_of: int
+    counters: list[int]
 
-    def reading(self, process: RankProcess) -> RankTotals:
-        """The counters of the process, whose open pages are given."""
-        late: dict[tuple[int, int], float] = defaultdict(float)
-        for page in process.pages:
-            counters = [page.ended, *(group.statistics for group in page.groups)]
-            self._pages.pop(page.started, None)  # the closed ones come first
-            self._pages[page.started] = _sums(
-                [[each.completed, each.failed, each.bytes, each.waited, *each.latencies] for each in counters]
-            )
-            for group in page.groups:
-                for member in group.statistics.late:
-                    late[group.ident, member.rank] += member.waited / 1e9
-        for start in list(self._pages)[: -_CLOSED_PAGES - len(process.pages)]:
-            closed = self._pages.pop(start)
+
+class _Life:
+    """The counters of a process that is a rank, from its first world until none is seen any more.
+
+    Attributes:
+        pid: the process, on its host.
+        started: as in :class:`RankTotals`.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid, self.started = pid, started
+        self._worlds: dict[int, _WorldCounters] = {}
+        #: the sums of earlier worlds
+        self._earlier: list[int] = []
+        self._before, self._sampled_at = _NOTHING, started / 1e9
+
+    def sample(
+        self,
+        opened: Mapping[int, _WorldCounters],
+        now: float,
+        cpu_s: float,
+        late: Mapping[tuple[int, int], float],
+    ) -> tuple[RankTotals, RankTotals, float]:
+        """Return the counters of the process, those of the last sample, and the seconds since then.
+
+        Args:
+            opened: its open worlds, with counters that may be older than known ones.
+        """
+        for world, read in opened.items():
+            known = self._worlds.pop(world, read)  # the closed ones come first
+            self._worlds[world] = max(read, known, key=lambda each: each.as_of)
+        for world in list(self._worlds)[: -_CLOSED_WORLDS - len(opened)]:
+            closed = self._worlds.pop(world).counters
             self._earlier = _sums([self._earlier or [0] * len(closed), closed])
-        every = [*self._pages.values(), self._earlier] if self._earlier else self._pages.values()
-        completed, failed, moved, waited, *latencies = _sums(every)
-        return RankTotals(
-            self.started, process.written / 1e9, completed, moved, waited / 1e9, process.cpu_s, late,
-            latencies, failed,
+        every = [each.counters for each in self._worlds.values()]
+        sums = _sums([*every, self._earlier] if self._earlier else every)
+        completed, failed, moved, waited, *latencies = sums
+        as_of = max(each.as_of for each in self._worlds.values()) / 1e9
+        reading = RankTotals(
+            self.started, as_of, completed, moved, waited / 1e9, cpu_s, late, latencies, failed
         )  # fmt: skip
+        before, seconds = self._before, max(now - self._sampled_at, 1e-6)
+        self._before, self._sampled_at = reading, now
+        return reading, before, seconds
 
 
 def _sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -171,9 +199,7 @@ class Sampler:
     def __init__(self, job: str = "") -> None:
         self._job = job
         self._finder = RankFinder()
-        self._lives: dict[tuple[str, int, int, int, int], _Life] = {}
-        self._before: dict[_Key, RankTotals] = {}
-        self._read_at = 0.0
+        self._lives: dict[_Identity, _Life] = {}
 
     def rows(self) -> list[RankRow]:
         """Return what the ranks have done since the last call; at the first one, since they started.
@@ -189,25 +215,24 @@ class Sampler:
         for each in self._finder.find():
             if each.job.startswith(self._job):
                 jobs[each.job, each.leader, each.size].append(each)
-        lives = {_identity(each): each.started for of_job in jobs.values() for each in of_job}
-        self._lives = {key: self._lives.get(key) or _Life(started) for key, started in lives.items()}
-        readings: dict[_Key, RankTotals] = {}
-        found = [each for job in sorted(jobs) for each in self._samples_of(jobs[job], readings, now)]
-        self._before, self._read_at = readings, now
-        return found
+        local = {_identity(each) for of_job in jobs.values() for each in of_job}
+        # A rank on another host has no report for a moment if its only open world is new.
+        self._lives = {
+            key: life
+            for key, life in self._lives.items()
+            if key in local or (key[3] == _ELSEWHERE and key[:3] in jobs)
+        }
+        return [each for job in sorted(jobs) for each in self._samples_of(jobs[job], now)]
 
-    def _samples_of(
-        self, processes: Sequence[RankProcess], readings: dict[_Key, RankTotals], now: float
-    ) -> list[tuple[RankRow, RankTotals]]:
-        """The samples of one job, whose counters are added to ``readings``."""
+    def _samples_of(self, processes: Sequence[RankProcess], now: float) -> list[tuple[RankRow, RankTotals]]:
+        """The samples of one job."""
         found: list[tuple[RankRow, RankTotals]] = []
         shares: list[dict[int, float]] = []
         moving: dict[int, int] = {}
         for each in processes:
-            life = self._lives[_identity(each)]
-            key = (each.pid, each.rank, life.started)
-            readings[key] = reading = life.reading(each)
-            before, seconds = self._since(key, life.started / 1e9, now)
+            life = self._life(_identity(each), each.pid, each.started)
+            worlds = {page.started: _counters(page) for page in each.pages}
+            reading, before, seconds = life.sample(worlds, now, each.cpu_s, _late(each))
             group = _foremost(_groups_of(each))
             found.append((_row(each, group, reading, before, seconds, now), reading))
             if group is not None and group.call is not None and group.call.blocker >= 0:
@@ -219,10 +244,15 @@ class Sampler:
             shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
         first, _ = found[0]
         for rank, reports in _remote_ranks(processes).items():
-            key = (first.leader, rank, -1)
-            readings[key] = reading = _remote_reading(reports)
-            before, seconds = self._since(key, self._read_at, now)
-            foremost = max(reports, key=lambda each: (each.alive, bool(each.waits), each.age))
+            key = (first.job, first.leader, first.size, _ELSEWHERE, rank)
+            # Jobs of one name may have several processes of this rank at the same time: keep to one of them.
+            alive = {each.pid for each in reports if each.alive}
+            pid = known.pid if (known := self._lives.get(key)) and known.pid in alive else reports[-1].pid
+            latest = {each.world: each for each in reports if each.pid == pid}
+            worlds = {world: _remote_counters(each) for world, each in latest.items()}
+            life = self._life(key, pid, reports[-1].received)
+            reading, before, seconds = life.sample(worlds, now, 0.0, {})
+            foremost = max(latest.values(), key=lambda each: (each.alive, bool(each.waits), each.age))
             found.append((_remote_row(first, foremost, reading, before, seconds, now), reading))
         wait_for_held_up([row for row, _ in found], moving)
         for row, _ in found:
@@ -231,14 +261,12 @@ class Sampler:
                 row.awaited = min(sum(each.get(row.rank, 0.0) for each in shares) / others, 1.0)
         return sorted(found, key=lambda each: each[0].rank)
 
-    def _since(self, key: _Key, begun: float, now: float) -> tuple[RankTotals, float]:
-        """The reading to compare with, and the seconds since then."""
-        if (before := self._before.get(key)) is not None:
-            return before, max(now - self._read_at, 1e-6)
-        return _NOTHING, max(now - begun, 1e-6)
-
-
-_NOTHING = RankTotals(0, 0.0, 0, 0, 0.0, 0.0, {}, ())
+    def _life(self, key: _Identity, pid: int, started: int) -> _Life:
+        """The known life of this process, or a new one."""
+        life = self._lives.get(key)
+        if life is None or life.pid != pid:
+            life = self._lives[key] = _Life(pid, started)
+        return life
 
 
 def _observed_s(before: RankTotals, reading: RankTotals, begun: float) -> float:
@@ -281,8 +309,23 @@ def _foremost(groups: Iterable[GroupStatus]) -> GroupStatus | None:
     )  # fmt: skip
 
 
-def _identity(process: RankProcess) -> tuple[str, int, int, int, int]:
+def _identity(process: RankProcess) -> _Identity:
     return process.job, process.leader, process.size, process.pid, process.rank
+
+
+def _counters(page: RankStatus) -> _WorldCounters:
+    every = [page.ended, *(group.statistics for group in page.groups)]
+    counts = [[each.completed, each.failed, each.bytes, each.waited, *each.latencies] for each in every]
+    return _WorldCounters(page.written, _sums(counts))
+
+
+def _late(process: RankProcess) -> dict[tuple[int, int], float]:
+    """``late`` of :class:`RankTotals`."""
+    late: dict[tuple[int, int], float] = defaultdict(float)
+    for group in _groups_of(process):
+        for member in group.statistics.late:
+            late[group.ident, member.rank] += member.waited / 1e9
+    return late
 
 
 def _groups_of(process: RankProcess) -> list[GroupStatus]:
@@ -351,29 +394,18 @@ def _state(process: RankProcess, cpu: float, now: float, *, pending: bool, waits
 
 
 def _remote_ranks(processes: Sequence[RankProcess]) -> dict[int, list[RemoteRank]]:
-    """The latest reports of each rank that is not on this host, one for each page of a process."""
+    """The reports of each rank that is not on this host, one for each open page; the latest comes last."""
     local = {each.rank for each in processes}
-    found: dict[int, list[RemoteRank]] = {}
-    for each in processes:
-        reports: dict[int, list[RemoteRank]] = defaultdict(list)
-        for page in each.pages:
-            for report in page.remote:
-                if report.rank not in local:
-                    reports[report.rank].append(report)
-        for rank, known in reports.items():
-            if rank not in found or _weight(found[rank]) < _weight(known):
-                found[rank] = known
+    found: dict[int, list[RemoteRank]] = defaultdict(list)
+    reports = [report for each in processes for page in each.pages for report in page.remote]
+    for report in sorted(reports, key=lambda each: each.received):
+        if report.rank not in local:
+            found[report.rank].append(report)
     return found
 
 
-def _weight(reports: Sequence[RemoteRank]) -> tuple[int, int]:
-    return len(reports), max(each.received for each in reports)
-
-
-def _remote_reading(reports: Sequence[RemoteRank]) -> RankTotals:
-    as_of = max(each.received for each in reports) / 1e9
-    completed, moved = sum(each.completed for each in reports), sum(each.bytes for each in reports)
-    return RankTotals(0, as_of, completed, moved, sum(each.waited for each in reports) / 1e9, 0.0, {}, ())
+def _remote_counters(report: RemoteRank) -> _WorldCounters:
+    return _WorldCounters(report.received, [report.completed, 0, report.bytes, report.waited])
 
 
 def _remote_row(

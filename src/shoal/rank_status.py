@@ -72,13 +72,45 @@ class _Stat:
         self.memory = int(fields[21]) * _PAGE_BYTES
 
 
+class _KnownProcess:
+    """A process, whose descriptors are listed only if it may have new pages.
+
+    Attributes:
+        start: its start time, which tells it from a later one with the same process id.
+    """
+
+    def __init__(self, pid: int, start: int) -> None:
+        self._pid, self.start = pid, start
+        self._list()
+        #: number of its pages since the last search
+        self._count = 0
+        #: number of worlds that it had opened before its descriptors were listed
+        self._worlds = 0
+
+    def search(self) -> None:
+        """List its descriptors, because also processes without a page to read may have a new one."""
+        self._list()
+        self._count = 0
+
+    def pages(self) -> list[RankStatus]:
+        pages = _pages(self._pid, self._fds)
+        worlds = max((page.worlds for page in pages), default=0)
+        if worlds > self._worlds or len(pages) < self._count:  # it has a new one, or may have one
+            self._list()
+            pages = _pages(self._pid, self._fds)
+        self._count, self._worlds = max(len(pages), self._count), max(worlds, self._worlds)
+        return pages
+
+    def _list(self) -> None:
+        self._fds = list(_memory_descriptors(self._pid))
+
+
 class RankFinder:
     """Finds the ranks of this machine that the user may see; remembers their descriptors between calls."""
 
     def __init__(self) -> None:
         self._search_at = 0.0
-        #: start time, descriptors of the memory, and number of pages since the last search, by process
-        self._known: dict[int, tuple[int, list[int], int]] = {}
+        self._known: dict[int, _KnownProcess] = {}
 
     def find(self) -> list[RankProcess]:
         """Read all ranks, ordered by process id.  Processes that end meanwhile are left out."""
@@ -92,13 +124,12 @@ class RankFinder:
             # Other users' processes, and those that have ended.
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _Stat(pid)
-                start, fds, count = self._known.get(pid, (0, [], 0))
-                pages = [] if search_all or start != stat.start else _pages(pid, fds)
-                if search_all or start != stat.start or len(pages) < count:  # it may have a new one
-                    fds = list(_memory_descriptors(pid))
-                    pages = _pages(pid, fds)
-                self._known[pid] = (stat.start, fds, max(len(pages), 0 if search_all else count))
-                for page in pages:
+                known = self._known.get(pid)
+                if known is None or known.start != stat.start:
+                    known = self._known[pid] = _KnownProcess(pid, stat.start)
+                elif search_all:
+                    known.search()
+                for page in known.pages():
                     key = (pid, page.job, page.leader, page.rank, page.size)
                     new = RankProcess(*key, stat.state, stat.cpu_s, stat.memory, [])
                     found.setdefault(key, new).pages.append(page)

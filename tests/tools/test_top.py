@@ -189,7 +189,7 @@ def test_ranks_on_other_hosts_are_shown_by_what_their_heartbeats_report(
 
 def rows_of_threads(size: int, begun: int) -> dict[int, RankRow]:
     """The rows of the ranks of this process that were started since; of no other ones with the same ranks."""
-    started = [(row, totals.started) for row, totals in Sampler("threads").samples()]
+    started = [(row, totals.started) for row, totals in Sampler("threads").samples() if not row.remote]
     mine = [row for row, at in started if at > begun and row.pid == os.getpid() and row.size == size]
     assert len({row.rank for row in mine}) == len(mine)
     return {row.rank: row for row in mine}

@@ -59,7 +59,7 @@ class RankCollector(Collector):
     def _samples(self) -> list[tuple[RankRow, RankTotals]]:
         """A sample of each rank; of several processes with the same rank, the one that was started last."""
         latest: dict[tuple[str, int], tuple[RankRow, RankTotals]] = {}
-        for row, totals in sorted(self._sampler.samples(), key=lambda each: each[1].started):
+        for row, totals in sorted(self._sampler.samples(), key=_precedence):
             if self._job is None or row.job == self._job:
                 row.job = printable(row.job)
                 latest[row.job, row.rank] = row, totals
@@ -160,6 +160,12 @@ class RankCollector(Collector):
         for (job, rank, *_), spent in self._late.items():
             awaited[job, rank] += spent
         return awaited
+
+
+def _precedence(sample: tuple[RankRow, RankTotals]) -> tuple[bool, int]:
+    """A rank on this machine comes after one of the same name of which only reports are known."""
+    row, totals = sample
+    return not row.remote, totals.started
 
 
 def _labels(row: RankRow) -> tuple[str, str]:
