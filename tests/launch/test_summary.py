@@ -96,9 +96,9 @@ def test_waiting_is_attributed_to_processes_over_several_worlds() -> None:
     processes = [Process(0), Process(1), Process(2)]
     found = lines(
         processes,
-        (1, Report("summary", 1.0, (), summary=summary())),
-        (0, Report("summary", 1.0, (1, 2), summary=summary((3, 4.0), (1, 1.0)))),
-        (0, Report("summary", 2.0, (1,), summary=summary((4, 5.0)))),
+        (1, Report("summary", 10.0, (), summary=summary())),
+        (0, Report("summary", 10.0, (1, 2), summary=summary((3, 4.0), (1, 1.0)))),
+        (0, Report("summary", 21.0, (1,), summary=summary((4, 5.0)))),
     )
     assert [line.split() for line in found[2:5]] == [
         ["0", "4", "2.0", "1,000", "2,000", "10.0", "5.0", "50", "rank", "1,", "80", "%"],
@@ -109,6 +109,22 @@ def test_waiting_is_attributed_to_processes_over_several_worlds() -> None:
         "operations of the others waited 45 % of the time for rank 1, which arrived last in 7 operations",
         "operations of the others waited 3 % of the time for rank 2, which arrived last in 1 operation",
         "no summary of rank 2",
+    ]
+
+
+def test_shares_are_of_the_time_and_not_of_its_sum_over_worlds_at_the_same_time() -> None:
+    found = lines(
+        [Process(0), Process(1)],
+        (0, Report("summary", 10.0, (1,), summary=summary((4, 6.0)))),
+        (0, Report("summary", 12.0, (), summary=summary())),  # two seconds more
+        (0, Report("summary", 11.0, (), summary=summary(seconds=4.0))),
+        (1, Report("summary", 10.0, (0,), summary=summary((1, 8.0)))),
+        (1, Report("summary", 10.0, (0,), summary=summary((1, 8.0), seconds=5.0))),
+    )
+    assert found[7:] == [
+        "operations of the others waited 100 % of the time for rank 0, which arrived last in 2 operations",
+        "operations of the others waited 50 % of the time for rank 1, which arrived last in 4 operations "
+        "(its own operations waited 100 % of the time, most for rank 0)",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -65,30 +66,46 @@ class WaitingTable:
         """A line for each rank for which the others waited for long, the worst one first."""
         waited: dict[int, float] = defaultdict(float)
         times: dict[int, Counter[int]] = defaultdict(Counter)  # by the rank that waited
-        seconds = 0.0
+        spans = self._spans()
         for process, report in self._reports:
             assert report.summary is not None
-            seconds += report.summary.seconds
             for index, (count, spent) in zip(report.ranks, report.summary.late, strict=True):
                 waited[index] += spent
                 times[index][process.index] += count
         for index, spent in sorted(waited.items(), key=lambda each: -each[1]):
-            own = sum(r.summary.seconds for p, r in self._reports if p.index == index and r.summary)
-            if spent > _NAMED_FROM * (seconds - own) > 0:
-                share = _percentage(spent, seconds - own)
+            seconds = sum(span for other, span in spans.items() if other != index)
+            if spent > _NAMED_FROM * seconds > 0:
+                share = _percentage(spent, seconds)
                 most = counted(max(times[index].values()), "operation")
                 yield (
                     f"operations of the others waited {share} of the time for rank {names.get(index, '?')}, "
-                    f"which arrived last in {most}{self._own_waiting(index, names)}"
+                    f"which arrived last in {most}{self._own_waiting(index, spans.get(index, 0.0), names)}"
                 )
 
-    def _own_waiting(self, index: int, names: dict[int, str]) -> str:
-        """The end of the line of a rank that itself waited: it may be late because of another one."""
-        seconds = waited = 0.0
+    def _spans(self) -> dict[int, float]:
+        """The seconds in which each process was in a world, or in several at the same time."""
+        worlds = [
+            (report.at - report.summary.seconds, report.at, process.index)
+            for process, report in self._reports
+            if report.summary is not None
+        ]
+        spans: dict[int, float] = defaultdict(float)
+        counted_to: dict[int, float] = defaultdict(lambda: -math.inf)
+        for begin, end, index in sorted(worlds):
+            spans[index] += max(end - max(begin, counted_to[index]), 0.0)
+            counted_to[index] = max(end, counted_to[index])
+        return spans
+
+    def _own_waiting(self, index: int, seconds: float, names: dict[int, str]) -> str:
+        """The end of the line of a rank that itself waited: it may be late because of another one.
+
+        Args:
+            seconds: in which the rank was in a world.
+        """
+        waited = 0.0
         late: dict[int, float] = defaultdict(float)
         for process, report in self._reports:
             if process.index == index and report.summary is not None:
-                seconds += report.summary.seconds
                 waited += report.summary.waited_s
                 for other, (_, spent) in zip(report.ranks, report.summary.late, strict=True):
                     late[other] += spent
