@@ -7,8 +7,10 @@
 Each host is a network namespace; what a host sends can be limited to a rate (tc tbf) and delayed (tc netem,
 where the kernel has it). All contenders run in the same processes, one after another in every round. A time
 is that of the slowest rank; a ratio is the median over the rounds of a contender's time, divided by that of
-``direct`` in the same round, so a number below 1 is faster. With more ranks than cores, all times are CPU
-time of the whole machine, and the network's own latency hardly counts.
+``direct`` in the same round, so a number below 1 is faster. In parentheses: the same ratio of the CPU times
+of all ranks together; of ``direct`` the CPU time in nanoseconds for each byte that the ranks have to send at
+least. With more ranks than cores, all times are CPU time of the whole machine, and the network's own latency
+hardly counts.
 """
 
 from __future__ import annotations
@@ -43,15 +45,17 @@ _PATIENCE_S = 1200.0
 
 #: a contender's operation on prepared tensors
 _Work = Callable[[], Any]
+#: by size and contender: for each round, the seconds of the slowest rank, and the CPU seconds of all together
+_Times = dict[int, dict[str, dict[str, list[float]]]]
 
 
-def measure(group: ProcessGroup, operation: str, sizes: list[int], rounds: int, with_gloo: bool) -> Any:
-    """Return for each size and contender the seconds of each round, on the slowest rank."""
+def measure(group: ProcessGroup, operation: str, sizes: list[int], rounds: int, with_gloo: bool) -> _Times:
+    """Measure with all ranks; the same result on each."""
     torch.set_num_threads(1)
     groups: dict[str, Any] = {name: group.split(0, algorithm=name) for name in ALGORITHMS}
     if with_gloo:
         groups[GLOO] = _gloo(group)
-    found: dict[int, dict[str, list[float]]] = {}
+    found: _Times = {}
     for size in sizes:
         works = {name: _work(each, operation, size, group.size) for name, each in groups.items()}
         repeat = 3
@@ -62,17 +66,20 @@ def measure(group: ProcessGroup, operation: str, sizes: list[int], rounds: int, 
             took = torch.tensor([(time.perf_counter() - began) / repeat])
             group.all_reduce(took, "max").wait()
         repeat = max(1, min(50, int(0.05 / max(took.item(), 1e-6))))
-        times: dict[str, list[float]] = {name: [] for name in works}
+        times: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": []} for name in works}
         for number in range(rounds):
             order = list(works)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 group.barrier().wait()
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), time.process_time()
                 for _ in range(repeat):
                     works[name]()
                 spent = torch.tensor([(time.perf_counter() - began) / repeat], dtype=torch.float64)
+                cpu = torch.tensor([(time.process_time() - cpu_began) / repeat], dtype=torch.float64)
                 group.all_reduce(spent, "max").wait()
-                times[name].append(spent.item())
+                group.all_reduce(cpu).wait()
+                times[name]["seconds"].append(spent.item())
+                times[name]["cpu"].append(cpu.item())
         found[size] = times
     if with_gloo:
         dist.destroy_process_group()
@@ -116,14 +123,14 @@ def _work(group: Any, operation: str, size: int, ranks: int) -> _Work:
     }[operation]
 
 
-def run(hosts: int, ranks: int, arguments: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
+def run(hosts: int, ranks: int, arguments: argparse.Namespace) -> _Times:
     """Measure on ``hosts`` simulated hosts with ``ranks`` ranks each."""
     names = [f"h{number}" for number in range(hosts)]
     with Network(*names) as network:
         if arguments.megabits or arguments.delay:
             network.shape(megabits=arguments.megabits, delay_us=arguments.delay)
         places = [name for name in names for _ in range(ranks)]
-        found: dict[int, dict[str, list[float]]] = run_processes(
+        found: _Times = run_processes(
             measure, len(places), arguments.operation, arguments.sizes, arguments.rounds, arguments.gloo,
             hosts=places, network=network, timeout=_PATIENCE_S,
             env={"BENCHMARK_ADDRESS": network.address(names[0]), "OMP_NUM_THREADS": "1"},
@@ -131,20 +138,29 @@ def run(hosts: int, ranks: int, arguments: argparse.Namespace) -> dict[int, dict
     return found
 
 
-def show(found: dict[int, dict[str, list[float]]], title: str, console: Console) -> None:
+def show(found: _Times, ranks: int, operation: str, title: str, console: Console) -> None:
     table = Table(
         "bytes", "direct", *(f"{name} / direct" for name in next(iter(found.values())) if name != "direct")
     )
     table.title = title
     for size, times in found.items():
         base = times["direct"]
+        sent = (2 if operation == "all_reduce" else 1) * (ranks - 1) * size
+        first = (
+            f"{statistics.median(base['seconds']) * 1e6:,.0f} us "
+            f"({statistics.median(base['cpu']) * 1e9 / sent:,.2f} ns/B)"
+        )
         cells = [
-            f"{statistics.median(a / b for a, b in zip(each, base, strict=True)):.2f}"
+            f"{_ratio(each, base, 'seconds'):.2f} ({_ratio(each, base, 'cpu'):.2f})"
             for name, each in times.items()
             if name != "direct"
         ]
-        table.add_row(f"{size:,}", f"{statistics.median(base) * 1e6:,.0f} us", *cells)
+        table.add_row(f"{size:,}", first, *cells)
     console.print(table)
+
+
+def _ratio(times: dict[str, list[float]], base: dict[str, list[float]], kind: str) -> float:
+    return statistics.median(a / b for a, b in zip(times[kind], base[kind], strict=True))
 
 
 def main() -> int:
@@ -177,7 +193,7 @@ def main() -> int:
         title = (
             f"{arguments.operation}, {hosts} hosts of {arguments.ranks}, {link}, delay {arguments.delay:g} us"
         )
-        show(found, title, console)
+        show(found, hosts * arguments.ranks, arguments.operation, title, console)
         record["results"][f"{hosts}x{arguments.ranks}"] = found
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
