@@ -19,7 +19,7 @@ import dataclasses
 import sys
 
 from contest import Bar, Figures, actors, conclude, in_turns, options, turn_of
-from controller_figures import ADD, ADD_TEAM, DIGITS_MS, FETCH, LARGE_MS, REPLAY, Work
+from controller_figures import ADD, ADD_TEAM, BACK_MS, BETWEEN_MS, DIGITS_MS, FETCH, LARGE_MS, REPLAY, Work
 
 BARS = (
     Bar("shoal", ADD, least=25_000),
@@ -27,6 +27,8 @@ BARS = (
     Bar("shoal", REPLAY, least=100_000),
     Bar("shoal", f"{FETCH} [us, p50]", 100),
     Bar("shoal", LARGE_MS, 1 / 0.8, of=("local", LARGE_MS)),
+    Bar("shoal", BACK_MS, 2, of=("local", BACK_MS)),
+    Bar("shoal", BETWEEN_MS, 1.5, of=("local", BETWEEN_MS)),
     Bar("shoal", DIGITS_MS, 1.3, of=("ranks", DIGITS_MS)),
 )
 SCRIPT = "controller_turns.py"

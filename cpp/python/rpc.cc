@@ -409,6 +409,14 @@ void bind_post(nb::module_& m) {
       .def_prop_ro("lends", [](OwnedEndpoint& self) { return self.use().lends(); })
       .def("memory", [](OwnedEndpoint& self) { return self.use().memory(); })
       .def(
+          "buffer",
+          [](OwnedEndpoint& self, std::uint64_t bytes) {
+            Part part{self.use().buffers().take(bytes), bytes};
+            if (!part.data) throw std::bad_alloc();
+            return part;
+          },
+          nb::arg("bytes"))
+      .def(
           "drop",
           [](OwnedEndpoint& self, int peer, std::string why) { self.use().drop(peer, std::move(why)); },
           nb::arg("peer"), nb::arg("why"))

@@ -101,6 +101,7 @@ class RpcEndpoint final : public FrameSink, public PeerListener {
   // Sends queued packets and closes; returns the peers that did not take all of them before the deadline.
   std::vector<int> close(std::int64_t deadline);
 
+  BufferPool& buffers() override { return *buffers_; }
   // Releases memory that a forked child should not inherit.
   void before_fork() { buffers_->clear(); }
   // In a forked child: closes inherited descriptors.
@@ -121,7 +122,6 @@ class RpcEndpoint final : public FrameSink, public PeerListener {
   void packet_arrived(PacketPtr packet) override;
   void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply) override;
   std::shared_ptr<Budget> budget() override { return budget_; }
-  BufferPool& buffers() override { return *buffers_; }
 
   void run();
   void serve(Peer& peer, std::uint32_t events);

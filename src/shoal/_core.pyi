@@ -715,6 +715,13 @@ class RpcEndpoint:
             OSError: no descriptor is left.
         """
 
+    def buffer(self, bytes: int) -> Part:
+        """Memory with any contents, which later buffers and received parts use again.
+
+        Raises:
+            MemoryError: there is no memory.
+        """
+
     def attach(self, fd: int, pid: int, ticket: int, memory: int = -1) -> int:
         """Add a peer; its name here, an integer that is never used again.
 

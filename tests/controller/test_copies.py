@@ -14,6 +14,8 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.commands import connection
+from shoal.controller.tensor import transfer
+from shoal.controller.tensor.tensor import fetch
 from tests.controller import copying
 from tests.controller.test_deaths import Program, start  # noqa: F401  # a fixture
 
@@ -53,6 +55,33 @@ def test_a_copy_has_the_same_elements_and_nothing_waits_for_it(
         assert (copy.device.index, copy.dtype) == (1, dtype)
         assert copy.stride() == local.stride() or not copy.numel()
         assert torch.equal(copy.cpu(), local)
+
+
+def test_a_copy_is_made_only_once(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(6.0, device="node:0")
+    for options, last in (({}, "receive"), ({"dtype": torch.float64}, "aten._to_copy")):
+        x.to("node:1", **options)
+        with pytest.raises(shoal.RemoteOpError, match=rf"before it, the node did: .*{last}\n"):
+            master.call("node:1", int, "one")
+    fetched: list[torch.Tensor] = []
+    monkeypatch.setattr(transfer, "fetch", lambda tensor: fetched.append(fetch(tensor)) or fetched[-1])
+    assert x.cpu().data_ptr() == fetched[0].data_ptr()
+    assert x.to("cpu", torch.float64).data_ptr() != fetched[1].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
+def test_large_tensors_arrive_as_they_were(master: Master, dtype: torch.dtype) -> None:
+    x = (torch.arange(700_000).reshape(700, 1000) % 5).to(dtype)
+    there = x.to("node:0")
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: t, lambda t: t.t(), lambda t: t[1:, ::2], lambda t: t.expand(3, 700, 1000)
+    ]  # fmt: skip
+    replies = [master.fetch([view(there)]) for view in views]
+    there.zero_()
+    for view, reply in zip(views, replies, strict=True):
+        (copy,) = reply.wait()
+        assert (copy.stride(), copy.dtype) == (view(x).clone().stride(), dtype)
+        assert torch.equal(copy, view(x))
 
 
 @pytest.mark.parametrize("count", [3, 10_000, 60_000, 1_000_000])

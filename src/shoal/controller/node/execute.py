@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...common.formatting import describe_error, traceback_of
+from ...rpc import current
 from ..protocol import commands
 from ..protocol.commands import Definition, OperationFailure, Recipe, Template, fill_templates
 from ..protocol.metadata import format_metadata, is_layout_of, wire_metadata
@@ -25,7 +26,7 @@ from .compilation import CPU, Program, Run, compiled, scalars_of
 from .eager import RESIZING, make_resizable, run_with_metadata
 from .functions import answer
 from .history import BatchReply, Poison, TimedCalls
-from .peers import RemoteFailure
+from .peers import MIN_LENT_BYTES, RemoteFailure
 from .session_state import SessionEnded, SessionState
 
 #: start of the table of all kernels in torch's error for a missing kernel; it is cut off
@@ -344,8 +345,8 @@ class SpaceExecutor:
         elif a[p] == commands.ITEM:
             self._reply.values.append(("number", value.item()))
         else:
-            # cloned: the next batch may write to the tensor while the reply is sent
-            self._reply.values.append(("tensor", value.resolve_conj().resolve_neg().detach().cpu().clone()))
+            # copied: the next batch may write to the tensor while the reply is sent
+            self._reply.values.append(("tensor", _copy(value.resolve_conj().resolve_neg().detach().cpu())))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         accelerators.seed(a[p + 1] | a[p + 2] << 32)
@@ -411,6 +412,18 @@ class SpaceExecutor:
 
     def _keep(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._asked[a[p + 2]]
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of the CPU.
+
+    A large copy is in memory that the agent uses again: the system clears fresh pages, which takes longer.
+    """
+    if x.nbytes <= MIN_LENT_BYTES:
+        return x.clone()
+    memory = torch.frombuffer(current().agent.endpoint.post.buffer(x.nbytes), dtype=torch.uint8)
+    layout = torch.empty_like(x, device="meta")
+    return memory.view(x.dtype).as_strided(layout.shape, layout.stride()).copy_(x)
 
 
 def _free(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:

@@ -65,10 +65,15 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta"), **rest)
     if device.type == "node":
         sent = copy_between_nodes(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
-        return func(sent, **rest) if len(rest.keys() - {"non_blocking"}) else sent
+        return func(sent, **rest) if _changes(sent, rest) else sent
     here = fetch(tensor)  # already a copy
-    further = any(value not in (None, False) for name, value in rest.items() if name != "non_blocking")
-    return func(here, **kwargs) if further or device.type != "cpu" else here
+    return func(here, **kwargs) if device.type != "cpu" or _changes(here, rest) else here
+
+
+def _changes(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether a copy with these options, besides that of the device, differs from the tensor."""
+    same = (None, False, tensor.dtype, tensor.layout, torch.preserve_format)
+    return any(value not in same for name, value in options.items() if name != "non_blocking")
 
 
 def _narrowed(tensor: RemoteTensor, dtype: torch.dtype | None) -> RemoteTensor:
