@@ -65,8 +65,10 @@ def test_a_copy_is_made_only_once(master: Master, monkeypatch: pytest.MonkeyPatc
             master.call("node:1", int, "one")
     fetched: list[torch.Tensor] = []
     monkeypatch.setattr(transfer, "fetch", lambda tensor: fetched.append(fetch(tensor)) or fetched[-1])
-    assert x.cpu().data_ptr() == fetched[0].data_ptr()
-    assert x.to("cpu", torch.float64).data_ptr() != fetched[1].data_ptr()
+    large = torch.arange(100_000.0, device="node:0")
+    assert large.cpu().data_ptr() == fetched[0].data_ptr()
+    assert large.to("cpu", torch.float64).data_ptr() != fetched[1].data_ptr()
+    assert x.cpu().resize_(9).shape == (9,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])

@@ -21,12 +21,13 @@ from ..protocol import commands
 from ..protocol.commands import Definition, OperationFailure, Recipe, Template, fill_templates
 from ..protocol.metadata import format_metadata, is_layout_of, wire_metadata
 from ..protocol.operators import function
+from ..protocol.workers import MIN_LENT_BYTES
 from . import accelerators, node_operators
 from .compilation import CPU, Program, Run, compiled, scalars_of
 from .eager import RESIZING, make_resizable, run_with_metadata
 from .functions import answer
 from .history import BatchReply, Poison, TimedCalls
-from .peers import MIN_LENT_BYTES, RemoteFailure
+from .peers import RemoteFailure
 from .session_state import SessionEnded, SessionState
 
 #: start of the table of all kernels in torch's error for a missing kernel; it is cut off

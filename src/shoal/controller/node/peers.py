@@ -31,12 +31,10 @@ from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
 from ..protocol.commands import LOST
-from ..protocol.workers import MASTER
+from ..protocol.workers import MASTER, MIN_LENT_BYTES
 
 #: maximum bytes of a tensor that the message has copied when the call returns
 MAX_INLINE_BYTES = 16 << 10
-#: bytes of a tensor above which memory is lent to receivers on the same host
-MIN_LENT_BYTES = 256 << 10
 
 #: sender, channel, and number of earlier messages on the channel
 _Key = tuple[int, int, int]

@@ -17,6 +17,7 @@ from ..commands.interrupts import call_without_interrupt
 from ..commands.space import Space, apart
 from ..node.node_operators import NAMESPACE
 from ..protocol.operators import special
+from ..protocol.workers import MIN_LENT_BYTES
 from . import current
 from .dispatch import dispatch, upload
 from .node_devices import NodeDevice
@@ -66,8 +67,9 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device.type == "node":
         sent = copy_between_nodes(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if _changes(sent, rest) else sent
-    here = fetch(tensor)  # already a copy
-    return func(here, **kwargs) if device.type != "cpu" or _changes(here, rest) else here
+    here = fetch(tensor)  # already a copy, but not in memory that torch could resize
+    large = here.nbytes > MIN_LENT_BYTES
+    return here if large and device.type == "cpu" and not _changes(here, rest) else func(here, **kwargs)
 
 
 def _changes(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
