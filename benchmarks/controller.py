@@ -27,8 +27,8 @@ BARS = (
     Bar("shoal", REPLAY, least=100_000),
     Bar("shoal", f"{FETCH} [us, p50]", 100),
     Bar("shoal", LARGE_MS, 1 / 0.8, of=("local", LARGE_MS)),
-    Bar("shoal", BACK_MS, 2, of=("local", BACK_MS)),
-    Bar("shoal", BETWEEN_MS, 1.5, of=("local", BETWEEN_MS)),
+    Bar("shoal", BACK_MS, 4, of=("local", BACK_MS)),
+    Bar("shoal", BETWEEN_MS, 2.5, of=("local", BETWEEN_MS)),
     Bar("shoal", DIGITS_MS, 1.3, of=("ranks", DIGITS_MS)),
 )
 SCRIPT = "controller_turns.py"

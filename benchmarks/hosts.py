@@ -145,7 +145,7 @@ def show(found: _Times, ranks: int, operation: str, title: str, console: Console
     table.title = title
     for size, times in found.items():
         base = times["direct"]
-        sent = (2 if operation == "all_reduce" else 1) * (ranks - 1) * size
+        sent = max((2 if operation == "all_reduce" else 1) * (ranks - 1) * size, 1)
         first = (
             f"{statistics.median(base['seconds']) * 1e6:,.0f} us "
             f"({statistics.median(base['cpu']) * 1e9 / sent:,.2f} ns/B)"

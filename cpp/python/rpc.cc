@@ -300,7 +300,8 @@ Call& used(const Pending& self) {
 }  // namespace
 
 void bind_post(nb::module_& m) {
-  nb::class_<Part>(m, "Part", nb::type_slots(part_slots), "One received buffer.");
+  nb::class_<Part>(m, "Part", nb::type_slots(part_slots),
+                   "A buffer: a received one, or memory that is used again.");
 
   nb::class_<Received>(m, "Packet", "A received packet.")
       .def_prop_ro("peer", [](const Received& self) { return self.packet->peer; })
@@ -411,7 +412,9 @@ void bind_post(nb::module_& m) {
       .def(
           "buffer",
           [](OwnedEndpoint& self, std::uint64_t bytes) {
-            Part part{self.use().buffers().take(bytes), bytes};
+            RpcEndpoint& endpoint = self.use();
+            const WithoutGil released;
+            Part part{endpoint.buffers().take(bytes), bytes};
             if (!part.data) throw std::bad_alloc();
             return part;
           },

@@ -91,7 +91,7 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
 #: job, leader and size as in :class:`RankRow`, process and rank
 _Identity = tuple[str, int, int, int, int]
 #: the process in the identity of a rank on another host
-_ELSEWHERE = 0
+_REMOTE_PID = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Sampler:
         self._lives = {
             key: life
             for key, life in self._lives.items()
-            if key in local or (key[3] == _ELSEWHERE and key[:3] in jobs)
+            if key in local or (key[3] == _REMOTE_PID and key[:3] in jobs)
         }
         return [each for job in sorted(jobs) for each in self._samples_of(jobs[job], now)]
 
@@ -244,10 +244,11 @@ class Sampler:
             shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
         first, _ = found[0]
         for rank, reports in _remote_ranks(processes).items():
-            key = (first.job, first.leader, first.size, _ELSEWHERE, rank)
+            key = (first.job, first.leader, first.size, _REMOTE_PID, rank)
             # Jobs of one name may have several processes of this rank at the same time: keep to one of them.
             alive = {each.pid for each in reports if each.alive}
-            pid = known.pid if (known := self._lives.get(key)) and known.pid in alive else reports[-1].pid
+            latest_pid = max(reports, key=lambda each: (each.alive, each.received)).pid
+            pid = known.pid if (known := self._lives.get(key)) and known.pid in alive else latest_pid
             latest = {each.world: each for each in reports if each.pid == pid}
             worlds = {world: _remote_counters(each) for world, each in latest.items()}
             life = self._life(key, pid, reports[-1].received)

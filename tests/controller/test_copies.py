@@ -14,8 +14,6 @@ import torch
 import shoal
 from shoal.controller import Master
 from shoal.controller.commands import connection
-from shoal.controller.tensor import transfer
-from shoal.controller.tensor.tensor import fetch
 from tests.controller import copying
 from tests.controller.test_deaths import Program, start  # noqa: F401  # a fixture
 
@@ -57,18 +55,37 @@ def test_a_copy_has_the_same_elements_and_nothing_waits_for_it(
         assert torch.equal(copy.cpu(), local)
 
 
-def test_a_copy_is_made_only_once(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_made_only_once(master: Master) -> None:
     x = torch.arange(6.0, device="node:0")
     for options, last in (({}, "receive"), ({"dtype": torch.float64}, "aten._to_copy")):
         x.to("node:1", **options)
         with pytest.raises(shoal.RemoteOpError, match=rf"before it, the node did: .*{last}\n"):
             master.call("node:1", int, "one")
-    fetched: list[torch.Tensor] = []
-    monkeypatch.setattr(transfer, "fetch", lambda tensor: fetched.append(fetch(tensor)) or fetched[-1])
-    large = torch.arange(100_000.0, device="node:0")
-    assert large.cpu().data_ptr() == fetched[0].data_ptr()
-    assert large.to("cpu", torch.float64).data_ptr() != fetched[1].data_ptr()
     assert x.cpu().resize_(9).shape == (9,)
+
+
+def test_slices_of_one_matrix_begin_at_their_own_elements(master: Master) -> None:
+    for dtype in (torch.float32, torch.complex64, torch.uint8):
+        local = torch.arange(200).reshape(40, 5).to(dtype)
+        there = local.to("node:0")
+        for first in range(36):
+            mine, here = there[first : first + 2], local[first : first + 2]
+            for copy, like in ((mine.to("node:1"), here), (mine.t().to("node:1"), here.t())):
+                assert torch.equal(copy[1:].cpu(), like[1:])
+                assert torch.equal(copy.t().reshape(-1).cpu(), like.t().reshape(-1))
+
+
+def test_memory_of_large_copies_is_used_again(master: Master) -> None:
+    x = torch.arange(200_000.0, device="node:0")
+    places = set()
+    for step in range(20):
+        copy = (x + step).cpu()
+        assert torch.equal(copy, torch.arange(200_000.0) + step)
+        places.add(copy.data_ptr())
+    assert len(places) < 10
+    first, second = x.cpu(), x.cpu()
+    first.zero_()
+    assert torch.equal(second, torch.arange(200_000.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])

@@ -93,7 +93,7 @@ def test_reports_that_come_to_several_ranks_of_this_host_count_once(machine: Mac
     both = process(0, page(report(5))), process(1, page(later))
     assert machine.show(*both)[0].completed == 6
     assert machine.show(*reversed(both))[0].completed == 6
-    # The rank that had the later report has gone, and the other one was stopped for a while.
+    # The rank that had the later report has ended, and the other one was stopped for a while.
     assert machine.show(both[0])[0].completed == 6
     assert machine.show(process(0, page(report(9, received=4))))[0].completed == 9
 

@@ -25,6 +25,9 @@ class LocalWorker(Protocol):
     name: str
 
     @property
+    def endpoint(self) -> Any: ...  # agent.Endpoint
+
+    @property
     def closed(self) -> bool: ...
 
     def connection(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection: ...
@@ -90,6 +93,11 @@ class Peer(WorkerInfo):
         seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
         high = self.high_priority if high_priority is None else bool(high_priority)
         return Peer(self._agent, self.name, seconds, self.id, high)
+
+    @property
+    def caller(self) -> LocalWorker:
+        """The worker of this process, which calls the peer."""
+        return self._agent
 
     @overload
     def call(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]: ...

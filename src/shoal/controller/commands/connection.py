@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ...errors import GroupError, NodeLost, RpcError, ShoalError
 from ...future import Future
 from ...rpc import Peer
+from ...rpc.peer import LocalWorker
 from ..node import sessions
 from ..protocol.commands import LOST, OperationFailure, Segment
 from ..protocol.workers import node_name
@@ -305,6 +306,11 @@ class NodeConnection:
         self.trace: NodeTrace | None = None
         self.streams: list[StreamConnection] = []
         self.add_stream(0, run)
+
+    @property
+    def master(self) -> LocalWorker:
+        """The worker of this process."""
+        return self._peer.caller
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(session, *args)`` on the node, outside the log."""

@@ -19,9 +19,9 @@ from ...common.formatting import describe_error, traceback_of
 from ...rpc import current
 from ..protocol import commands
 from ..protocol.commands import Definition, OperationFailure, Recipe, Template, fill_templates
+from ..protocol.copies import copied
 from ..protocol.metadata import format_metadata, is_layout_of, wire_metadata
 from ..protocol.operators import function
-from ..protocol.workers import MIN_LENT_BYTES
 from . import accelerators, node_operators
 from .compilation import CPU, Program, Run, compiled, scalars_of
 from .eager import RESIZING, make_resizable, run_with_metadata
@@ -347,7 +347,8 @@ class SpaceExecutor:
             self._reply.values.append(("number", value.item()))
         else:
             # copied: the next batch may write to the tensor while the reply is sent
-            self._reply.values.append(("tensor", _copy(value.resolve_conj().resolve_neg().detach().cpu())))
+            value = value.resolve_conj().resolve_neg().detach().cpu()
+            self._reply.values.append(("tensor", copied(value, current().agent)))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         accelerators.seed(a[p + 1] | a[p + 2] << 32)
@@ -413,18 +414,6 @@ class SpaceExecutor:
 
     def _keep(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         t[a[p + 1]] = self._asked[a[p + 2]]
-
-
-def _copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of the CPU.
-
-    A large copy is in memory that the agent uses again: the system clears fresh pages, which takes longer.
-    """
-    if x.nbytes <= MIN_LENT_BYTES:
-        return x.clone()
-    memory = torch.frombuffer(current().agent.endpoint.post.buffer(x.nbytes), dtype=torch.uint8)
-    layout = torch.empty_like(x, device="meta")
-    return memory.view(x.dtype).as_strided(layout.shape, layout.stride()).copy_(x)
 
 
 def _free(t: list[Any], a: Any, p: int, s: Any, q: int) -> None:

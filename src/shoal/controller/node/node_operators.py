@@ -16,6 +16,7 @@ from ...common.never_compile import never_compile
 from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ..protocol.commands import Definition, Template
+from ..protocol.copies import copied
 from . import peers, place_groups
 
 #: namespace of copies and collectives, and of checks
@@ -63,7 +64,8 @@ def _receive(
 ) -> torch.Tensor:
     mine = peers.of_session(session)
     source, channel = next((sender, at) for sender, to, at in _routes(routes) if to == mine.index)
-    return mine.receive(source, channel).to(device)
+    x = mine.receive(source, channel)
+    return copied(x, mine.agent) if device.type == "cpu" else x.to(device)
 
 
 def _routes(routes: Sequence[int]) -> list[tuple[int, int, int]]:

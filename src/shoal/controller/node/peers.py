@@ -31,7 +31,8 @@ from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
 from ..protocol.commands import LOST
-from ..protocol.workers import MASTER, MIN_LENT_BYTES
+from ..protocol.copies import MIN_LENT_BYTES
+from ..protocol.workers import MASTER
 
 #: maximum bytes of a tensor that the message has copied when the call returns
 MAX_INLINE_BYTES = 16 << 10

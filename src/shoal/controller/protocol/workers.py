@@ -20,8 +20,6 @@ from ...future.state import Latch
 from ...net import Deadline
 
 MASTER = "master"
-#: bytes of a tensor above which memory is lent to receivers on the same host
-MIN_LENT_BYTES = 256 << 10
 
 
 def node_name(index: int) -> str:

@@ -384,5 +384,7 @@ def _laid_out(value: torch.Tensor, known: Metadata) -> torch.Tensor:
     if value.stride() == known.stride:
         return value
     # As in torch, a copy keeps a dense layout only.
-    dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta"))
-    return torch.empty_strided(known.shape, dense.stride(), dtype=known.dtype, device="cpu").copy_(value)
+    dense = torch.empty_like(torch.empty_strided(known.shape, known.stride, device="meta")).stride()
+    if value.stride() == dense:
+        return value
+    return torch.empty_strided(known.shape, dense, dtype=known.dtype, device="cpu").copy_(value)

@@ -16,8 +16,8 @@ from ..commands.batch import fresh_copy
 from ..commands.interrupts import call_without_interrupt
 from ..commands.space import Space, apart
 from ..node.node_operators import NAMESPACE
+from ..protocol.copies import copied
 from ..protocol.operators import special
-from ..protocol.workers import MIN_LENT_BYTES
 from . import current
 from .dispatch import dispatch, upload
 from .node_devices import NodeDevice
@@ -67,9 +67,11 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if device.type == "node":
         sent = copy_between_nodes(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if _changes(sent, rest) else sent
-    here = fetch(tensor)  # already a copy, but not in memory that torch could resize
-    large = here.nbytes > MIN_LENT_BYTES
-    return here if large and device.type == "cpu" and not _changes(here, rest) else func(here, **kwargs)
+    here = fetch(tensor)
+    if device.type != "cpu" or _changes(here, rest):
+        return func(here, **kwargs)
+    # The node gets back the memory that it lends, and a forked child does not share the copy.
+    return copied(here, tensor.handle.space.connections[0].node.master)
 
 
 def _changes(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
