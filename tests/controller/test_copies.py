@@ -70,9 +70,8 @@ def test_slices_of_one_matrix_begin_at_their_own_elements(master: Master) -> Non
         there = local.to("node:0")
         for first in range(36):
             mine, here = there[first : first + 2], local[first : first + 2]
-            for copy, like in ((mine.to("node:1"), here), (mine.t().to("node:1"), here.t())):
-                assert torch.equal(copy[1:].cpu(), like[1:])
-                assert torch.equal(copy.t().reshape(-1).cpu(), like.t().reshape(-1))
+            for copy in (mine.to("node:1"), mine.t().to("node:1")):
+                assert torch.equal(copy.as_strided((10,), (1,), 0).cpu(), here.reshape(-1))
 
 
 def test_memory_of_large_copies_is_used_again(master: Master) -> None:
