@@ -83,5 +83,6 @@ def test_the_connections_go_if_the_meeting_cannot_be_left() -> None:
     membership = replace(group.world.membership, connected=cannot_leave, abandon=told.append)
     with pytest.raises(StoreError, match="is gone"):
         World.connect(membership, lambda membership, timeout: Closing(), timeout=5.0, options={})
+    group.close()
     assert len(closed) == 1
     assert [type(error) for error in told] == [StoreError]

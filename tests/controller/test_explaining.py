@@ -69,7 +69,8 @@ def test_what_no_operation_made_is_explained_too(master: Master) -> None:
         (master.call(NODE, torch.ones, 2), "a result of a function", "node 0"),
         (place.scatter([torch.ones(2), torch.zeros(2)]), "a tensor elsewhere", "nodes 0, 2"),
         (place.replicate(torch.ones(2)).on(2), "a tensor elsewhere", "node 2"),
-        (torch.ones(2, device=NODE).to("node:1"), "aten._to_copy", "node 1"),
+        (torch.ones(2, device=NODE).to("node:1"), "a copy from another node", "node 1"),
+        (torch.ones(2, device=NODE).to("node:1", torch.float64), "aten._to_copy", "node 1"),
         (place.mean(torch.ones(2, device=place.device)), "a tensor elsewhere", "node 0"),
         (torch.ones(2, device=place.device).split(1)[1], "aten.split.Tensor", "nodes 0, 2"),
     ]

@@ -19,6 +19,8 @@ from .origin import CallOrigin, Origin, current_origin, format_origin
 MAX_HISTORY_OPERATIONS = 4096
 
 _MADE_BY = {PUT: "a copy from the master", TAKE: "a result of a function", SHARE: "a tensor elsewhere"}
+#: descriptions of operators that a program does not call by name
+_DESCRIBED = {"shoal_node.receive": "a copy from another node"}
 #: commands below FIRST that make tensors
 MAKING = frozenset({*_MADE_BY, KEEP})
 #: commands below FIRST that make or free tensors
@@ -140,7 +142,8 @@ def maker_of(space: int, id: int, pending: Sequence[SegmentOrigins], history: Hi
             changed = changed or written
             if found is not None:
                 operator, origin, position = found
-                return Maker(operator, origin, after + len(issued) - position, waits, changed)
+                made_by = _DESCRIBED.get(operator, operator)
+                return Maker(made_by, origin, after + len(issued) - position, waits, changed)
             if gone:  # another stream made the tensor that has the id now
                 return None
             after += len(issued)
