@@ -169,8 +169,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void refuse(Group& group, int peer, const char* flaw);
   void deliver(Group& group, int peer, const FrameHeader& header, const std::string& text);
 
-  // Contexts that the process has made, without those that are parts of a world.  A forked child goes on from
-  // its parent's number.
+  // Contexts that the process has made, without those that are parts of a world.  A forked child continues
+  // with its parent's number.
   static inline std::atomic<std::uint64_t> worlds_made_{0};
 
   Options options_;

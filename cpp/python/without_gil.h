@@ -9,8 +9,8 @@ namespace shoal {
 // Releases the GIL, and takes it again at the end of the scope.
 //
 // If the interpreter is being finalized, a daemon thread stays in the destructor until the process ends, as
-// in Python 3.14.  Before, PyEval_RestoreThread() ends the thread by an exception that no destructor may let
-// through (so with nanobind's gil_scoped_release the program would be aborted).
+// in Python 3.14.  Before 3.14, PyEval_RestoreThread() ends the thread by an exception.  This must not leave
+// a destructor: nanobind's gil_scoped_release would abort the program.
 class WithoutGil {
  public:
   WithoutGil() noexcept : state_(PyEval_SaveThread()) {}

@@ -88,14 +88,14 @@ class _KnownProcess:
         self._worlds = 0
 
     def search(self) -> None:
-        """List its descriptors, because also processes without a page to read may have a new one."""
+        """List its descriptors again: a process of which no page is known may have one now."""
         self._list()
         self._count = 0
 
     def pages(self) -> list[RankStatus]:
         pages = _pages(self._pid, self._fds)
         worlds = max((page.worlds for page in pages), default=0)
-        if worlds > self._worlds or len(pages) < self._count:  # it has a new one, or may have one
+        if worlds > self._worlds or len(pages) < self._count:  # it may have a new one
             self._list()
             pages = _pages(self._pid, self._fds)
         self._count, self._worlds = max(len(pages), self._count), max(worlds, self._worlds)

@@ -29,7 +29,7 @@ THERE = 77
 def report(
     completed: int, *, world: int = 1, received: int = 1, pid: int = THERE, rank: int = 2, alive: bool = True
 ) -> Any:
-    """What a heartbeat of a rank on another host reports."""
+    """The report in a heartbeat of a rank on another host."""
     return SimpleNamespace(
         rank=rank, alive=alive, received=received * 10**9, pid=pid, world=world, completed=completed,
         bytes=10 * completed, waited=completed * 10**9, memory=0, kind="barrier", number=-1, age=-1,
@@ -49,7 +49,7 @@ def process(rank: int, *pages: Any, job: str = "j", leader: int = 100) -> RankPr
 
 
 class Machine:
-    """What the finders of the test find.
+    """The ranks that the finders of a test return.
 
     Attributes:
         processes: its ranks.
