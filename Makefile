@@ -104,6 +104,9 @@ scaling: $(DONE)/shoal  ## how the cost of a group grows from 2 to 64 ranks on t
 hosts: $(DONE)/shoal  ## the algorithms between hosts, beside Gloo, on simulated hosts; needs root
 	$(BIN)/python benchmarks/hosts.py $(ARGS)
 
+lanes: $(DONE)/shoal  ## what concurrency=k brings on one host and on simulated hosts
+	$(BIN)/python benchmarks/lanes.py $(ARGS)
+
 chaos: $(DONE)/shoal  ## deaths, standstills, joins and leaves at random moments, 8 minutes; rewrites the table of docs/failures.md
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
 

@@ -3,6 +3,7 @@
     make training                                        # four models on 1, 2 and 4 ranks, 14 minutes
     make training ARGS="--models mlp --ranks 2"
     make training ARGS="--models mlp --ranks 2 --contenders alone shoal@1 shoal@8 shoal@25"
+    make training ARGS="--parts --ranks 2"               # where the time goes
     make training ARGS="--timeline out/timeline.png --contenders shoal@5"    # a plot of one step
 
 A step is ``zero_grad()``, forward and backward, on one thread per rank. The contenders run in the same
@@ -10,7 +11,8 @@ processes and take turns in a random order per round: ``alone`` (the model witho
 concurrently), ``shoal``, ``gloo`` (torch's DDP over Gloo with ``gradient_as_bucket_view=True``) and
 ``gloo-copying`` (with torch's default, False). ``shoal@8`` has buckets of 8 MiB. Further contenders:
 ``torch-shoal`` is torch's DDP on the backend "shoal", with views; ``fsdp-shoal`` and ``fsdp-gloo`` are
-torch's ``fully_shard`` of each linear layer and of the model.
+torch's ``fully_shard`` of each linear layer and of the model; ``hooks`` is the model alone with an empty hook
+on each parameter; ``shoal-single`` is shoal's DDP in which each rank has a group of its own.
 
 Before each step all ranks meet in a barrier. A step lasts from the earliest rank's start to the latest rank's
 end. Overhead is the difference from ``alone`` in the same round; the median over the rounds is shown with a
@@ -91,6 +93,9 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=TASKS, default=models)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--contenders", nargs="+", default=["alone", "shoal", "gloo", "gloo-copying"])
+    parser.add_argument(
+        "--parts", action="store_true", help="show what a step with shoal spends the time on; more contenders"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="duration per model and number of ranks")
     parser.add_argument("--keep", action="store_true", help="zero_grad(set_to_none=False)")
     parser.add_argument("--timeline", type=Path, metavar="PNG", help="plot one step of the first model")
@@ -98,6 +103,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if "alone" not in arguments.contenders:
         parser.error("--contenders must include 'alone', the reference for the overhead")
+    if arguments.parts:
+        arguments.contenders += [
+            name for name in ("hooks", "shoal-single") if name not in arguments.contenders
+        ]
     # Files and pipes have no width; this one fits a table.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     options = ["--keep"] if arguments.keep else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,13 @@ import numpy.typing as npt
 ALONE = "alone"
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
+
+#: what a contender does in addition to the one before it
+PARTS = (
+    ("autograd calls a hook with each gradient", ALONE, "hooks"),
+    ("the gradients are copied into buckets", "hooks", "shoal-single"),
+    ("the buckets are exchanged", "shoal-single", "shoal"),
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -62,6 +69,7 @@ class Race:
         steps: number of steps in a turn.
         wall: by contender, seconds of a step in each round (the mean of a turn).
         cpu: the same in CPU time per rank (the mean of ranks).
+        waited: by contender, seconds of a step in which a rank waits for another (the mean of ranks).
     """
 
     task: str
@@ -70,6 +78,7 @@ class Race:
     steps: int
     wall: dict[str, Array]
     cpu: dict[str, Array]
+    waited: dict[str, float] = field(default_factory=dict)
 
     @property
     def rounds(self) -> int:
@@ -81,6 +90,12 @@ class Race:
     def overhead(self, name: str) -> Estimate:
         """Seconds that a step takes longer than alone: the median difference of the rounds."""
         return median(self.wall[name] - self.wall[ALONE])
+
+    def parts(self) -> list[tuple[str, Estimate]]:
+        """The parts of shoal's overhead in seconds, each a difference of two contenders; [] without them."""
+        if not all(before in self.wall and name in self.wall for _, before, name in PARTS):
+            return []
+        return [(title, median(self.wall[name] - self.wall[before])) for title, before, name in PARTS]
 
     def cpu_overhead(self, name: str) -> Estimate:
         return median(self.cpu[name] - self.cpu[ALONE])
@@ -105,12 +120,13 @@ class Race:
             "steps": self.steps,
             "wall": {name: values.tolist() for name, values in self.wall.items()},
             "cpu": {name: values.tolist() for name, values in self.cpu.items()},
+            "waited": self.waited,
         }
 
 
 def race(task: str, answers: Sequence[Mapping[str, Any]]) -> Race:
     """Combine the ranks' measurements: a step lasts from the earliest start to the latest end."""
-    wall, cpu = {}, {}
+    wall, cpu, waited = {}, {}, {}
     for name in answers[0]["steps"]:
         notes = np.array(
             [answer["steps"][name] for answer in answers], dtype=np.int64
@@ -118,4 +134,6 @@ def race(task: str, answers: Sequence[Mapping[str, Any]]) -> Race:
         began, ended, used = notes[..., 0].min(axis=0), notes[..., 1].max(axis=0), notes[..., 2].mean(axis=0)
         wall[name] = (ended - began).mean(axis=1) * 1e-9
         cpu[name] = used.mean(axis=1) * 1e-9
-    return Race(task, len(answers), answers[0]["parameters"], len(answers[0]["steps"][ALONE][0]), wall, cpu)
+        waited[name] = float(np.mean([answer["waited"][name] for answer in answers]))
+    first = answers[0]
+    return Race(task, len(answers), first["parameters"], len(first["steps"][ALONE][0]), wall, cpu, waited)

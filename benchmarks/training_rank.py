@@ -32,6 +32,7 @@ import shoal
 
 TURN = 0.1  # seconds of timed steps in a turn, which has at least one step
 ROUNDS = 5, 500  # minimum and maximum
+SINGLE = "alone", "hooks", "shoal-single"  # contenders that average over nothing
 TOLERANCE = 1e-4  # maximum error of averaged gradients, relative to the largest gradient
 
 #: begin and end of a step (``perf_counter_ns``, one clock for all processes of a machine), and the CPU time
@@ -48,6 +49,8 @@ class Contender:
     optimizer: torch.optim.Optimizer
     batch: tuple[torch.Tensor, torch.Tensor]
     keep: bool
+    group: shoal.ProcessGroup | None = None  # of shoal's DDP, used by nothing else
+    waited: float = 0.0  # seconds in which this rank waited for others in timed steps
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keep)
@@ -58,6 +61,7 @@ class Contender:
         self.step()
         self.optimizer.step()
         steps = []
+        before = self._waited()
         for _ in range(count):
             group.barrier().wait()
             cpu = time.process_time_ns()
@@ -66,7 +70,11 @@ class Contender:
             ended = time.perf_counter_ns()
             steps.append((began, ended, time.process_time_ns() - cpu))
             self.optimizer.step()
+        self.waited += self._waited() - before
         return steps
+
+    def _waited(self) -> float:
+        return 0.0 if self.group is None else self.group.stats().waited_s
 
 
 def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -> Contender:
@@ -77,8 +85,13 @@ def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -
     batch = task.batch()
     kind, _, cap = name.partition("@")
     options: dict[str, Any] = {"bucket_cap_mb": float(cap)} if cap else {}
-    if kind == "shoal":
-        model = shoal.DistributedDataParallel(model, group=group, **options)
+    own: shoal.ProcessGroup | None = None
+    if kind in ("shoal", "shoal-single"):
+        own = group.split(group.rank if kind == "shoal-single" else 0)
+        model = shoal.DistributedDataParallel(model, group=own, **options)
+    elif kind == "hooks":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
     elif kind.startswith("fsdp"):
         mesh = DeviceMesh.from_group(_torch_group(kind), "cpu")
         for layer in model if isinstance(model, nn.Sequential) else ():
@@ -89,7 +102,7 @@ def contender(name: str, task: Task, group: shoal.ProcessGroup, *, keep: bool) -
         views = kind != "gloo-copying"
         model = TorchDDP(model, process_group=_torch_group(kind), gradient_as_bucket_view=views, **options)
     # A small learning rate, so that every step computes with similar numbers.
-    return Contender(task, model, torch.optim.SGD(model.parameters(), lr=1e-5), batch, keep)
+    return Contender(task, model, torch.optim.SGD(model.parameters(), lr=1e-5), batch, keep, own)
 
 
 def _torch_group(kind: str) -> dist.ProcessGroup:
@@ -113,7 +126,7 @@ def check(contenders: dict[str, Contender], group: shoal.ProcessGroup) -> None:
         for number, (parameter, mean) in enumerate(zip(one.model.parameters(), means, strict=True)):
             grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             error = (grad - mean).abs().max() / mean.abs().max()
-            if name != "alone" and not error <= TOLERANCE:  # NaN counts as an error
+            if name not in SINGLE and not error <= TOLERANCE:  # NaN counts as an error
                 raise RuntimeError(
                     f"{name}: the gradient of parameter {number} is off by {error:.1e} on rank {group.rank}"
                 )
@@ -125,6 +138,7 @@ def race(contenders: dict[str, Contender], group: shoal.ProcessGroup, seconds: f
     Returns:
         ``steps``: by contender, the turns of this rank; a turn is a list of :data:`Step`.
         ``parameters``: number of parameters (tensors) of the model.
+        ``waited``: by contender, seconds per timed step in which this rank waited for others.
     """
     for one in contenders.values():
         one.step()
@@ -139,14 +153,17 @@ def race(contenders: dict[str, Contender], group: shoal.ProcessGroup, seconds: f
     rounds = max(ROUNDS[0], min(ROUNDS[1], round(seconds / (spent / 2 * (count + 1)))))
     count, rounds = group.broadcast_object((count, rounds), root=0).wait()
     steps: dict[str, list[list[Step]]] = {name: [] for name in contenders}
+    for one in contenders.values():
+        one.waited = 0.0
     for number in range(rounds):
         order = list(contenders)
         random.Random(number).shuffle(order)
         for name in order:
             gc.collect()
             steps[name].append(contenders[name].turn(group, count))
-    count = sum(1 for _ in contenders["alone"].model.parameters())
-    return {"steps": steps, "parameters": count}
+    waited = {name: one.waited / (rounds * count) for name, one in contenders.items()}
+    parameters = sum(1 for _ in contenders["alone"].model.parameters())
+    return {"steps": steps, "parameters": parameters, "waited": waited}
 
 
 def _seconds(steps: Sequence[Step]) -> float:

@@ -15,6 +15,7 @@ from shoal.tools.bench.result import description
 LABELS = {
     ALONE: "alone", "gloo": "Gloo", "gloo-copying": "Gloo, copying", "torch-shoal": "torch's DDP on shoal",
     "fsdp-shoal": "FSDP2 on shoal", "fsdp-gloo": "FSDP2 on Gloo",
+    "hooks": "empty hooks", "shoal-single": "shoal, a group of one rank each",
 }  # fmt: skip
 PEER = "gloo"
 HEADINGS = ("", "step ms", "overhead ms", "x alone", "x Gloo's overhead", "CPU overhead ms", "us/parameter")
@@ -62,6 +63,16 @@ def show(race: Race, console: Console) -> None:
     for row in rows(race):
         table.add_row(*row)
     console.print(table)
+    for what, found in part_rows(race):
+        console.print(f"  {what}: {found}")
+
+
+def part_rows(race: Race) -> list[tuple[str, str]]:
+    """The ms that each part adds to a step with shoal; [] if the contenders that show it did not run."""
+    found = [(what, interval(part * 1e3)) for what, part in race.parts()]
+    if found:
+        found.append(("of that, a rank waits for another", f"{race.waited['shoal'] * 1e3:.3g}"))
+    return found
 
 
 def markdown(races: Sequence[Race]) -> str:
@@ -74,6 +85,11 @@ def markdown(races: Sequence[Race]) -> str:
     for race in races:
         for number, row in enumerate(rows(race)):
             lines.append("| " + " | ".join([title(race) if number == 0 else "", *row]) + " |")
+    divided = [race for race in races if race.parts()]
+    if divided:
+        titles = [what for what, _ in part_rows(divided[0])]
+        lines += ["", f"| ms of a step | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
+        lines += [f"| {' | '.join([title(race), *(ms for _, ms in part_rows(race))])} |" for race in divided]
     return "\n".join(lines) + "\n"
 
 

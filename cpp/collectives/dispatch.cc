@@ -7,17 +7,18 @@
 namespace shoal::collectives {
 namespace {
 
-// A group of size 1: applies the effect of a reduction on a single input (bools).
+// A group of size 1.  Reducing a single input changes only bools, whose bytes may be other than 0 and 1.
 Task alone(Operation& op) {
   const Request& request = op.request();
   auto begun = op.begun();
   co_await begun;
-  if (request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||
-      request.kind == Kind::kReduceScatter) {
+  const bool reduces = request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||
+                       request.kind == Kind::kReduceScatter;
+  if (reduces && request.reduction.dtype == DType::kBool) {
     const void* from = request.in[0].data;
     void* to = request.out.empty() ? request.in[0].data : request.out[0].data;
-    std::uint64_t count = request.in[0].bytes / itemsize(request.reduction.dtype);
-    if (count > 0) kernels::reduce(request.reduction, &to, 1, &from, 1, count, false);
+    if (request.in[0].bytes > 0)
+      kernels::reduce(request.reduction, &to, 1, &from, 1, request.in[0].bytes, false);
   } else if (!request.in.empty() && !request.out.empty()) {
     copy(request.out[0], request.in[0]);
   }

@@ -62,6 +62,16 @@ def test_it_races_every_contender_and_leaves_a_record(benchmark: Callable[..., N
     assert (tmp_path / "training.png").stat().st_size > 0
 
 
+def test_the_parts_of_the_overhead_add_up(benchmark: Callable[..., None], tmp_path: Path) -> None:
+    benchmark("--parts", "--contenders", "alone", "shoal", "--seconds", "0.1", "--out", str(tmp_path))
+    (race,) = json.loads((tmp_path / "training.json").read_text())["races"]
+    assert list(race["wall"]) == ["alone", "shoal", "hooks", "shoal-single"]
+    # A rank that works alone waits for nobody; of two ranks one is late in some step.
+    assert race["waited"]["shoal-single"] == 0 < race["waited"]["shoal"]
+    *_, parts = (tmp_path / "training.md").read_text().splitlines()
+    assert len(parts.split("|")) == 2 + 5  # the model, three parts, and the waiting
+
+
 def test_the_timeline_of_a_step_is_drawn(benchmark: Callable[..., None], tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     benchmark("--timeline", str(picture))
@@ -70,7 +80,8 @@ def test_the_timeline_of_a_step_is_drawn(benchmark: Callable[..., None], tmp_pat
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end(figures: ModuleType) -> None:
     def notes(*turns: list[tuple[int, int, int]]) -> dict[str, object]:
-        return {"steps": {"alone": turns, "shoal": turns}, "parameters": 4}
+        waited = {"alone": 0.0, "shoal": 1e-3}
+        return {"steps": {"alone": turns, "shoal": turns}, "parameters": 4, "waited": waited}
 
     one = notes([(100, 300, 150), (1000, 1300, 250)])
     two = notes([(110, 400, 50), (990, 1250, 150)])
@@ -78,6 +89,7 @@ def test_a_step_lasts_from_the_first_start_to_the_last_end(figures: ModuleType) 
     assert race.wall["alone"].tolist() == pytest.approx([(300 + 310) / 2 * 1e-9])
     assert race.cpu["alone"].tolist() == pytest.approx([(100 + 200) / 2 * 1e-9])
     assert (race.ranks, race.steps, race.rounds) == (2, 2, 1)
+    assert race.waited == {"alone": 0.0, "shoal": 1e-3}
 
 
 def test_the_interval_of_a_median_covers_the_true_one_nineteen_times_in_twenty(figures: ModuleType) -> None:
