@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "installation.md"
 #: the latest patch of each supported release, except that of constraints.txt, which `make test` uses
 RELEASES = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 #: test folders that depend on torch
-SUITES = ("compat", "parallel", "controller", "rpc", "elastic")
+SUITES = ("compat", "parallel", "controller", "rpc", "elastic", "frontend")
 #: test files that show within minutes whether a release works
 QUICK = (
     "tests/compat/test_groups.py", "tests/compat/test_functional.py", "tests/compat/test_failures.py",
