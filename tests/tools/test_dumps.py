@@ -17,6 +17,7 @@ from shoal.testing import run_threads
 from shoal.tools.call_dumps import place_of
 from shoal.tools.dump_files import Dump, read
 from shoal.tools.dumps import findings
+from tests.support.quick_launcher import QuickLauncher
 
 
 def show(capsys: pytest.CaptureFixture[str], *paths: Path) -> list[str]:
@@ -46,6 +47,35 @@ def test_the_rank_that_did_not_come_and_its_place_are_shown(
     assert "#1" not in row["1"]
     assert "no file of rank 2: dead, stopped, or in a call that holds the interpreter lock" in lines
     assert "behind: rank 1; operation 1 has been called elsewhere" in lines
+
+
+BOTH_WORLDS = """
+import sys
+import torch, torch.distributed as dist
+import shoal
+
+with shoal.init() as own:
+    dist.init_process_group("shoal")
+    beside = dist.group.WORLD._get_backend(torch.device("cpu")).__shoal_group__
+    dist.all_reduce(torch.ones(4))
+    own.dump(sys.argv[1])
+    beside.dump(sys.argv[1])
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_world_of_torch_belongs_to_the_job_of_the_launcher(
+    tmp_path: Path, launcher: QuickLauncher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, folder = tmp_path / "both.py", tmp_path / "dumps"
+    script.write_text(BOTH_WORLDS)
+    folder.mkdir()
+    code, _, err = launcher.run(2, str(script), str(folder))
+    assert code == 0, err
+    own, beside = [line for line in show(capsys, folder) if line.startswith("group")]
+    assert own.startswith("group 'world' of 2 ranks, job ")
+    assert beside == own.replace("'world'", "'world of shoal/0'")
 
 
 def entry(kind: str, number: int, state: str = "completed") -> dict[str, Any]:

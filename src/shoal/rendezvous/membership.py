@@ -77,8 +77,13 @@ class Membership:
 
     @property
     def job_name(self) -> str:
-        """The name of the job in ``shoal top``, metrics and traces."""
+        """The name of the job in ``shoal top``, metrics, traces and dumps."""
         return self.job if self.launcher_job is None else self.launcher_job
+
+    @property
+    def world_name(self) -> str:
+        """The name of the world among those with this :attr:`job_name`; "" for the first meeting of a job."""
+        return self.meeting or (self.job if self.job != self.job_name else "")
 
 
 #: seconds for the transition from one job's server to the next one's at the same address

@@ -50,17 +50,17 @@ class TraceableRank(Protocol):
     @property
     def meeting(self) -> str: ...
     @property
+    def world_name(self) -> str: ...
+    @property
     def host(self) -> str: ...
 
 
 def describe(member: TraceableRank, pid: int) -> TracedRank:
     """Describe a rank in the process ``pid`` of this machine, for a trace that begins now."""
     ranks = member.ranks or range(member.size)
-    # Torch's world may be beside another one of the same job.
-    meeting = member.meeting or (member.job if member.job != member.job_name else "")
     # The size of the world is not known to links among some of its ranks.
     return TracedRank.current(
-        job=member.job_name, epoch=member.epoch, meeting=meeting, rank=ranks[member.rank],
+        job=member.job_name, epoch=member.epoch, meeting=member.world_name, rank=ranks[member.rank],
         size=max(ranks) + 1, host=member.host, pid=pid,
     )  # fmt: skip
 

@@ -62,8 +62,8 @@ def contents(group: ProcessGroup, failure: GroupError | None = None) -> dict[str
     recorder = group.recorder
     return {
         "schema": SCHEMA,
-        "job": group._world.membership.job,
-        "group": group.name,
+        "job": group._world.membership.job_name,
+        "group": _label(group),
         "rank": group.rank,
         "ranks": list(group._spec.ranks),
         "state": state,
@@ -107,9 +107,16 @@ def save(contents: dict[str, Any], path: str | os.PathLike[str] | None, name: st
 
 def file_name(group: ProcessGroup) -> str:
     """``shoal-<job>-<rank in the world>-<group>-<pid>.json``, with portable characters only."""
-    words = (group._world.membership.job, str(group._spec.ranks[group.rank]), group.name, str(os.getpid()))
+    job = group._world.membership.job_name
+    words = (job, str(group._spec.ranks[group.rank]), _label(group), str(os.getpid()))
     parts = [file_name_part(each, f"{group._spec.ident:x}") for each in words if each]
     return "-".join(["shoal", *parts]) + ".json"
+
+
+def _label(group: ProcessGroup) -> str:
+    """The name of a group, and that of its world if the job may have others."""
+    world = group._world.membership.world_name
+    return f"{group.name} of {world}" if world else group.name
 
 
 def stacks() -> list[dict[str, Any]]:
