@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from shoal.store.tcp import journal
 from shoal.store.tcp.replies import StoredReplies
 
 SECRET = b"secret"
+#: a server lives up to 0.2 s, and twice as long as the one before if that has served nobody; up to 13 s
+MAX_PATIENCE = 64
 #: the steps of a round and of a snapshot, as the calls of the system that they are made of
 STEPS = (
     "before pwrite",
@@ -44,10 +47,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(step: str, chance: random.Random) -> None:
+def dying(step: str, chance: random.Random, patience: int) -> None:
     """Let this process die at a step, some calls from now, or some moments later."""
     when, _, name = step.partition(" ")
-    threading.Timer(chance.uniform(0.0, 0.2), die).start()
+    threading.Timer(chance.uniform(0.0, 0.2) * patience, die).start()
     if name == "time":
         return
     call: Callable[..., Any] = getattr(os, name)
@@ -94,11 +97,26 @@ def write_late() -> None:
 FAULTS: dict[str, Callable[[], None]] = {"forget": forget_replies, "late": write_late, "none": lambda: None}
 
 
-def live(log: Path, port: int, step: str, fault: str, chance: random.Random) -> None:
+def note_service(served: int) -> None:
+    """Write a byte to ``served`` before each round of the journal."""
+    append = journal.Journal.append
+
+    def appended(self: journal.Journal, messages: list[bytes]) -> None:
+        with suppress(BlockingIOError):
+            os.write(served, b".")
+        append(self, messages)
+
+    journal.Journal.append = appended  # type: ignore[method-assign]
+
+
+def live(
+    log: Path, port: int, step: str, fault: str, chance: random.Random, patience: int, served: int
+) -> None:
     journal.SNAPSHOT_BYTES, journal._SNAPSHOT_TIMES = 1_000, 0
     FAULTS[fault]()
+    note_service(served)
     with DurableStoreServer(log, "127.0.0.1", port, SECRET):
-        dying(step, chance)
+        dying(step, chance, patience)
         threading.Event().wait()
 
 
@@ -106,13 +124,17 @@ def main() -> None:
     log, port, seed, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chance = random.Random(seed)
     failed = False
+    service, served = os.pipe()
+    os.set_blocking(service, False)
+    os.set_blocking(served, False)
+    patience = 1
     while True:
         step = chance.choice(STEPS)
         own = random.Random(chance.random())
         pid = os.fork()
         if not pid:
             try:
-                live(log, port, step, fault, own)
+                live(log, port, step, fault, own, patience, served)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -125,6 +147,11 @@ def main() -> None:
         if os.waitstatus_to_exitcode(ended[1]) != -signal.SIGKILL:
             print("the server did not die, it failed", file=sys.stderr, flush=True)
             failed, log = True, log.with_name("empty")
+        # On a loaded machine clients need longer to connect than a server lives.
+        try:
+            patience = 1 if os.read(service, 1 << 16) else patience
+        except BlockingIOError:
+            patience = min(2 * patience, MAX_PATIENCE)
         print(step, flush=True)
         time.sleep(own.choice([0.0, 0.02]))
 
