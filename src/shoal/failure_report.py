@@ -154,6 +154,14 @@ def _inherited() -> _Descriptor | None:
 
 
 _descriptor = _inherited()
+
+
+def inherit_again() -> None:
+    """Use the descriptor that the environment names now: this process was forked after the first look."""
+    global _descriptor
+    _descriptor = _inherited()
+
+
 _reported: set[tuple[Kind, tuple[int, ...], str]] = set()
 #: number of summaries since the last rebuild
 _summaries = 0

@@ -11,6 +11,7 @@ Data flow of ``shoal run``::
      ├─ job/rank_launcher.py      starts the initial ranks, spares, and processes that join later
      └─ job/supervisor.py         the loop: exits, signals, deadlines, output
          ├─ ranks/process.py          a rank on this machine, which is a ``JobProcess`` (``ranks/rank.py``)
+         ├─ ranks/fork_server.py      forks ranks from a process that has imported modules (``--preload``)
          ├─ ranks/reports.py          reports of a rank; processes by their ranks in later meetings
          ├─ ranks/slots.py            slots to fill or empty: delays of restarts, another number of processes
          ├─ job/evictions.py          ends evicted processes

@@ -16,7 +16,7 @@ from ..errors import WireError
 from ..failure_report import Report
 
 #: version of the protocol, incremented when the meaning of a frame changes
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 #: written by an agent before its first frame, as the login shell may have written something before
 PREAMBLE: Final = b"\x89shoal agent\r\n\x00"
 #: maximum length of a frame in bytes
@@ -145,6 +145,13 @@ class Bye(_Frame, frozen=True):
 # -- from the launcher -----------------------------------------------------------------------------
 
 
+class Preload(msgspec.Struct, frozen=True):
+    """``--preload``: processes are forked from one that has imported ``modules``, and execute ``argv``."""
+
+    argv: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    modules: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
+
+
 class Begin(_Frame, frozen=True):
     """The first frame of a launcher.
 
@@ -153,12 +160,14 @@ class Begin(_Frame, frozen=True):
         environment: their variables, in addition to those of the agent.
         ranks: number of initial ranks on this host.
         bind: bind each slot to its own cores.
+        preload: the agent is ready when the modules are imported.
     """
 
     directory: str
     environment: dict[str, str]
     ranks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
     bind: bool
+    preload: Preload | None = None
 
 
 class Start(_Frame, frozen=True):

@@ -26,6 +26,7 @@ from .. import agent_protocol as frames
 from ..agent_protocol import OUTPUT_WINDOW_BYTES, PREAMBLE, PROTOCOL, SILENCE_TIMEOUT_S, STDERR, STDOUT
 from ..output.stdin import StdinPipe
 from ..ranks.environment import INITIAL_RANK_VARIABLES, ReservedPort, divide_cores, usable_cores
+from ..ranks.fork_server import ForkServer
 from ..ranks.guardian import Guardian
 from ..ranks.process import GroupCleanup, LocalRank
 from ..ranks.source import OutputSource
@@ -69,6 +70,7 @@ class AgentServer:
         self._selector = selectors.DefaultSelector()
         self._guardian = guardian
         self._begin: frames.Begin | None = None
+        self._fork_server: ForkServer | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._last_frame_at = time.monotonic()
         self._is_suspended = False
@@ -110,6 +112,8 @@ class AgentServer:
             rank.send_group(signal.SIGKILL)
         for rank in self._ranks.values():
             rank.reap()
+        if self._fork_server is not None:
+            self._fork_server.close()
         self._stdin.close()
         self._link.close()
         self._selector.close()
@@ -158,7 +162,26 @@ class AgentServer:
             self._link.send(frames.RequestRefused(text[:_MAX_ERROR_CHARACTERS]))
             return
         self._begin = begin
-        self._link.send(frames.Ready())
+        if begin.preload is None:
+            self._link.send(frames.Ready())
+            return
+        preload = begin.preload
+        try:
+            self._fork_server = ForkServer(preload.argv, preload.modules, self._environment(begin, {}))
+        except LaunchError as error:
+            self._link.send(frames.RequestRefused(str(error)[:_MAX_ERROR_CHARACTERS]))
+            return
+        self._selector.register(self._fork_server, selectors.EVENT_READ, self._preloaded)
+
+    def _preloaded(self) -> None:
+        assert self._fork_server is not None
+        self._selector.unregister(self._fork_server)
+        try:
+            self._fork_server.wait_ready()
+        except LaunchError as error:
+            self._link.send(frames.RequestRefused(str(error)[:_MAX_ERROR_CHARACTERS]))
+        else:
+            self._link.send(frames.Ready())
 
     def _start(self, start: frames.Start) -> None:
         if self._begin is None or start.index in self._ranks or self._sweep is not None:
@@ -167,13 +190,13 @@ class AgentServer:
         if self._begin.bind:
             dealt = divide_cores(usable_cores(), max(1, self._begin.ranks))
             cores = dealt[start.place % len(dealt)]
-
+        fork = None if self._fork_server is None else partial(self._fork_server.fork, self._guardian, cores)
         try:
             rank = LocalRank(
                 start.index, start.slot, start.restart, start.size, start.argv,
                 self._environment(self._begin, start.variables),
                 stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
-                prepare=self._guardian.preparation(cores), newcomer=start.newcomer,
+                prepare=self._guardian.preparation(cores), fork=fork, newcomer=start.newcomer,
             )  # fmt: skip
         except (LaunchError, UsageError) as error:
             self._link.send(frames.NotStarted(start.index, str(error)[:_MAX_ERROR_CHARACTERS]))

@@ -13,12 +13,13 @@ import click
 from ... import config
 from ...common.formatting import counted, encodable
 from ...errors import LaunchError, UsageError
+from ..agent_protocol import Preload
 from ..job.job_store import ExitNotifier, job_store
 from ..job.launch import JobOutcome, JobStart, LaunchOptions, run_with_restarts
-from ..job.signals import Signals
+from ..job.signals import Signals, Stopped
 from ..job.supervisor import Supervisor
 from ..ranks.environment import Job
-from ..remote.agent_pool import AgentPool, Stopped
+from ..remote.agent_pool import AgentPool
 from ..remote.hosts import Host
 from ..remote.rank_launcher import RemoteRankLauncher
 from ..remote.ssh import command
@@ -53,6 +54,7 @@ class HostPlan:
         bind: bind each slot to its own cores.
         by_srun: start the agents by srun; the hosts are the nodes of the allocation.
         named: the variables in ``environment`` that ``--env`` names; their values may be secret.
+        preload: the modules that the ranks of a host import together, if any.
     """
 
     hosts: Sequence[Host]
@@ -62,6 +64,7 @@ class HostPlan:
     bind: bool
     by_srun: bool = False
     named: Sequence[str] = ()
+    preload: Preload | None = None
 
 
 def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) -> dict[str, str]:
@@ -176,7 +179,7 @@ def launch_on_hosts(plan: HostPlan, argv: Sequence[str], job: Job, options: Laun
                 pool.connect()
                 addresses = pool.launcher_addresses()
                 counts = [host.initial_ranks(job.size) for host in plan.hosts]
-                pool.begin(plan.directory, plan.environment, counts, bind=plan.bind)
+                pool.begin(plan.directory, plan.environment, counts, bind=plan.bind, preload=plan.preload)
                 meeting_place = named or steps.enter_context(job_store(None, job, addresses))
                 notes = ExitNotifier(meeting_place.connect, job.ident, job.epoch)
                 steps.enter_context(closing(notes))

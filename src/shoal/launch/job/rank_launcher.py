@@ -7,10 +7,12 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from ..output.stdin import StdinPipe, StdinReader, run_in_callback_thread
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
+from ..ranks.fork_server import ForkServer
 from ..ranks.guardian import Guardian
 from ..ranks.process import GroupCleanup, LocalRank
 from ..ranks.rank import JobProcess
@@ -102,6 +104,7 @@ class LocalRankLauncher(RankLauncher):
         max_ranks: maximum number of ranks; each of them, and each spare, has a slot.
         bound: the cores of the first slots, which later slots share; None: all run on all cores.
         threaded: whether this process may have threads when the initial ranks are started.
+        fork_server: forks the processes; None: each executes ``argv``.
     """
 
     def __init__(
@@ -116,12 +119,14 @@ class LocalRankLauncher(RankLauncher):
         max_ranks: int,
         bound: Sequence[Sequence[int]] | None = None,
         threaded: bool = False,
+        fork_server: ForkServer | None = None,
     ) -> None:
         super().__init__(job, max_ranks, max_ranks + job.spares)
         self._argv, self._environment = argv, environment
         self._meeting = store, master_port
         self._guardian = guardian
         self._bound, self._threaded = bound, threaded
+        self._fork_server = fork_server
         #: stdin for rank 0, if this process passes it on
         self._stdin: StdinReader | None = None
         self._pipe: StdinPipe | None = None
@@ -131,12 +136,11 @@ class LocalRankLauncher(RankLauncher):
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
         relayed = slot == 0 and run_in_callback_thread()
         stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
-        if self._threaded:
-            argv, inherits = self._guardian.wrapped(self._argv, cores), [self._guardian.pipe]
-            rank = LocalRank(slot, slot, 0, self.size, argv, environment, stdin=stdin, inherits=inherits)
-        else:
+        if self._fork_server is None and not self._threaded:
             prepare = self._guardian.preparation(cores)
             rank = LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
+        else:
+            rank = self._start(slot, slot, 0, cores, environment, stdin=stdin)
         if relayed:
             self._relay_stdin(rank)
         return rank
@@ -152,9 +156,29 @@ class LocalRankLauncher(RankLauncher):
     def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
         environment = {k: v for k, v in self._environment.items() if k not in INITIAL_RANK_VARIABLES}
         environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
-        argv = self._guardian.wrapped(self._argv, self._cores(slot))
-        inherits = [self._guardian.pipe]
-        return LocalRank(index, slot, restart, self.size, argv, environment, inherits=inherits, newcomer=True)
+        return self._start(index, slot, restart, self._cores(slot), environment, newcomer=True)
+
+    def _start(
+        self,
+        index: int,
+        slot: int,
+        restart: int,
+        cores: Sequence[int] | None,
+        environment: Mapping[str, str],
+        *,
+        stdin: int | None = subprocess.DEVNULL,
+        newcomer: bool = False,
+    ) -> LocalRank:
+        """Start a process though this one may have threads."""
+        argv, inherits, fork = self._argv, [self._guardian.pipe], None
+        if self._fork_server is None:
+            argv = self._guardian.wrapped(self._argv, cores)
+        else:
+            fork = partial(self._fork_server.fork, self._guardian, cores)
+        return LocalRank(
+            index, slot, restart, self.size, argv, environment,
+            stdin=stdin, inherits=inherits, fork=fork, newcomer=newcomer,
+        )  # fmt: skip
 
     def wait_started(self) -> None:
         if self._stdin is not None and self._selector is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import selectors
 import signal
 import time
 from contextlib import suppress
@@ -20,6 +21,14 @@ USER = (signal.SIGUSR1, signal.SIGUSR2)
 _DUPLICATE_SIGNAL_S = 0.2
 #: seconds after Ctrl-C until the launcher prints for which ranks it waits
 _REMIND_S = 1.0
+
+
+class Stopped(Exception):
+    """A signal ended the launcher before a rank was started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class Signals:
@@ -69,6 +78,20 @@ class Signals:
                 time.sleep(self._settle)
             return found
         return []
+
+    def raise_if_stopped(self) -> None:
+        """Raise Stopped if a signal of :data:`STOP` has come since the last call of :meth:`read`."""
+        for number in self.read():
+            if number in STOP:
+                raise Stopped(number)
+
+    def wait_readable(self, file: int) -> None:
+        """Wait until a descriptor is readable; raises Stopped if a signal of :data:`STOP` comes first."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.fd, selectors.EVENT_READ)
+            selector.register(file, selectors.EVENT_READ)
+            while all(key.fd != file for key, _ in selector.select()):
+                self.raise_if_stopped()
 
 
 class CtrlCFilter:

@@ -62,7 +62,7 @@ class Guardian:
 
         It announces the rank, and binds it to ``cores``.
         """
-        return _preparation(os.getpid(), self.pipe, cores)
+        return preparation(os.getpid(), self.pipe, cores)
 
     def wrapped(self, argv: Sequence[str], cores: Sequence[int] | None) -> list[str]:
         """A command that announces its process, binds it to ``cores``, and executes ``argv``."""
@@ -112,7 +112,7 @@ def watch(pipe: int) -> None:
 
 def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
     """Announce this process, and execute its program; the command of :meth:`Guardian.wrapped`."""
-    _preparation(launcher, pipe, [int(core) for core in cores.split(",") if core])()
+    preparation(launcher, pipe, [int(core) for core in cores.split(",") if core])()
     os.close(pipe)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
         signal.signal(number, signal.SIG_DFL)
@@ -126,7 +126,8 @@ def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
     os._exit(127)
 
 
-def _preparation(launcher: int, pipe: int, cores: Sequence[int] | None) -> Callable[[], None]:
+def preparation(launcher: int, pipe: int, cores: Sequence[int] | None) -> Callable[[], None]:
+    """A function for a child of ``launcher``: see :meth:`Guardian.preparation`."""
     # Imported here: between fork and exec only simple calls are safe.
     import ctypes
 

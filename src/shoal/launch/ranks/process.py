@@ -18,6 +18,7 @@ import psutil
 from ... import config
 from ...errors import LaunchError
 from ...failure_report import STACKS, Report
+from .fork_server import ForkedRank
 from .program import flaw_of_script, reason_of
 from .rank import JobProcess
 from .rank_helper import RankHelper
@@ -26,6 +27,11 @@ from .source import Pipe
 
 #: seconds to wait for the end of a process after SIGKILL; it may be blocked in the kernel
 _KILL_TIMEOUT_S = 2.0
+
+
+#: forks a rank with an environment, standard input, and inherited descriptors by variable: a part of
+#: :meth:`ForkServer.fork`
+ForkRank = Callable[[Mapping[str, str], int | None, Mapping[str, int]], ForkedRank]
 
 
 class LocalRank(JobProcess):
@@ -44,6 +50,7 @@ class LocalRank(JobProcess):
         stdin: see :class:`subprocess.Popen`.
         prepare: called between fork and exec.
         inherits: descriptors to inherit.
+        fork: forks the rank, instead of executing ``argv``; it has that command already.
 
     Attributes:
         pidfd: readable once the process has ended.
@@ -61,6 +68,7 @@ class LocalRank(JobProcess):
         stdin: int | None = subprocess.DEVNULL,
         prepare: Callable[[], None] | None = None,
         inherits: Sequence[int] = (),
+        fork: ForkRank | None = None,
         newcomer: bool = False,
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer)
@@ -74,27 +82,32 @@ class LocalRank(JobProcess):
         except OSError as error:
             raise LaunchError(f"rank {self.name} could not be started: {error}") from error
         given = {config.PYTHON.name: sys.executable, **environment, **self._reports.variables}
-        passed = [self._reports.inherited, *inherits]
+        passed = {config.REPORT_FD.name: self._reports.inherited}
         try:
             if environment.get(config.CONNECT.name) == "1":
                 self._helper = RankHelper(given, [self._reports.inherited])
                 given |= self._helper.variables
-                passed.append(self._helper.inherited)
-            self._process = subprocess.Popen(
-                argv,
-                bufsize=0,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=given,
-                start_new_session=True,
-                preexec_fn=prepare,
-                pass_fds=passed,
-            )
+                passed[config.HELPER_FD.name] = self._helper.inherited
+            self._process: subprocess.Popen[bytes] | ForkedRank
+            if fork is not None:
+                self._process = fork(given, stdin, passed)
+            else:
+                self._process = subprocess.Popen(
+                    argv,
+                    bufsize=0,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=given,
+                    start_new_session=True,
+                    preexec_fn=prepare,
+                    pass_fds=[*passed.values(), *inherits],
+                )
+        except LaunchError as error:
+            self._close_unstarted()
+            raise LaunchError(f"rank {self.name} could not be started: {error}") from error
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            self._reports.close()
-            if self._helper is not None:
-                self._helper.close()
+            self._close_unstarted()
             raise LaunchError(
                 f"rank {self.name} could not be started: {argv[0]}: {reason_of(error, argv[0])}"
             ) from error
@@ -107,6 +120,11 @@ class LocalRank(JobProcess):
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.stdout, self.stderr = Pipe(self._process.stdout), Pipe(self._process.stderr)
+
+    def _close_unstarted(self) -> None:
+        self._reports.close()
+        if self._helper is not None:
+            self._helper.close()
 
     def watch(
         self, selector: selectors.BaseSelector, ended: Callable[[], None], reported: Callable[[], None]

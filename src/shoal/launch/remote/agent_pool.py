@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +12,20 @@ from ... import config
 from ...common.formatting import printable
 from ...errors import LaunchError
 from ...rendezvous.addresses import address_on_route_to, is_local_address
-from ..agent_protocol import Begin
-from ..job.signals import STOP, Signals
+from ..agent_protocol import Begin, Preload
+from ..job.signals import Signals
 from .agent_client import AgentClient
 from .hosts import Host
 from .ssh import SshProcess, command
 
 #: timeout in seconds for agents to connect or to start processes, long enough for Python on a network disk
 START_TIMEOUT_S = 60.0
+#: maximum time in seconds for an agent to import the modules of ``--preload``
+PRELOAD_TIMEOUT_S = 600.0
 #: seconds for the programs that connect to agents to exit before they are killed
 _EXIT_TIMEOUT_S = 3.0
 
 LOOPBACK = "127.0.0.1"
-
-
-class Stopped(Exception):
-    """A signal ended the launcher before a rank was started."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 class AgentPool:
@@ -72,15 +65,25 @@ class AgentPool:
         self._wait_until(lambda agent: agent.hello is not None, "has not answered")
 
     def begin(
-        self, directory: str, environment: Mapping[str, str], ranks: Sequence[int], *, bind: bool
+        self,
+        directory: str,
+        environment: Mapping[str, str],
+        ranks: Sequence[int],
+        *,
+        bind: bool,
+        preload: Preload | None,
     ) -> None:
         """Send :class:`Begin` to all agents, and wait until they are ready; raises as :meth:`connect`."""
         for agent, count in zip(self.agents, ranks, strict=True):
-            agent.send_frame(Begin(directory, dict(environment), count, bind))
-        self._wait_until(lambda agent: agent.is_ready, "was not ready")
+            agent.send_frame(Begin(directory, dict(environment), count, bind, preload))
+        seconds = START_TIMEOUT_S if preload is None else PRELOAD_TIMEOUT_S
+        self._wait_until(lambda agent: agent.is_ready, "was not ready", seconds)
 
-    def _wait_until(self, done: Callable[[AgentClient], bool], what: str) -> None:
-        end = time.monotonic() + START_TIMEOUT_S
+    def _wait_until(
+        self, done: Callable[[AgentClient], bool], what: str, seconds: float = START_TIMEOUT_S
+    ) -> None:
+        end = time.monotonic() + seconds
+        what = f"{what} in {seconds:.0f} s"
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ, lambda: None)
             try:
@@ -96,14 +99,12 @@ class AgentPool:
                     agent.unwatch()
 
     def _check(self, done: Callable[[AgentClient], bool], end: float, what: str) -> None:
-        for number in self._signals.read():
-            if number in STOP:
-                raise Stopped(number)
+        self._signals.raise_if_stopped()
         now = time.monotonic()
         for agent in self.agents:
             agent.tick(now)
             if now >= end and not done(agent):
-                agent.mark_lost(f"its agent {what} in {START_TIMEOUT_S:.0f} s")
+                agent.mark_lost(f"its agent {what}")
             if agent.failure:
                 raise LaunchError(describe_failure(agent))
 

@@ -1,0 +1,402 @@
+"""The fork server of ``shoal run --preload``: one process imports modules, and ranks are forked from it.
+
+Ranks of one host then share one import, and a rank that replaces another does not wait for one.  The ranks
+must be children of the launcher, which waits for their end, and with which they die.  So the server forks
+twice, and the process in between exits at once: the kernel passes its child to the nearest ancestor that has
+declared itself a *subreaper*, which the launcher does meanwhile.
+
+A message on the socket is a length and JSON; the descriptors of a rank come with the length.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from ... import failure_report
+from ...errors import LaunchError
+from .guardian import Guardian, preparation
+
+_LENGTH = struct.Struct("=I")
+#: maximum number of descriptors of a rank
+_MAX_DESCRIPTORS = 16
+#: seconds for the server to end after its socket was closed; it may still import
+_END_TIMEOUT_S = 0.5
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+#: sent by Slurm to all processes of a job; the server leaves them to the ranks
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: The command of the program follows, so that tools find ranks by it.
+_PROGRAM = (
+    "import sys; '' in sys.path and sys.path.remove(''); "
+    "from shoal.launch.ranks.fork_server import serve; serve()"
+)
+
+
+class ForkedRank:
+    """A rank that the server has forked, with the attributes of :class:`subprocess.Popen` that are used."""
+
+    def __init__(self, pid: int, stdin: io.FileIO | None, stdout: io.FileIO, stderr: io.FileIO) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
+
+    def wait(self) -> None:
+        """Wait for the end of the process, and reap it."""
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+class ForkServer:
+    """The launcher's side.
+
+    Args:
+        argv: the command of each rank: a Python interpreter and its arguments.
+        modules: names of the modules to import.
+        environment: of the server; each rank gets its own.
+    """
+
+    def __init__(self, argv: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._modules = ", ".join(modules)
+        self._is_ready = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [argv[0], "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *argv[1:]],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                self._socket.close()
+                raise LaunchError(f"--preload: {argv[0]} could not be started: {error}") from error
+        _send(self._socket, {"modules": list(modules)})
+
+    def fileno(self) -> int:
+        """The descriptor that is readable once the modules are imported, or cannot be."""
+        return self._socket.fileno()
+
+    def wait_ready(self, wait_readable: Callable[[int], None] | None = None) -> None:
+        """Wait until the modules are imported; raises LaunchError if they cannot be.
+
+        ``wait_readable`` waits for a descriptor, and may raise.
+        """
+        if self._is_ready:
+            return
+        if wait_readable is not None:
+            wait_readable(self.fileno())
+        self._answer()
+        self._is_ready = True
+
+    def fork(
+        self,
+        guardian: Guardian,
+        cores: Sequence[int] | None,
+        environment: Mapping[str, str],
+        stdin: int | None,
+        inherits: Mapping[str, int],
+    ) -> ForkedRank:
+        """Fork a rank.
+
+        Args:
+            guardian: the rank announces itself to it.
+            cores: the cores to bind it to; None: all.
+            environment: of the rank.
+            stdin: as of :class:`subprocess.Popen`.
+            inherits: descriptors that the rank inherits, by the variable that names each.
+
+        Raises:
+            LaunchError: it could not be forked.
+        """
+        self.wait_ready()
+        files: list[int] = []
+        try:
+            give = subprocess.DEVNULL if stdin is None else stdin
+            reader, writer = os.pipe() if give == subprocess.PIPE else (_input(stdin), -1)
+            files += [reader, writer]
+            out, err = os.pipe(), os.pipe()
+            files += [*out, *err]
+            request = {
+                "environment": dict(environment), "inherits": list(inherits), "cores": list(cores or ()),
+            }  # fmt: skip
+            with _subreaper():
+                given = [reader, out[1], err[1], guardian.pipe, *inherits.values()]
+                _send(self._socket, request, given)
+                pid = int(self._answer()["pid"])
+        except OSError as error:
+            _close(files)
+            raise LaunchError(f"--preload: a rank could not be forked: {error}") from error
+        except BaseException:
+            _close(files)
+            raise
+        _close([reader, out[1], err[1]])
+        to_stdin = io.FileIO(writer, "wb") if writer >= 0 else None
+        return ForkedRank(pid, to_stdin, io.FileIO(out[0]), io.FileIO(err[0]))
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            answer, _ = _receive(self._socket)
+        except OSError as error:
+            answer = {"error": str(error)}
+        if answer is None:
+            answer = {"error": "its process has ended"}
+        if "error" in answer:
+            raise LaunchError(f"--preload {self._modules}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the server; ranks live on."""
+        self._socket.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _input(stdin: int | None) -> int:
+    """A descriptor for ``stdin``, which the caller closes: that of this process for None."""
+    return os.dup(0) if stdin is None else os.open(os.devnull, os.O_RDONLY)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        if each >= 0:
+            os.close(each)
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Take over orphaned descendants, also those of ranks if they are orphaned just now: that is harmless."""
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def _send(sock: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    data = json.dumps(message).encode()
+    socket.send_fds(sock, [_LENGTH.pack(len(data))], descriptors)
+    sock.sendall(data)
+
+
+def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next message and its descriptors; None at the end."""
+    head, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, _MAX_DESCRIPTORS)
+    if len(head) < _LENGTH.size:
+        return None, descriptors
+    (left,) = _LENGTH.unpack(head)
+    data = bytearray()
+    while len(data) < left:
+        part = sock.recv(left - len(data))
+        if not part:
+            return None, descriptors
+        data += part
+    message: dict[str, Any] = json.loads(data)
+    return message, descriptors
+
+
+# -- in the server -------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Import modules and fork ranks until the launcher closes the socket; each rank returns from here."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    launcher, argv = int(sys.argv[2]), sys.argv[3:]
+    os.set_inheritable(sock.fileno(), False)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:  # it died before prctl was called
+        os._exit(1)
+    atexit.register(_end_as_interrupted)
+    former = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    os.dup2(2, 1)  # what a module prints; sys.stdout is made already, and is as in a rank
+    _use_path_of(argv)
+    request, _ = _receive(sock)
+    assert request is not None
+    # As the documentation of gc.freeze() advises: otherwise the collector of each rank visits, and so copies,
+    # the pages of all imported objects, above all at exit.
+    gc.disable()
+    if error := _import_all(request["modules"]):
+        _send(sock, {"error": error})
+        os._exit(1)
+    gc.freeze()
+    _send(sock, {})
+    while True:
+        request, descriptors = _receive(sock)
+        if request is None:
+            os._exit(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pid = _fork_twice()
+        except OSError as trouble:
+            _send(sock, {"error": f"a process could not be forked: {trouble.strerror or trouble}"})
+        else:
+            if not pid:
+                sock.close()
+                break
+            _send(sock, {"pid": pid})
+        _close(descriptors)
+    _become(request, descriptors, launcher)
+    for number, handler in former.items():
+        if signal.getsignal(number) is signal.SIG_IGN:  # or a module has set a handler of its own
+            signal.signal(number, handler)
+    gc.enable()
+    _run(argv)
+
+
+def _import_all(modules: Sequence[str]) -> str:
+    """Import modules; return why that failed, or ""."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        if others:
+            return f"importing {name} starts threads, which forked ranks would not have: {', '.join(others)}"
+    return ""
+
+
+def _fork_twice() -> int:
+    """Fork a child of the launcher; return its process id here, and 0 there."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writer)
+        with open(reader, "rb") as file:
+            found = file.read()
+        os.waitpid(between, 0)
+        if not found:
+            raise OSError("the process in between has failed")
+        return int(found)
+    between = os.getpid()
+    try:
+        pid = os.fork()
+        if pid:
+            os.write(writer, str(pid).encode())
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.close(reader)
+    os.close(writer)
+    while os.getppid() == between:
+        time.sleep(0.0005)
+    return 0
+
+
+def _become(request: Mapping[str, Any], descriptors: Sequence[int], launcher: int) -> None:
+    """Turn this process into the rank of a request."""
+    os.setsid()
+    *standard, guardian = descriptors[:4]
+    preparation(launcher, guardian, request["cores"])()
+    environment = dict(request["environment"])
+    for name, fd in zip(request["inherits"], descriptors[4:], strict=True):
+        os.set_inheritable(fd, True)
+        environment[name] = failure_report.descriptor_name(fd)
+    for target, fd in enumerate(standard):
+        os.dup2(fd, target)
+    _close([*standard, guardian])
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    failure_report.inherit_again()
+    # Otherwise all ranks would draw the same numbers.  Python's own generator has a new seed in each fork.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+
+
+# -- the program of a rank -----------------------------------------------------------------------
+
+
+def _use_path_of(argv: Sequence[str]) -> None:
+    """Set ``sys.path[0]`` as Python does for the command ``python argv...``."""
+    if getattr(sys.flags, "safe_path", False):
+        return
+    target = argv[0]
+    if target == "-m":
+        sys.path.insert(0, os.getcwd())
+    elif os.path.isdir(target):
+        sys.path.insert(0, os.path.abspath(target))
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+
+
+def _run(argv: Sequence[str]) -> None:
+    """Run ``python argv...`` in this process."""
+    main = sys.modules["__main__"].__dict__
+    for name in [name for name in main if name not in ("__name__", "__builtins__")]:
+        del main[name]
+    main.update(__doc__=None, __package__=None, __loader__=None, __spec__=None, __annotations__={})
+    sys.orig_argv = [sys.executable, *argv]
+    try:
+        if argv[0] == "-m":
+            sys.argv = ["-m", *argv[2:]]
+            runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
+        elif os.path.isdir(argv[0]):
+            sys.argv = list(argv)
+            runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        else:
+            sys.argv = list(argv)
+            path = os.path.abspath(argv[0])
+            with io.open_code(path) as file:
+                source = file.read()
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            main.update(__file__=path, __cached__=None, __loader__=loader)
+            exec(compile(source, path, "exec", dont_inherit=True), main)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Report an exception as Python does, without the frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    vars(sys)["last_exc"] = error  # from Python 3.12 on
+    sys.excepthook(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        _interrupted.set()
+    raise SystemExit(1)
+
+
+#: the program has ended with a KeyboardInterrupt
+_interrupted = threading.Event()
+
+
+def _end_as_interrupted() -> None:
+    """End by SIGINT, as Python does after a KeyboardInterrupt; the last function that is called at exit."""
+    if _interrupted.is_set():
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
