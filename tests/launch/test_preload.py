@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import py_compile
 import re
 import signal
 import subprocess
+import zipfile
 
 import psutil
 import pytest
@@ -89,6 +91,38 @@ def test_a_module_and_a_directory_run_as_they_do_without(workshop: Workshop, com
     ]
     assert ends[0] == ends[1]
     assert (ends[0][0], ends[0][2]) == (0, b"")
+
+
+def test_other_files_run_as_they_do_without(workshop: Workshop) -> None:
+    text = "import sys\nprint(sys.argv, sys.path[0], __name__, __file__, __spec__, type(__loader__).__name__)"
+    (workshop.path / "far" / "away").mkdir(parents=True)
+    (workshop.path / "link").symlink_to("far/away")
+    (workshop.path / "far" / "script.py").write_text(text)
+    py_compile.compile(str(workshop.path / "far" / "script.py"), str(workshop.path / "script.pyc"))
+    with zipfile.ZipFile(workshop.path / "script.zip", "w") as archive:
+        archive.writestr("__main__.py", text.replace("__spec__", "__spec__.name"))
+    for command in (["script.zip", "x"], ["script.pyc", "x"], ["link/../script.py", "x"]):
+        ends = [
+            workshop.end(workshop.shoal("run", *options, *command))
+            for options in ([], ["--preload", "decimal"])
+        ]
+        assert ends[0] == ends[1]
+        assert (ends[0][0], ends[0][2]) == (0, b"")
+
+
+def test_a_module_sees_the_command_and_may_change_the_directory(workshop: Workshop) -> None:
+    (workshop.path / "seeing.py").write_text(
+        "import __main__, os, sys\n"
+        "seen = sys.argv, sys.orig_argv[1:], sys.path[0], __main__.__file__\n"
+        "os.chdir('/')\n"
+    )
+    (workshop.path / "script.py").write_text("import os, seeing\nprint(seeing.seen, os.getcwd())")
+    ends = [
+        workshop.end(workshop.shoal("run", *options, "script.py", "x"))
+        for options in ([], ["--preload", "seeing"])
+    ]
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 0
 
 
 def test_ranks_share_one_import(workshop: Workshop) -> None:

@@ -18,6 +18,7 @@ import importlib.machinery
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -234,7 +235,7 @@ def serve() -> None:
     atexit.register(_end_as_interrupted)
     former = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     os.dup2(2, 1)  # what a module prints; sys.stdout is made already, and is as in a rank
-    _use_path_of(argv)
+    _prepare_main(argv)
     request, _ = _receive(sock)
     assert request is not None
     # As the documentation of gc.freeze() advises: otherwise the collector of each rank visits, and so copies,
@@ -335,45 +336,56 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], launcher: in
 # -- the program of a rank -----------------------------------------------------------------------
 
 
-def _use_path_of(argv: Sequence[str]) -> None:
-    """Set ``sys.path[0]`` as Python does for the command ``python argv...``."""
-    if getattr(sys.flags, "safe_path", False):
-        return
-    target = argv[0]
-    if target == "-m":
-        sys.path.insert(0, os.getcwd())
-    elif os.path.isdir(target):
-        sys.path.insert(0, os.path.abspath(target))
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
-
-
-def _run(argv: Sequence[str]) -> None:
-    """Run ``python argv...`` in this process."""
+def _prepare_main(argv: Sequence[str]) -> None:
+    """Set ``sys`` and ``__main__`` as Python does for the command ``python argv...``."""
     main = sys.modules["__main__"].__dict__
     for name in [name for name in main if name not in ("__name__", "__builtins__")]:
         del main[name]
     main.update(__doc__=None, __package__=None, __loader__=None, __spec__=None, __annotations__={})
     sys.orig_argv = [sys.executable, *argv]
+    safe_path = getattr(sys.flags, "safe_path", False)
+    if argv[0] == "-m":
+        sys.argv = ["-m", *argv[2:]]
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
+        return
+    sys.argv = list(argv)
+    path = os.path.join(os.getcwd(), argv[0])  # not normalized: link/.. may be another directory
+    if pkgutil.get_importer(path) is not None:  # a directory or a zip file
+        sys.path.insert(0, path)
+    else:
+        main.update(__file__=path, __cached__=None)
+        if not safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+
+
+def _run(argv: Sequence[str]) -> None:
+    """Run ``python argv...`` in this process, after :func:`_prepare_main`."""
+    main = sys.modules["__main__"].__dict__
     try:
         if argv[0] == "-m":
-            sys.argv = ["-m", *argv[2:]]
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
-        elif os.path.isdir(argv[0]):
-            sys.argv = list(argv)
+        elif "__file__" not in main:  # a directory or a zip file
             runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         else:
-            sys.argv = list(argv)
-            path = os.path.abspath(argv[0])
-            with io.open_code(path) as file:
-                source = file.read()
-            loader = importlib.machinery.SourceFileLoader("__main__", path)
-            main.update(__file__=path, __cached__=None, __loader__=loader)
-            exec(compile(source, path, "exec", dont_inherit=True), main)
+            _run_file(main["__file__"], main)
     except SystemExit:
         raise
     except BaseException as error:
         _fail(error)
+
+
+def _run_file(path: str, main: dict[str, Any]) -> None:
+    loader: type[importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader]
+    loader = importlib.machinery.SourcelessFileLoader
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # None: it is not a .pyc file
+        if code is None:
+            loader = importlib.machinery.SourceFileLoader
+            file.seek(0)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    main["__loader__"] = loader("__main__", path)
+    exec(code, main)
 
 
 def _fail(error: BaseException) -> NoReturn:
