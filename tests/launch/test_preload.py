@@ -51,6 +51,21 @@ PROGRAMS = {
         atexit.register(print, "at exit")
         os.kill(os.getpid(), signal.SIGINT)
         """,
+    "cleanup after an interruption": """
+        import logging.handlers
+        class Resource:
+            def __del__(self): print("deleted", flush=True)
+        resource = Resource()
+        target = logging.StreamHandler(sys.stdout)
+        logging.getLogger().addHandler(logging.handlers.MemoryHandler(9, target=target))
+        logging.warning("written by logging.shutdown")
+        raise KeyboardInterrupt
+        """,
+    "an object that is finalized at exit": """
+        class Resource:
+            def __del__(self): print("deleted", flush=True)
+        resource = Resource()
+        """,
     "a death": "os.kill(os.getpid(), signal.SIGKILL)",
     "an end without cleanup": "os._exit(3)",
     "a thread": """

@@ -10,7 +10,6 @@ A message on the socket is a length and JSON; the descriptors of a rank come wit
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib
@@ -29,7 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 from ... import failure_report
 from ...errors import LaunchError
@@ -232,7 +232,6 @@ def serve() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:  # it died before prctl was called
         os._exit(1)
-    atexit.register(_end_as_interrupted)
     former = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     os.dup2(2, 1)  # what a module prints; sys.stdout is made already, and is as in a rank
     _prepare_main(argv)
@@ -245,6 +244,10 @@ def serve() -> None:
         _send(sock, {"error": error})
         os._exit(1)
     gc.freeze()
+    # The globals of the program are to be collected at exit, so that its objects are finalized.
+    main = ctypes.py_object(sys.modules["__main__"].__dict__)
+    ctypes.pythonapi.PyObject_GC_UnTrack(main)
+    ctypes.pythonapi.PyObject_GC_Track(main)
     _send(sock, {})
     while True:
         request, descriptors = _receive(sock)
@@ -371,8 +374,9 @@ def _run(argv: Sequence[str]) -> None:
             _run_file(main["__file__"], main)
     except SystemExit:
         raise
-    except BaseException as error:
-        _fail(error)
+    except BaseException:
+        _hide_these_frames()
+        raise
 
 
 def _run_file(path: str, main: dict[str, Any]) -> None:
@@ -388,27 +392,15 @@ def _run_file(path: str, main: dict[str, Any]) -> None:
     exec(code, main)
 
 
-def _fail(error: BaseException) -> NoReturn:
-    """Report an exception as Python does, without the frames of this file."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    vars(sys)["last_exc"] = error  # from Python 3.12 on
-    sys.excepthook(type(error), error, trace)
-    if isinstance(error, KeyboardInterrupt):
-        _interrupted.set()
-    raise SystemExit(1)
+def _hide_these_frames() -> None:
+    """Let Python report the exception that is being raised without the frames of this file."""
+    former = sys.excepthook
 
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in ("<string>", __file__):
+            trace = trace.tb_next
+        sys.last_traceback = error.__traceback__ = trace
+        sys.excepthook = former
+        former(kind, error, trace)
 
-#: the program has ended with a KeyboardInterrupt
-_interrupted = threading.Event()
-
-
-def _end_as_interrupted() -> None:
-    """End by SIGINT, as Python does after a KeyboardInterrupt; the last function that is called at exit."""
-    if _interrupted.is_set():
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+    sys.excepthook = report
