@@ -7,11 +7,17 @@ import py_compile
 import re
 import signal
 import subprocess
+import sys
 import zipfile
+from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
 
+from shoal.errors import LaunchError
+from shoal.launch.ranks import fork_server
+from shoal.launch.ranks.guardian import Guardian
 from tests.support.fake_ssh import fake_ssh
 from tests.support.waiting import until
 
@@ -30,6 +36,7 @@ PROGRAMS = {
         print(sys.argv, sys.path[0], __name__, __file__, __spec__, __package__, __doc__, __cached__)
         print(type(__loader__).__name__, sorted(globals()), sys.modules["__main__"].rank == rank)
         print(repr(sys.stdin.read()), sys.stdout.line_buffering, sys.stderr.line_buffering)
+        print(sys.stdout.seekable())
         print([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
         import gc, threading
         print(len(os.listdir("/proc/self/fd")), threading.active_count(), gc.isenabled(), os.getcwd())
@@ -235,6 +242,7 @@ def test_no_rank_starts_if_a_module_cannot_be_imported(
         (["--preload", "a b", "script.py"], "expected names of modules, separated by commas; got 'a b'"),
         (["--preload", "", "script.py"], "expected names of modules"),
         (["--preload", "json", "/bin/true"], "--preload needs a Python script or module"),
+        (["--preload", "json", sys.executable, "script.py"], "--preload needs a Python script or module"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(workshop: Workshop, options: list[str], expected: str) -> None:
@@ -253,6 +261,74 @@ def test_a_signal_during_the_import_ends_the_job(workshop: Workshop, number: sig
     code, out, _ = workshop.end(launcher)
     assert (code, out) == (128 + number, b"")
     assert not alive(server)
+
+
+def test_signals_that_the_caller_ignores_change_nothing(workshop: Workshop) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    (workshop.path / "script.py").write_text(
+        f"import signal\nprint([signal.getsignal(number) for number in {[*map(int, numbers)]}])\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    ends = []
+    for options in ([], ["--preload", "decimal"]):
+        argv = [sys.executable, "-m", "shoal", "run", *options, "script.py"]
+        caller = (
+            f"import os, signal\nfor each in {[*map(int, numbers)]}: signal.signal(each, signal.SIG_IGN)\n"
+            f"os.execv({argv[0]!r}, {argv!r})"
+        )
+        ends.append(workshop.end(workshop.start_process([sys.executable, "-c", caller])))
+    assert ends[0] == ends[1]
+    assert (ends[0][0], ends[0][2]) == (0, b"")
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    found = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+def test_a_signal_before_the_program_runs_is_not_lost(workshop: Workshop) -> None:
+    (workshop.path / "seeding.py").write_text(
+        FILES + "import types\n"
+        "def seed():\n"
+        "    tell('rank', os.getpid())\n"
+        "    await_file('go')\n"
+        "sys.modules['numpy.random'] = types.SimpleNamespace(seed=seed)\n"
+    )
+    options = ["--preload", "seeding", "--grace", "5"]
+    launcher = workshop.start("time.sleep(600)", ranks=1, options=options)
+    (rank,) = workshop.pids("rank")
+    launcher.send_signal(signal.SIGTERM)
+    until(lambda: is_pending(rank, signal.SIGTERM))
+    (workshop.path / "go").touch()
+    code, _, err = workshop.end(launcher)
+    assert code == 128 + signal.SIGTERM
+    assert b"rank 0 was killed by SIGTERM" in err
+
+
+def test_modules_may_ignore_signals_close_stdout_and_leave_processes(workshop: Workshop) -> None:
+    (workshop.path / "rude.py").write_text(
+        FILES + "import subprocess\n"
+        "tell('left', subprocess.Popen(['sleep', '600']).pid)\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "sys.stdout.close()\n"
+    )
+    code, _, err = workshop.run("import rude", options=["--preload", "rude"])
+    assert (code, err) == (0, b"")
+    (left,) = workshop.pids("left")
+    until(lambda: not alive(left))
+
+
+def test_the_launcher_does_not_wait_forever_for_a_stuck_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "_FORK_TIMEOUT_S", 0.2)
+    server = fork_server.ForkServer([sys.executable, "script.py"], ["decimal"], dict(os.environ))
+    with closing(server), Guardian() as guardian:
+        server.wait_ready()
+        (process,) = (child for child in psutil.Process().children() if "script.py" in child.cmdline())
+        process.suspend()
+        with pytest.raises(LaunchError, match="has not forked a rank"):
+            server.fork(guardian, None, {}, subprocess.DEVNULL, {})
+        with pytest.raises(LaunchError, match="its process has ended"):
+            server.fork(guardian, None, {}, subprocess.DEVNULL, {})
 
 
 @pytest.mark.parametrize("both", [False, True])

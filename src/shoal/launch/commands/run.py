@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +358,7 @@ def run(
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     preloaded = None
     if preload:
-        if argv[0] != (python or sys.executable):
+        if len(argv) == len(command):
             raise click.UsageError(
                 f"--preload needs a Python script or module, and {command[0]} is a program"
             )
@@ -463,12 +463,15 @@ def launch(
 
     environment = {**inherited, **extra}
     fork_server = None
-    if preload is not None:
-        own = {name: value for name, value in environment.items() if name not in INITIAL_RANK_VARIABLES}
-        fork_server = ForkServer(argv, preload.modules, own)
+    steps = ExitStack()
 
     def run_once(start: JobStart) -> JobOutcome:
+        nonlocal fork_server
         job = start.job
+        if preload is not None and fork_server is None:
+            own = {name: value for name, value in environment.items() if name not in INITIAL_RANK_VARIABLES}
+            # Here signals are handled, so that the server inherits the same dispositions as other ranks.
+            fork_server = steps.enter_context(closing(ForkServer(argv, preload.modules, own)))
         with (
             job_store(options.store, job) as meeting_place,
             closing(ReservedPort()) as port,
@@ -498,7 +501,7 @@ def launch(
                 meeting_place.start()
                 return supervisor.run()
 
-    with closing(fork_server) if fork_server is not None else nullcontext():
+    with steps:
         return run_with_restarts(job, options, run_once)
 
 

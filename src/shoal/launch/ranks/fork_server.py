@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -38,11 +38,11 @@ from .guardian import Guardian, preparation
 _LENGTH = struct.Struct("=I")
 #: maximum number of descriptors of a rank
 _MAX_DESCRIPTORS = 16
-#: seconds for the server to end after its socket was closed; it may still import
-_END_TIMEOUT_S = 0.5
+#: seconds for the server to fork a rank; meanwhile the launcher does nothing else
+_FORK_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-#: sent by Slurm to all processes of a job; the server leaves them to the ranks
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: sent by Slurm to all processes of a job; blocked in the server, and in a rank until its program runs
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: The command of the program follows, so that tools find ranks by it.
 _PROGRAM = (
     "import sys; '' in sys.path and sys.path.remove(''); "
@@ -80,7 +80,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [argv[0], "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *argv[1:]],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    stdout=theirs.fileno(),  # like a pipe it cannot seek, which sys.stdout remembers
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -105,6 +105,7 @@ class ForkServer:
             wait_readable(self.fileno())
         self._answer()
         self._is_ready = True
+        self._socket.settimeout(_FORK_TIMEOUT_S)
 
     def fork(
         self,
@@ -141,9 +142,17 @@ class ForkServer:
                 given = [reader, out[1], err[1], guardian.pipe, *inherits.values()]
                 _send(self._socket, request, given)
                 pid = int(self._answer()["pid"])
+        except TimeoutError:  # it is stopped, or waits for a lock of a module
+            _close(files)
+            self._kill()  # a late answer would be taken for the next one
+            raise LaunchError(
+                f"--preload {self._modules}: its process has not forked a rank in {_FORK_TIMEOUT_S:.0f} s"
+            ) from None
         except OSError as error:
             _close(files)
-            raise LaunchError(f"--preload: a rank could not be forked: {error}") from error
+            ended = isinstance(error, ConnectionError)
+            reason = "its process has ended" if ended else f"a rank could not be forked: {error}"
+            raise LaunchError(f"--preload {self._modules}: {reason}") from error
         except BaseException:
             _close(files)
             raise
@@ -154,8 +163,8 @@ class ForkServer:
     def _answer(self) -> dict[str, Any]:
         try:
             answer, _ = _receive(self._socket)
-        except OSError as error:
-            answer = {"error": str(error)}
+        except ConnectionError:
+            answer = None
         if answer is None:
             answer = {"error": "its process has ended"}
         if "error" in answer:
@@ -163,13 +172,14 @@ class ForkServer:
         return answer
 
     def close(self) -> None:
-        """End the server; ranks live on."""
+        """Kill the server, and processes that its modules have started; ranks live on."""
         self._socket.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _input(stdin: int | None) -> int:
@@ -232,7 +242,7 @@ def serve() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:  # it died before prctl was called
         os._exit(1)
-    former = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     os.dup2(2, 1)  # what a module prints; sys.stdout is made already, and is as in a rank
     _prepare_main(argv)
     request, _ = _receive(sock)
@@ -253,8 +263,9 @@ def serve() -> None:
         request, descriptors = _receive(sock)
         if request is None:
             os._exit(0)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for file in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, ValueError):  # a module has replaced or closed it
+                file.flush()
         try:
             pid = _fork_twice()
         except OSError as trouble:
@@ -266,11 +277,8 @@ def serve() -> None:
             _send(sock, {"pid": pid})
         _close(descriptors)
     _become(request, descriptors, launcher)
-    for number, handler in former.items():
-        if signal.getsignal(number) is signal.SIG_IGN:  # or a module has set a handler of its own
-            signal.signal(number, handler)
     gc.enable()
-    _run(argv)
+    _run(argv, mask)
 
 
 def _import_all(modules: Sequence[str]) -> str:
@@ -287,35 +295,39 @@ def _import_all(modules: Sequence[str]) -> str:
 
 
 def _fork_twice() -> int:
-    """Fork a child of the launcher; return its process id here, and 0 there."""
+    """Fork a child of the launcher, in a new session; return its process id here, and 0 there."""
     reader, writer = os.pipe()
-    between = os.fork()
+    try:
+        between = os.fork()
+    except OSError:
+        _close([reader, writer])
+        raise
     if between:
         os.close(writer)
         with open(reader, "rb") as file:
             found = file.read()
-        os.waitpid(between, 0)
+        with suppress(ChildProcessError):  # a module has set SIGCHLD to be ignored
+            os.waitpid(between, 0)
         if not found:
             raise OSError("the process in between has failed")
         return int(found)
     between = os.getpid()
     try:
-        pid = os.fork()
-        if pid:
-            os.write(writer, str(pid).encode())
+        if os.fork():
             os._exit(0)
     except OSError:
         os._exit(1)
-    os.close(reader)
-    os.close(writer)
+    os.setsid()
     while os.getppid() == between:
         time.sleep(0.0005)
+    os.write(writer, str(os.getpid()).encode())
+    os.close(reader)
+    os.close(writer)
     return 0
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int], launcher: int) -> None:
     """Turn this process into the rank of a request."""
-    os.setsid()
     *standard, guardian = descriptors[:4]
     preparation(launcher, guardian, request["cores"])()
     environment = dict(request["environment"])
@@ -362,10 +374,11 @@ def _prepare_main(argv: Sequence[str]) -> None:
             sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
 
 
-def _run(argv: Sequence[str]) -> None:
-    """Run ``python argv...`` in this process, after :func:`_prepare_main`."""
+def _run(argv: Sequence[str], mask: Collection[int]) -> None:
+    """Run ``python argv...`` with a signal mask in this process, after :func:`_prepare_main`."""
     main = sys.modules["__main__"].__dict__
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if argv[0] == "-m":
             runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]
         elif "__file__" not in main:  # a directory or a zip file
