@@ -36,7 +36,7 @@ PROGRAMS = {
         print(sys.argv, sys.path[0], __name__, __file__, __spec__, __package__, __doc__, __cached__)
         print(type(__loader__).__name__, sorted(globals()), sys.modules["__main__"].rank == rank)
         print(repr(sys.stdin.read()), sys.stdout.line_buffering, sys.stderr.line_buffering)
-        print(sys.stdout.seekable())
+        print(sys.stdout.seekable(), sys.stdin.seekable(), sys.stdin.name, sys.stdin.mode, sys.stdin.errors)
         print([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
         import gc, threading
         print(len(os.listdir("/proc/self/fd")), threading.active_count(), gc.isenabled(), os.getcwd())
@@ -311,11 +311,32 @@ def test_modules_may_ignore_signals_close_stdout_and_leave_processes(workshop: W
         "tell('left', subprocess.Popen(['sleep', '600']).pid)\n"
         "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         "sys.stdout.close()\n"
+        "os.close(0)\n"
     )
-    code, _, err = workshop.run("import rude", options=["--preload", "rude"])
+    code, _, err = workshop.run("import rude\nassert not sys.stdin.read()", options=["--preload", "rude"])
     assert (code, err) == (0, b"")
     (left,) = workshop.pids("left")
     until(lambda: not alive(left))
+
+
+def test_a_module_may_fork(workshop: Workshop) -> None:
+    (workshop.path / "forking.py").write_text("import os\nos.fork()")
+    code, out, err = workshop.run("print('started')", ranks=1, options=["--preload", "forking"])
+    assert (code, out, err) == (0, b"[0] started\n", b"")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_standard_input_seeks_as_it_does_without(workshop: Workshop, kind: str) -> None:
+    (workshop.path / "input").write_text("a line\n")
+    for options in ([], ["--preload", "decimal"]):
+        with open(workshop.path / "input") as file:
+            launcher = workshop.start(
+                "print(sys.stdin.seekable(), sys.stdin.name, sys.stdin.readline())",
+                ranks=1, options=options, stdin=file if kind == "file" else subprocess.PIPE,
+            )  # fmt: skip
+            out, err = launcher.communicate(b"a line\n" if kind == "pipe" else None, timeout=240)
+        assert (launcher.returncode, err) == (0, b"")
+        assert out.startswith(f"[0] {kind == 'file'} <stdin> a line\n".encode())
 
 
 def test_the_launcher_does_not_wait_forever_for_a_stuck_server(monkeypatch: pytest.MonkeyPatch) -> None:

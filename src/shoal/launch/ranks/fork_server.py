@@ -250,7 +250,11 @@ def serve() -> None:
     # As the documentation of gc.freeze() advises: otherwise the collector of each rank visits, and so copies,
     # the pages of all imported objects, above all at exit.
     gc.disable()
-    if error := _import_all(request["modules"]):
+    server = os.getpid()
+    error = _import_all(request["modules"])
+    if os.getpid() != server:  # a module has forked, and this is its child
+        os._exit(0)
+    if error:
         _send(sock, {"error": error})
         os._exit(1)
     gc.freeze()
@@ -336,7 +340,8 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], launcher: in
         environment[name] = failure_report.descriptor_name(fd)
     for target, fd in enumerate(standard):
         os.dup2(fd, target)
-    _close([*standard, guardian])
+    _close([fd for fd in (*standard, guardian) if fd > 2])  # a module may have closed 0
+    _reopen_stdin()
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
@@ -346,6 +351,16 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], launcher: in
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
+
+
+def _reopen_stdin() -> None:
+    """Replace ``sys.stdin``, which remembers that /dev/null can seek."""
+    former: Any = sys.__stdin__
+    if former is None or former.closed or sys.stdin is not sys.__stdin__:
+        return
+    file: Any = open(0, encoding=former.encoding, errors=former.errors, closefd=False)  # noqa: SIM115
+    file.buffer.raw.name = "<stdin>"
+    vars(sys).update(stdin=file, __stdin__=file)
 
 
 # -- the program of a rank -----------------------------------------------------------------------
