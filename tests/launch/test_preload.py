@@ -234,6 +234,7 @@ def test_no_rank_starts_if_a_module_cannot_be_imported(
     code, out, err = workshop.run("print('started')", options=["--preload", module])
     assert (code, out) == (2, b"")
     assert f"--preload {module}: {expected}" in err.decode()
+    assert (f'{module}.py", line 1' in err.decode()) == (module in ("wrong", "leaving"))
 
 
 @pytest.mark.parametrize(

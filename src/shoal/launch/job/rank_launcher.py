@@ -170,15 +170,12 @@ class LocalRankLauncher(RankLauncher):
         newcomer: bool = False,
     ) -> LocalRank:
         """Start a process though this one may have threads."""
-        argv, inherits, fork = self._argv, [self._guardian.pipe], None
-        if self._fork_server is None:
-            argv = self._guardian.wrapped(self._argv, cores)
-        else:
+        start = partial(LocalRank, index, slot, restart, self.size, stdin=stdin, newcomer=newcomer)
+        if self._fork_server is not None:
             fork = partial(self._fork_server.fork, self._guardian, cores)
-        return LocalRank(
-            index, slot, restart, self.size, argv, environment,
-            stdin=stdin, inherits=inherits, fork=fork, newcomer=newcomer,
-        )  # fmt: skip
+            return start(self._argv, environment, fork=fork)
+        argv = self._guardian.wrapped(self._argv, cores)
+        return start(argv, environment, inherits=[self._guardian.pipe])
 
     def wait_started(self) -> None:
         if self._stdin is not None and self._selector is not None:

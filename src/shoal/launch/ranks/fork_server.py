@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -133,8 +134,8 @@ class ForkServer:
             give = subprocess.DEVNULL if stdin is None else stdin
             reader, writer = os.pipe() if give == subprocess.PIPE else (_input(stdin), -1)
             files += [reader, writer]
-            out, err = os.pipe(), os.pipe()
-            files += [*out, *err]
+            files += (out := os.pipe())
+            files += (err := os.pipe())
             request = {
                 "environment": dict(environment), "inherits": list(inherits), "cores": list(cores or ()),
             }  # fmt: skip
@@ -291,6 +292,9 @@ def _import_all(modules: Sequence[str]) -> str:
         try:
             importlib.import_module(name)
         except BaseException as error:
+            if not (isinstance(error, ModuleNotFoundError) and error.name == name) and error.__traceback__:
+                # Without the frame of this file.
+                traceback.print_exception(type(error), error, error.__traceback__.tb_next)
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
         others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         if others:
