@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from shoal.errors import UsageError
+from shoal.launch.agent_protocol import PROTOCOL
 from shoal.launch.cli import invoke
 from shoal.launch.ranks.environment import divide_cores, usable_cores
 from shoal.launch.remote.hosts import Host, parse_hosts, read_hostfile
@@ -221,7 +222,7 @@ def test_a_program_that_is_not_there_on_a_host_is_named(far: Workshop) -> None:
 def test_another_version_on_a_host_is_named(far: Workshop) -> None:
     code, _, err = run(far, "", hosts="old")
     assert code == 1
-    assert "host old: it runs shoal 9.9 (agents' protocol 2), and this is shoal " in err
+    assert f"host old: it runs shoal 9.9 (agents' protocol {PROTOCOL}), and this is shoal " in err
 
 
 def test_respawn_takes_a_slot_of_a_host_that_lives(far: Workshop) -> None:

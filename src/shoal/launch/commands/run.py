@@ -358,7 +358,7 @@ def run(
     argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
     preloaded = None
     if preload:
-        if len(argv) == len(command):
+        if len(argv) == len(command):  # without an interpreter in front
             raise click.UsageError(
                 f"--preload needs a Python script or module, and {command[0]} is a program"
             )
