@@ -44,8 +44,12 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
     """The device guard that torch queries.
 
     Torch also queries it while an exception of an operation leaves a backward pass, and aborts the process if
-    the query fails. So the query takes this exception away, and :func:`wrap_engine` raises it.
+    the query fails. So the query takes this exception away, and :func:`wrap_engine` raises it. And the guard
+    has no ``__dict__``: while an exception is set, Python finds no attribute of an object whose dictionary
+    lacks it, as with one that a debugger or a test of leaks has looked at.
     """
+
+    __slots__ = ()
 
     type_ = _core.constant_override(torch._C._autograd.DeviceType.PrivateUse1, _store)
 
