@@ -121,11 +121,17 @@ def main() -> int:
     console = Console()
     record: dict[str, Any] = {"operations": arguments.operations, "cores": os.cpu_count(), "results": {}}
     work = arguments.lanes, arguments.sizes, arguments.operations, arguments.rounds
-    count, environment = arguments.ranks, {"OMP_NUM_THREADS": "1"}
-    found = run_processes(measure, count, *work, timeout=_PATIENCE_S, env=environment)[0]
-    title = f"{arguments.operations} all-reduces, {count} ranks on one host"
-    show(found, title, console)
-    record["results"][title] = found
+    count = arguments.ranks
+
+    def run(where: str, **options: Any) -> None:
+        found = run_processes(
+            measure, count, *work, timeout=_PATIENCE_S, env={"OMP_NUM_THREADS": "1"}, **options
+        )[0]
+        title = f"{arguments.operations} all-reduces, {count} {where}"
+        show(found, title, console)
+        record["results"][title] = found
+
+    run("ranks on one host")
     if why := why_unavailable():
         console.print(f"not between hosts: {why}")
     else:
@@ -133,13 +139,8 @@ def main() -> int:
         with Network(*names) as network:
             if arguments.megabits or arguments.delay:
                 network.shape(megabits=arguments.megabits, delay_us=arguments.delay)
-            found = run_processes(
-                measure, count, *work, hosts=names, network=network, timeout=_PATIENCE_S, env=environment
-            )[0]
-        link = f"{arguments.megabits:g} Mbit/s" if arguments.megabits else "no limit"
-        title = f"{arguments.operations} all-reduces, {count} hosts, {link}, delay {arguments.delay:g} us"
-        show(found, title, console)
-        record["results"][title] = found
+            link = f"{arguments.megabits:g} Mbit/s" if arguments.megabits else "no limit"
+            run(f"hosts, {link}, delay {arguments.delay:g} us", hosts=names, network=network)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     console.print(f"wrote {arguments.out}")

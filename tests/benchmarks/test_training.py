@@ -62,7 +62,7 @@ def test_it_races_every_contender_and_leaves_a_record(benchmark: Callable[..., N
     assert (tmp_path / "training.png").stat().st_size > 0
 
 
-def test_the_parts_of_the_overhead_add_up(benchmark: Callable[..., None], tmp_path: Path) -> None:
+def test_the_parts_of_the_overhead_are_shown(benchmark: Callable[..., None], tmp_path: Path) -> None:
     benchmark("--parts", "--contenders", "alone", "shoal", "--seconds", "0.1", "--out", str(tmp_path))
     (race,) = json.loads((tmp_path / "training.json").read_text())["races"]
     assert list(race["wall"]) == ["alone", "shoal", "hooks", "shoal-single"]

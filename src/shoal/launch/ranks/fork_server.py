@@ -131,8 +131,7 @@ class ForkServer:
         self.wait_ready()
         files: list[int] = []
         try:
-            give = subprocess.DEVNULL if stdin is None else stdin
-            reader, writer = os.pipe() if give == subprocess.PIPE else (_input(stdin), -1)
+            reader, writer = os.pipe() if stdin == subprocess.PIPE else (_input(stdin), -1)
             files += [reader, writer]
             files += (out := os.pipe())
             files += (err := os.pipe())
