@@ -25,10 +25,10 @@ BARS = (
     Bar("shoal", ADD, least=25_000),
     Bar("shoal", ADD_TEAM, least=15_000),
     Bar("shoal", REPLAY, least=100_000),
-    Bar("shoal", f"{FETCH} [us, p50]", 100),
+    Bar("shoal", f"{FETCH} [us, p50]", 80),
     Bar("shoal", LARGE_MS, 1 / 0.8, of=("local", LARGE_MS)),
-    Bar("shoal", BACK_MS, 4, of=("local", BACK_MS)),
-    Bar("shoal", BETWEEN_MS, 2.5, of=("local", BETWEEN_MS)),
+    Bar("shoal", BACK_MS, 1.5, of=("local", BACK_MS)),
+    Bar("shoal", BETWEEN_MS, 1.5, of=("local", BETWEEN_MS)),
     Bar("shoal", DIGITS_MS, 1.3, of=("ranks", DIGITS_MS)),
 )
 SCRIPT = "controller_turns.py"

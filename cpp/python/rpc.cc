@@ -10,6 +10,7 @@
 #include <new>
 
 #include "collectives/calls.h"
+#include "kernels/reduce.h"
 #include "python/bindings.h"
 #include "python/interruptible_wait.h"
 #include "python/text.h"
@@ -297,6 +298,22 @@ Call& used(const Pending& self) {
   return *self.call;
 }
 
+// The parts of a packet; those that their lender wants back are copied on first use.
+const std::vector<Part>& parts_of(const Received& self) {
+  auto& parts = self.packet->parts;
+  if (std::none_of(parts.begin(), parts.end(), [](auto& part) { return part.wanted_back; })) return parts;
+  const WithoutGil released;
+  for (Part& part : parts) {
+    if (!part.wanted_back) continue;
+    if (auto own = self.endpoint->buffers().take(part.bytes)) {
+      kernels::copy(own.get(), part.data.get(), part.bytes, false);
+      part.data = std::move(own);
+    }
+    part.wanted_back = false;
+  }
+  return parts;
+}
+
 }  // namespace
 
 void bind_post(nb::module_& m) {
@@ -314,7 +331,7 @@ void bind_post(nb::module_& m) {
                      const auto head = self.packet->head();
                      return nb::bytes(reinterpret_cast<const char*>(head.data()), head.size());
                    })
-      .def_prop_ro("parts", [](const Received& self) { return self.packet->parts; })
+      .def_prop_ro("parts", &parts_of)
       .def("remaining",
            [](const Received& self) -> nb::object {
              const auto& handling = self.packet->handling;
@@ -414,7 +431,7 @@ void bind_post(nb::module_& m) {
           [](OwnedEndpoint& self, std::uint64_t bytes) {
             RpcEndpoint& endpoint = self.use();
             const WithoutGil released;
-            Part part{endpoint.buffers().take(bytes), bytes};
+            Part part{endpoint.part_to_send(bytes), bytes};
             if (!part.data) throw std::bad_alloc();
             return part;
           },

@@ -204,6 +204,12 @@ std::shared_ptr<SharedBufferPool> RpcEndpoint::lender() {
   return lender_;
 }
 
+std::shared_ptr<std::byte> RpcEndpoint::part_to_send(std::uint64_t bytes) {
+  const auto from = lender();
+  auto reserved = from ? from->reserve(bytes) : nullptr;
+  return reserved ? reserved : buffers_->take(bytes);
+}
+
 // Takes back blocks that a lost peer has not taken, or all if its process has `ended`; stops watching the
 // process when it has no more blocks.
 void RpcEndpoint::release_peer_buffers(int id, bool ended) {

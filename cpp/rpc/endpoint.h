@@ -102,6 +102,8 @@ class RpcEndpoint final : public FrameSink, public PeerListener {
   std::vector<int> close(std::int64_t deadline);
 
   BufferPool& buffers() override { return *buffers_; }
+  // Memory for a part to be sent: lent without a copy to a peer of this host.  Null if out of memory.
+  std::shared_ptr<std::byte> part_to_send(std::uint64_t bytes);
   // Releases memory that a forked child should not inherit.
   void before_fork() { buffers_->clear(); }
   // In a forked child: closes inherited descriptors.

@@ -54,6 +54,7 @@ OutgoingPacket compose(const PacketFields& fields, std::span<const std::byte> he
 struct Part {
   std::shared_ptr<std::byte> data;
   std::uint64_t bytes = 0;
+  bool wanted_back = false;  // the peer that lends the memory asks for a copy
 };
 
 // A received call on the callee's side, from its first frame until it is answered.

@@ -91,8 +91,11 @@ Destination PacketAssembler::on_header(const FrameHeader& header) {
   piece->whole = current_;
   if (header.code == kSharedBuffer) {  // taken even if the packet is dropped, so that the block is returned
     const char* flaw = "lent memory, and shares none";
-    if (peer_.borrowed)
-      piece->memory = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
+    if (peer_.borrowed) {
+      auto taken = peer_.borrowed->take(header.loan.place, header.loan.number, header.total, flaw);
+      piece->memory = std::move(taken.data);
+      piece->wanted_back = taken.wanted_back;
+    }
     if (!piece->memory) peer_.link.refuse(flaw);
     return {nullptr, piece};
   }
@@ -159,7 +162,7 @@ void PacketAssembler::finish(IncomingPart& piece) {
   if (piece.index == kPacketItself)
     whole.packet->body = piece.memory;
   else
-    whole.apart[piece.index] = {piece.memory, piece.header.total};
+    whole.apart[piece.index] = {piece.memory, piece.header.total, piece.wanted_back};
   if (--whole.missing == 0) complete(whole);
 }
 

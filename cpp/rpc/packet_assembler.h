@@ -45,6 +45,7 @@ class PacketAssembler {
     std::shared_ptr<PartialPacket> whole;
     std::size_t index = 0;  // of the part, or kPacketItself
     std::shared_ptr<std::byte> memory;
+    bool wanted_back = false;            // by the peer that lends the memory
     std::unique_ptr<std::byte[]> early;  // its first bytes, until the budget has room for it
     Charge charge;
   };

@@ -1,10 +1,14 @@
 #include "rpc/shared_buffers.h"
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "common/clock.h"
@@ -13,54 +17,88 @@
 namespace shoal {
 namespace {
 
-constexpr std::uint64_t kHeader = 64;           // bytes before a block's data, for the alignment of tensors
+constexpr std::uint64_t kPage = 4096;
+constexpr std::uint64_t kHeader = kPage;        // bytes before a block's data, which can be mapped by itself
+constexpr std::uint64_t kWantedBack = 8;        // place in the header of the sender's request for a copy
 constexpr std::uint64_t kTaken = 1ULL << 63;    // in a block's word
 constexpr std::uint64_t kLargest = 1ULL << 40;  // maximum bytes of a memory: several fit in an address space
 constexpr std::size_t kChecksPerLease = 16;     // blocks that one loan checks, however many are lent
 constexpr std::int64_t kLongestPause = 64 * kSecond;
-constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kStream = 16 << 20;  // larger copies bypass the caches
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 std::uint64_t whole_pages(std::uint64_t bytes) { return std::min(bytes, kLargest) / kPage * kPage; }
 
-// -- forks: a child may read blocks that its parent holds, so these must not be returned ------------------
+std::uint64_t page_end(std::uint64_t at) { return (at + kPage - 1) / kPage * kPage; }
 
-std::atomic<unsigned> forks{0};    // incremented before and after a fork, so that none is missed
-std::atomic<unsigned> process{0};  // incremented in the child
-
-void count_fork() { forks.fetch_add(1); }
-
-void watch_forks() {
-  static const int registered = pthread_atfork(count_fork, count_fork, [] { process.fetch_add(1); });
-  (void)registered;
-}
+std::atomic<unsigned> process{0};  // incremented in a forked child
 
 }  // namespace
 
 // -- sending ----------------------------------------------------------------------------------------------
 
 SharedBufferPool::SharedBufferPool(std::uint64_t limit, std::function<void()> sooner)
-    : arena_(whole_pages(limit), whole_pages(limit)), sooner_(std::move(sooner)), tidy_at_(kNever) {}
+    : arena_(whole_pages(limit), whole_pages(limit)),
+      limit_(limit),
+      sooner_(std::move(sooner)),
+      tidy_at_(kNever) {}
 
-std::unique_ptr<SharedBufferPool::Lease> SharedBufferPool::lend(int peer, const std::byte* data,
-                                                                std::uint64_t bytes) {
-  std::uint64_t place;
+bool SharedBufferPool::allocate(std::uint64_t bytes, std::uint64_t& place) {
   {
     std::lock_guard lock(mutex_);
     look(kChecksPerLease);
   }
   try {
-    place = arena_.allocate(kHeader + bytes);
+    place = arena_.allocate(kHeader + page_end(bytes));
+    return true;
   } catch (const OutOfMemory&) {
-    return nullptr;
+    return false;
   }
-  kernels::copy(arena_.mapping().base() + place + kHeader, data, bytes, bytes >= kStream);
+}
+
+std::shared_ptr<std::byte> SharedBufferPool::reserve(std::uint64_t bytes) {
+  std::uint64_t place;
+  if (bytes > kLargest || !allocate(bytes, place)) return nullptr;
   std::lock_guard lock(mutex_);
+  word(place).store(kTaken, std::memory_order_relaxed);
+  table_.emplace(place, Entry{0, 0, bytes});
+  return {arena_.mapping().base() + place + kHeader,
+          [self = shared_from_this(), place](std::byte*) { self->cancel_reservation(place); }};
+}
+
+void SharedBufferPool::cancel_reservation(std::uint64_t place) {
+  if (disowned_.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(mutex_);
+  auto found = table_.find(place);
+  found->second.reserved = 0;
+  if (found->second.number == 0) free(found);
+}
+
+std::unique_ptr<SharedBufferPool::Lease> SharedBufferPool::lend(int peer, const std::byte* data,
+                                                                std::uint64_t bytes) {
+  std::uint64_t place;
+  std::unique_lock lock(mutex_, std::defer_lock);
+  Table::iterator entry = table_.end();
+  if (arena_.contains(data, bytes) && arena_.offset_of(data) >= kHeader) {
+    place = arena_.offset_of(data) - kHeader;
+    lock.lock();
+    entry = table_.find(place);
+    const bool whole = entry != table_.end() && entry->second.number == 0 && entry->second.reserved >= bytes;
+    if (!whole) entry = table_.end();  // somebody has it already, or this is a part of it
+  }
+  if (entry == table_.end()) {
+    if (lock.owns_lock()) lock.unlock();
+    if (!allocate(bytes, place)) return nullptr;
+    kernels::copy(arena_.mapping().base() + place + kHeader, data, bytes, bytes >= kStream);
+    lock.lock();
+    entry = table_.emplace(place, Entry{}).first;
+  }
   const std::uint64_t number = ++loans_;
+  entry->second.number = number;
+  entry->second.peer = peer;
+  word(place + kWantedBack).store(arena_.in_use() > limit_ / 2, std::memory_order_relaxed);
   word(place).store(number, std::memory_order_release);
-  table_.emplace(place, Lent{number, peer});
   pause_ = kSecond;
   if (const std::int64_t at = now_ns() + pause_; at < tidy_at_) {
     tidy_at_ = at;
@@ -76,6 +114,12 @@ bool SharedBufferPool::untaken(const Table::value_type& entry) {
 }
 
 SharedBufferPool::Table::iterator SharedBufferPool::free(Table::iterator at) {
+  if (at->second.reserved > 0) {
+    at->second.number = 0;
+    at->second.peer = 0;
+    word(at->first).store(kTaken, std::memory_order_relaxed);
+    return std::next(at);
+  }
   arena_.release(at->first);
   return table_.erase(at);
 }
@@ -136,24 +180,70 @@ void SharedBufferPool::tidy(std::int64_t now) {
 
 // -- borrowing --------------------------------------------------------------------------------------------
 
+// All memories of peers; before a fork, what this process holds of them becomes private.
+struct Forks {
+  std::mutex mutex;
+  std::set<PeerBuffer*> all;
+
+  static Forks& of_process() {
+    static auto* const forks = [] {
+      pthread_atfork([] { of_process().before(); }, [] { of_process().after(); },
+                     [] { of_process().in_child(); });
+      return new Forks;
+    }();
+    return *forks;
+  }
+
+  // The locks are held during the fork, so that no part is taken meanwhile.
+  void before() {
+    mutex.lock();
+    for (PeerBuffer* each : all) {
+      each->mutex_.lock();
+      each->separate();
+    }
+  }
+  void after() {
+    for (PeerBuffer* each : all) each->mutex_.unlock();
+    mutex.unlock();
+  }
+  void in_child() {
+    process.fetch_add(1);
+    for (PeerBuffer* each : all) close(std::exchange(each->fd_, -1));
+    after();
+  }
+};
+
 PeerBuffer::PeerBuffer(int fd, std::size_t length)
-    : memory_(fd, length, Mapping::kInherited), process_(process.load()) {
-  watch_forks();
+    : memory_(fd, length, Mapping::kInherited), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)), process_(process.load()) {
+  Forks& forks = Forks::of_process();
+  std::lock_guard lock(forks.mutex);
+  forks.all.insert(this);
 }
 
-std::shared_ptr<std::byte> PeerBuffer::take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
-                                            const char*& flaw) {
+PeerBuffer::~PeerBuffer() {
+  Forks& forks = Forks::of_process();
+  {
+    std::lock_guard lock(forks.mutex);
+    forks.all.erase(this);
+  }
+  if (fd_ >= 0) close(fd_);
+}
+
+PeerBuffer::Taken PeerBuffer::take(std::uint64_t place, std::uint64_t number, std::uint64_t bytes,
+                                   const char*& flaw) {
   flaw = claim(place, number, bytes);
-  if (flaw != nullptr) return nullptr;
-  return {memory_.base() + place + kHeader,
-          [self = shared_from_this(), place](std::byte*) { self->give_back(place); }};
+  if (flaw != nullptr) return {};
+  std::shared_ptr<std::byte> data{memory_.base() + place + kHeader,
+                                  [self = shared_from_this(), place](std::byte*) { self->give_back(place); }};
+  const auto& wanted_back = *memory_.at<std::atomic<std::uint64_t>>(place + kWantedBack);
+  return {std::move(data), wanted_back.load(std::memory_order_relaxed) != 0};
 }
 
 const char* PeerBuffer::claim(std::uint64_t place, std::uint64_t number, std::uint64_t bytes) {
-  if (bytes == 0 || place % kHeader != 0 || !memory_.holds(place, kHeader) ||
-      !memory_.holds(place + kHeader, bytes))
+  if (bytes == 0 || bytes > kLargest || place % kPage != 0 || !memory_.holds(place, kHeader) ||
+      !memory_.holds(place + kHeader, page_end(bytes)))
     return "a part beyond the memory that it lends";
-  const std::uint64_t end = place + kHeader + bytes;
+  const std::uint64_t end = place + kHeader + page_end(bytes);
   std::lock_guard lock(mutex_);
   auto next = held_.lower_bound(place);
   if ((next != held_.end() && next->first < end) ||
@@ -163,7 +253,7 @@ const char* PeerBuffer::claim(std::uint64_t place, std::uint64_t number, std::ui
   auto& word = *memory_.at<std::atomic<std::uint64_t>>(place);
   if (!word.compare_exchange_strong(number, number | kTaken, std::memory_order_acq_rel))
     return "a part that it has not lent, or has taken back";
-  held_.emplace_hint(next, place, Held{end, forks.load()});
+  held_.emplace_hint(next, place, Held{end});
   return nullptr;
 }
 
@@ -171,9 +261,31 @@ void PeerBuffer::give_back(std::uint64_t place) {
   if (process_ != process.load(std::memory_order_relaxed)) return;  // a forked child has taken nothing
   std::lock_guard lock(mutex_);
   auto found = held_.find(place);
-  if (found->second.forks != forks.load()) return;  // a child may read the block, so keep it forever
+  if (found->second.kind == Kind::kInherited) return;
+  if (found->second.kind == Kind::kPrivate && !map(place, found->second.end, true)) return;
   held_.erase(found);
   memory_.at<std::atomic<std::uint64_t>>(place)->store(0, std::memory_order_release);
+}
+
+// Maps the data of a block again, to be shared with the sender or private, without changing its contents.
+bool PeerBuffer::map(std::uint64_t place, std::uint64_t end, bool shared) {
+  const std::uint64_t begin = place + kHeader;
+  return mmap(memory_.base() + begin, end - begin, PROT_READ | PROT_WRITE,
+              MAP_FIXED | (shared ? MAP_SHARED | MAP_NORESERVE : MAP_PRIVATE), fd_,
+              static_cast<off_t>(begin)) != MAP_FAILED;
+}
+
+// Requires the lock: makes all blocks private.  Adding 0 makes the kernel copy a page, and loses no write of
+// another thread.
+void PeerBuffer::separate() {
+  if (process_ != process.load(std::memory_order_relaxed)) return;
+  for (auto& [place, held] : held_) {
+    if (held.kind != Kind::kShared) continue;
+    held.kind = map(place, held.end, false) ? Kind::kPrivate : Kind::kInherited;
+    if (held.kind == Kind::kInherited) continue;
+    for (std::uint64_t at = place + kHeader; at < held.end; at += kPage)
+      std::atomic_ref<std::uint64_t>(*memory_.at<std::uint64_t>(at)).fetch_add(0, std::memory_order_relaxed);
+  }
 }
 
 std::shared_ptr<PeerBuffer> PeerMemories::open(int fd) {

@@ -86,8 +86,17 @@ class Station {
         PacketFields fields;
         fields.verb = chance(random, 10) ? Verb::kFailure : Verb::kReply;
         std::vector<PartToSend> parts;
-        for (const Part& part : packet->parts) parts.push_back({part.data.get(), part.bytes});
-        endpoint->reply(*packet, fields, packet->head(), parts, packet);
+        const auto copies = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
+        for (const Part& part : packet->parts) {
+          const std::byte* data = part.data.get();
+          if (auto copy = chance(random, 2) ? endpoint->part_to_send(part.bytes) : nullptr) {
+            std::copy_n(data, part.bytes, copy.get());
+            data = copies->emplace_back(std::move(copy)).get();
+          }
+          parts.push_back({data, part.bytes});
+        }
+        endpoint->reply(*packet, fields, packet->head(), parts,
+                        std::make_shared<std::pair<PacketPtr, std::shared_ptr<void>>>(packet, copies));
       }
     }
   }

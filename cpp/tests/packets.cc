@@ -142,7 +142,7 @@ class Liar {
     });
     const std::uint64_t last = places_.empty() ? 0 : places_.back();
     try {
-      part.loan.place = arena_.allocate(part.total + 64);
+      part.loan.place = arena_.allocate(4096 + part.total);
     } catch (const OutOfMemory&) {
       return false;
     }
@@ -160,7 +160,7 @@ class Liar {
           part.total = std::max<std::uint64_t>(odd(), 1);
           break;
         case 3:  // memory that is already lent, or overlaps such memory
-          part.loan.place = last + 64 * (random_() % 3);
+          part.loan.place = last + 2048 * (random_() % 5);
           break;
         default:
           word(part.loan.place) = odd();

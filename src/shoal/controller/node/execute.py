@@ -19,7 +19,7 @@ from ...common.formatting import describe_error, traceback_of
 from ...rpc import current
 from ..protocol import commands
 from ..protocol.commands import Definition, OperationFailure, Recipe, Template, fill_templates
-from ..protocol.copies import copied
+from ..protocol.copies import copy_to_send
 from ..protocol.metadata import format_metadata, is_layout_of, wire_metadata
 from ..protocol.operators import function
 from . import accelerators, node_operators
@@ -348,7 +348,7 @@ class SpaceExecutor:
         else:
             # copied: the next batch may write to the tensor while the reply is sent
             value = value.resolve_conj().resolve_neg().detach().cpu()
-            self._reply.values.append(("tensor", copied(value, current().agent)))
+            self._reply.values.append(("tensor", copy_to_send(value, current().agent)))
 
     def _seed(self, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         accelerators.seed(a[p + 1] | a[p + 2] << 32)

@@ -16,7 +16,7 @@ from ...common.never_compile import never_compile
 from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ..protocol.commands import Definition, Template
-from ..protocol.copies import copied
+from ..protocol.copies import owned
 from . import peers, place_groups
 
 #: namespace of copies and collectives, and of checks
@@ -65,7 +65,7 @@ def _receive(
     mine = peers.of_session(session)
     source, channel = next((sender, at) for sender, to, at in _routes(routes) if to == mine.index)
     x = mine.receive(source, channel)
-    return copied(x, mine.agent) if device.type == "cpu" else x.to(device)
+    return owned(x) if device.type == "cpu" else x.to(device)
 
 
 def _routes(routes: Sequence[int]) -> list[tuple[int, int, int]]:

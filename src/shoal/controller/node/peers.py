@@ -16,22 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ...common.formatting import describe_error
-from ...errors import GroupError, RpcError, ShoalError
+from ...errors import ShoalError
 from ...future import Future
 from ...rpc import Agent
 from ...rpc.peer import Peer
 from ..protocol.commands import LOST
-from ..protocol.copies import MIN_LENT_BYTES
+from ..protocol.copies import copy_to_send
 from ..protocol.workers import MASTER
 
 #: maximum bytes of a tensor that the message has copied when the call returns
@@ -78,8 +76,6 @@ class Peers:
         #: for each node the epoch below which all workers are lost; the node lost last is at the end
         self._lost_below = {each: epoch for each, (_, epoch) in self._members.items()}
         self._peers: dict[int, Peer] = {}
-        #: nodes to which a large tensor could not be lent
-        self._cannot_lend_to: set[int] = set()
         self._changed = threading.Condition()
         self._arrived: dict[_Key, Any] = {}
         self._closed = False
@@ -95,19 +91,9 @@ class Peers:
             self.deliver(key, x.to("cpu", copy=True))
             return
         x = x.cpu()
-        lending = x.nbytes > MIN_LENT_BYTES and to not in self._cannot_lend_to and _is_dense(x)
-        if not lending:
-            self._deliver(to, key, x if x.nbytes <= MAX_INLINE_BYTES and _is_dense(x) else x.clone())
-            return
-        alias = from_dlpack(x)  # a separate storage object, to see who refers to it
-        read = weakref.ref(alias.untyped_storage())
-        future = self._deliver(to, key, alias)
-        del alias
-        _ = self.agent.endpoint.post.lends  # releases buffers that were sent
-        if future is not None and read() is not None:
-            self._cannot_lend_to.add(to)
-            with contextlib.suppress(RpcError, GroupError):
-                future.wait()
+        # A short one is copied while it is encoded.
+        sent_at_once = x.nbytes <= MAX_INLINE_BYTES and _is_dense(x)
+        self._deliver(to, key, x if sent_at_once else copy_to_send(x, self.agent))
 
     def send_poison(self, poison: tuple[int, int], to: int, channel: int) -> None:
         """Send the node and number of a failure instead of a tensor."""
@@ -122,10 +108,10 @@ class Peers:
         self._sent[to, channel] += 1
         return self.index, channel, count
 
-    def _deliver(self, to: int, key: _Key, value: Any) -> Future[Any] | None:
+    def _deliver(self, to: int, key: _Key, value: Any) -> None:
         name = self.name(to, key[1] - self.epoch)
         if name is None:
-            return None
+            return
         try:
             peer = self._peers.get(to)
             if peer is None or peer.name != name:
@@ -134,9 +120,8 @@ class Peers:
             future = peer.call(deliver, self.session, key, value)
         except ShoalError as error:
             self._not_delivered(to, key, error)
-            return None
+            return
         future.add_done_callback(partial(self._delivered, to, key))
-        return future
 
     def _delivered(self, to: int, key: _Key, future: Future[Any]) -> None:
         error = future.exception()
@@ -258,7 +243,6 @@ class Peers:
     def _forget(self, index: int, epoch: int) -> None:
         """Forget the state of a node's workers older than the last lost one."""
         self._peers.pop(index, None)
-        self._cannot_lend_to.discard(index)
         old = epoch - 1 + self.epoch
         for counts in (self._sent, self._received):
             for each in [each for each in counts if each[0] == index and each[1] < old]:

@@ -16,7 +16,7 @@ from ..commands.batch import fresh_copy
 from ..commands.interrupts import call_without_interrupt
 from ..commands.space import Space, apart
 from ..node.node_operators import NAMESPACE
-from ..protocol.copies import copied
+from ..protocol.copies import owned
 from ..protocol.operators import special
 from . import current
 from .dispatch import dispatch, upload
@@ -68,10 +68,7 @@ def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         sent = copy_between_nodes(_narrowed(tensor, rest.get("dtype")), current.master().space(device.index))
         return func(sent, **rest) if _changes(sent, rest) else sent
     here = fetch(tensor)
-    if device.type != "cpu" or _changes(here, rest):
-        return func(here, **kwargs)
-    # The node gets back the memory that it lends, and a forked child does not share the copy.
-    return copied(here, tensor.handle.space.connections[0].node.master)
+    return func(here, **kwargs) if device.type != "cpu" or _changes(here, rest) else owned(here)
 
 
 def _changes(tensor: torch.Tensor, options: dict[str, Any]) -> bool:
