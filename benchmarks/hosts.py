@@ -111,6 +111,7 @@ def _work(group: Any, operation: str, size: int, ranks: int) -> _Work:
         return {
             "all_reduce": lambda: dist.all_reduce(whole),
             "reduce": lambda: dist.reduce(whole, 0),
+            "broadcast": lambda: dist.broadcast(whole, 0),
             "all_gather": lambda: dist.all_gather_into_tensor(whole, small),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(small, whole),
         }[operation]
@@ -118,6 +119,7 @@ def _work(group: Any, operation: str, size: int, ranks: int) -> _Work:
     return {
         "all_reduce": lambda: group.all_reduce(whole).wait(),
         "reduce": lambda: group.reduce(whole, 0).wait(),
+        "broadcast": lambda: group.broadcast(whole, 0).wait(),
         "all_gather": lambda: group.all_gather(parts, small).wait(),
         "reduce_scatter": lambda: group.reduce_scatter(small, parts).wait(),
     }[operation]
@@ -169,9 +171,8 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--ranks", type=int, default=1, help="ranks on each host")
-    parser.add_argument(
-        "--operation", default="all_reduce", choices=["all_reduce", "reduce", "all_gather", "reduce_scatter"]
-    )
+    operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"]
+    parser.add_argument("--operation", default="all_reduce", choices=operations)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--megabits", type=float, help="rate of each host in Mbit/s")

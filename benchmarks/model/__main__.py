@@ -2,7 +2,7 @@
 
 python -m benchmarks.model                                   # tables, and out/model.png
 python -m benchmarks.model --write                           # the tables into docs/algorithms.md
-python -m benchmarks.model --measured out/tcp/scaling.json   # fit up to 8 ranks, predict the others
+python -m benchmarks.model --measured out/hosts.json         # fit up to 8 ranks, predict the others
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="The cost of all-reduce on 8 to 4,096 hosts, computed and not measured."
     )
-    parser.add_argument("--measured", type=Path, help="a record of benchmarks/scaling.py over TCP")
+    parser.add_argument(
+        "--measured", type=Path, help="a record of benchmarks/hosts.py, or of scaling.py over TCP"
+    )
     parser.add_argument("--write", action="store_true", help="write the tables into docs/algorithms.md")
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the picture")
     arguments = parser.parse_args()

@@ -1,18 +1,23 @@
 """Fit the model's parameters to measured points, and check predictions.
 
-Reads results of ``benchmarks/scaling.py`` with ``SHOAL_TRANSPORT=tcp``. There all ranks share one machine's
-cores, and sending is CPU work: everything that occupies a port takes ranks / cores times as long.
+Reads results of ``benchmarks/hosts.py``, and of ``benchmarks/scaling.py`` with ``SHOAL_TRANSPORT=tcp``. There
+all ranks share one machine's cores, and sending is CPU work: everything that occupies a port takes ranks /
+cores times as long. An exception are the bytes on links with a limited rate, which is then given, not fitted.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .algorithms import shoal
+from shoal import _core
+
+from .algorithms import ALGORITHMS, Algorithm, shoal
 from .parameters import Parameters
 
 #: names of measured operations -> bytes
@@ -27,26 +32,38 @@ _UNITS = (
 
 @dataclass(frozen=True)
 class Point:
+    """A measured all-reduce.
+
+    Attributes:
+        cores: of the machine with all ranks.
+        algorithm: None: that of ``algorithm="auto"``.
+        gap: seconds per byte of the links, if their rate is limited.
+    """
+
     ranks: int
     nbytes: int
     seconds: float
     cores: int
+    algorithm: Algorithm | None = None
+    gap: float | None = None
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The factors of the four parameters in the time of this all-reduce."""
-        algorithm = shoal(self.nbytes, self.ranks)
+        algorithm = self.algorithm or shoal(self.nbytes, self.ranks)
         crowd = max(1.0, self.ranks / self.cores)
-        latency, *occupied = (algorithm.time(self.ranks, self.nbytes, unit) for unit in _UNITS)
-        return latency, *(crowd * each for each in occupied)
+        latency, overhead, gap, gamma = (algorithm.time(self.ranks, self.nbytes, unit) for unit in _UNITS)
+        return latency, crowd * overhead, gap if self.gap is not None else crowd * gap, crowd * gamma
 
     def predicted(self, machine: Parameters) -> float:
         return float(np.dot(self.coefficients, astuple(machine)))
 
 
 def read(path: Path) -> list[Point]:
-    """Read the points of a record; raise ``ValueError`` if it was not measured over TCP."""
+    """Read the points of a record; raise ``ValueError`` if it is not one of all-reduces over TCP."""
     record = json.loads(path.read_text())
+    if "megabits" in record:
+        return _read_hosts(path, record)
     if record["transport"] != "tcp":
         raise ValueError(f"{path}: measured with transport {record['transport']!r}; set SHOAL_TRANSPORT=tcp")
     return [
@@ -56,8 +73,31 @@ def read(path: Path) -> list[Point]:
     ]
 
 
+def _read_hosts(path: Path, record: dict[str, Any]) -> list[Point]:
+    if record["operation"] != "all_reduce":
+        raise ValueError(f"{path}: measured {record['operation']}; the model has all_reduce only")
+    gap = 8e-6 / record["megabits"] if record["megabits"] else None
+    algorithms = {each.name: each for each in ALGORITHMS}
+    points = []
+    for places, sizes in record["results"].items():
+        hosts, ranks = map(int, places.split("x"))
+        if ranks > 1 or hosts & (hosts - 1):
+            raise ValueError(
+                f"{path}: {hosts} hosts of {ranks}; the model has powers of two, of one rank each"
+            )
+        for size, contenders in sizes.items():
+            for name, times in contenders.items():
+                if name not in ("direct", "doubling", "halving"):
+                    continue
+                # A few bytes are sent to all others at once.
+                chosen = "everyone" if name == "direct" and int(size) <= _core.at_once_limit(hosts) else name
+                seconds = statistics.median(times["seconds"])
+                points.append(Point(hosts, int(size), seconds, record["cores"], algorithms[chosen], gap))
+    return points
+
+
 def fit(points: list[Point], gamma: float) -> Parameters:
-    """Fit latency, overhead and gap by least squares of the relative errors, with none negative.
+    """Fit latency, overhead and, unless given, gap by least squares of the relative errors, none negative.
 
     Args:
         points: at least three, with different sizes and numbers of ranks.
@@ -65,15 +105,16 @@ def fit(points: list[Point], gamma: float) -> Parameters:
     """
     rows = np.array([point.coefficients for point in points])
     seconds = np.array([point.seconds for point in points])
+    given_gap = points[0].gap or 0.0
     matrix = rows[:, :3] / seconds[:, None]
-    target = 1 - rows[:, 3] * gamma / seconds
-    kept = [0, 1, 2]
+    target = 1 - (rows[:, 3] * gamma + rows[:, 2] * given_gap) / seconds
+    kept = [0, 1] if given_gap else [0, 1, 2]
     while True:
         found, *_ = np.linalg.lstsq(matrix[:, kept], target, rcond=None)
         if (found >= 0).all() or len(kept) == 1:
             break
         kept.pop(int(np.argmin(found)))
-    values = [0.0, 0.0, 0.0]
+    values = [0.0, 0.0, given_gap]
     for index, value in zip(kept, found, strict=True):
         values[index] = float(value)
     latency, overhead, gap = values

@@ -89,12 +89,14 @@ def show_fit(points: Sequence[Point], machine: Parameters, fitted: int, console:
         f"latency {time_name(machine.latency)}, overhead {time_name(machine.overhead)} a message, "
         f"{machine.gap * 1e9:.3g} ns a byte, fitted to the points of up to {fitted} ranks"
     )
-    table = Table("ranks", "tensor", "measured", "model", "error", "", title="all-reduce over TCP")
+    head = ("ranks", "tensor", "algorithm", "measured", "model", "error", "")
+    table = Table(*head, title="all-reduce over TCP")
     for point in points:
         predicted = point.predicted(machine)
         table.add_row(
             str(point.ranks),
             size_name(point.nbytes),
+            point.algorithm.name if point.algorithm else "auto",
             time_name(point.seconds),
             time_name(predicted),
             f"{predicted / point.seconds - 1:+.0%}",

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <deque>
 #include <memory>
 
 #include "engine/messages.h"
@@ -16,6 +18,7 @@ constexpr double kOverhead = 16 << 10;  // work for a message, besides its bytes
 // The direct algorithms overlap their steps, and are preferred to others that save less than this share.
 constexpr double kMargin = 0.2;
 
+constexpr std::uint64_t kPiece = kEager;          // of a part that is sent on as it arrives
 constexpr std::uint64_t kSmall = 32 * 1024;       // up to this size, all-reduce exchanges everything at once
 constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two members, which send equally much either way
 
@@ -57,6 +60,33 @@ std::vector<int> held_blocks(int members) {
   std::vector<int> held(1, members);
   while (held.back() > 1) held.push_back((held.back() + 1) / 2);
   return held;
+}
+
+// Messages that need no grant: while one is on its way, the receiver's grant of a longer one could wait
+// behind what the receiver itself sends.  The number of a piece is in the step's upper bits, which are not
+// used.
+constexpr int kPieceBits = 24;
+constexpr std::uint64_t kMostPieces = 64;
+
+void in_pieces(std::uint64_t bytes, auto&& each) {
+  std::uint64_t offset = 0, index = 0;
+  do {
+    const std::uint64_t length = index + 1 < kMostPieces ? std::min(kPiece, bytes - offset) : bytes - offset;
+    each(static_cast<std::uint32_t>(index++ << kPieceBits), offset, length);
+    offset += length;
+  } while (offset < bytes);
+}
+
+void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes) {
+  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
+    messages.send(to, step | number, data + offset, length);
+  });
+}
+
+void receive_pieces(Messages& messages, int from, std::uint32_t step, std::byte* data, std::uint64_t bytes) {
+  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
+    messages.receive(from, step | number, data + offset, length);
+  });
 }
 
 void combine(const kernels::Reduction& reduction, std::byte* to, const std::byte* low, const std::byte* high,
@@ -202,9 +232,9 @@ Task gather_by_tree(Operation& op, const Members& members, std::byte* data, cons
     std::uint32_t number = step;
     for (auto [from, to] : segments(members, bytes, root + first, std::min(distance, size - first))) {
       if (sends)
-        messages.send(peer, number, data + from, to - from);
+        send_pieces(messages, peer, number, data + from, to - from);
       else
-        messages.receive(peer, number, data + from, to - from);
+        receive_pieces(messages, peer, number, data + from, to - from);
       ++number;
     }
     if (sends) break;
@@ -311,12 +341,13 @@ Task scatter_partials(Operation& op, const Members& members, std::byte* partial,
     std::uint64_t at = 0;
     std::uint32_t number = step;
     for (auto [first, last] : mine) {
-      messages.receive(members.rank(self - kept), number++, room.data() + at, (last - first) * wide);
+      receive_pieces(messages, members.rank(self - kept), number++, room.data() + at, (last - first) * wide);
       at += (last - first) * wide;
     }
     number = step;
     for (auto [first, last] : segments(members, elements, self + kept, sent))
-      messages.send(members.rank(self + kept), number++, partial + first * wide, (last - first) * wide);
+      send_pieces(messages, members.rank(self + kept), number++, partial + first * wide,
+                  (last - first) * wide);
     Task arrived = messages.finish_receives();
     co_await arrived;
     at = 0;
@@ -343,10 +374,10 @@ Task gather_blocks(Operation& op, const Members& members, std::byte* data, const
     const int kept = held[round + 1], moved = held[round] - kept;
     std::uint32_t number = step;
     for (auto [first, last] : segments(members, bytes, self + kept, moved))
-      messages.receive(members.rank(self + kept), number++, data + first, last - first);
+      receive_pieces(messages, members.rank(self + kept), number++, data + first, last - first);
     number = step;
     for (auto [first, last] : segments(members, bytes, self, moved))
-      messages.send(members.rank(self - kept), number++, data + first, last - first);
+      send_pieces(messages, members.rank(self - kept), number++, data + first, last - first);
     Task arrived = messages.finish_receives();
     co_await arrived;
   }
@@ -368,7 +399,65 @@ Task barrier(Operation& op, Members members) {
   co_await done;
 }
 
+namespace {
+
+// The root sends a part of the data to each other member, which sends it to all others (Barnett and others
+// 1994: scatter and all-gather), piece by piece, so that both happen at the same time.
+Task broadcast_in_parts(Operation& op, const Members& members, Span data, int root) {
+  op.has_steps = true;
+  const int others = members.size() - 1, place = members.wrapped(members.self() - root);
+  std::vector<Span> parts;  // of the members at places 1, 2, ... after the root
+  for (int i = 0; i < others; ++i) {
+    auto [first, last] = share(data.bytes, 1, others, i);
+    parts.push_back(slice(data, first, last - first));
+  }
+  const auto pieces = static_cast<std::uint32_t>((parts[0].bytes + kPiece - 1) / kPiece);
+  auto piece = [&](int of_place, std::uint32_t index) {  // as many for each, of almost equal size
+    const Span& part = parts[static_cast<std::size_t>(of_place - 1)];
+    auto [first, last] = share(part.bytes, 1, static_cast<int>(pieces), static_cast<int>(index));
+    return slice(part, first, last - first);
+  };
+  Messages messages(op);
+  if (place == 0) {
+    for (std::uint32_t index = 0; index < pieces; ++index)
+      for (int i = 1; i <= others; ++i)
+        messages.send(members.rank(root + i), index, piece(i, index).data, piece(i, index).bytes);
+  } else {
+    for (int i = 1; i <= others; ++i)
+      for (std::uint32_t index = 0; i != place && index < pieces; ++index)
+        messages.receive(members.rank(root + i), index, piece(i, index).data, piece(i, index).bytes);
+    std::deque<Messages> from_root;
+    for (std::uint32_t index = 0; index < pieces; ++index)
+      from_root.emplace_back(op).receive(members.rank(root), index, piece(place, index).data,
+                                         piece(place, index).bytes);
+    for (std::uint32_t index = 0; index < pieces; ++index) {
+      const Span own = piece(place, index);
+      Task arrived = from_root[index].finish_receives();
+      co_await arrived;
+      for (int i = 1; i < others; ++i)
+        messages.send(members.rank(root + 1 + (place - 1 + i) % others), index, own.data, own.bytes);
+    }
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+// Whether that is faster than a tree, by the same model as in algorithm_for().
+bool worth_parts(int members, std::uint64_t bytes) {
+  const double others = members - 1, whole = static_cast<double>(bytes);
+  const double pieces = std::ceil(whole / others / kPiece);
+  const double parts = 2 * kLatency + (pieces + 1) * others * kOverhead + whole * (1 + 1 / (others * pieces));
+  return members > 2 && parts < rounds_of(members) * (kLatency + kOverhead + whole) * (1 - kMargin);
+}
+
+}  // namespace
+
 Task broadcast(Operation& op, Members members, Span data, int root) {
+  if (worth_parts(members.size(), data.bytes)) {
+    Task work = broadcast_in_parts(op, members, data, root);
+    co_await work;
+    co_return;
+  }
   // Binomial tree.
   const int size = members.size(), place = members.wrapped(members.self() - root);
   Messages messages(op);

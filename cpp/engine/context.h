@@ -156,6 +156,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::int64_t check_local_peers(std::int64_t now, bool held, std::int64_t late);
   bool busy();
   void release_or_reclaim_sockets(bool readable, std::uint64_t& seen);
+  void nap(Operation& op, std::int64_t nanoseconds);
   bool progress(Remaining& remaining);
   void check(std::int64_t now, std::int64_t& next);
   void lost(Loss loss);

@@ -16,6 +16,10 @@ namespace {
 constexpr std::int64_t kActive = 20 * kMillisecond;
 // Time for which a thread in wait() polls without a pause: all members move data then.
 constexpr std::int64_t kPolledYield = kSecond;
+// A thread that waits for a large operation between hosts polls for this time, then between naps: meanwhile
+// the kernel keeps what arrives.
+constexpr std::int64_t kNapFrom = kMillisecond / 50, kPause = kMillisecond / 20, kLongestPause = 4 * kPause;
+constexpr std::uint64_t kNapBytes = 1 << 20;  // of its input and output
 constexpr std::int64_t kLongNap = 50 * kMillisecond;
 constexpr std::int64_t kStatusInterval = 50 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls
@@ -54,27 +58,33 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
     ~Attention() { op.group().lanes().remove_waiter(op); }
   } attention(op);
   SocketPolling driving(*this);
+  const bool naps = peers_.remote() && op.request().bytes() >= kNapBytes && !op.group().lanes().polled(op);
+  const int spins = naps ? spins_ / 16 : spins_;
   int idle = 0;
-  std::int64_t yield_until = 0;
+  std::int64_t yield_until = 0, pause = kPause;
   while (true) {
     bool moved = op.group().lanes().drive(op);
     if (reached()) return true;
     if ((idle & 15) == 0) moved |= peers_.poll_rings();
-    if ((idle & 15) == 0 || idle > spins_) moved |= poll_sockets();
+    if ((idle & 15) == 0 || idle > spins) moved |= poll_sockets();
     if (moved) {
       idle = 0;
+      pause = kPause;
       continue;
     }
-    if (idle < spins_) {
+    if (idle < spins) {
       ++idle;
       pause_cpu();
       continue;
     }
     std::int64_t now = now_ns();
     const bool polled = op.group().lanes().polled(op);
-    if (idle++ == spins_) yield_until = now + (polled ? kPolledYield : yield_time_);
+    if (idle++ == spins) yield_until = now + (polled ? kPolledYield : yield_time_);
     if (now < yield_until) {
-      sched_yield();
+      if (naps && now >= yield_until - yield_time_ + kNapFrom)
+        nap(op, std::exchange(pause, std::min(2 * pause, kLongestPause)));
+      else
+        sched_yield();
       continue;
     }
     if (now >= until) return false;
@@ -87,8 +97,14 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
     wake_monitor();
     if (!moved) sleeper.sleep(next - now);
     driving.resume();
-    idle = moved ? 0 : spins_;  // woken: the event is there, or it is for another thread
+    idle = moved ? 0 : spins;  // woken: the event is there, or it is for another thread
   }
+}
+
+// Pauses for a moment, unless something can be done or a local peer wakes this thread.
+void Context::nap(Operation& op, std::int64_t nanoseconds) {
+  Doorbell::Sleeper sleeper(bell(), Wake::Any);
+  if (!op.group().lanes().drive(op) && !peers_.poll_rings() && !op.done()) sleeper.sleep(nanoseconds);
 }
 
 void Context::progress_loop() {

@@ -184,3 +184,49 @@ def test_points_that_were_not_measured_over_tcp_are_refused(tmp_path: Path) -> N
     path = _record(tmp_path / "scaling.json", EXAMPLES["25 GbE, TCP"], transport="auto")
     with pytest.raises(ValueError, match="set SHOAL_TRANSPORT=tcp"):
         calibrate.read(path)
+
+
+def _hosts_record(path: Path, machine: Parameters, megabits: float | None, **changes: object) -> Path:
+    gap = 8e-6 / megabits if megabits else None
+    algorithms = {each.name: each for each in ALGORITHMS}
+    results = {
+        f"{hosts}x1": {
+            nbytes: {
+                name: {
+                    "seconds": [
+                        calibrate.Point(hosts, nbytes, 0.0, 2, algorithms[name], gap).predicted(machine)
+                    ]
+                }
+                for name in ("direct", "doubling", "halving")
+            }
+            for nbytes in (256 << 10, 1 << 20, 4 << 20)
+        }
+        for hosts in (4, 8, 16)
+    }
+    record = {"operation": "all_reduce", "megabits": megabits, "cores": 2, "results": results, **changes}
+    path.write_text(json.dumps(record))
+    return path
+
+
+@pytest.mark.parametrize("megabits", [None, 100.0])
+def test_a_fit_to_simulated_hosts_uses_the_rate_of_their_links(
+    tmp_path: Path, megabits: float | None
+) -> None:
+    machine = Parameters(30e-6, 8e-6, 8e-8 if megabits else 0.4e-9, 0.05e-9)
+    points = calibrate.read(_hosts_record(tmp_path / "hosts.json", machine, megabits))
+    assert len(points) == 27
+    found = calibrate.fit([point for point in points if point.ranks <= 8], machine.gamma)
+    for name in ("latency", "overhead", "gap"):
+        assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=1e-4)
+    for point in points:
+        assert point.predicted(found) == pytest.approx(point.seconds, rel=1e-4)
+
+
+def test_measurements_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    machine = EXAMPLES["25 GbE, TCP"]
+    with pytest.raises(ValueError, match="measured reduce; the model has all_reduce only"):
+        calibrate.read(_hosts_record(tmp_path / "hosts.json", machine, None, operation="reduce"))
+    with pytest.raises(ValueError, match="3 hosts of 1; the model has powers of two"):
+        calibrate.read(_hosts_record(tmp_path / "hosts.json", machine, None, results={"3x1": {}}))
+    with pytest.raises(ValueError, match="4 hosts of 2"):
+        calibrate.read(_hosts_record(tmp_path / "hosts.json", machine, None, results={"4x2": {}}))

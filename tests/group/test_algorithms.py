@@ -145,3 +145,37 @@ def test_the_choice_depends_on_size_and_number_of_members() -> None:
     assert chosen(all_reduce, 16, 25 << 20) == "direct"
     assert chosen(OpKind.ALL_GATHER, 1024, 1024 * 8) == "halving"
     assert chosen(OpKind.BROADCAST, 1024, 8) == "direct"
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_large_broadcast_sends_parts_that_others_send_on(hosts: str) -> None:
+    def rank(group: ProcessGroup) -> None:
+        for nbytes in (262_144, 1_000_003, 9 << 20):
+            for root in (0, group.size - 1):
+                expected = torch.arange(nbytes) % (250 - root)
+                x = expected.byte() if group.rank == root else torch.zeros(nbytes, dtype=torch.uint8)
+                group.broadcast(x, root).wait()
+                assert torch.equal(x, expected.byte())
+        pending = []
+        for value in range(4):
+            x = torch.full((400_000,), float(value)) if group.rank == 1 else torch.empty(400_000)
+            pending.append((group.broadcast(x, 1), x, value))
+        for future, x, value in pending:
+            future.wait()
+            assert (x == value).all()
+
+    run_threads(rank, len(hosts), hosts=list(hosts))
+
+
+def test_a_large_broadcast_names_the_late_member_whose_part_is_missing() -> None:
+    def rank(group: ProcessGroup) -> Sequence[int]:
+        group.barrier().wait()
+        if group.rank == 2:
+            time.sleep(0.3)
+        group.broadcast(torch.zeros(1 << 20), 0).wait()
+        late = group.stats().late
+        group.barrier().wait()
+        return [each.rank for each in late if each.seconds > 0.1]
+
+    named = run_threads(rank, 4, hosts=list("abcd"))
+    assert named == [[], [2], [], [2]]

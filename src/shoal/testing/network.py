@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import UsageError
@@ -124,6 +125,9 @@ class Network:
     def shape(self, *, megabits: float | None = None, delay_us: float = 0.0) -> None:
         """Limit what each host sends, and delay it, by the kernel's traffic control.
 
+        New connections of the hosts use TCP's congestion control *reno*, which every kernel has, so that
+        results do not depend on the default of this machine.
+
         Args:
             megabits: rate in Mbit/s; None: no limit.
             delay_us: time in microseconds that each packet waits; needs a kernel with ``netem``.
@@ -135,11 +139,15 @@ class Network:
             rate = "" if megabits is None else f" rate {megabits:g}mbit"
             discipline = f"netem limit 100000 delay {delay_us:g}us{rate}"
         elif megabits is not None:
-            burst = max(int(megabits * 1e6 / 8 / 250), 64 << 10)  # bytes of one tick of a kernel with 250 Hz
+            # The bytes of one tick of a kernel with 250 Hz, but not less than the largest packet: the kernel
+            # would cut it into many, for which the queues of its virtual devices are too short.
+            burst = max(int(megabits * 1e6 / 8 / 250), 128 << 10)
             discipline = f"tbf rate {megabits:g}mbit burst {burst} limit {16 << 20}"
         else:
             discipline = "pfifo"
         for name in self.hosts:
+            with _in_namespace(self._places[name]):
+                Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
             try:
                 _run(
                     self._places[name],
