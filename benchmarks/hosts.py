@@ -37,7 +37,7 @@ from shoal.testing.network import why_unavailable
 from shoal.testing.processes import run_processes
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ("direct", "doubling", "halving", "auto")
+ALGORITHMS = ("direct", "doubling", "halving", "ring", "auto")
 GLOO = "gloo"
 SIZES = (8, 4 << 10, 32 << 10, 256 << 10, 1 << 20)
 #: seconds for all rounds of one number of hosts

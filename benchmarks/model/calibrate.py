@@ -87,7 +87,7 @@ def _read_hosts(path: Path, record: dict[str, Any]) -> list[Point]:
             )
         for size, contenders in sizes.items():
             for name, times in contenders.items():
-                if name not in ("direct", "doubling", "halving"):
+                if name not in ("direct", "doubling", "halving", "ring"):
                     continue
                 # A few bytes are sent to all others at once.
                 chosen = "everyone" if name == "direct" and int(size) <= _core.at_once_limit(hosts) else name

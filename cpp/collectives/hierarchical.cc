@@ -180,7 +180,8 @@ Task barrier(Operation& op) {
 }
 
 // The members at a place of all hosts gather their blocks; then the host shares these.
-Task all_gather_in_steps(Operation& op, const Map& map, Span mine, std::vector<Span> out) {
+Task all_gather_in_steps(Operation& op, const Map& map, Algorithm algorithm, Span mine,
+                         std::vector<Span> out) {
   const Members members = map.members(map.place);
   Edges edges(1, 0);
   for (int h = 0; h < map.count(); ++h)
@@ -194,7 +195,7 @@ Task all_gather_in_steps(Operation& op, const Map& map, Span mine, std::vector<S
     parts.push_back({blocks.get() + edges[i], edges[i + 1] - edges[i]});
   }
   copy(parts[static_cast<std::size_t>(map.host)], mine);
-  Task gathered = gather_blocks(op, members, blocks.get(), edges, 0);
+  Task gathered = gather_blocks(op, members, algorithm, blocks.get(), edges, 0);
   co_await gathered;
   std::vector<Pull> pulls;
   for (int place = 0; place < map.locals(); ++place)
@@ -211,10 +212,10 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   Map map(op.group());
   const int rank = op.group().rank();
   const std::uint64_t all = total(out);
-  if (map.uniform() &&
-      algorithm_for(op.group().algorithm(), Kind::kAllGather, map.count(),
-                    all / static_cast<std::uint64_t>(map.locals()), 0, false) != Algorithm::kDirect) {
-    Task work = all_gather_in_steps(op, map, mine, std::move(out));
+  const Algorithm algorithm = algorithm_for(op.group().algorithm(), Kind::kAllGather, map.count(),
+                                            all / static_cast<std::uint64_t>(map.locals()), 0, false);
+  if (map.uniform() && algorithm != Algorithm::kDirect) {
+    Task work = all_gather_in_steps(op, map, algorithm, mine, std::move(out));
     co_await work;
     co_return;
   }
@@ -251,7 +252,8 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
 
 // On every host, a member reduces the host's inputs for all members at its place; then these reduce them over
 // the hosts.
-Task reduce_scatter_in_steps(Operation& op, const Map& map, std::vector<Span> in, Span out) {
+Task reduce_scatter_in_steps(Operation& op, const Map& map, Algorithm algorithm, std::vector<Span> in,
+                             Span out) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
   const Members members = map.members(map.place);
@@ -265,7 +267,7 @@ Task reduce_scatter_in_steps(Operation& op, const Map& map, std::vector<Span> in
                     partial.get() + edges[static_cast<std::size_t>(h)] * wide});
   Task reduced = local_partials(op, map, std::move(in), std::move(jobs));
   co_await reduced;
-  Task work = scatter_partials(op, members, partial.get(), edges, out.data, 0);
+  Task work = scatter_partials(op, members, algorithm, partial.get(), edges, out.data, 0);
   co_await work;
 }
 
@@ -279,9 +281,10 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   auto begun = op.begun();
   co_await begun;
   const std::uint64_t all = total(in) / static_cast<std::uint64_t>(map.locals());
-  if (map.uniform() && algorithm_for(op.group().algorithm(), Kind::kReduceScatter, map.count(), all,
-                                     all / item * wide, false) != Algorithm::kDirect) {
-    Task work = reduce_scatter_in_steps(op, map, std::move(in), out);
+  const Algorithm algorithm =
+      algorithm_for(op.group().algorithm(), Kind::kReduceScatter, map.count(), all, all / item * wide, false);
+  if (map.uniform() && algorithm != Algorithm::kDirect) {
+    Task work = reduce_scatter_in_steps(op, map, algorithm, std::move(in), out);
     co_await work;
     co_return;
   }

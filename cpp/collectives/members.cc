@@ -245,87 +245,11 @@ Task gather_by_tree(Operation& op, const Members& members, std::byte* data, cons
   co_await done;
 }
 
-}  // namespace
-
-std::uint64_t at_once_limit(int members) {
-  return std::max(members == 2 ? kSmallPair : kSmall, static_cast<std::uint64_t>(members) * 64 - 1);
-}
-
-Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t bytes, std::uint64_t wide,
-                        bool at_once) {
-  const bool reduces_whole = kind == Kind::kAllReduce || kind == Kind::kReduce;
-  if (members < 2 || (!reduces_whole && kind != Kind::kReduceScatter && kind != Kind::kAllGather))
-    return Algorithm::kDirect;
-  if (choice == Algorithm::kAuto) {
-    const double others = members - 1, rounds = rounds_of(members), share = others / members;
-    const auto narrow_bytes = static_cast<double>(bytes), wide_bytes = static_cast<double>(wide);
-    const double round = kLatency + kOverhead;
-    const bool folds = !std::has_single_bit(static_cast<unsigned>(members));
-    double direct = 0, doubling = 0, halving = 0;
-    if (!reduces_whole) {
-      const bool gathers = kind == Kind::kAllGather;
-      direct = kLatency + others * kOverhead + narrow_bytes * share;
-      halving = rounds * round + (gathers ? narrow_bytes : wide_bytes) * share;
-      doubling = halving;
-    } else {
-      const bool all = kind == Kind::kAllReduce;
-      direct = at_once && bytes <= at_once_limit(members)
-                   ? kLatency + others * (kOverhead + narrow_bytes)
-                   : 2 * (kLatency + others * kOverhead) +
-                         (at_once ? 2 * narrow_bytes : wide_bytes + narrow_bytes) * share;
-      doubling = (rounds + (all && folds ? 1 : 0)) * (round + wide_bytes);
-      halving = 2 * rounds * round + (wide_bytes + narrow_bytes) * share;
-    }
-    choice = doubling <= halving ? Algorithm::kDoubling : Algorithm::kHalving;
-    if (direct * (1 - kMargin) <= std::min(doubling, halving)) choice = Algorithm::kDirect;
-  }
-  return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
-}
-
-Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
-                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
-  const kernels::Reduction& reduction = op.request().reduction;
-  const bool mine = root < 0 || members.self() == root;
-  if (algorithm == Algorithm::kDirect) {
-    Task work = reduce_directly(op, members, partial, elements, finished, root, step);
-    co_await work;
-    co_return;
-  }
-  op.has_steps = true;
-  if (algorithm == Algorithm::kDoubling && root < 0) {
-    Task work = reduce_by_doubling(op, members, partial, elements, finished, step);
-    co_await work;
-    co_return;
-  }
-  if (algorithm == Algorithm::kDoubling) {
-    Task work = reduce_by_tree(op, members, partial, elements, root, step);
-    co_await work;
-    if (mine) finish(reduction, finished, partial, elements);
-    co_return;
-  }
-  // Each member reduces and finishes a block; then these are gathered.
-  const std::size_t item = itemsize(reduction.dtype);
-  const Edges edges = equal_edges(elements, item, members.size());
-  std::unique_ptr<std::byte[]> room;
-  if (!mine) {
-    room = std::make_unique_for_overwrite<std::byte[]>(elements * item);
-    finished = room.get();
-  }
-  std::byte* block = finished + edges[static_cast<std::size_t>(members.self())] * item;
-  Task scattered = scatter_partials(op, members, partial, edges, block, step);
-  co_await scattered;
-  const Edges bytes = scaled(edges, item);
-  Task gathered = root < 0 ? gather_blocks(op, members, finished, bytes, step + kSteps / 2)
-                           : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
-  co_await gathered;
-}
-
 // Träff 2023, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms": before a round a member holds
 // partial results of the `held` blocks from its own on; it sends the second half to the member whose own
 // block is the first one of that half.
-Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
-                      std::byte* finished, std::uint32_t step) {
-  op.has_steps = true;
+Task scatter_by_halving(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
+                        std::byte* finished, std::uint32_t step) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t wide = kernels::accumulator_size(reduction);
   const int self = members.self();
@@ -364,9 +288,8 @@ Task scatter_partials(Operation& op, const Members& members, std::byte* partial,
 }
 
 // The same rounds in the opposite order and direction (Bruck and others 1997).
-Task gather_blocks(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
-                   std::uint32_t step) {
-  op.has_steps = true;
+Task gather_by_doubling(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
+                        std::uint32_t step) {
   const int self = members.self();
   const std::vector<int> held = held_blocks(members.size());
   Messages messages(op);
@@ -383,6 +306,141 @@ Task gather_blocks(Operation& op, const Members& members, std::byte* data, const
   }
   Task done = messages.finish();
   co_await done;
+}
+
+// Patarasuk and Yuan 2009: what is sent of a block goes around the ring, to the member of that block.
+Task scatter_in_ring(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
+                     std::byte* finished, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const std::size_t wide = kernels::accumulator_size(reduction);
+  const int self = members.self();
+  auto block = [&](int member) {
+    const auto i = static_cast<std::size_t>(members.wrapped(member));
+    return Segment{elements[i], elements[i + 1]};
+  };
+  Messages messages(op);
+  std::vector<std::byte> room;
+  for (int round = 1; round < members.size(); ++round, ++step) {
+    const auto [first, last] = block(self - round);
+    send_pieces(messages, members.rank(self + 1), step, partial + first * wide, (last - first) * wide);
+    const auto [begin, end] = block(self - round - 1);
+    room.resize(std::max<std::size_t>(room.size(), (end - begin) * wide));
+    receive_pieces(messages, members.rank(self - 1), step, room.data(), (end - begin) * wide);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+    std::byte* own = partial + begin * wide;
+    combine(reduction, own, room.data(), own, end - begin);
+  }
+  Task done = messages.finish();
+  co_await done;
+  const auto [first, last] = block(self);
+  finish(reduction, finished, partial + first * wide, last - first);
+}
+
+Task gather_in_ring(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
+                    std::uint32_t step) {
+  const int self = members.self();
+  Messages messages(op);
+  for (int round = 0; round + 1 < members.size(); ++round, ++step) {
+    const auto sent = static_cast<std::size_t>(members.wrapped(self - round));
+    send_pieces(messages, members.rank(self + 1), step, data + bytes[sent], bytes[sent + 1] - bytes[sent]);
+    const auto next = static_cast<std::size_t>(members.wrapped(self - round - 1));
+    receive_pieces(messages, members.rank(self - 1), step, data + bytes[next], bytes[next + 1] - bytes[next]);
+    Task arrived = messages.finish_receives();
+    co_await arrived;
+  }
+  Task done = messages.finish();
+  co_await done;
+}
+
+}  // namespace
+
+std::uint64_t at_once_limit(int members) {
+  return std::max(members == 2 ? kSmallPair : kSmall, static_cast<std::uint64_t>(members) * 64 - 1);
+}
+
+Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t bytes, std::uint64_t wide,
+                        bool at_once) {
+  const bool reduces_whole = kind == Kind::kAllReduce || kind == Kind::kReduce;
+  if (members < 2 || (!reduces_whole && kind != Kind::kReduceScatter && kind != Kind::kAllGather))
+    return Algorithm::kDirect;
+  if (choice == Algorithm::kAuto) {
+    const double others = members - 1, rounds = rounds_of(members), share = others / members;
+    const auto narrow_bytes = static_cast<double>(bytes), wide_bytes = static_cast<double>(wide);
+    const double round = kLatency + kOverhead;
+    const bool folds = !std::has_single_bit(static_cast<unsigned>(members));
+    double direct = 0, doubling = 0, halving = 0;
+    if (!reduces_whole) {
+      const bool gathers = kind == Kind::kAllGather;
+      direct = kLatency + others * kOverhead + narrow_bytes * share;
+      halving = rounds * round + (gathers ? narrow_bytes : wide_bytes) * share;
+      doubling = halving;
+    } else {
+      const bool all = kind == Kind::kAllReduce;
+      direct = at_once && bytes <= at_once_limit(members)
+                   ? kLatency + others * (kOverhead + narrow_bytes)
+                   : 2 * (kLatency + others * kOverhead) +
+                         (at_once ? 2 * narrow_bytes : wide_bytes + narrow_bytes) * share;
+      doubling = (rounds + (all && folds ? 1 : 0)) * (round + wide_bytes);
+      halving = 2 * rounds * round + (wide_bytes + narrow_bytes) * share;
+    }
+    choice = doubling <= halving ? Algorithm::kDoubling : Algorithm::kHalving;
+    if (direct * (1 - kMargin) <= std::min(doubling, halving)) choice = Algorithm::kDirect;
+  }
+  if (choice == Algorithm::kRing && members > static_cast<int>(kSteps / 2)) return Algorithm::kHalving;
+  return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
+}
+
+Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
+  const kernels::Reduction& reduction = op.request().reduction;
+  const bool mine = root < 0 || members.self() == root;
+  if (algorithm == Algorithm::kDirect) {
+    Task work = reduce_directly(op, members, partial, elements, finished, root, step);
+    co_await work;
+    co_return;
+  }
+  op.has_steps = true;
+  if (algorithm == Algorithm::kDoubling && root < 0) {
+    Task work = reduce_by_doubling(op, members, partial, elements, finished, step);
+    co_await work;
+    co_return;
+  }
+  if (algorithm == Algorithm::kDoubling) {
+    Task work = reduce_by_tree(op, members, partial, elements, root, step);
+    co_await work;
+    if (mine) finish(reduction, finished, partial, elements);
+    co_return;
+  }
+  // Each member reduces and finishes a block; then these are gathered.
+  const std::size_t item = itemsize(reduction.dtype);
+  const Edges edges = equal_edges(elements, item, members.size());
+  std::unique_ptr<std::byte[]> room;
+  if (!mine) {
+    room = std::make_unique_for_overwrite<std::byte[]>(elements * item);
+    finished = room.get();
+  }
+  std::byte* block = finished + edges[static_cast<std::size_t>(members.self())] * item;
+  Task scattered = scatter_partials(op, members, algorithm, partial, edges, block, step);
+  co_await scattered;
+  const Edges bytes = scaled(edges, item);
+  Task gathered = root < 0 ? gather_blocks(op, members, algorithm, finished, bytes, step + kSteps / 2)
+                           : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
+  co_await gathered;
+}
+
+Task scatter_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                      const Edges& elements, std::byte* finished, std::uint32_t step) {
+  op.has_steps = true;
+  return (algorithm == Algorithm::kRing ? scatter_in_ring : scatter_by_halving)(op, members, partial,
+                                                                                elements, finished, step);
+}
+
+Task gather_blocks(Operation& op, const Members& members, Algorithm algorithm, std::byte* data,
+                   const Edges& bytes, std::uint32_t step) {
+  op.has_steps = true;
+  return (algorithm == Algorithm::kRing ? gather_in_ring : gather_by_doubling)(op, members, data, bytes,
+                                                                               step);
 }
 
 Task barrier(Operation& op, Members members) {

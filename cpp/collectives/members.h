@@ -12,7 +12,7 @@
 
 namespace shoal::collectives {
 
-constexpr std::uint32_t kSteps = 256;
+constexpr std::uint32_t kSteps = 4096;
 
 class Members {
  public:
@@ -49,13 +49,13 @@ using Edges = std::vector<std::uint64_t>;
 Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
                      std::uint64_t elements, std::byte* finished, int root, std::uint32_t step);
 
-// Reduce-scatter: writes block `self` of the result to `finished`, in the tensor's type.  `partial` is
-// changed.
-Task scatter_partials(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
-                      std::byte* finished, std::uint32_t step);
-// All-gather: completes `data`, of which this member has block `self`.
-Task gather_blocks(Operation& op, const Members& members, std::byte* data, const Edges& bytes,
-                   std::uint32_t step);
+// Reduce-scatter by halving or in a ring: writes block `self` of the result to `finished`, in the tensor's
+// type.  `partial` is changed.
+Task scatter_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                      const Edges& elements, std::byte* finished, std::uint32_t step);
+// All-gather by doubling or in a ring: completes `data`, of which this member has block `self`.
+Task gather_blocks(Operation& op, const Members& members, Algorithm algorithm, std::byte* data,
+                   const Edges& bytes, std::uint32_t step);
 
 Task barrier(Operation& op, Members members);
 Task broadcast(Operation& op, Members members, Span data, int root);  // root: an index

@@ -186,7 +186,7 @@ Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
   co_await work;
 }
 
-Task reduce_scatter_in_steps(Operation& op, std::vector<Span> parts, Span out) {
+Task reduce_scatter_in_steps(Operation& op, Algorithm algorithm, std::vector<Span> parts, Span out) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
   auto begun = op.begun();
@@ -200,11 +200,11 @@ Task reduce_scatter_in_steps(Operation& op, std::vector<Span> parts, Span out) {
       kernels::reduce_partial(reduction, partial.get() + edges[i] * wide, &from, 1, parts[i].bytes / item);
   }
   const Members members = all_members(op.group());
-  Task work = scatter_partials(op, members, partial.get(), edges, out.data, 0);
+  Task work = scatter_partials(op, members, algorithm, partial.get(), edges, out.data, 0);
   co_await work;
 }
 
-Task all_gather_in_steps(Operation& op, Span mine, std::vector<Span> out) {
+Task all_gather_in_steps(Operation& op, Algorithm algorithm, Span mine, std::vector<Span> out) {
   auto begun = op.begun();
   co_await begun;
   const Members members = all_members(op.group());
@@ -219,7 +219,7 @@ Task all_gather_in_steps(Operation& op, Span mine, std::vector<Span> out) {
   if (!adjacent) room = std::make_unique_for_overwrite<std::byte[]>(edges.back());
   std::byte* data = adjacent ? out[0].data : room.get();
   copy({data + edges[self], mine.bytes}, mine);
-  Task work = gather_blocks(op, members, data, edges, 0);
+  Task work = gather_blocks(op, members, algorithm, data, edges, 0);
   co_await work;
   for (std::size_t i = 0; i < out.size() && !adjacent; ++i) copy(out[i], {data + edges[i], out[i].bytes});
 }
@@ -252,7 +252,7 @@ Task over_links(Operation& op) {
     case Kind::kBroadcast:
       return broadcast(op, all_members(op.group()), request.out[0], root);
     case Kind::kAllGather:
-      if (algorithm != Algorithm::kDirect) return all_gather_in_steps(op, request.in[0], out);
+      if (algorithm != Algorithm::kDirect) return all_gather_in_steps(op, algorithm, request.in[0], out);
       return direct(op, request.in, out, Flow::kAll, -1);
     case Kind::kGather:
       return direct(op, request.in, out, Flow::kToRoot, root);
@@ -261,7 +261,7 @@ Task over_links(Operation& op) {
     case Kind::kAllToAll:
       return direct(op, in, out, Flow::kAll, -1);
     default:
-      if (algorithm != Algorithm::kDirect) return reduce_scatter_in_steps(op, in, request.out[0]);
+      if (algorithm != Algorithm::kDirect) return reduce_scatter_in_steps(op, algorithm, in, request.out[0]);
       return reduce_scatter(op, in, request.out[0], Spread::kNone, -1);
   }
 }

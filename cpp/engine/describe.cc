@@ -14,7 +14,7 @@ const char* name(Kind kind) {
 }
 
 const char* name(Algorithm algorithm) {
-  static const char* const names[] = {"auto", "direct", "doubling", "halving"};
+  static const char* const names[] = {"auto", "direct", "doubling", "halving", "ring"};
   static_assert(std::size(names) == kAlgorithms);
   return names[static_cast<std::size_t>(algorithm)];
 }

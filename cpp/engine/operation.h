@@ -24,9 +24,9 @@ class Operation;
 constexpr std::uint64_t kKeyed = 1ULL << 62;  // channels of operations that are matched by key
 
 // How members exchange data over links: chosen by the size and the number of members; all with all; or in a
-// logarithmic number of steps, with all data in each of them or with halves of it.
-enum class Algorithm : std::uint8_t { kAuto, kDirect, kDoubling, kHalving };
-constexpr int kAlgorithms = 4;
+// logarithmic number of steps, with all data in each of them or with halves of it; or around a ring.
+enum class Algorithm : std::uint8_t { kAuto, kDirect, kDoubling, kHalving, kRing };
+constexpr int kAlgorithms = 5;
 
 // A peer wrote invalid data into shared memory.  Ends the group of the operation that throws it.
 class InvalidPeerData : public std::runtime_error {

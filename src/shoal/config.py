@@ -252,9 +252,9 @@ CONCURRENCY: Variable[int] = Variable(
     "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
     "Number of lanes of a group: the maximum number of its operations in progress at once.",
 )  # fmt: skip
-ALGORITHMS = ("auto", "direct", "doubling", "halving")
+ALGORITHMS = ("auto", "direct", "doubling", "halving", "ring")
 ALGORITHM: Variable[str] = Variable(
-    "SHOAL_ALGORITHM", "auto, direct, doubling or halving", _choice(*ALGORITHMS), "auto",
+    "SHOAL_ALGORITHM", "auto, direct, doubling, halving or ring", _choice(*ALGORITHMS), "auto",
     "Algorithm of a group's reductions and all_gather between hosts, see docs/algorithms.md; `auto`: by size "
     "and number of hosts. Must be the same for all processes of a job.",
 )  # fmt: skip

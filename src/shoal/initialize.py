@@ -64,9 +64,9 @@ def init(
         name: name of the group, for errors and logs.
         concurrency: number of lanes: maximum number of operations of a group in progress at once; None:
             ``SHOAL_CONCURRENCY`` (1).
-        algorithm: of reductions and all_gather between hosts: ``"direct"``, ``"doubling"``, ``"halving"``, or
-            ``"auto"``, the same on all ranks (``docs/algorithms.md``); None: ``SHOAL_ALGORITHM`` ("auto").
-            Other engines than the native one have their own settings.
+        algorithm: of reductions and all_gather between hosts: ``"direct"``, ``"doubling"``, ``"halving"``,
+            ``"ring"`` or ``"auto"``, the same on all ranks (``docs/algorithms.md``); None:
+            ``SHOAL_ALGORITHM`` ("auto"). Other engines than the native one have their own settings.
         host_id: identity of this host; ranks with different values do not share memory.  None:
             ``SHOAL_HOST_ID``, or the identity of the machine.
         job: name of the job; processes with the same name form a group.  With different names, one process

@@ -31,7 +31,7 @@ def test_it_measures_every_algorithm_on_a_shaped_link_and_leaves_a_record(
     times = record["results"]["2x2"]
     assert list(times) == ["8", "4096"]
     for each in times.values():
-        assert list(each) == ["direct", "doubling", "halving", "auto"]
+        assert list(each) == ["direct", "doubling", "halving", "ring", "auto"]
         for rounds in each.values():
             assert {kind: len(times) for kind, times in rounds.items()} == {"seconds": 2, "cpu": 2}
             assert all(seconds > 0 for times in rounds.values() for seconds in times)

@@ -197,7 +197,7 @@ def _hosts_record(path: Path, machine: Parameters, megabits: float | None, **cha
                         calibrate.Point(hosts, nbytes, 0.0, 2, algorithms[name], gap).predicted(machine)
                     ]
                 }
-                for name in ("direct", "doubling", "halving")
+                for name in ("direct", "doubling", "halving", "ring")
             }
             for nbytes in (256 << 10, 1 << 20, 4 << 20)
         }
@@ -214,7 +214,7 @@ def test_a_fit_to_simulated_hosts_uses_the_rate_of_their_links(
 ) -> None:
     machine = Parameters(30e-6, 8e-6, 8e-8 if megabits else 0.4e-9, 0.05e-9)
     points = calibrate.read(_hosts_record(tmp_path / "hosts.json", machine, megabits))
-    assert len(points) == 27
+    assert len(points) == 36
     found = calibrate.fit([point for point in points if point.ranks <= 8], machine.gamma)
     for name in ("latency", "overhead", "gap"):
         assert getattr(found, name) == pytest.approx(getattr(machine, name), rel=1e-4)

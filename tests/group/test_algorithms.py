@@ -44,7 +44,7 @@ def _sums(group: ProcessGroup, count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize("algorithm", ["direct", "doubling", "halving"])
+@pytest.mark.parametrize("algorithm", ["direct", "doubling", "halving", "ring"])
 def test_every_algorithm_has_the_right_result(algorithm: str, hosts: str) -> None:
     def rank(group: ProcessGroup) -> None:
         for count in COUNTS:
@@ -60,7 +60,7 @@ def test_every_algorithm_has_the_right_result(algorithm: str, hosts: str) -> Non
 
 
 @pytest.mark.parametrize("hosts", ["abcdefg", "aabbc", "aabbcc"])
-@pytest.mark.parametrize("algorithm", ["direct", "doubling", "halving"])
+@pytest.mark.parametrize("algorithm", ["direct", "doubling", "halving", "ring"])
 @pytest.mark.parametrize("op", ["avg", "product", "min"])
 def test_all_ranks_have_the_same_bits_in_every_run(op: str, algorithm: str, hosts: str) -> None:
     size = len(hosts)
@@ -90,7 +90,7 @@ def test_all_ranks_have_the_same_bits_in_every_run(op: str, algorithm: str, host
     assert all(each == first[0] for each in first)
 
 
-@pytest.mark.parametrize("algorithm", ["doubling", "halving"])
+@pytest.mark.parametrize("algorithm", ["doubling", "halving", "ring"])
 def test_the_late_rank_is_named_also_by_ranks_that_wait_for_others(algorithm: str) -> None:
     """Rank 5 is late; most ranks wait for ranks that wait for it."""
 
@@ -115,13 +115,13 @@ def test_groups_have_the_algorithm_of_their_parent_or_their_own(monkeypatch: pyt
     assert run_threads(rank, 2, algorithm="halving") == [("halving", "direct")] * 2
     monkeypatch.setenv("SHOAL_ALGORITHM", "doubling")
     assert run_threads(rank, 2) == [("doubling", "direct")] * 2
-    monkeypatch.setenv("SHOAL_ALGORITHM", "ring")
-    with pytest.raises(shoal.ConfigurationError, match="expected auto, direct, doubling or halving"):
+    monkeypatch.setenv("SHOAL_ALGORITHM", "star")
+    with pytest.raises(shoal.ConfigurationError, match="expected auto, direct, doubling, halving or ring"):
         Tuning.chosen()
     with pytest.raises(
-        shoal.UsageError, match="algorithm='ring': expected one of auto, direct, doubling, halving"
+        shoal.UsageError, match="algorithm='star': expected one of auto, direct, doubling, halving, ring"
     ):
-        Tuning().changed(None, "ring")
+        Tuning().changed(None, "star")
 
 
 def test_ranks_that_choose_differently_hear_of_just_that() -> None:

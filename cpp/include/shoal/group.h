@@ -55,8 +55,8 @@ struct InitOptions {
   std::string name = "world";
   /// Maximum number of collectives of a group in progress at once; not set: SHOAL_CONCURRENCY (1).
   std::optional<int> concurrency;
-  /// Algorithm between hosts: "auto", "direct", "doubling" or "halving", the same on all ranks; not set:
-  /// SHOAL_ALGORITHM ("auto").
+  /// Algorithm between hosts: "auto", "direct", "doubling", "halving" or "ring", the same on all ranks; not
+  /// set: SHOAL_ALGORITHM ("auto").
   std::string algorithm;
   /// Identity of this host; ranks with different values do not share memory.
   std::string host_id;
