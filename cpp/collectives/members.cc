@@ -308,7 +308,8 @@ Task gather_by_doubling(Operation& op, const Members& members, std::byte* data, 
   co_await done;
 }
 
-// Patarasuk and Yuan 2009: what is sent of a block goes around the ring, to the member of that block.
+// Patarasuk and Yuan 2009: each block goes around the ring; every member adds its own to it, at last the one
+// that finishes it.
 Task scatter_in_ring(Operation& op, const Members& members, std::byte* partial, const Edges& elements,
                      std::byte* finished, std::uint32_t step) {
   const kernels::Reduction& reduction = op.request().reduction;

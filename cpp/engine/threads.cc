@@ -16,10 +16,10 @@ namespace {
 constexpr std::int64_t kActive = 20 * kMillisecond;
 // Time for which a thread in wait() polls without a pause: all members move data then.
 constexpr std::int64_t kPolledYield = kSecond;
-// A thread that waits for a large operation between hosts polls for this time, then between naps: meanwhile
-// the kernel keeps what arrives.
-constexpr std::int64_t kNapFrom = kMillisecond / 50, kPause = kMillisecond / 20, kLongestPause = 4 * kPause;
+// In a large operation between hosts, a thread in wait() polls for this time without a pause and then between
+// naps of increasing length: meanwhile the kernel keeps what arrives.
 constexpr std::uint64_t kNapBytes = 1 << 20;  // of its input and output
+constexpr std::int64_t kNapFrom = kMillisecond / 50, kPause = kMillisecond / 20, kLongestPause = 4 * kPause;
 constexpr std::int64_t kLongNap = 50 * kMillisecond;
 constexpr std::int64_t kStatusInterval = 50 * kMillisecond;
 constexpr int kParked = 1;  // milliseconds until the watch thread takes back sockets that no thread polls

@@ -299,7 +299,7 @@ Call& used(const Pending& self) {
 }
 
 // The parts of a packet; those that their lender wants back are copied on first use.
-const std::vector<Part>& parts_of(const Received& self) {
+std::vector<Part> parts_of(const Received& self) {
   auto& parts = self.packet->parts;
   if (std::none_of(parts.begin(), parts.end(), [](auto& part) { return part.wanted_back; })) return parts;
   const WithoutGil released;
