@@ -60,9 +60,11 @@ bool SharedBufferPool::allocate(std::uint64_t bytes, std::uint64_t& place) {
 std::shared_ptr<std::byte> SharedBufferPool::reserve(std::uint64_t bytes) {
   std::uint64_t place;
   if (bytes > kLargest || !allocate(bytes, place)) return nullptr;
-  std::lock_guard lock(mutex_);
-  word(place).store(kTaken, std::memory_order_relaxed);
-  table_.emplace(place, Entry{0, 0, bytes});
+  {
+    std::lock_guard lock(mutex_);
+    word(place).store(kTaken, std::memory_order_relaxed);
+    table_.emplace(place, Entry{0, 0, bytes});
+  }
   return {arena_.mapping().base() + place + kHeader,
           [self = shared_from_this(), place](std::byte*) { self->cancel_reservation(place); }};
 }
