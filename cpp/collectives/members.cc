@@ -63,8 +63,9 @@ std::vector<int> held_blocks(int members) {
 }
 
 // Messages that need no grant: while one is on its way, the receiver's grant of a longer one could wait
-// behind what the receiver itself sends.  The number of a piece is in the step's upper bits, which are not
-// used.
+// behind what the receiver itself sends.  The number of a piece is in the step's upper bits.  Steps
+// themselves reach these after 4,096 blocks of 16 MB, when the messages whose numbers they repeat have long
+// been received.
 constexpr int kPieceBits = 24;
 constexpr std::uint64_t kMostPieces = 64;
 

@@ -300,17 +300,20 @@ Call& used(const Pending& self) {
 
 // The parts of a packet; those that their lender wants back are copied on first use.
 std::vector<Part> parts_of(const Received& self) {
-  auto& parts = self.packet->parts;
+  std::vector<Part> parts = self.packet->parts;
   if (std::none_of(parts.begin(), parts.end(), [](auto& part) { return part.wanted_back; })) return parts;
-  const WithoutGil released;
-  for (Part& part : parts) {
-    if (!part.wanted_back) continue;
-    if (auto own = self.endpoint->buffers().take(part.bytes)) {
-      kernels::copy(own.get(), part.data.get(), part.bytes, false);
-      part.data = std::move(own);
+  {
+    const WithoutGil released;
+    for (Part& part : parts) {
+      if (!part.wanted_back) continue;
+      if (auto own = self.endpoint->buffers().take(part.bytes)) {
+        kernels::copy(own.get(), part.data.get(), part.bytes, false);
+        part.data = std::move(own);
+      }
+      part.wanted_back = false;
     }
-    part.wanted_back = false;
   }
+  self.packet->parts = parts;
   return parts;
 }
 

@@ -43,7 +43,10 @@ void in_child() {
 }
 
 void add_endpoint(RpcEndpoint* endpoint) {
-  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  static const int registered = [] {
+    watch_forks();
+    return pthread_atfork(before_fork, after_fork, in_child);
+  }();
   (void)registered;
   std::lock_guard lock(posts_mutex);
   endpoints.push_back(endpoint);

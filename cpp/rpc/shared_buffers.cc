@@ -32,6 +32,12 @@ std::uint64_t whole_pages(std::uint64_t bytes) { return std::min(bytes, kLargest
 
 std::uint64_t page_end(std::uint64_t at) { return (at + kPage - 1) / kPage * kPage; }
 
+// The kernel can map the data of a block by itself only if its pages are not larger than the header.
+bool pages_are_small() {
+  static const bool small = sysconf(_SC_PAGESIZE) == static_cast<long>(kPage);
+  return small;
+}
+
 std::atomic<unsigned> process{0};  // incremented in a forked child
 
 }  // namespace
@@ -41,6 +47,7 @@ std::atomic<unsigned> process{0};  // incremented in a forked child
 SharedBufferPool::SharedBufferPool(std::uint64_t limit, std::function<void()> sooner)
     : arena_(whole_pages(limit), whole_pages(limit)),
       limit_(limit),
+      process_(process.load()),
       sooner_(std::move(sooner)),
       tidy_at_(kNever) {}
 
@@ -70,11 +77,26 @@ std::shared_ptr<std::byte> SharedBufferPool::reserve(std::uint64_t bytes) {
 }
 
 void SharedBufferPool::cancel_reservation(std::uint64_t place) {
-  if (disowned_.load(std::memory_order_relaxed)) return;
+  if (process_ != process.load(std::memory_order_relaxed)) {
+    // A forked child has not the memory, and the lock may be held forever: keep all as it is.
+    (void)new std::shared_ptr<SharedBufferPool>(shared_from_this());
+    return;
+  }
   std::lock_guard lock(mutex_);
   auto found = table_.find(place);
   found->second.reserved = 0;
-  if (found->second.number == 0) free(found);
+  if (found->second.number != 0) return;
+  free(found);
+  tidy_soon();
+}
+
+// Requires the lock.
+void SharedBufferPool::tidy_soon() {
+  pause_ = kSecond;
+  const std::int64_t at = now_ns() + pause_;
+  if (at >= tidy_at_) return;
+  tidy_at_ = at;
+  if (sooner_) sooner_();
 }
 
 std::unique_ptr<SharedBufferPool::Lease> SharedBufferPool::lend(int peer, const std::byte* data,
@@ -101,11 +123,7 @@ std::unique_ptr<SharedBufferPool::Lease> SharedBufferPool::lend(int peer, const 
   entry->second.peer = peer;
   word(place + kWantedBack).store(arena_.in_use() > limit_ / 2, std::memory_order_relaxed);
   word(place).store(number, std::memory_order_release);
-  pause_ = kSecond;
-  if (const std::int64_t at = now_ns() + pause_; at < tidy_at_) {
-    tidy_at_ = at;
-    if (sooner_) sooner_();
-  }
+  tidy_soon();
   return std::make_unique<Lease>(shared_from_this(), place, number);
 }
 
@@ -187,6 +205,7 @@ struct Forks {
   std::mutex mutex;
   std::set<PeerBuffer*> all;
 
+  // The handlers of endpoints, which hold their locks during a fork, must be registered after these.
   static Forks& of_process() {
     static auto* const forks = [] {
       pthread_atfork([] { of_process().before(); }, [] { of_process().after(); },
@@ -215,8 +234,11 @@ struct Forks {
   }
 };
 
+void watch_forks() { Forks::of_process(); }
+
 PeerBuffer::PeerBuffer(int fd, std::size_t length)
     : memory_(fd, length, Mapping::kInherited), fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)), process_(process.load()) {
+  if (fd_ < 0) throw OutOfMemory("no descriptor for the memory of a peer");
   Forks& forks = Forks::of_process();
   std::lock_guard lock(forks.mutex);
   forks.all.insert(this);
@@ -269,12 +291,18 @@ void PeerBuffer::give_back(std::uint64_t place) {
   memory_.at<std::atomic<std::uint64_t>>(place)->store(0, std::memory_order_release);
 }
 
-// Maps the data of a block again, to be shared with the sender or private, without changing its contents.
+// Maps the data of a block again, shared with the sender or private, and replaces its first mapping, which
+// remains if that fails: a failed mmap() at the same address could leave no mapping.
 bool PeerBuffer::map(std::uint64_t place, std::uint64_t end, bool shared) {
-  const std::uint64_t begin = place + kHeader;
-  return mmap(memory_.base() + begin, end - begin, PROT_READ | PROT_WRITE,
-              MAP_FIXED | (shared ? MAP_SHARED | MAP_NORESERVE : MAP_PRIVATE), fd_,
-              static_cast<off_t>(begin)) != MAP_FAILED;
+  if (!pages_are_small()) return false;
+  const std::uint64_t begin = place + kHeader, bytes = end - begin;
+  void* other = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                     shared ? MAP_SHARED | MAP_NORESERVE : MAP_PRIVATE, fd_, static_cast<off_t>(begin));
+  if (other == MAP_FAILED) return false;
+  if (mremap(other, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, memory_.base() + begin) != MAP_FAILED)
+    return true;
+  munmap(other, bytes);
+  return false;
 }
 
 // Requires the lock: makes all blocks private.  Adding 0 makes the kernel copy a page, and loses no write of

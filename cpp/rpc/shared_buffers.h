@@ -9,7 +9,8 @@
 // receiver to copy the part; when the arena is full, parts are sent through the socket.
 //
 // The receiver's memory is shared with the sender only.  Before the receiver forks, each block that it holds
-// becomes private, so that it and the child do not see each other's writes.
+// becomes private if the kernel's pages are small enough, so that it and the child do not see each other's
+// writes.
 #pragma once
 
 #include <sys/types.h>
@@ -52,7 +53,7 @@ class SharedBufferPool : public std::enable_shared_from_this<SharedBufferPool> {
 
   int fd() const { return arena_.fd(); }
   // A block to write to, which `lend` then lends without a copy.  Once lent, it belongs to the receiver, and
-  // may change.  Null if there is no room.
+  // may change.  A forked child does not have it.  Null if there is no room.
   std::shared_ptr<std::byte> reserve(std::uint64_t bytes);
   // Copies the bytes for the peer, unless they are a reserved block; null if there is no room.
   std::unique_ptr<Lease> lend(int peer, const std::byte* data, std::uint64_t bytes);
@@ -70,11 +71,7 @@ class SharedBufferPool : public std::enable_shared_from_this<SharedBufferPool> {
   std::int64_t tidy_at() const { return tidy_at_.load(std::memory_order_relaxed); }
   // The endpoint has been closed: `sooner` is no longer called.
   void forget();
-  // In a forked child, where the lock may be held forever.
-  void disown() {
-    disowned_ = true;
-    arena_.disown();
-  }
+  void disown() { arena_.disown(); }
 
  private:
   using Word = std::atomic<std::uint64_t>;
@@ -86,6 +83,7 @@ class SharedBufferPool : public std::enable_shared_from_this<SharedBufferPool> {
   using Table = std::map<std::uint64_t, Entry>;
   bool allocate(std::uint64_t bytes, std::uint64_t& place);
   void cancel_reservation(std::uint64_t place);
+  void tidy_soon();
   void recall(std::uint64_t place, std::uint64_t number);
   bool untaken(const Table::value_type& entry);
   Table::iterator free(Table::iterator at);
@@ -94,8 +92,8 @@ class SharedBufferPool : public std::enable_shared_from_this<SharedBufferPool> {
 
   Arena arena_;
   const std::uint64_t limit_;
+  const unsigned process_;
   std::function<void()> sooner_;
-  std::atomic<bool> disowned_{false};
   std::mutex mutex_;
   Table table_;  // by place
   std::uint64_t loans_ = 0;
@@ -140,6 +138,9 @@ class PeerBuffer : public std::enable_shared_from_this<PeerBuffer> {
   std::mutex mutex_;
   std::map<std::uint64_t, Held> held_;  // by place
 };
+
+// Makes sure that forks are noticed; before any other handlers of forks that hold locks.
+void watch_forks();
 
 // The memories of all peers.  Connections to one peer share its memory, so that its pages are mapped once.
 class PeerMemories {

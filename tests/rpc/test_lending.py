@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,3 +366,70 @@ def test_nothing_of_lent_memory_is_left_behind() -> None:
     use()  # what stays for ever comes with the first use
     with no_leaks():
         use()
+
+
+def test_reserved_memory_that_was_not_sent_returns_to_the_system() -> None:
+    with no_leaks():
+        a = Endpoint("a", 64 << 20, 30.0)
+        memory = a.memory()
+        part = torch.frombuffer(a.post.buffer(16 << 20), dtype=torch.uint8)
+        part.fill_(1)
+        assert os.fstat(memory).st_blocks * 512 > 16 << 20
+        del part
+        becomes(lambda: os.fstat(memory).st_blocks * 512 < 1 << 20)
+        os.close(memory)
+        a.close(0.0)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_forked_child_may_drop_reserved_memory(closed: bool) -> None:
+    a = Endpoint("a", 64 << 20, 30.0)
+    part = torch.frombuffer(a.post.buffer(1 << 20), dtype=torch.uint8)
+    if closed:
+        a.close(0.0)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            others = [torch.ones(16 << 20, dtype=torch.uint8) for _ in range(8)]  # where the memory was
+            del part
+            code = int(any(int(x.sum()) != 16 << 20 for x in others))
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    del part
+    a.close(0.0)
+
+
+def test_forks_without_the_gil_and_new_connections_do_not_wait_for_each_other() -> None:
+    """In a process of its own, because a child of such a fork is a copy of this one in any state."""
+    program = """
+import ctypes, os, socket, threading, time
+from shoal.rpc.connection.endpoint import Endpoint
+
+a, ended = Endpoint("a", 1 << 20, 30.0), False
+
+def connect():
+    while not ended:
+        b = Endpoint("b", 1 << 20, 30.0)
+        begin, end = socket.socketpair()
+        with end:
+            a.attach(begin.detach(), os.getpid(), lambda: None, b.memory())
+        b.close(0.0)
+
+thread = threading.Thread(target=connect)
+thread.start()
+libc = ctypes.CDLL(None)
+until = time.monotonic() + 2
+while time.monotonic() < until:
+    pid = libc.fork()
+    if pid > 0:  # the child may wait for the GIL forever
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    else:
+        os._exit(0)
+ended = True
+thread.join()
+a.close(0.0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
