@@ -227,11 +227,20 @@ class Hierarchical(Algorithm):
 ALGORITHMS: tuple[Algorithm, ...] = (Everything(), Direct(), Ring(), Doubling(), Halving(), Tree())
 
 
+#: those of shoal, by the name of the choice
+CHOICES: dict[str, Algorithm] = {each.name: each for each in (Direct(), Doubling(), Halving(), Ring())}
+
+
+def chosen(choice: str, nbytes: int, ranks: int) -> Algorithm:
+    """The algorithm that ``algorithm=choice`` is for ``nbytes``; a few bytes are sent to all at once."""
+    at_once = choice == "direct" and nbytes <= _core.at_once_limit(ranks)
+    return Everything() if at_once else CHOICES[choice]
+
+
 def shoal(nbytes: int, ranks: int) -> Algorithm:
     """The algorithm that ``algorithm="auto"`` is for ``nbytes`` of float32 on hosts with one rank."""
-    chosen = _core.algorithm_for(OpKind.ALL_REDUCE, ranks, nbytes, nbytes, True)
-    direct = Everything() if nbytes <= _core.at_once_limit(ranks) else Direct()
-    return {"direct": direct, "doubling": Doubling(), "halving": Halving()}[chosen]
+    choice = _core.algorithm_for(OpKind.ALL_REDUCE, ranks, nbytes, nbytes, True)
+    return chosen(choice, nbytes, ranks)
 
 
 def best(ranks: int, nbytes: float, machine: Parameters) -> Algorithm:

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal import _core
-
-from .algorithms import ALGORITHMS, Algorithm, shoal
+from .algorithms import CHOICES, Algorithm, chosen, shoal
 from .parameters import Parameters
 
 #: names of measured operations -> bytes
@@ -77,7 +75,6 @@ def _read_hosts(path: Path, record: dict[str, Any]) -> list[Point]:
     if record["operation"] != "all_reduce":
         raise ValueError(f"{path}: measured {record['operation']}; the model has all_reduce only")
     gap = 8e-6 / record["megabits"] if record["megabits"] else None
-    algorithms = {each.name: each for each in ALGORITHMS}
     points = []
     for places, sizes in record["results"].items():
         hosts, ranks = map(int, places.split("x"))
@@ -86,13 +83,10 @@ def _read_hosts(path: Path, record: dict[str, Any]) -> list[Point]:
                 f"{path}: {hosts} hosts of {ranks}; the model has powers of two, of one rank each"
             )
         for size, contenders in sizes.items():
-            for name, times in contenders.items():
-                if name not in ("direct", "doubling", "halving", "ring"):
-                    continue
-                # A few bytes are sent to all others at once.
-                chosen = "everyone" if name == "direct" and int(size) <= _core.at_once_limit(hosts) else name
-                seconds = statistics.median(times["seconds"])
-                points.append(Point(hosts, int(size), seconds, record["cores"], algorithms[chosen], gap))
+            for name in filter(contenders.get, CHOICES):
+                seconds = statistics.median(contenders[name]["seconds"])
+                algorithm = chosen(name, int(size), hosts)
+                points.append(Point(hosts, int(size), seconds, record["cores"], algorithm, gap))
     return points
 
 

@@ -26,6 +26,13 @@ inline Span slice(const Span& whole, std::uint64_t offset, std::uint64_t bytes) 
   return {whole.data + offset, bytes};
 }
 
+// Longer data is sent piece by piece: a message of this size needs no grant, and a piece can be used when it
+// arrives.
+constexpr std::uint64_t kPiece = kEager;
+inline std::uint32_t pieces_of(std::uint64_t bytes) {
+  return static_cast<std::uint32_t>((bytes + kPiece - 1) / kPiece);
+}
+
 // Copies within this process; the spans may overlap or be equal.
 inline void copy(const Span& to, const Span& from) {
   if (to.bytes > 0 && to.data != from.data) std::memmove(to.data, from.data, to.bytes);

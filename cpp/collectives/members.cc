@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <deque>
 #include <memory>
 
@@ -18,7 +17,6 @@ constexpr double kOverhead = 16 << 10;  // work for a message, besides its bytes
 // The direct algorithms overlap their steps, and are preferred to others that save less than this share.
 constexpr double kMargin = 0.2;
 
-constexpr std::uint64_t kPiece = kEager;          // of a part that is sent on as it arrives
 constexpr std::uint64_t kSmall = 32 * 1024;       // up to this size, all-reduce exchanges everything at once
 constexpr std::uint64_t kSmallPair = 256 * 1024;  // for two members, which send equally much either way
 
@@ -467,11 +465,12 @@ Task broadcast_in_parts(Operation& op, const Members& members, Span data, int ro
   op.has_steps = true;
   const int others = members.size() - 1, place = members.wrapped(members.self() - root);
   std::vector<Span> parts;  // of the members at places 1, 2, ... after the root
+  std::uint32_t pieces = 0;
   for (int i = 0; i < others; ++i) {
     auto [first, last] = share(data.bytes, 1, others, i);
     parts.push_back(slice(data, first, last - first));
+    pieces = std::max(pieces, pieces_of(last - first));
   }
-  const auto pieces = static_cast<std::uint32_t>((parts[0].bytes + kPiece - 1) / kPiece);
   auto piece = [&](int of_place, std::uint32_t index) {  // as many for each, of almost equal size
     const Span& part = parts[static_cast<std::size_t>(of_place - 1)];
     auto [first, last] = share(part.bytes, 1, static_cast<int>(pieces), static_cast<int>(index));
@@ -504,10 +503,12 @@ Task broadcast_in_parts(Operation& op, const Members& members, Span data, int ro
 
 // Whether that is faster than a tree, by the same model as in algorithm_for().
 bool worth_parts(int members, std::uint64_t bytes) {
+  if (members < 3 || bytes == 0) return false;
+  const auto receivers = static_cast<std::uint64_t>(members) - 1;
+  const double pieces = pieces_of((bytes + receivers - 1) / receivers);
   const double others = members - 1, whole = static_cast<double>(bytes);
-  const double pieces = std::ceil(whole / others / kPiece);
   const double parts = 2 * kLatency + (pieces + 1) * others * kOverhead + whole * (1 + 1 / (others * pieces));
-  return members > 2 && parts < rounds_of(members) * (kLatency + kOverhead + whole) * (1 - kMargin);
+  return parts < rounds_of(members) * (kLatency + kOverhead + whole) * (1 - kMargin);
 }
 
 }  // namespace

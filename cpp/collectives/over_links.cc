@@ -14,8 +14,7 @@
 namespace shoal::collectives {
 namespace {
 
-constexpr std::uint64_t kPiece = kEager;  // longer slices are reduced piece by piece
-constexpr std::uint32_t kSets = 4;        // number of pieces in flight
+constexpr std::uint32_t kSets = 4;  // number of pieces in flight
 
 Members all_members(const Group& group) {
   std::vector<int> ranks(static_cast<std::size_t>(group.size()));
@@ -81,15 +80,12 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   const std::size_t item = itemsize(reduction.dtype);
   const int size = op.group().size(), rank = op.group().rank();
   const Span mine = parts[static_cast<std::size_t>(rank)];
-  auto pieces = [&](std::uint64_t bytes) {
-    return static_cast<std::uint32_t>((bytes + kPiece - 1) / kPiece);
-  };
   auto piece = [&](const Span& whole, std::uint32_t index) {
     std::uint64_t offset = index * kPiece;
     return slice(whole, offset, std::min(kPiece, whole.bytes - offset));
   };
   constexpr std::uint32_t kResults = 1u << 30;  // steps of finished pieces
-  const std::uint32_t own = pieces(mine.bytes);
+  const std::uint32_t own = pieces_of(mine.bytes);
   // Several sets of buffers: some are filled while one is reduced.
   const std::uint64_t stride = std::min(kPiece, mine.bytes);
   auto room = std::make_unique_for_overwrite<std::byte[]>(std::min(kSets, own) * stride *
@@ -104,7 +100,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   if (spread == Spread::kAll || (spread == Spread::kRoot && rank == root))
     for (int from = 0; from < size; ++from) {
       const Span& slot = parts[static_cast<std::size_t>(from)];
-      for (std::uint32_t i = 0; from != rank && i < pieces(slot.bytes); ++i)
+      for (std::uint32_t i = 0; from != rank && i < pieces_of(slot.bytes); ++i)
         results.receive(from, kResults + i, piece(slot, i).data, piece(slot, i).bytes);
     }
   Messages inputs(op);
@@ -121,7 +117,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
     for (int i = 1; i < size; ++i) {
       int to = (rank + i) % size;
       const Span& part = parts[static_cast<std::size_t>(to)];
-      for (std::uint32_t p = index; p < std::min(end, pieces(part.bytes)); ++p)
+      for (std::uint32_t p = index; p < std::min(end, pieces_of(part.bytes)); ++p)
         inputs.send(to, p, piece(part, p).data, piece(part, p).bytes);
       if (part.bytes == 0 && index == 0) inputs.send(to, 0, nullptr, 0);  // still carries the fingerprint
     }
