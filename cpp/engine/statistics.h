@@ -70,7 +70,7 @@ class Counter {
 // A member that this rank waited for.
 struct LateMember {
   int rank = 0;              // in the group
-  std::uint64_t times = 0;   // number of operations in which it arrived last
+  std::uint64_t times = 0;   // number of completed operations in which it arrived last
   std::uint64_t waited = 0;  // nanoseconds
 };
 
@@ -100,11 +100,12 @@ class Statistics {
     waited_.add(time, writers_);
     if (Late* late = find(member)) late->waited.add(time, writers_);
   }
-  // last: the member that arrived last; -1: this rank, or unknown.
+  // last: the member that arrived last; -1: this rank, or unknown.  Not counted for a failed operation, to
+  // which some members may never have come.
   void ended(bool failed, std::uint64_t bytes, std::int64_t nanoseconds, int last) {
     (failed ? failed_ : completed_).add(1, writers_);
-    if (Late* late = find(last)) late->times.add(1, writers_);
     if (failed) return;
+    if (Late* late = find(last)) late->times.add(1, writers_);
     bytes_.add(bytes, writers_);
     latencies_[static_cast<std::size_t>(latency::bucket_of(nanoseconds))].add(1, writers_);
   }

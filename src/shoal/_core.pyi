@@ -415,7 +415,7 @@ class LateMember:
     """A member that a rank waited for.
 
     Attributes:
-        times: number of operations in which it arrived last.
+        times: number of completed operations in which it arrived last.
         waited: nanoseconds.
     """
 

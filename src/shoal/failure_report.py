@@ -68,8 +68,8 @@ class WaitSummary(msgspec.Struct, frozen=True, array_like=True):
         completed, bytes: operations, and their bytes.
         waited_s: time that they waited for other ranks.
         p50_s, p99_s: latencies; 0 if no operation has completed.
-        late: for each rank in ``ranks`` of the report, in how many operations it arrived last, and the
-            seconds for which this rank waited for it.
+        late: for each rank in ``ranks`` of the report, in how many completed operations it arrived last,
+            and the seconds for which this rank waited for it.
     """
 
     seconds: _Seconds

@@ -17,7 +17,8 @@ class LateRank:
 
     Attributes:
         rank: numbered in the group.
-        times: number of operations in which it was the last to arrive, of those for which this rank waited.
+        times: number of completed operations in which it was the last to arrive, of those for which this
+            rank waited.
         seconds: time for which this rank waited for it.
     """
 
