@@ -9,7 +9,6 @@
 
 #include "collectives/members.h"
 #include "collectives/phase.h"
-#include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {
@@ -89,19 +88,21 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
   const Span mine = owner ? slices[static_cast<std::size_t>(map.place)] : Span{};
   const std::uint64_t elements = mine.bytes / item;
 
-  std::vector<std::byte> partial(elements * wide);
+  const std::uint64_t bytes = elements * wide;
+  const auto partial = op.scratch(bytes);
   std::vector<Reduce> jobs;
-  if (owner) jobs.push_back({static_cast<std::uint32_t>(map.place), partial.data()});
+  if (owner) jobs.push_back({static_cast<std::uint32_t>(map.place), partial.get()});
   Task reduced = local_partials(op, map, slices, std::move(jobs));
   co_await reduced;
 
-  std::vector<std::byte> result(root < 0 ? 0 : mine.bytes);
-  std::byte* finished = root < 0 ? mine.data : result.data();
+  std::shared_ptr<std::byte> result;
+  if (root >= 0) result = op.scratch(mine.bytes);
+  std::byte* finished = root < 0 ? mine.data : result.get();
   if (owner) {
     const Members members = map.members(map.place);
-    const Algorithm algorithm = algorithm_for(op.group().algorithm(), op.request().kind, map.count(),
-                                              mine.bytes, partial.size(), false);
-    Task work = reduce_partials(op, members, algorithm, partial.data(), elements, finished,
+    const Algorithm algorithm =
+        algorithm_for(op.group().algorithm(), op.request().kind, map.count(), mine.bytes, bytes, false);
+    Task work = reduce_partials(op, members, algorithm, partial.get(), elements, finished,
                                 root < 0 ? -1 : root_host, step);
     co_await work;
   }
@@ -188,7 +189,7 @@ Task all_gather_in_steps(Operation& op, const Map& map, Algorithm algorithm, Spa
     edges.push_back(edges.back() + out[static_cast<std::size_t>(members.rank(h))].bytes);
   auto begun = op.begun();
   co_await begun;
-  auto blocks = std::make_unique_for_overwrite<std::byte[]>(edges.back());
+  const auto blocks = op.scratch(edges.back());
   std::vector<Span> parts;
   for (int h = 0; h < map.count(); ++h) {
     const auto i = static_cast<std::size_t>(h);
@@ -231,12 +232,12 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   std::vector<Span> parts;
   for (int source : held_by(map.place)) {
     Span part = source == rank ? mine : out[static_cast<std::size_t>(source)];
-    if (source != rank) messages.receive(source, 0, part.data, part.bytes);
+    if (source != rank) receive_pieces(messages, source, 0, part.data, part.bytes);
     parts.push_back(part);
   }
   for (int h = 0; h < map.count(); ++h) {
     int there = static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size());
-    if (h != map.host) messages.send(map.rank_at(h, map.place % there), 0, mine.data, mine.bytes);
+    if (h != map.host) send_pieces(messages, map.rank_at(h, map.place % there), 0, mine.data, mine.bytes);
   }
   Task arrived = messages.finish();
   co_await arrived;
@@ -260,7 +261,7 @@ Task reduce_scatter_in_steps(Operation& op, const Map& map, Algorithm algorithm,
   Edges edges(1, 0);
   for (int h = 0; h < map.count(); ++h)
     edges.push_back(edges.back() + in[static_cast<std::size_t>(members.rank(h))].bytes / item);
-  auto partial = std::make_unique_for_overwrite<std::byte[]>(edges.back() * wide);
+  const auto partial = op.scratch(edges.back() * wide);
   std::vector<Reduce> jobs;
   for (int h = 0; h < map.count(); ++h)
     jobs.push_back({static_cast<std::uint32_t>(members.rank(h)),
@@ -288,30 +289,31 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
     co_await work;
     co_return;
   }
-  std::vector<std::vector<std::byte>> partials;
+  std::vector<std::shared_ptr<std::byte>> partials;
   std::vector<Reduce> jobs;
   for (int to = map.place; to < map.size; to += map.locals()) {
-    partials.emplace_back(in[static_cast<std::size_t>(to)].bytes / item * wide);
-    jobs.push_back({static_cast<std::uint32_t>(to), partials.back().data()});
+    partials.push_back(op.scratch(in[static_cast<std::size_t>(to)].bytes / item * wide));
+    jobs.push_back({static_cast<std::uint32_t>(to), partials.back().get()});
   }
   std::vector<Reduce> kept = jobs;
   Task reduced = local_partials(op, map, in, std::move(jobs));
   co_await reduced;
   const std::uint64_t length = out.bytes / item * wide;
-  std::vector<std::byte> room(length * static_cast<std::uint64_t>(map.count()));
+  const auto room = op.scratch(length * static_cast<std::uint64_t>(map.count()));
   Messages messages(op);
   std::vector<const void*> sources(static_cast<std::size_t>(map.count()));
   for (int h = 0; h < map.count(); ++h) {
     int from = map.rank_at(h, rank % static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()));
-    sources[static_cast<std::size_t>(h)] = room.data() + static_cast<std::uint64_t>(h) * length;
-    if (from != rank) messages.receive(from, 0, room.data() + static_cast<std::uint64_t>(h) * length, length);
+    sources[static_cast<std::size_t>(h)] = room.get() + static_cast<std::uint64_t>(h) * length;
+    if (from != rank)
+      receive_pieces(messages, from, 0, room.get() + static_cast<std::uint64_t>(h) * length, length);
   }
   for (const Reduce& job : kept) {
     int to = static_cast<int>(job.part);
     if (to == rank)
       sources[static_cast<std::size_t>(map.host)] = job.to;
     else
-      messages.send(to, 0, job.to, in[job.part].bytes / item * wide);
+      send_pieces(messages, to, 0, job.to, in[job.part].bytes / item * wide);
   }
   Task arrived = messages.finish();
   co_await arrived;

@@ -5,8 +5,6 @@
 #include <deque>
 #include <memory>
 
-#include "engine/messages.h"
-
 namespace shoal::collectives {
 namespace {
 
@@ -60,10 +58,8 @@ std::vector<int> held_blocks(int members) {
   return held;
 }
 
-// Messages that need no grant: while one is on its way, the receiver's grant of a longer one could wait
-// behind what the receiver itself sends.  The number of a piece is in the step's upper bits.  Steps
-// themselves reach these after 4,096 blocks of 16 MB, when the messages whose numbers they repeat have long
-// been received.
+// The number of a piece is in the step's upper bits.  Steps themselves reach these after 4,096 blocks of 16
+// MB, when the messages whose numbers they repeat have long been received.
 constexpr int kPieceBits = 24;
 constexpr std::uint64_t kMostPieces = 64;
 
@@ -76,17 +72,21 @@ void in_pieces(std::uint64_t bytes, auto&& each) {
   } while (offset < bytes);
 }
 
-void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes) {
-  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
-    messages.send(to, step | number, data + offset, length);
-  });
-}
+// Memory for what one step of an operation receives.
+class Room {
+ public:
+  explicit Room(Operation& op) : op_(op) {}
+  std::byte* of(std::uint64_t bytes) {
+    if (bytes > bytes_ || memory_ == nullptr) memory_ = op_.scratch(bytes);
+    bytes_ = std::max(bytes, bytes_);
+    return memory_.get();
+  }
 
-void receive_pieces(Messages& messages, int from, std::uint32_t step, std::byte* data, std::uint64_t bytes) {
-  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
-    messages.receive(from, step | number, data + offset, length);
-  });
-}
+ private:
+  Operation& op_;
+  std::shared_ptr<std::byte> memory_;
+  std::uint64_t bytes_ = 0;
+};
 
 void combine(const kernels::Reduction& reduction, std::byte* to, const std::byte* low, const std::byte* high,
              std::uint64_t count) {
@@ -114,16 +114,16 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
   };
   auto [first, last] = part_of(self);
   const std::uint64_t length = (last - first) * wide;
-  std::vector<std::byte> room(length * static_cast<std::uint64_t>(size));
+  const auto room = op.scratch(length * static_cast<std::uint64_t>(size));
   Messages inputs(op), results(op);
   for (int i = 0; i < size; ++i) {
     if (i == self) continue;
     const int peer = members.rank(i);
     if (root < 0 || self == root)
-      inputs.receive(peer, step, room.data() + static_cast<std::uint64_t>(i) * length, length);
+      receive_pieces(inputs, peer, step, room.get() + static_cast<std::uint64_t>(i) * length, length);
     auto [from, to] = part_of(i);
-    if (root < 0 || i == root) inputs.send(peer, step, partial + from * wide, (to - from) * wide);
-    if (root < 0) results.receive(peer, step + 1, finished + from * item, (to - from) * item);
+    if (root < 0 || i == root) send_pieces(inputs, peer, step, partial + from * wide, (to - from) * wide);
+    if (root < 0) receive_pieces(results, peer, step + 1, finished + from * item, (to - from) * item);
   }
   Task arrived = inputs.finish_receives();
   co_await arrived;
@@ -131,12 +131,13 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
     std::vector<const void*> sources;
     for (int i = 0; i < size; ++i)
       sources.push_back(i == self ? partial + first * wide
-                                  : room.data() + static_cast<std::uint64_t>(i) * length);
+                                  : room.get() + static_cast<std::uint64_t>(i) * length);
     void* to = finished + first * item;
     kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
   }
   for (int i = 0; root < 0 && i < size; ++i)
-    if (i != self) results.send(members.rank(i), step + 1, finished + first * item, (last - first) * item);
+    if (i != self)
+      send_pieces(results, members.rank(i), step + 1, finished + first * item, (last - first) * item);
   Task sent = inputs.finish();
   co_await sent;
   Task spread = results.finish();
@@ -156,9 +157,9 @@ Task reduce_by_doubling(Operation& op, const Members& members, std::byte* partia
   const bool paired = self < 2 * pairs;
   const std::uint32_t last = step + static_cast<std::uint32_t>(rounds_of(size)) + 1;
   Messages messages(op);
-  std::vector<std::unique_ptr<std::byte[]>> rooms;  // what was received; not changed while it is sent
+  std::vector<std::shared_ptr<std::byte>> rooms;  // what was received; not changed while it is sent
   auto receive = [&](int from, std::uint32_t number) {
-    rooms.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
+    rooms.push_back(op.scratch(bytes));
     messages.receive(from, number, rooms.back().get(), bytes);
   };
   std::byte* current = partial;
@@ -201,14 +202,14 @@ Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, s
   const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
   const int size = members.size(), place = members.wrapped(members.self() - root);
   Messages messages(op);
-  std::unique_ptr<std::byte[]> room;
+  std::shared_ptr<std::byte> room;
   for (int distance = 1; distance < size; distance *= 2) {
     if ((place & distance) != 0) {
       messages.send(members.rank(root + place - distance), step, partial, bytes);
       break;
     }
     if (place + distance >= size) continue;
-    if (!room) room = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    if (!room) room = op.scratch(bytes);
     messages.receive(members.rank(root + place + distance), step, room.get(), bytes);
     Task arrived = messages.finish_receives();
     co_await arrived;
@@ -254,17 +255,17 @@ Task scatter_by_halving(Operation& op, const Members& members, std::byte* partia
   const int self = members.self();
   const std::vector<int> held = held_blocks(members.size());
   Messages messages(op);
-  std::vector<std::byte> room;
+  Room received(op);
   for (std::size_t round = 0; round + 1 < held.size(); ++round, step += 2) {
     const int kept = held[round + 1], sent = held[round] - kept;
     const auto mine = segments(members, elements, self, sent);
     std::uint64_t total = 0;
     for (auto [first, last] : mine) total += last - first;
-    room.resize(std::max(room.size(), total * wide));
+    std::byte* const room = received.of(total * wide);
     std::uint64_t at = 0;
     std::uint32_t number = step;
     for (auto [first, last] : mine) {
-      receive_pieces(messages, members.rank(self - kept), number++, room.data() + at, (last - first) * wide);
+      receive_pieces(messages, members.rank(self - kept), number++, room + at, (last - first) * wide);
       at += (last - first) * wide;
     }
     number = step;
@@ -276,7 +277,7 @@ Task scatter_by_halving(Operation& op, const Members& members, std::byte* partia
     at = 0;
     for (auto [first, last] : mine) {
       std::byte* own = partial + first * wide;
-      combine(reduction, own, own, room.data() + at, last - first);
+      combine(reduction, own, own, room + at, last - first);
       at += (last - first) * wide;
     }
   }
@@ -319,17 +320,17 @@ Task scatter_in_ring(Operation& op, const Members& members, std::byte* partial, 
     return Segment{elements[i], elements[i + 1]};
   };
   Messages messages(op);
-  std::vector<std::byte> room;
+  Room received(op);
   for (int round = 1; round < members.size(); ++round, ++step) {
     const auto [first, last] = block(self - round);
     send_pieces(messages, members.rank(self + 1), step, partial + first * wide, (last - first) * wide);
     const auto [begin, end] = block(self - round - 1);
-    room.resize(std::max<std::size_t>(room.size(), (end - begin) * wide));
-    receive_pieces(messages, members.rank(self - 1), step, room.data(), (end - begin) * wide);
+    std::byte* const room = received.of((end - begin) * wide);
+    receive_pieces(messages, members.rank(self - 1), step, room, (end - begin) * wide);
     Task arrived = messages.finish_receives();
     co_await arrived;
     std::byte* own = partial + begin * wide;
-    combine(reduction, own, room.data(), own, end - begin);
+    combine(reduction, own, room, own, end - begin);
   }
   Task done = messages.finish();
   co_await done;
@@ -354,6 +355,18 @@ Task gather_in_ring(Operation& op, const Members& members, std::byte* data, cons
 }
 
 }  // namespace
+
+void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes) {
+  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
+    messages.send(to, step | number, data + offset, length);
+  });
+}
+
+void receive_pieces(Messages& messages, int from, std::uint32_t step, std::byte* data, std::uint64_t bytes) {
+  in_pieces(bytes, [&](std::uint32_t number, std::uint64_t offset, std::uint64_t length) {
+    messages.receive(from, step | number, data + offset, length);
+  });
+}
 
 std::uint64_t at_once_limit(int members) {
   return std::max(members == 2 ? kSmallPair : kSmall, static_cast<std::uint64_t>(members) * 64 - 1);
@@ -415,9 +428,9 @@ Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm,
   // Each member reduces and finishes a block; then these are gathered.
   const std::size_t item = itemsize(reduction.dtype);
   const Edges edges = equal_edges(elements, item, members.size());
-  std::unique_ptr<std::byte[]> room;
+  std::shared_ptr<std::byte> room;
   if (!mine) {
-    room = std::make_unique_for_overwrite<std::byte[]>(elements * item);
+    room = op.scratch(elements * item);
     finished = room.get();
   }
   std::byte* block = finished + edges[static_cast<std::size_t>(members.self())] * item;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "engine/messages.h"
 
 namespace shoal::collectives {
 
@@ -29,6 +30,11 @@ class Members {
   std::vector<int> ranks_;
   int self_;
 };
+
+// Send and receive data as messages that need no grant: the grant of a longer one could wait behind what its
+// receiver sends at the same time.
+void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes);
+void receive_pieces(Messages& messages, int from, std::uint32_t step, std::byte* data, std::uint64_t bytes);
 
 // The algorithm for an operation: the choice of the group, or the one that takes the shortest time by the
 // model of docs/algorithms.md.

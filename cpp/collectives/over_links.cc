@@ -9,7 +9,6 @@
 
 #include "collectives/members.h"
 #include "engine/describe.h"
-#include "engine/messages.h"
 
 namespace shoal::collectives {
 namespace {
@@ -54,8 +53,7 @@ Task reduce_at_once(Operation& op, Span data, int root) {
   const Request& request = op.request();
   const int size = op.group().size(), rank = op.group().rank();
   const bool reduces = root < 0 || rank == root;
-  auto room = std::make_unique_for_overwrite<std::byte[]>(
-      reduces ? data.bytes * static_cast<std::uint64_t>(size) : 0);
+  const auto room = op.scratch(reduces ? data.bytes * static_cast<std::uint64_t>(size) : 0);
   std::vector<Span> theirs;
   for (int i = 0; i < size && reduces; ++i)
     theirs.push_back({room.get() + static_cast<std::uint64_t>(i) * data.bytes, data.bytes});
@@ -88,8 +86,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   const std::uint32_t own = pieces_of(mine.bytes);
   // Several sets of buffers: some are filled while one is reduced.
   const std::uint64_t stride = std::min(kPiece, mine.bytes);
-  auto room = std::make_unique_for_overwrite<std::byte[]>(std::min(kSets, own) * stride *
-                                                          static_cast<std::uint64_t>(size));
+  const auto room = op.scratch(std::min(kSets, own) * stride * static_cast<std::uint64_t>(size));
   auto buffer = [&](std::uint32_t index, int from) {
     return room.get() + (static_cast<std::uint64_t>(index % kSets) * static_cast<std::uint64_t>(size) +
                          static_cast<std::uint64_t>(from)) *
@@ -159,9 +156,9 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
     parts.push_back(slice(data, first * item, (last - first) * item));
   }
   Span out = parts[static_cast<std::size_t>(rank)];
-  std::unique_ptr<std::byte[]> room;
+  std::shared_ptr<std::byte> room;
   if (root >= 0 && rank != root) {  // the input must not change
-    room = std::make_unique_for_overwrite<std::byte[]>(out.bytes);
+    room = op.scratch(out.bytes);
     out.data = room.get();
   }
   Task work = reduce_scatter(op, parts, out, root < 0 ? Spread::kAll : Spread::kRoot, root);
@@ -174,7 +171,7 @@ Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
   const std::uint64_t elements = data.bytes / itemsize(reduction.dtype);
   auto begun = op.begun();
   co_await begun;
-  auto partial = std::make_unique_for_overwrite<std::byte[]>(elements * kernels::accumulator_size(reduction));
+  const auto partial = op.scratch(elements * kernels::accumulator_size(reduction));
   const void* from = data.data;
   if (elements > 0) kernels::reduce_partial(reduction, partial.get(), &from, 1, elements);
   const Members members = all_members(op.group());
@@ -189,7 +186,7 @@ Task reduce_scatter_in_steps(Operation& op, Algorithm algorithm, std::vector<Spa
   co_await begun;
   Edges edges(1, 0);
   for (const Span& part : parts) edges.push_back(edges.back() + part.bytes / item);
-  auto partial = std::make_unique_for_overwrite<std::byte[]>(edges.back() * wide);
+  const auto partial = op.scratch(edges.back() * wide);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const void* from = parts[i].data;
     if (parts[i].bytes > 0)
@@ -211,8 +208,8 @@ Task all_gather_in_steps(Operation& op, Algorithm algorithm, Span mine, std::vec
     adjacent &= part.data == out[0].data + edges.back();
     edges.push_back(edges.back() + part.bytes);
   }
-  std::unique_ptr<std::byte[]> room;
-  if (!adjacent) room = std::make_unique_for_overwrite<std::byte[]>(edges.back());
+  std::shared_ptr<std::byte> room;
+  if (!adjacent) room = op.scratch(edges.back());
   std::byte* data = adjacent ? out[0].data : room.get();
   copy({data + edges[self], mine.bytes}, mine);
   Task work = gather_blocks(op, members, algorithm, data, edges, 0);

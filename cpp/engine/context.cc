@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 #include <new>
 
 #include "common/clock.h"
@@ -16,6 +17,8 @@ namespace {
 constexpr std::size_t kMostEarly = 1 << 20;
 // Maximum wait for threads that are reporting losses.
 constexpr std::int64_t kLossReportTimeout = kSecond;
+// Maximum bytes of unused memory of operations.
+constexpr std::uint64_t kMaxKeptBuffers = 128 << 20;
 
 int cores() { return std::max(1, static_cast<int>(std::thread::hardware_concurrency())); }
 
@@ -32,11 +35,13 @@ std::int64_t idle_peer_check_interval(int ranks) {
 Context::Context(Options options)
     : options_(options),
       arena_(std::make_shared<Arena>(options.capacity, options.limit)),
+      buffers_(std::make_shared<BufferPool>([] { return kMaxKeptBuffers; })),
       quarantine_(arena_),
       lowest_local_(options.rank),
       peer_check_interval_(shoal::peer_check_interval(options.local_size)),
       idle_peer_check_interval_(shoal::idle_peer_check_interval(options.local_size)),
-      peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_) {
+      peers_(*this, options.rank, options.size, options.heartbeat, idle_peer_check_interval_),
+      messenger_(buffers_) {
   std::uint64_t offset = arena_->allocate(sizeof(ArenaHeader));  // the first allocation: offset 0
   header_ = new (arena_->mapping().base() + offset) ArenaHeader;
   const std::uint64_t status = arena_->allocate(sizeof(StatusPage));
@@ -103,6 +108,7 @@ void Context::close(std::int64_t deadline) {
   if (options_.world != nullptr) options_.world->end_part(*this);
   write_status(now_ns());
   peers_.close();
+  buffers_->close();
   std::lock_guard lock(groups_mutex_);
   groups_.clear();
   moving_library_.reset();
@@ -112,6 +118,7 @@ void Context::disown() {
   forked_ = true;
   monitor_idle_ = false;
   arena_->disown();
+  buffers_->disown();
   peers_.disown();
   // The threads exist only in the parent.
   if (progress_thread_.joinable()) progress_thread_.detach();

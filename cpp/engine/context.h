@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/buffer_pool.h"
 #include "common/tickets.h"
 #include "engine/group.h"
 #include "engine/messenger.h"
@@ -113,6 +114,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   const Mapping& memory(int rank) const {
     return rank == options_.rank ? arena_->mapping() : peers_.memory(rank);
   }
+  BufferPool& buffers() { return *buffers_; }  // memory of operations
   void submitted(bool large);
   // Calls the progress() of the library from now on.
   void use(std::shared_ptr<MovingLibrary> library);
@@ -176,6 +178,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
 
   Options options_;
   std::shared_ptr<Arena> arena_;
+  std::shared_ptr<BufferPool> buffers_;
   Quarantine quarantine_;
   ArenaHeader* header_;
   StatusPage* status_;

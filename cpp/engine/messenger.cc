@@ -11,7 +11,8 @@ bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link
   incoming.link.store(&link, std::memory_order_release);
   incoming.from.store(static_cast<std::int32_t>(header.source), std::memory_order_release);
   if (incoming.allocate) {
-    incoming.owned.reset(new (std::nothrow) std::byte[header.total > 0 ? header.total : 1]);
+    incoming.owned.reset(new (std::nothrow) std::byte[header.total > 0 ? header.total : 1],
+                         std::default_delete<std::byte[]>());
     incoming.data = incoming.owned.get();
     if (incoming.data == nullptr) {  // no exception: nobody could catch it in a thread of the engine
       incoming.state.store(Incoming::kRefused, std::memory_order_release);
@@ -129,7 +130,7 @@ Destination Messenger::on_message(Link& link, const FrameHeader& header) {
   early->link = &link;
   early->charge = link.take_charge();
   early->holder = std::make_shared<Incoming>();
-  early->holder->owned = std::make_unique_for_overwrite<std::byte[]>(header.payload > 0 ? header.payload : 1);
+  early->holder->owned = buffers_->scratch(header.payload);
   early->holder->data = early->holder->owned.get();
   holders_[early->holder.get()] = early;
   channel.early.push_back(early);

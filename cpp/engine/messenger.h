@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/buffer_pool.h"
 #include "net/link.h"
 
 namespace shoal {
@@ -22,6 +23,9 @@ class Messenger {
     bool complete = false;
     Charge charge;  // until the message is read or dropped
   };
+
+  // buffers: for early messages.
+  explicit Messenger(std::shared_ptr<BufferPool> buffers) : buffers_(std::move(buffers)) {}
 
   void post(const std::shared_ptr<Incoming>& incoming);
   // Nothing is written to the receive's memory after this returns.
@@ -83,6 +87,7 @@ class Messenger {
     std::vector<int> others;  // members that may still send to the group
     bool is_finished() const { return !open && others.empty(); }
   };
+  const std::shared_ptr<BufferPool> buffers_;
   std::mutex mutex_;
   std::unordered_map<Key, Channel, Hash> channels_;
   std::unordered_map<const Incoming*, std::shared_ptr<Early>> holders_;

@@ -222,6 +222,10 @@ bool Operation::orphaned() {
   return true;
 }
 
+std::shared_ptr<std::byte> Operation::scratch(std::uint64_t bytes) {
+  return group_->context().buffers().scratch(bytes);
+}
+
 Task Operation::mismatch() {
   group_->inquiry().start_mismatch(request_.channel);
   co_await never();

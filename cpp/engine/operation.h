@@ -216,6 +216,9 @@ class Operation : public std::enable_shared_from_this<Operation> {
   // members in later steps, which need their data from others.
   bool all_called = false, has_steps = false;
 
+  // Memory for the algorithm, with any contents.
+  std::shared_ptr<std::byte> scratch(std::uint64_t bytes);
+
   std::shared_ptr<Incoming> received;  // RECV: the message
   std::vector<Messages*> messages;     // its current messages
 

@@ -127,6 +127,7 @@ void Context::progress_loop() {
     }
     std::int64_t next = kNever;
     check(now, next);
+    if (now >= buffers_->tidy_at()) buffers_->tidy(now);
     if (now >= trim_at && !arena_->trim(now - kIdleMemoryTime)) trim_at = now + kIdleMemoryTime / 4;
     bool active = now < active_until;
     deep_.store(!active && !waiting, std::memory_order_seq_cst);

@@ -43,7 +43,7 @@ struct Incoming {
   // filled in by the match
   FrameHeader header;
   std::uint64_t received = 0;
-  std::unique_ptr<std::byte[]> owned;
+  std::shared_ptr<std::byte> owned;
   std::atomic<int> state{kPosted};
   std::atomic<std::int32_t> from{-1};  // group rank of the matched message's sender; -1: not matched
   bool cancelled = false;              // guarded by the messenger's lock: it is never matched again

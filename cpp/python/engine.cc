@@ -126,10 +126,10 @@ std::optional<Message> received(Operation& op) {
   std::vector<std::uint64_t> dims(shape.sizes, shape.sizes + std::min<int>(shape.dims, kMaxDims));
   nb::object data = nb::none();
   if (incoming->owned) {
-    auto* owner = incoming->owned.release();
-    nb::capsule capsule(owner, [](void* p) noexcept { delete[] static_cast<std::byte*>(p); });
+    auto* owner = new std::shared_ptr(std::move(incoming->owned));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<std::byte>*>(p); });
     std::size_t extent[1] = {static_cast<std::size_t>(incoming->header.total)};
-    data = nb::cast(Bytes(owner, 1, extent, capsule));
+    data = nb::cast(Bytes(owner->get(), 1, extent, capsule));
   }
   return Message{data, incoming->header.source, op.request().tag, shape.dtype, std::move(dims)};
 }

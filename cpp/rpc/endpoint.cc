@@ -60,7 +60,7 @@ RpcEndpoint::RpcEndpoint(Options options)
     room_.store(true);
     wake();
   });
-  buffers_ = std::make_shared<BufferPool>(budget_, [this] { wake(); });
+  buffers_ = std::make_shared<BufferPool>([budget = budget_] { return budget->left(); }, [this] { wake(); });
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");

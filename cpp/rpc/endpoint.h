@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
+#include "common/buffer_pool.h"
 #include "common/heartbeat.h"
 #include "common/tickets.h"
 #include "rpc/budget.h"
-#include "rpc/buffer_pool.h"
 #include "rpc/inbox.h"
 #include "rpc/packet.h"
 #include "rpc/peer.h"

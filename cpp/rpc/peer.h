@@ -11,8 +11,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/buffer_pool.h"
 #include "net/socket_link.h"
-#include "rpc/buffer_pool.h"
 #include "rpc/packet.h"
 #include "rpc/packet_assembler.h"
 

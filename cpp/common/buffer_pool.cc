@@ -1,8 +1,9 @@
-#include "rpc/buffer_pool.h"
+#include "common/buffer_pool.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "common/clock.h"
@@ -13,8 +14,16 @@ namespace {
 constexpr std::uint64_t kPage = 4096;
 constexpr std::uint64_t kHugePage = 2 << 20;  // this alignment is useless if huge pages are larger
 
-// A buffer may be at most a quarter larger than its part.
-bool fits(std::uint64_t buffer, std::uint64_t part) { return part <= buffer && buffer - part <= part / 4; }
+#ifdef SHOAL_CHECKED_MEMORY  // an address sanitizer checks the bounds of allocated memory only
+constexpr std::uint64_t kKeptFrom = ~std::uint64_t{0};
+#else
+constexpr std::uint64_t kKeptFrom = 64 << 10;
+#endif
+
+// A buffer may be at most a quarter larger than requested.
+bool fits(std::uint64_t buffer, std::uint64_t wanted) {
+  return wanted <= buffer && buffer - wanted <= wanted / 4;
+}
 
 }  // namespace
 
@@ -58,11 +67,18 @@ std::shared_ptr<std::byte> BufferPool::take(std::uint64_t bytes) {
       remove(std::prev(found.base()), found.base());
       return hand_out(buffer);
     }
-    others = beyond(budget_->left());
+    others = beyond(limit_());
   }
   unmap(others);
   const Buffer buffer = map(bytes);
   return buffer.base == nullptr ? nullptr : hand_out(buffer);
+}
+
+std::shared_ptr<std::byte> BufferPool::scratch(std::uint64_t bytes) {
+  if (bytes < kKeptFrom) return {new std::byte[bytes], std::default_delete<std::byte[]>()};
+  std::shared_ptr<std::byte> buffer = take(bytes);
+  if (buffer == nullptr) throw std::bad_alloc();
+  return buffer;
 }
 
 void BufferPool::give_back(Buffer buffer) {
@@ -73,10 +89,10 @@ void BufferPool::give_back(Buffer buffer) {
     buffer.since = now_ns();
     idle_.push_back(buffer);
     bytes_ += buffer.bytes;
-    others = beyond(open_ ? budget_->left() : 0);
+    others = beyond(open_ ? limit_() : 0);
     if (!idle_.empty() && tidy_at_ == kNever) {
       tidy_at_ = buffer.since + kIdleMemoryTime;
-      first_kept_();
+      if (first_kept_) first_kept_();
     }
   }
   unmap(others);

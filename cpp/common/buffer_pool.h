@@ -1,8 +1,8 @@
-// Memory for the large parts that arrive through sockets.
+// Memory for data that arrives through sockets, and for partial results between hosts.
 //
-// The kernel zeroes fresh pages and takes a fault for each, which costs about as much as receiving the data.
-// So an unused buffer is kept for later parts for some seconds.  New buffers ask for huge pages: 64 MB then
-// take 32 faults instead of 16,384.
+// The kernel zeroes fresh pages and takes a fault for each, which costs about as much as receiving the data,
+// and malloc() may return freed memory to it at any time.  So an unused buffer is kept for some seconds.  New
+// buffers ask for huge pages: 64 MB then take 32 faults instead of 16,384.
 #pragma once
 
 #include <atomic>
@@ -14,20 +14,21 @@
 #include <vector>
 
 #include "common/clock.h"
-#include "rpc/budget.h"
 
 namespace shoal {
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  // Keeps buffers as far as the budget has room.  `first_kept` is called when a kept buffer makes `tidy` due
-  // that was not due before; it must not block.
-  BufferPool(std::shared_ptr<Budget> budget, std::function<void()> first_kept)
-      : budget_(std::move(budget)), first_kept_(std::move(first_kept)) {}
+  // Keeps at most limit() bytes.  `first_kept`, if given, is called when a kept buffer makes `tidy` due that
+  // was not due before; it must not block.
+  BufferPool(std::function<std::uint64_t()> limit, std::function<void()> first_kept = {})
+      : limit_(std::move(limit)), first_kept_(std::move(first_kept)) {}
   ~BufferPool();
 
   // A buffer of at least `bytes` with any contents; null if out of memory.
   std::shared_ptr<std::byte> take(std::uint64_t bytes);
+  // The same; small buffers are not kept.  Throws std::bad_alloc.
+  std::shared_ptr<std::byte> scratch(std::uint64_t bytes);
   // Returns buffers that were unused for some seconds to the system.
   void tidy(std::int64_t now);
   // When `tidy` is due (ns); the largest number if nothing is kept.
@@ -58,7 +59,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   Buffers beyond(std::uint64_t limit);
   void remove(Buffers::iterator begin, Buffers::iterator end);
 
-  const std::shared_ptr<Budget> budget_;
+  const std::function<std::uint64_t()> limit_;
   std::function<void()> first_kept_;
   std::atomic<bool> open_{true};
   std::atomic<std::int64_t> tidy_at_{kNever};
