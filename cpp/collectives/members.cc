@@ -58,7 +58,8 @@ std::vector<int> held_blocks(int members) {
   return held;
 }
 
-// The number of a piece is in the step's upper bits.  Steps themselves reach these after 4,096 blocks of 16
+// The last piece may be longer, and then needs a grant.  The number of a piece is in the step's upper bits.
+// Steps themselves reach these after 4,096 blocks of 16
 // MB, when the messages whose numbers they repeat have long been received.
 constexpr int kPieceBits = 24;
 constexpr std::uint64_t kMostPieces = 64;
@@ -72,19 +73,19 @@ void in_pieces(std::uint64_t bytes, auto&& each) {
   } while (offset < bytes);
 }
 
-// Memory for what one step of an operation receives.
+// Memory for what one step after another receives.
 class Room {
  public:
-  explicit Room(Operation& op) : op_(op) {}
+  explicit Room(Messages& messages) : messages_(messages) {}
   std::byte* of(std::uint64_t bytes) {
-    if (bytes > bytes_ || memory_ == nullptr) memory_ = op_.scratch(bytes);
+    if (bytes > bytes_ || memory_ == nullptr) memory_ = messages_.scratch(bytes);
     bytes_ = std::max(bytes, bytes_);
-    return memory_.get();
+    return memory_;
   }
 
  private:
-  Operation& op_;
-  std::shared_ptr<std::byte> memory_;
+  Messages& messages_;
+  std::byte* memory_ = nullptr;
   std::uint64_t bytes_ = 0;
 };
 
@@ -114,13 +115,13 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
   };
   auto [first, last] = part_of(self);
   const std::uint64_t length = (last - first) * wide;
-  const auto room = op.scratch(length * static_cast<std::uint64_t>(size));
   Messages inputs(op), results(op);
+  std::byte* const room = inputs.scratch(length * static_cast<std::uint64_t>(size));
   for (int i = 0; i < size; ++i) {
     if (i == self) continue;
     const int peer = members.rank(i);
     if (root < 0 || self == root)
-      receive_pieces(inputs, peer, step, room.get() + static_cast<std::uint64_t>(i) * length, length);
+      receive_pieces(inputs, peer, step, room + static_cast<std::uint64_t>(i) * length, length);
     auto [from, to] = part_of(i);
     if (root < 0 || i == root) send_pieces(inputs, peer, step, partial + from * wide, (to - from) * wide);
     if (root < 0) receive_pieces(results, peer, step + 1, finished + from * item, (to - from) * item);
@@ -130,8 +131,7 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
   if (last > first) {
     std::vector<const void*> sources;
     for (int i = 0; i < size; ++i)
-      sources.push_back(i == self ? partial + first * wide
-                                  : room.get() + static_cast<std::uint64_t>(i) * length);
+      sources.push_back(i == self ? partial + first * wide : room + static_cast<std::uint64_t>(i) * length);
     void* to = finished + first * item;
     kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
   }
@@ -157,33 +157,31 @@ Task reduce_by_doubling(Operation& op, const Members& members, std::byte* partia
   const bool paired = self < 2 * pairs;
   const std::uint32_t last = step + static_cast<std::uint32_t>(rounds_of(size)) + 1;
   Messages messages(op);
-  std::vector<std::shared_ptr<std::byte>> rooms;  // what was received; not changed while it is sent
   auto receive = [&](int from, std::uint32_t number) {
-    rooms.push_back(op.scratch(bytes));
-    messages.receive(from, number, rooms.back().get(), bytes);
+    std::byte* const room = messages.scratch(bytes);  // for each message: what was received is also sent
+    messages.receive(from, number, room, bytes);
+    return room;
   };
   std::byte* current = partial;
   if (paired && self % 2 == 0) {
     messages.send(members.rank(self + 1), step, current, bytes);
-    receive(members.rank(self + 1), last);
-    current = rooms.back().get();
+    current = receive(members.rank(self + 1), last);
   } else {
     if (paired) {
-      receive(members.rank(self - 1), step);
+      std::byte* const theirs = receive(members.rank(self - 1), step);
       Task arrived = messages.finish_receives();
       co_await arrived;
-      combine(reduction, rooms.back().get(), rooms.back().get(), current, elements);
-      current = rooms.back().get();
+      combine(reduction, theirs, theirs, current, elements);
+      current = theirs;
     }
     const int place = paired ? self / 2 : self - pairs;
     for (int distance = 1; distance < power; distance *= 2) {
       const int peer = member_of(place ^ distance);
       const std::uint32_t number = ++step;
-      receive(peer, number);
+      std::byte* const theirs = receive(peer, number);
       messages.send(peer, number, current, bytes);
       Task arrived = messages.finish_receives();
       co_await arrived;
-      std::byte* theirs = rooms.back().get();
       const bool low = (place & distance) == 0;  // the same order on both, so that results are equal
       combine(reduction, theirs, low ? current : theirs, low ? theirs : current, elements);
       current = theirs;
@@ -202,18 +200,18 @@ Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, s
   const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
   const int size = members.size(), place = members.wrapped(members.self() - root);
   Messages messages(op);
-  std::shared_ptr<std::byte> room;
+  std::byte* room = nullptr;
   for (int distance = 1; distance < size; distance *= 2) {
     if ((place & distance) != 0) {
       messages.send(members.rank(root + place - distance), step, partial, bytes);
       break;
     }
     if (place + distance >= size) continue;
-    if (!room) room = op.scratch(bytes);
-    messages.receive(members.rank(root + place + distance), step, room.get(), bytes);
+    if (room == nullptr) room = messages.scratch(bytes);
+    messages.receive(members.rank(root + place + distance), step, room, bytes);
     Task arrived = messages.finish_receives();
     co_await arrived;
-    combine(reduction, partial, partial, room.get(), elements);
+    combine(reduction, partial, partial, room, elements);
   }
   Task done = messages.finish();
   co_await done;
@@ -255,7 +253,7 @@ Task scatter_by_halving(Operation& op, const Members& members, std::byte* partia
   const int self = members.self();
   const std::vector<int> held = held_blocks(members.size());
   Messages messages(op);
-  Room received(op);
+  Room received(messages);
   for (std::size_t round = 0; round + 1 < held.size(); ++round, step += 2) {
     const int kept = held[round + 1], sent = held[round] - kept;
     const auto mine = segments(members, elements, self, sent);
@@ -320,7 +318,7 @@ Task scatter_in_ring(Operation& op, const Members& members, std::byte* partial, 
     return Segment{elements[i], elements[i + 1]};
   };
   Messages messages(op);
-  Room received(op);
+  Room received(messages);
   for (int round = 1; round < members.size(); ++round, ++step) {
     const auto [first, last] = block(self - round);
     send_pieces(messages, members.rank(self + 1), step, partial + first * wide, (last - first) * wide);

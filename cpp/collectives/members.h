@@ -31,8 +31,8 @@ class Members {
   int self_;
 };
 
-// Send and receive data as messages that need no grant: the grant of a longer one could wait behind what its
-// receiver sends at the same time.
+// Send and receive data in pieces that need no grant, up to 16 MB and while less than 8 MB are unread: the
+// grant of a longer message could wait behind what its receiver sends at the same time.
 void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes);
 void receive_pieces(Messages& messages, int from, std::uint32_t step, std::byte* data, std::uint64_t bytes);
 

@@ -56,6 +56,7 @@ std::shared_ptr<std::byte> BufferPool::hand_out(Buffer buffer) {
 }
 
 std::shared_ptr<std::byte> BufferPool::take(std::uint64_t bytes) {
+  Buffer buffer;
   Buffers others;
   {
     std::lock_guard lock(mutex_);
@@ -63,14 +64,14 @@ std::shared_ptr<std::byte> BufferPool::take(std::uint64_t bytes) {
     const auto found =
         std::find_if(idle_.rbegin(), idle_.rend(), [&](auto& each) { return fits(each.bytes, bytes); });
     if (found != idle_.rend()) {
-      const Buffer buffer = *found;
+      buffer = *found;
       remove(std::prev(found.base()), found.base());
-      return hand_out(buffer);
+    } else {
+      others = beyond(limit_());
     }
-    others = beyond(limit_());
   }
   unmap(others);
-  const Buffer buffer = map(bytes);
+  if (buffer.base == nullptr) buffer = map(bytes);
   return buffer.base == nullptr ? nullptr : hand_out(buffer);
 }
 

@@ -1,4 +1,5 @@
-// The messages of one operation.  The destructor cancels those that are not done.
+// The messages of one operation, and the memory that they need.  The destructor cancels those that are not
+// done, and then releases the memory.
 #pragma once
 
 #include <memory>
@@ -19,6 +20,12 @@ class Messages {
   void send(int to, std::uint32_t step, const void* data, std::uint64_t bytes);
   void receive(int from, std::uint32_t step, void* data, std::uint64_t bytes);
   void post(std::shared_ptr<Incoming> incoming);
+  // Memory with any contents.  A message may still be written to it until it is cancelled, so memory of an
+  // operation must either come from here, or be declared before its messages.
+  std::byte* scratch(std::uint64_t bytes) {
+    memory_.push_back(op_.scratch(bytes));
+    return memory_.back().get();
+  }
   void send(int to, FrameHeader header, const void* data);
 
   // Whether everything so far has been sent and received (or refused).
@@ -45,6 +52,7 @@ class Messages {
   bool refused_ = false;
   Operation& op_;
   Group& group_;
+  std::vector<std::shared_ptr<std::byte>> memory_;
   std::vector<std::shared_ptr<Incoming>> incoming_;
   struct Send {
     Link* link;

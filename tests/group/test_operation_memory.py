@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from shoal import ProcessGroup
+from shoal.errors import ShoalError
 from shoal.testing.processes import run_processes
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -71,3 +74,55 @@ def test_unused_memory_is_returned_to_the_system() -> None:
     elements = 8 << 20
     for used, lowest in run_processes(memory_after_rest, 4, elements, hosts=FOUR_HOSTS, algorithm="halving"):
         assert used - lowest >= elements * 4
+
+
+def check_sums(group: ProcessGroup, elements: int, end: float, wrong: list[str]) -> None:
+    """All-reduce small integers until ``end``, and append what is wrong."""
+    x = torch.empty(elements)
+    for number in range(1, 1 << 30):
+        over = torch.tensor(float(time.monotonic() > end))
+        if group.all_reduce(over, "max").wait():
+            return
+        x.fill_((group.rank + 1) * (number % 7 + 1))
+        group.all_reduce(x).wait()
+        expected = group.size * (group.size + 1) / 2 * (number % 7 + 1)
+        if not torch.all(x == expected):
+            wrong.append(f"operation {number}: {x[x != expected][:3].tolist()} instead of {expected}")
+
+
+def time_out_beside_others(
+    group: ProcessGroup, algorithm: str, elements: int, seconds: float
+) -> tuple[int, list[str]]:
+    """The number of operations that failed, and wrong results of other groups meanwhile."""
+    end = time.monotonic() + seconds
+    wrong: list[str] = []
+    healthy = [group.split(0, algorithm=algorithm) for _ in range(2)]
+    threads = [threading.Thread(target=check_sums, args=(each, elements, end, wrong)) for each in healthy]
+    for thread in threads:
+        thread.start()
+    moments = random.Random(5)
+    failed = 0
+    while True:
+        over = torch.tensor(float(time.monotonic() > end))
+        if group.all_reduce(over, "max").wait():
+            break
+        other = group.split(0, algorithm=algorithm)
+        other.barrier().wait()
+        try:
+            other.all_reduce(torch.full((elements,), 1e6), timeout=moments.uniform(0.0005, 0.02)).wait()
+        except ShoalError:
+            failed += 1
+        other.abort()
+    for thread in threads:
+        thread.join()
+    return failed, wrong
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("algorithm", ["direct", "doubling", "halving", "ring"])
+def test_failed_operations_write_nothing_into_the_memory_of_others(algorithm: str) -> None:
+    """Late messages of a failed operation arrived in memory that another one had got."""
+    how = {"hosts": ("a", "b"), "timeout": 120}
+    for failed, wrong in run_processes(time_out_beside_others, 2, algorithm, 2_000_000, 25.0, **how):
+        assert failed > 0
+        assert not wrong
