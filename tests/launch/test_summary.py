@@ -112,6 +112,16 @@ def test_waiting_is_attributed_to_processes_over_several_worlds() -> None:
     ]
 
 
+def test_a_rank_that_never_came_did_not_arrive_last() -> None:
+    found = lines(
+        [Process(0), Process(1)], (0, Report("failure", 10.0, (1,), summary=summary((0, 8.0), completed=0)))
+    )
+    assert found[3:] == [
+        "operations of the others waited 80 % of the time for rank 1",
+        "no summary of rank 1",
+    ]
+
+
 def test_shares_are_of_the_time_and_not_of_its_sum_over_worlds_at_the_same_time() -> None:
     found = lines(
         [Process(0), Process(1)],

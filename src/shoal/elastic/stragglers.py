@@ -89,7 +89,8 @@ def _waited(before: LateRank | None, now: LateRank | None) -> str:
         return ""
     times = now.times - (before.times if before else 0)
     seconds = now.seconds - (before.seconds if before else 0.0)
-    return f": rank 0 waited {seconds:.3g} s for it, in {counted(times, 'operation')}"
+    where = f", in {counted(times, 'operation')}" if times else ""
+    return f": rank 0 waited {seconds:.3g} s for it{where}"
 
 
 def _others(usual: Sequence[float], rank: int) -> float | None:

@@ -76,10 +76,11 @@ class WaitingTable:
             seconds = sum(span for other, span in spans.items() if other != index)
             if spent > _NAMED_FROM * seconds > 0:
                 share = _percentage(spent, seconds)
-                most = counted(max(times[index].values()), "operation")
+                most = max(times[index].values())
+                last = f", which arrived last in {counted(most, 'operation')}" if most else ""
                 yield (
-                    f"operations of the others waited {share} of the time for rank {names.get(index, '?')}, "
-                    f"which arrived last in {most}{self._own_waiting(index, spans.get(index, 0.0), names)}"
+                    f"operations of the others waited {share} of the time for rank {names.get(index, '?')}"
+                    f"{last}{self._own_waiting(index, spans.get(index, 0.0), names)}"
                 )
 
     def _spans(self) -> dict[int, float]:
