@@ -84,14 +84,16 @@ void Context::start() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    progress_thread_ = std::thread([this] { progress_loop(); });
+    for (int i = 0; i < options_.progress_threads; ++i) {
+      progress_threads_.emplace_back([this, i] { progress_loop(i == 0); });
+      pthread_setname_np(progress_threads_.back().native_handle(), "shoal-progress");
+    }
     watch_thread_ = std::thread([this] { watch_loop(); });
-  } catch (...) {  // no more threads; one that was started ends when the context is closed
+  } catch (...) {  // no more threads; those that were started end when the context is closed
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(progress_thread_.native_handle(), "shoal-progress");
   pthread_setname_np(watch_thread_.native_handle(), "shoal-watch");
 }
 
@@ -103,7 +105,7 @@ void Context::close(std::int64_t deadline) {
   bell().wake();
   peers_.wake();
   tickets_.close();
-  if (progress_thread_.joinable()) progress_thread_.join();
+  for (std::thread& thread : progress_threads_) thread.join();
   if (watch_thread_.joinable()) watch_thread_.join();
   if (options_.world != nullptr) options_.world->end_part(*this);
   write_status(now_ns());
@@ -121,7 +123,7 @@ void Context::disown() {
   buffers_->disown();
   peers_.disown();
   // The threads exist only in the parent.
-  if (progress_thread_.joinable()) progress_thread_.detach();
+  for (std::thread& thread : progress_threads_) thread.detach();
   if (watch_thread_.joinable()) watch_thread_.detach();
 }
 

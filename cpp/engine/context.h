@@ -1,7 +1,7 @@
-// One rank's engine: its memory, links and two threads.  No global state but a count: a process may have
+// One rank's engine: its memory, links and threads.  No global state but a count: a process may have
 // several.
 //
-// The progress thread runs operations without a waiter; the watch thread reads sockets and detects losses.
+// The progress threads run operations without a waiter; the watch thread reads sockets and detects losses.
 #pragma once
 
 #include <atomic>
@@ -51,6 +51,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
     // totals include the groups of this one; and the ranks of this one in the world.
     std::shared_ptr<Context> world = {};
     std::vector<int> world_ranks = {};
+    int progress_threads = 1;
   };
   explicit Context(Options options);
   ~Context() override;
@@ -136,7 +137,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void on_sent() override { bell().ring(); }
 
  private:
-  void progress_loop();
+  void progress_loop(bool first);
   void watch_loop();
   bool poll_sockets();
   // A thread in wait() that polls the sockets; paused while it sleeps.
@@ -186,7 +187,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   StatusRemote* remote_ = nullptr;  // by rank; null: all ranks are on this host
   int spins_;                       // checks of a wait's condition before yielding the core
   std::int64_t yield_time_;         // nanoseconds of yielding before sleeping
-  std::int64_t progress_interval_;  // nanoseconds between the progress thread's checks for small operations
+  std::int64_t progress_interval_;  // nanoseconds between a progress thread's checks for small operations
   // Nanoseconds between the watch thread's checks of local peers, while operations are pending and otherwise.
   const std::int64_t peer_check_interval_, idle_peer_check_interval_;
   Peers peers_;
@@ -204,7 +205,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   };
   std::deque<Pending> early_;
 
-  std::thread progress_thread_, watch_thread_;
+  std::vector<std::thread> progress_threads_;
+  std::thread watch_thread_;
   // State with which threads in wait() and the watch thread share the TCP sockets (threads.cc).
   std::atomic<int> polling_waiters_{0};          // threads in wait() that poll them
   std::atomic<std::uint64_t> poll_sessions_{0};  // number of times a thread began to
@@ -213,7 +215,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<int> reporting_losses_{0};         // threads that are reporting a loss
   std::atomic<bool> monitor_idle_{false};  // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};
-  std::atomic<bool> deep_{false};
+  std::atomic<int> deep_{0};  // progress threads that nothing but a ring wakes up soon
   std::atomic<std::uint64_t> submissions_{0};
   std::atomic<Fault> fault_{Fault::kNone};
   bool started_ = false, forked_ = false;

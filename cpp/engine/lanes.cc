@@ -118,7 +118,7 @@ void Lanes::remove_waiter(Operation& op) {
   Lane& lane = lane_of(op);
   lane.waiters.fetch_sub(1, std::memory_order_relaxed);
   std::lock_guard lock(lane.mutex);
-  if (!lane.queue.empty()) group_.context().submitted(false);  // the progress thread takes over the rest
+  if (!lane.queue.empty()) group_.context().submitted(false);  // a progress thread takes over the rest
 }
 
 bool Lanes::polled(const Operation& op) {

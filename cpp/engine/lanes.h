@@ -2,7 +2,7 @@
 //
 // A numbered operation belongs to a lane, whose operations run one after another; keyed operations and
 // messages are loose: each has its own lane.  The holder of a lane's token runs it: a submitting thread, a
-// waiting thread, or the progress thread for lanes that no thread waits for.
+// waiting thread, or a progress thread for lanes that no thread waits for.
 #pragma once
 
 #include <atomic>

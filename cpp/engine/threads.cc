@@ -1,4 +1,4 @@
-// Division of work: threads in wait() run the operations that they wait for, the progress thread runs the
+// Division of work: threads in wait() run the operations that they wait for, the progress threads run the
 // others, and the watch thread handles events of the peers.
 
 #include <sched.h>
@@ -12,7 +12,7 @@
 namespace shoal {
 namespace {
 
-// Time after a submission during which the progress thread checks often.
+// Time after a submission during which the progress threads check often.
 constexpr std::int64_t kActive = 20 * kMillisecond;
 // Time for which a thread in wait() polls without a pause: all members move data then.
 constexpr std::int64_t kPolledYield = kSecond;
@@ -46,7 +46,7 @@ void Context::check(std::int64_t now, std::int64_t& next) {
 
 void Context::submitted(bool large) {
   submissions_.fetch_add(1, std::memory_order_seq_cst);
-  if (large || deep_.load(std::memory_order_seq_cst)) bell().wake();
+  if (large || deep_.load(std::memory_order_seq_cst) > 0) bell().wake();
 }
 
 bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
@@ -107,7 +107,8 @@ void Context::nap(Operation& op, std::int64_t nanoseconds) {
   if (!op.group().lanes().drive(op) && !peers_.poll_rings() && !op.done()) sleeper.sleep(nanoseconds);
 }
 
-void Context::progress_loop() {
+// The first one also does what one thread is sufficient for.
+void Context::progress_loop(bool first) {
   std::uint64_t seen = 0;
   std::int64_t active_until = 0, trim_at = 0, poll_pause = kPollPause;
   while (!stop_.load(std::memory_order_acquire)) {
@@ -117,7 +118,7 @@ void Context::progress_loop() {
       continue;
     }
     const bool waiting = remaining != Remaining::kNone, polled = remaining == Remaining::kPolled;
-    const auto library = moving_library();
+    const auto library = first ? moving_library() : nullptr;
     if (library && !polled) library->progress();
     std::int64_t now = now_ns();
     std::uint64_t submissions = submissions_.load(std::memory_order_acquire);
@@ -126,11 +127,14 @@ void Context::progress_loop() {
       active_until = now + kActive;
     }
     std::int64_t next = kNever;
-    check(now, next);
-    if (now >= buffers_->tidy_at()) buffers_->tidy(now);
-    if (now >= trim_at && !arena_->trim(now - kIdleMemoryTime)) trim_at = now + kIdleMemoryTime / 4;
-    bool active = now < active_until;
-    deep_.store(!active && !waiting, std::memory_order_seq_cst);
+    if (first) {
+      check(now, next);
+      if (now >= buffers_->tidy_at()) buffers_->tidy(now);
+      if (now >= trim_at && !arena_->trim(now - kIdleMemoryTime)) trim_at = now + kIdleMemoryTime / 4;
+    }
+    const bool active = now < active_until;
+    const int deep = !active && !waiting ? 1 : 0;
+    deep_.fetch_add(deep, std::memory_order_seq_cst);
     {
       Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
       Remaining still = Remaining::kNone;
@@ -146,7 +150,7 @@ void Context::progress_loop() {
         sleeper.sleep(std::min(nap, next - now));
       }
     }
-    deep_.store(false, std::memory_order_relaxed);
+    deep_.fetch_sub(deep, std::memory_order_relaxed);
   }
 }
 

@@ -121,7 +121,8 @@ Membership::Membership(const Options& options) {
     send(kStart, fields);
     Packet answer = expect(kMember);
     Member& own = member_;
-    for (int* field : {&own.rank, &own.size, &own.local_rank, &own.local_size, &own.lanes, &own.algorithm})
+    for (int* field : {&own.rank, &own.size, &own.local_rank, &own.local_size, &own.lanes, &own.algorithm,
+                       &own.progress_threads})
       *field = answer.number<std::int32_t>();
     own.waits_for_stopped = answer.number<std::uint8_t>() != 0;
     own.losses_are_deaths = answer.number<std::uint8_t>() != 0;

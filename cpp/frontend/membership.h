@@ -34,7 +34,7 @@ using Options = std::vector<std::pair<std::string, std::string>>;
 // The answer to kStart.
 struct Member {
   int rank = 0, size = 1, local_rank = 0, local_size = 1;
-  int lanes = 1, algorithm = 0;
+  int lanes = 1, algorithm = 0, progress_threads = 1;
   bool waits_for_stopped = false;                       // see Context::Options::patient
   bool losses_are_deaths = false;                       // SHOAL_QUORUM=any
   double timeout = 0, heartbeat = 0, vote_timeout = 0;  // seconds

@@ -76,6 +76,7 @@ void World::connect() {
   options.heartbeat = nanoseconds(own.heartbeat);
   options.patient = own.waits_for_stopped;
   options.job = own.job;
+  options.progress_threads = own.progress_threads;
   context_ = std::make_shared<Context>(options);
   try {
     std::vector<std::uint64_t> rings(static_cast<std::size_t>(own.size), 0);

@@ -441,16 +441,17 @@ void bind_engine(nb::module_& m) {
           "make",
           [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit,
              double heartbeat, bool patient, std::string job, std::shared_ptr<Context> world,
-             std::vector<int> world_ranks) {
+             std::vector<int> world_ranks, int progress_threads) {
             if (world != nullptr && world_ranks.size() != static_cast<std::size_t>(size))
               throw std::invalid_argument("expected a rank of the world for each rank");
-            return std::make_shared<Context>(Context::Options{rank, size, local_size, capacity, limit,
-                                                              nanoseconds(heartbeat), patient, std::move(job),
-                                                              std::move(world), std::move(world_ranks)});
+            return std::make_shared<Context>(
+                Context::Options{rank, size, local_size, capacity, limit, nanoseconds(heartbeat), patient,
+                                 std::move(job), std::move(world), std::move(world_ranks), progress_threads});
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("local_size"), nb::arg("capacity"), nb::arg("limit"),
           nb::arg("heartbeat"), nb::arg("patient") = false, nb::arg("job") = "",
-          nb::arg("world").none() = nb::none(), nb::arg("world_ranks") = std::vector<int>())
+          nb::arg("world").none() = nb::none(), nb::arg("world_ranks") = std::vector<int>(),
+          nb::arg("progress_threads") = 1)
       .def_prop_ro("memory_fd", &Context::memory_fd)
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })

@@ -31,6 +31,7 @@ World::World(std::vector<int> hosts, const World* whole)
   for (int rank = 0; rank < size(); ++rank) {
     int local = static_cast<int>(std::count(hosts_.begin(), hosts_.end(), host(rank)));
     Context::Options options{rank, size(), local, kCapacity, kCapacity, 60 * kSecond};
+    options.progress_threads = 1 + rank % 3;
     if (whole != nullptr) {
       for (int other = 0; other < size(); ++other) options.world_ranks.push_back(size() - 1 - other);
       options.world = whole->contexts_[static_cast<std::size_t>(size() - 1 - rank)];

@@ -360,6 +360,7 @@ class Context:
         job: str = "",
         world: Any = None,
         world_ranks: list[int] = ...,
+        progress_threads: int = 1,
     ) -> Context: ...
     @property
     def memory_fd(self) -> int: ...

@@ -67,10 +67,10 @@ class Variable(Generic[T]):
         return environ.get(self.name, "").strip()
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def _at_least(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
-        if not minimum <= value < 2**63:
+        if not minimum <= value <= maximum:
             raise ValueError(text)
         return value
 
@@ -251,6 +251,12 @@ TIMEOUT: Variable[float] = Variable(
 CONCURRENCY: Variable[int] = Variable(
     "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
     "Number of lanes of a group: the maximum number of its operations in progress at once.",
+)  # fmt: skip
+MAX_PROGRESS_THREADS = 64
+PROGRESS_THREADS: Variable[int] = Variable(
+    "SHOAL_PROGRESS_THREADS", f"a whole number from 1 to {MAX_PROGRESS_THREADS}",
+    _at_least(1, MAX_PROGRESS_THREADS), 1,
+    "Number of threads of each set of connections that run the lanes for which no thread waits.",
 )  # fmt: skip
 ALGORITHMS = ("auto", "direct", "doubling", "halving", "ring")
 ALGORITHM: Variable[str] = Variable(

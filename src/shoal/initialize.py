@@ -71,7 +71,9 @@ def init(
             ``SHOAL_HOST_ID``, or the identity of the machine.
         job: name of the job; processes with the same name form a group.  With different names, one process
             can be in several worlds at one URL.  None: ``SHOAL_JOB``, or set by the launcher.
-        options: options of the backend; native has ``transport="auto"``, ``"shm"`` or ``"tcp"``.
+        options: options of the backend; native has ``transport`` ("auto", "shm" or "tcp"),
+            ``heartbeat_timeout`` (seconds), ``shared_memory_limit`` (bytes) and ``progress_threads`` (number
+            of threads that run operations for which no thread waits).  None: ``SHOAL_TRANSPORT`` and so on.
 
     Returns:
         The group of all processes; a context manager.

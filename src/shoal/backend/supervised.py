@@ -91,6 +91,7 @@ class SupervisedBackend(Backend):
         transport: str | None = None,
         heartbeat_timeout: float | None = None,
         shared_memory_limit: int | None = None,
+        progress_threads: int | None = None,
     ) -> None:
         deadline = time.monotonic() + timeout
         self.engine = self.make_engine(membership)
@@ -100,6 +101,7 @@ class SupervisedBackend(Backend):
             transport=transport,
             heartbeat_timeout=heartbeat_timeout,
             shared_memory_limit=shared_memory_limit,
+            progress_threads=progress_threads,
         )
         self._broken = False
         self.polling = self._polling_thread(f"shoal-polling-{membership.rank}")

@@ -41,7 +41,13 @@ from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAg
 from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
 from .errors import exception_of, explain_resource_errors
 from .mesh import OfferedMemory, connect
-from .options import checked_heartbeat, checked_shared_memory_limit, checked_transport, memory_size
+from .options import (
+    checked_heartbeat,
+    checked_progress_threads,
+    checked_shared_memory_limit,
+    checked_transport,
+    memory_size,
+)
 
 T = TypeVar("T")
 
@@ -98,6 +104,8 @@ class NativeBackend(Backend):
             ``SHOAL_HEARTBEAT_TIMEOUT``.
         shared_memory_limit: maximum shared memory of this process, in bytes; None:
             ``SHOAL_SHARED_MEMORY_LIMIT``, or the machine's memory if unset.
+        progress_threads: number of threads that run operations for which no thread waits; None:
+            ``SHOAL_PROGRESS_THREADS`` (1).
     """
 
     name = "native"
@@ -108,6 +116,7 @@ class NativeBackend(Backend):
         checked_transport(options.get("transport"))
         checked_heartbeat(options.get("heartbeat_timeout"))
         checked_shared_memory_limit(options.get("shared_memory_limit"))
+        checked_progress_threads(options.get("progress_threads"))
 
     def __init__(
         self,
@@ -117,11 +126,13 @@ class NativeBackend(Backend):
         transport: str | None = None,
         heartbeat_timeout: float | None = None,
         shared_memory_limit: int | None = None,
+        progress_threads: int | None = None,
     ) -> None:
         self._membership = membership
         way = checked_transport(transport)
         heartbeat = checked_heartbeat(heartbeat_timeout)
         capacity, limit = memory_size(membership.local_size, shared_memory_limit)
+        threads = checked_progress_threads(progress_threads)
         self._hosts = [0]
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._callback_ids = itertools.count(1)
@@ -139,7 +150,7 @@ class NativeBackend(Backend):
                 self._context = _core.Context.make(
                     membership.rank, membership.size, membership.local_size, capacity, limit, heartbeat,
                     membership.waits_for_stopped, encodable(membership.job_name),
-                    membership.status_page, list(membership.ranks),
+                    membership.status_page, list(membership.ranks), threads,
                 )  # fmt: skip
                 self.trace = ContextTrace(self._context, membership, KIND_NAMES)
                 if membership.size > 1:

@@ -52,7 +52,7 @@ class _Kind(IntEnum):
 
 
 _NUMBER = struct.Struct("<I")
-_MEMBER = struct.Struct("<6i2B3d3Q")
+_MEMBER = struct.Struct("<7i2B3d3Q")
 _PEER = struct.Struct("<2i3Q")
 _MAX_MESSAGE_BYTES = 1 << 20
 _MAX_FDS = 2
@@ -138,7 +138,7 @@ def _start(arguments: dict[str, str]) -> tuple[Membership, bytes, str, float]:
     capacity, limit = memory_size(membership.local_size, None)
     fields = _MEMBER.pack(
         membership.rank, membership.size, membership.local_rank, membership.local_size,
-        tuning.concurrency, config.ALGORITHMS.index(tuning.algorithm),
+        tuning.concurrency, config.ALGORITHMS.index(tuning.algorithm), config.PROGRESS_THREADS.get(),
         membership.waits_for_stopped, config.QUORUM.get() == "any", seconds, heartbeat, vote_timeout,
         capacity, limit, world_ident(membership.job, membership.epoch, name),
     )  # fmt: skip

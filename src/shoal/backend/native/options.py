@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ... import config
-from ...common.arguments import checked_seconds
+from ...common.arguments import checked_count, checked_seconds
 from ...errors import UsageError
 
 #: Values of ``transport=``: how a rank reaches other ranks on its host.
@@ -42,6 +42,18 @@ def checked_shared_memory_limit(limit: int | None) -> int | None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 << 20):
         raise UsageError(f"{what}={limit!r}: expected a number of bytes, at least a mebibyte (2**20)")
     return limit
+
+
+def checked_progress_threads(number: int | None) -> int:
+    """Return ``number``, or ``SHOAL_PROGRESS_THREADS`` if it is None.
+
+    Raises UsageError unless the value is a whole number from 1 to 64.
+    """
+    if number is None:
+        return config.PROGRESS_THREADS.get()
+    if checked_count("progress_threads", number) > config.MAX_PROGRESS_THREADS:
+        raise UsageError(f"progress_threads={number}: expected at most {config.MAX_PROGRESS_THREADS}")
+    return number
 
 
 def memory_size(local_size: int, limit: int | None) -> tuple[int, int]:

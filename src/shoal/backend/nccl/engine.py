@@ -78,18 +78,10 @@ class NcclBackend(SupervisedBackend):
         *,
         timeout: float,
         high_priority: bool = False,
-        transport: str | None = None,
-        heartbeat_timeout: float | None = None,
-        shared_memory_limit: int | None = None,
+        **options: Any,
     ) -> None:
         self._high_priority = high_priority
-        super().__init__(
-            membership,
-            timeout=timeout,
-            transport=transport,
-            heartbeat_timeout=heartbeat_timeout,
-            shared_memory_limit=shared_memory_limit,
-        )
+        super().__init__(membership, timeout=timeout, **options)
 
     def make_engine(self, membership: Membership) -> Engine:
         return self.engine_type(membership, high_priority=self._high_priority)

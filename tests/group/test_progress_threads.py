@@ -1,0 +1,91 @@
+"""The threads that run operations for which no thread waits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal import ProcessGroup
+from shoal.errors import ConfigurationError, UsageError
+from shoal.testing.processes import run_processes
+
+LANES = 3
+
+
+def progress_threads() -> list[Path]:
+    """The progress threads of this process, as folders in /proc."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            if (task / "comm").read_text().strip() == "shoal-progress":
+                found.append(task)
+        except FileNotFoundError:  # it has just ended
+            continue
+    return found
+
+
+def running_time(task: Path) -> int:
+    """Nanoseconds that a thread has run."""
+    return int((task / "schedstat").read_text().split()[0])
+
+
+def share_of_the_least_busy(group: ProcessGroup) -> tuple[int, float]:
+    """The number of progress threads, and what the least busy one ran, as a share of the busiest."""
+    tasks = progress_threads()
+    before = [running_time(task) for task in tasks]
+    xs = [torch.ones(1 << 20) for _ in range(LANES)]
+    deadline = time.monotonic() + 60
+    enough = torch.zeros(1)
+    while True:
+        for _ in range(10):
+            futures = [group.all_reduce(x) for x in xs]
+            while not all(
+                future.done() for future in futures
+            ):  # nobody waits: threads in wait() would run them
+                time.sleep(0.001)
+        ran = [running_time(task) - start for task, start in zip(tasks, before, strict=True)]
+        share = min(ran) / max(ran)
+        enough.fill_(share >= 0.25 or time.monotonic() > deadline)
+        if group.all_reduce(enough, "min").wait().item():
+            return len(tasks), share
+
+
+def test_each_thread_runs_operations() -> None:
+    options = {"concurrency": LANES, "progress_threads": LANES}
+    for count, share in run_processes(share_of_the_least_busy, 2, timeout=120, **options):
+        assert count == LANES
+        assert share >= 0.25
+
+
+def count_after_split(group: ProcessGroup) -> tuple[int, int, int, int]:
+    before = len(progress_threads())
+    other = group.split(0, transport="tcp", progress_threads=4)
+    x = other.all_reduce(torch.ones(10)).wait()
+    during = len(progress_threads())
+    other.close()
+    return before, during, len(progress_threads()), int(x[0])
+
+
+def test_connections_have_threads_of_their_own_until_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"SHOAL_PROGRESS_THREADS": "2"}
+    for before, during, after, result in run_processes(count_after_split, 2, env=environment):
+        assert (before, during, after, result) == (2, 6, 2, 2)
+
+
+@pytest.mark.parametrize("number", [0, 65, True, "2", 1.0])
+def test_an_impossible_number_is_refused(number: object) -> None:
+    with pytest.raises(UsageError, match="progress_threads="):
+        shoal.init("file:///nowhere", progress_threads=number)
+
+
+@pytest.mark.parametrize("text", ["0", "65", "two"])
+def test_an_impossible_number_in_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("SHOAL_PROGRESS_THREADS", text)
+    with pytest.raises(ConfigurationError, match=r"SHOAL_PROGRESS_THREADS.*from 1 to 64"):
+        shoal.init()
