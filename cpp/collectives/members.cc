@@ -59,8 +59,8 @@ std::vector<int> held_blocks(int members) {
 }
 
 // The last piece may be longer, and then needs a grant.  The number of a piece is in the step's upper bits.
-// Steps themselves reach these after 4,096 blocks of 16
-// MB, when the messages whose numbers they repeat have long been received.
+// Steps themselves reach these after 4,096 blocks of 16 MB, when the messages whose numbers they repeat have
+// long been received.
 constexpr int kPieceBits = 24;
 constexpr std::uint64_t kMostPieces = 64;
 
