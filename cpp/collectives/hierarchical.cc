@@ -299,14 +299,14 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   Task reduced = local_partials(op, map, in, std::move(jobs));
   co_await reduced;
   const std::uint64_t length = out.bytes / item * wide;
-  const auto room = op.scratch(length * static_cast<std::uint64_t>(map.count()));
   Messages messages(op);
+  std::byte* const room = messages.scratch(length * static_cast<std::uint64_t>(map.count()));
   std::vector<const void*> sources(static_cast<std::size_t>(map.count()));
   for (int h = 0; h < map.count(); ++h) {
     int from = map.rank_at(h, rank % static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()));
-    sources[static_cast<std::size_t>(h)] = room.get() + static_cast<std::uint64_t>(h) * length;
+    sources[static_cast<std::size_t>(h)] = room + static_cast<std::uint64_t>(h) * length;
     if (from != rank)
-      receive_pieces(messages, from, 0, room.get() + static_cast<std::uint64_t>(h) * length, length);
+      receive_pieces(messages, from, 0, room + static_cast<std::uint64_t>(h) * length, length);
   }
   for (const Reduce& job : kept) {
     int to = static_cast<int>(job.part);

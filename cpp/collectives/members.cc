@@ -200,14 +200,14 @@ Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, s
   const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
   const int size = members.size(), place = members.wrapped(members.self() - root);
   Messages messages(op);
-  std::byte* room = nullptr;
+  Room received(messages);
   for (int distance = 1; distance < size; distance *= 2) {
     if ((place & distance) != 0) {
       messages.send(members.rank(root + place - distance), step, partial, bytes);
       break;
     }
     if (place + distance >= size) continue;
-    if (room == nullptr) room = messages.scratch(bytes);
+    std::byte* const room = received.of(bytes);
     messages.receive(members.rank(root + place + distance), step, room, bytes);
     Task arrived = messages.finish_receives();
     co_await arrived;

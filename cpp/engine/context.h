@@ -1,5 +1,4 @@
-// One rank's engine: its memory, links and threads.  No global state but a count: a process may have
-// several.
+// One rank's engine: its memory, links and threads.  No global state but a count: a process may have several.
 //
 // The progress threads run operations without a waiter; the watch thread reads sockets and detects losses.
 #pragma once

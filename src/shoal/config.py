@@ -67,7 +67,7 @@ class Variable(Generic[T]):
         return environ.get(self.name, "").strip()
 
 
-def _at_least(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
+def _whole(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
         if not minimum <= value <= maximum:
@@ -142,19 +142,19 @@ _SECONDS = "a positive number of seconds"
 _INHERITED = "a descriptor and its inode, such as 7:4026"
 
 RANK: Variable[int | None] = Variable(
-    "SHOAL_RANK", _RANK, _at_least(0), None,
+    "SHOAL_RANK", _RANK, _whole(0), None,
     "Rank of this process in the job. Not set: ranks are assigned in order of arrival.",
 )  # fmt: skip
 SIZE: Variable[int | None] = Variable(
-    "SHOAL_SIZE", _COUNT, _at_least(1), None,
+    "SHOAL_SIZE", _COUNT, _whole(1), None,
     "Number of processes in the job. Not set: it is read from the job's record in the store.",
 )  # fmt: skip
 LOCAL_RANK: Variable[int | None] = Variable(
-    "SHOAL_LOCAL_RANK", _RANK, _at_least(0), None,
+    "SHOAL_LOCAL_RANK", _RANK, _whole(0), None,
     "Rank among the processes that the launcher started on this host.",
 )  # fmt: skip
 LOCAL_SIZE: Variable[int | None] = Variable(
-    "SHOAL_LOCAL_SIZE", _COUNT, _at_least(1), None,
+    "SHOAL_LOCAL_SIZE", _COUNT, _whole(1), None,
     "Number of processes that the launcher started on this host.",
 )  # fmt: skip
 STORE: Variable[str | None] = Variable(
@@ -175,7 +175,7 @@ JOB: Variable[str] = Variable(
     "Name of the job; it separates the keys of jobs in one store. `shoal.init(job=...)` overrides it.",
 )  # fmt: skip
 EPOCH: Variable[int] = Variable(
-    "SHOAL_EPOCH", _RANK, _at_least(0), 0,
+    "SHOAL_EPOCH", _RANK, _whole(0), 0,
     "Incarnation of the job, incremented by a restart; keys and connections of older ones are rejected.",
 )  # fmt: skip
 JOIN: Variable[bool | str] = Variable(
@@ -184,7 +184,7 @@ JOIN: Variable[bool | str] = Variable(
     "`--spares` set it. `auto`: the same, but it starts a session if none is running.",
 )  # fmt: skip
 SESSION_SIZE: Variable[int | None] = Variable(
-    "SHOAL_SESSION_SIZE", _COUNT, _at_least(1), None,
+    "SHOAL_SESSION_SIZE", _COUNT, _whole(1), None,
     "Maximum number of ranks of a session of `shoal.elastic` without `max_size=`; further processes wait as "
     "spares. `shoal run --spares` sets it, and `shoal scale` changes it. Not set: no maximum.",
 )  # fmt: skip
@@ -249,13 +249,13 @@ TIMEOUT: Variable[float] = Variable(
     "Default timeout in seconds of a rendezvous, a store request or an operation.",
 )  # fmt: skip
 CONCURRENCY: Variable[int] = Variable(
-    "SHOAL_CONCURRENCY", _COUNT, _at_least(1), 1,
+    "SHOAL_CONCURRENCY", _COUNT, _whole(1), 1,
     "Number of lanes of a group: the maximum number of its operations in progress at once.",
 )  # fmt: skip
 MAX_PROGRESS_THREADS = 64
 PROGRESS_THREADS: Variable[int] = Variable(
     "SHOAL_PROGRESS_THREADS", f"a whole number from 1 to {MAX_PROGRESS_THREADS}",
-    _at_least(1, MAX_PROGRESS_THREADS), 1,
+    _whole(1, MAX_PROGRESS_THREADS), 1,
     "Number of threads of each set of connections that run the lanes for which no thread waits.",
 )  # fmt: skip
 ALGORITHMS = ("auto", "direct", "doubling", "halving", "ring")
@@ -311,7 +311,7 @@ CONTROLLER: Variable[str] = Variable(
     "is raised at its line (`sync`).",
 )  # fmt: skip
 RECORDER_SIZE: Variable[int] = Variable(
-    "SHOAL_RECORDER_SIZE", _RANK, _at_least(0), 2048,
+    "SHOAL_RECORDER_SIZE", _RANK, _whole(0), 2048,
     "Number of operations that the flight recorder keeps; 0 turns it off.",
 )  # fmt: skip
 SUMMARY: Variable[bool] = Variable(

@@ -43,9 +43,8 @@ def share_of_the_least_busy(group: ProcessGroup) -> tuple[int, float]:
     while True:
         for _ in range(10):
             futures = [group.all_reduce(x) for x in xs]
-            while not all(
-                future.done() for future in futures
-            ):  # nobody waits: threads in wait() would run them
+            # Not wait(): threads in it would run the operations.
+            while not all(future.done() for future in futures):
                 time.sleep(0.001)
         ran = [running_time(task) - start for task, start in zip(tasks, before, strict=True)]
         share = min(ran) / max(ran)
@@ -70,7 +69,7 @@ def count_after_split(group: ProcessGroup) -> tuple[int, int, int, int]:
     return before, during, len(progress_threads()), int(x[0])
 
 
-def test_connections_have_threads_of_their_own_until_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_have_threads_of_their_own_until_they_are_closed() -> None:
     environment = {"SHOAL_PROGRESS_THREADS": "2"}
     for before, during, after, result in run_processes(count_after_split, 2, env=environment):
         assert (before, during, after, result) == (2, 6, 2, 2)

@@ -67,5 +67,6 @@ def explain_resource_errors(what: str) -> Iterator[None]:
             raise
         raise OutOfResources(
             f"{what}: {(lack or error).strerror or error}.  Each rank needs a few descriptors for every "
-            "other rank, and two threads: raise the limits of the process (ulimit -n, ulimit -u) or machine"
+            "other rank, and at least two threads: raise the limits of the process (ulimit -n, ulimit -u) or "
+            "machine"
         ) from error
