@@ -10,7 +10,7 @@
 namespace shoal::mpi {
 namespace {
 
-// Bytes of all ranks up to which every rank gets all inputs and reduces them.
+// Bytes up to which every rank receives the inputs of all others and reduces them.
 constexpr std::uint64_t kSmallBytes = 64 << 10;
 // Bytes of each rank's part that are reduced at a time.
 constexpr std::size_t kPieceBytes = 1 << 20;
@@ -345,7 +345,7 @@ const MpiReduction* MpiMover::reduction_of(const Request& request) const {
 
 Handle MpiMover::type_of(const Request& request) const { return options_.types.at(item_of(request)); }
 
-bool MpiMover::is_small(std::uint64_t bytes) const { return bytes * size_ <= kSmallBytes; }
+bool MpiMover::is_small(std::uint64_t bytes) const { return bytes * (size_ - 1) <= kSmallBytes; }
 
 // The number of elements that each rank reduces.
 Counts MpiMover::shares(std::uint64_t count, std::size_t item) const {

@@ -211,6 +211,8 @@ def environment(contender: Contender, rank: int, size: int, folder: Path) -> dic
             package.parent.mkdir()
             package.symlink_to(Path(__file__).resolve().parents[2])
         values["PYTHONPATH"] = str(package.parent)
+        # The memory of numpy gets the pages of torch's tensors: MPICH copies from huge ones in half the time.
+        values["NUMPY_MADVISE_HUGEPAGE"] = "0"
         # A killed launcher leaves files behind; they are removed with this folder.
         values["TMPDIR"] = str(folder)
     elif contender.engine != "shoal":
