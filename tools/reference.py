@@ -78,8 +78,7 @@ TOPICS = {
 
 def names() -> dict[str, list[str]]:
     """Return the full public names by exporting module: ``{"future": ["shoal.Future", ...], ...}``."""
-    top: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
-    found = {module: [f"shoal.{name}" for name in names] for module, names in top.items()}
+    found = {module: [f"shoal.{name}" for name in names] for module, names in _top().items()}
     for module in (
         "parallel.hooks",
         "elastic",
@@ -123,10 +122,17 @@ def _assigned(path: Path, name: str) -> Any:
     raise LookupError(f"{path} assigns nothing to {name}")
 
 
+def _top() -> dict[str, list[str]]:
+    """The names of the package itself, by exporting module; those of ``errors`` are all of its classes."""
+    tree = ast.parse((PACKAGE / "errors.py").read_text())
+    errors = sorted(each.name for each in tree.body if isinstance(each, ast.ClassDef))
+    public: dict[str, list[str]] = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
+    return {**public, "errors": [name for name in errors if not name.startswith("_")]}
+
+
 def _taken_from_above(path: Path) -> set[str]:
     """The names that a module only re-exports; the reference has them at their origin."""
-    top = _assigned(PACKAGE / "__init__.py", "_PUBLIC")
-    public = {name for names in top.values() for name in names}
+    public = {name for names in _top().values() for name in names}
     return {
         alias.name
         for node in ast.parse(path.read_text()).body

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from . import errors as _errors
 from .common import torch_release as _torch_release
 
 if TYPE_CHECKING:
@@ -89,55 +90,6 @@ _PUBLIC = {
     "backend.base": ["Backend", "DataChannel", "GroupSpec"],
     "backend.registry": ["register_backend"],
     "controller": ["Event", "Stream", "init_master_worker"],
-    "errors": [
-        "AgentClosed",
-        "AuthenticationError",
-        "CallCancelled",
-        "CallTimeout",
-        "CollectiveMismatch",
-        "ConfigurationError",
-        "DeviceMismatch",
-        "Evicted",
-        "ForkedProcess",
-        "GroupAborted",
-        "GroupClosed",
-        "GroupError",
-        "InvalidFutureState",
-        "LaunchError",
-        "ModelMismatch",
-        "NodeLost",
-        "OperationCancelled",
-        "OperationTimeout",
-        "OutOfResources",
-        "OutOfSharedMemory",
-        "OutOfStep",
-        "PeerLost",
-        "ProtocolError",
-        "QuorumLost",
-        "RebuildCalled",
-        "RecordingMismatch",
-        "RemoteError",
-        "RemoteOpError",
-        "RendezvousError",
-        "RendezvousTimeout",
-        "RpcError",
-        "ShoalError",
-        "StateDiverged",
-        "StateLost",
-        "StoreError",
-        "StoreTimeout",
-        "TooFewRanks",
-        "UnevenInputs",
-        "UnknownWorker",
-        "UnsupportedOperation",
-        "UnusedParameterError",
-        "UsageError",
-        "VersionMismatch",
-        "WaitTimeout",
-        "WireError",
-        "WireTimeout",
-        "WorkerLost",
-    ],
     "future": ["Future", "collect_all", "wait_all", "wait_any"],
     "group": ["Agreement", "Batch", "Message", "ProcessGroup", "Rebuilt", "profiler_handler"],
     "initialize": ["init"],
@@ -165,28 +117,17 @@ _PUBLIC = {
     ],
     "tracing": ["trace"],
 }
+_PUBLIC["errors"] = [
+    name
+    for name, value in vars(_errors).items()
+    if isinstance(value, type) and issubclass(value, _errors.ShoalError)
+]
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 #: modules that are available after ``import shoal``, as in ``shoal.errors.PeerLost``
 _SUBMODULES = (
-    "backend",
-    "compat",
-    "config",
-    "controller",
-    "distributed",
-    "elastic",
-    "errors",
-    "functional",
-    "future",
-    "group",
-    "parallel",
-    "recorder",
-    "rendezvous",
-    "rpc",
-    "spec",
-    "store",
-    "streams",
-    "testing",
-)
+    "backend", "compat", "config", "controller", "distributed", "elastic", "errors", "functional", "future",
+    "group", "parallel", "recorder", "rendezvous", "rpc", "spec", "store", "streams", "testing",
+)  # fmt: skip
 
 __all__ = ["__version__", *_MODULES]
 
