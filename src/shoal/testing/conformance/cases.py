@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -125,7 +125,44 @@ def _unpacked(dtype: torch.dtype, data: bytes) -> torch.Tensor:
 
 def start_case(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
     """Submit the call; return its futures, for :func:`finish_case`."""
-    return _STARTERS[case.collective](group, case)
+    rank, size, root = group.rank, group.size, group.size - 1
+    op: Any = op_of(rank, case.op) if case.op else None
+    match case.collective:
+        case "all_reduce":
+            return [group.all_reduce(_own(case, rank), op)]
+        case "reduce":
+            return [group.reduce(_own(case, rank), root, op)]
+        case "reduce_scatter":
+            inputs = [_own(case, rank, i, i) for i in range(size)]
+            return [group.reduce_scatter(_room(case, case.count + rank), inputs, op)]
+        case "reduce_scatter_single":
+            x = torch.cat([_own(case, rank, i) for i in range(size)])
+            return [group.reduce_scatter_single(_room(case, case.count), x, op)]
+        case "broadcast":
+            return [group.broadcast(_own(case, rank), root)]
+        case "all_gather":
+            out = [_room(case, case.count + i) for i in range(size)]
+            return [group.all_gather(out, _own(case, rank, 0, rank))]
+        case "all_gather_single":
+            return [group.all_gather_single(_room(case, size, case.count), _own(case, rank))]
+        case "gather":
+            sizes = [case.count + i for i in range(size)]
+            return [group.gather(_own(case, rank, 0, rank), root=root, sizes=sizes)]
+        case "scatter":
+            parts = [_own(case, root, i) for i in range(size)] if rank == root else None
+            return [group.scatter(_room(case, case.count), parts, root)]
+        case "all_to_all":
+            inputs = [_own(case, rank, i, rank + i) for i in range(size)]
+            return [group.all_to_all([_room(case, case.count + rank + i) for i in range(size)], inputs)]
+        case "all_to_all_single":
+            lengths = [case.count + rank + i for i in range(size)]
+            x = torch.cat([_own(case, rank, i, rank + i) for i in range(size)])
+            return [group.all_to_all_single(_room(case, sum(lengths)), x, lengths, lengths)]
+        case _:
+            if size == 1:
+                return []
+            group.send(_own(case, rank), (rank + 1) % size)
+            return [group.recv(None if case.device == "cpu" else _room(case, case.count), (rank - 1) % size)]
 
 
 def finish_case(futures: list[Future[Any]]) -> list[torch.Tensor]:
@@ -161,85 +198,6 @@ def _room(case: CollectiveCase, *shape: int) -> torch.Tensor:
     """An output."""
     return torch.empty(shape, dtype=case.dtype, device=case.device)
 
-
-def _all_reduce(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    return [group.all_reduce(_own(case, group.rank), op_of(group.rank, case.op))]
-
-
-def _reduce(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    return [group.reduce(_own(case, group.rank), group.size - 1, op_of(group.rank, case.op))]
-
-
-def _reduce_scatter(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    inputs = [_own(case, group.rank, i, i) for i in range(group.size)]
-    out = _room(case, case.count + group.rank)
-    return [group.reduce_scatter(out, inputs, op_of(group.rank, case.op))]
-
-
-def _reduce_scatter_single(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    x = torch.cat([_own(case, group.rank, i) for i in range(group.size)])
-    return [group.reduce_scatter_single(_room(case, case.count), x, op_of(group.rank, case.op))]
-
-
-def _broadcast(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    return [group.broadcast(_own(case, group.rank), group.size - 1)]
-
-
-def _all_gather(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    out = [_room(case, case.count + i) for i in range(group.size)]
-    return [group.all_gather(out, _own(case, group.rank, 0, group.rank))]
-
-
-def _all_gather_single(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    out = _room(case, group.size, case.count)
-    return [group.all_gather_single(out, _own(case, group.rank))]
-
-
-def _gather(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    sizes = [case.count + i for i in range(group.size)]
-    return [group.gather(_own(case, group.rank, 0, group.rank), root=group.size - 1, sizes=sizes)]
-
-
-def _scatter(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    root = group.size - 1
-    inputs = [_own(case, root, i) for i in range(group.size)] if group.rank == root else None
-    return [group.scatter(_room(case, case.count), inputs, root)]
-
-
-def _all_to_all(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    inputs = [_own(case, group.rank, i, group.rank + i) for i in range(group.size)]
-    out = [_room(case, case.count + group.rank + i) for i in range(group.size)]
-    return [group.all_to_all(out, inputs)]
-
-
-def _all_to_all_single(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    lengths = [case.count + group.rank + i for i in range(group.size)]
-    x = torch.cat([_own(case, group.rank, i, group.rank + i) for i in range(group.size)])
-    return [group.all_to_all_single(_room(case, sum(lengths)), x, lengths, lengths)]
-
-
-def _send_recv(group: ProcessGroup, case: CollectiveCase) -> list[Future[Any]]:
-    if group.size == 1:
-        return []
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    group.send(_own(case, group.rank), right)
-    return [group.recv(None if case.device == "cpu" else _room(case, case.count), left)]
-
-
-_STARTERS: dict[str, Callable[[ProcessGroup, CollectiveCase], list[Future[Any]]]] = {
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_single": _reduce_scatter_single,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_single": _all_gather_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "send_recv": _send_recv,
-}
 
 Wanted = list[tuple[torch.Tensor, torch.Tensor | None]]
 
