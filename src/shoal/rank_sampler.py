@@ -30,7 +30,7 @@ _CLOSED_WORLDS = 64
 STATES = ("waits", "moves", "computes", "sleeps", "runs", *HELD_UP, "left")
 
 
-class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
+class RankRow(msgspec.Struct, kw_only=True):
     """The present state of one rank.  Rates and shares are of the time between the two samples.
 
     Attributes:
@@ -68,23 +68,23 @@ class RankRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     pid: int
     remote: bool
     state: str
-    group: str
-    call: str
-    number: int | None
-    age_s: float | None
-    waits_for: int | None
-    pending: int | None
+    group: str = ""
+    call: str = ""
+    number: int | None = None
+    age_s: float | None = None
+    waits_for: int | None = None
+    pending: int | None = None
     completed: int
-    failed: int | None
+    failed: int | None = None
     bytes: int
     operations_per_s: float
     bytes_per_s: float
     waiting: float
-    awaited: float
-    p50_s: float | None
-    p99_s: float | None
-    cpu: float | None
-    memory: int | None
+    awaited: float = 0.0
+    p50_s: float | None = None
+    p99_s: float | None = None
+    cpu: float | None = None
+    memory: int | None = None
     shared_memory: int
 
 
@@ -240,8 +240,7 @@ class Sampler:
             late: dict[int, float] = defaultdict(float)
             for rank, spent in late_since(before, reading):
                 late[rank] += spent
-            observed = _observed_s(before, reading, life.started / 1e9)
-            shares.append({rank: _share(spent, observed) for rank, spent in late.items()})
+            shares.append({rank: _waiting(spent, before, reading) for rank, spent in late.items()})
         first, _ = found[0]
         for rank, reports in _remote_ranks(processes).items():
             key = (first.job, first.leader, first.size, _REMOTE_PID, rank)
@@ -253,6 +252,8 @@ class Sampler:
             worlds = {world: _remote_counters(each) for world, each in latest.items()}
             life = self._life(key, pid, reports[-1].received)
             reading, before, seconds = life.sample(worlds, now, 0.0, {})
+            if before is _NOTHING:  # the counters may have begun long ago, so they give no rates
+                before = reading
             foremost = max(latest.values(), key=lambda each: (each.alive, bool(each.waits), each.age))
             found.append((_remote_row(first, foremost, reading, before, seconds, now), reading))
         wait_for_held_up([row for row, _ in found], moving)
@@ -270,13 +271,10 @@ class Sampler:
         return life
 
 
-def _observed_s(before: RankTotals, reading: RankTotals, begun: float) -> float:
-    """The seconds in which the counters have changed from ``before`` to ``reading``."""
-    return max(reading.as_of - (before.as_of or begun), 1e-6)
-
-
-def _share(part: float, whole: float) -> float:
-    return min(max(part / whole, 0.0), 1.0)
+def _waiting(waited: float, before: RankTotals, reading: RankTotals) -> float:
+    """The share of ``waited`` seconds in the time in which the counters have changed."""
+    observed = max(reading.as_of - (before.as_of or reading.started / 1e9), 1e-6)
+    return min(max(waited / observed, 0.0), 1.0)
 
 
 def late_since(before: RankTotals, reading: RankTotals) -> Iterable[tuple[int, float]]:
@@ -369,8 +367,7 @@ def _row(
         bytes=reading.bytes,
         operations_per_s=max(reading.completed - before.completed, 0) / seconds,
         bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=_share(reading.waited - before.waited, _observed_s(before, reading, reading.started / 1e9)),
-        awaited=0.0,
+        waiting=_waiting(reading.waited - before.waited, before, reading),
         p50_s=latency_of(latencies, 0.5),
         p99_s=latency_of(latencies, 0.99),
         cpu=cpu,
@@ -420,7 +417,6 @@ def _remote_row(
         state = "left"
     elif silent_s > SILENT_AFTER_S:
         state = "silent"
-    first = before is _NOTHING
     return RankRow(
         job=local.job,
         leader=local.leader,
@@ -429,22 +425,14 @@ def _remote_row(
         pid=report.pid,
         remote=True,
         state=state,
-        group="",
         call=report.kind if pending else "",
         number=report.number if pending and report.number >= 0 else None,
         age_s=report.age / 1e9 if pending else None,
         waits_for=report.blocker if waits else None,
-        pending=None,
         completed=reading.completed,
-        failed=None,
         bytes=reading.bytes,
-        operations_per_s=0.0 if first else max(reading.completed - before.completed, 0) / seconds,
-        bytes_per_s=0.0 if first else max(reading.bytes - before.bytes, 0) / seconds,
-        waiting=0.0 if first else _share(reading.waited - before.waited, _observed_s(before, reading, 0.0)),
-        awaited=0.0,
-        p50_s=None,
-        p99_s=None,
-        cpu=None,
-        memory=None,
+        operations_per_s=max(reading.completed - before.completed, 0) / seconds,
+        bytes_per_s=max(reading.bytes - before.bytes, 0) / seconds,
+        waiting=_waiting(reading.waited - before.waited, before, reading),
         shared_memory=report.memory,
     )
