@@ -25,6 +25,14 @@ def format_seconds(time: float) -> str:
     return f"{time:.3g} s" if time < 100 else f"{time:.0f} s"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a time with three digits in the unit that fits: ``12.3 us``, ``840 ms``, ``300 s``."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return format_seconds(seconds)
+
+
 def ranks_named(ranks: Iterable[int]) -> str:
     """Return ``rank 3``, ``ranks 0, 1``, or ``ranks 0, 2-5`` for 0, 2, 3, 4 and 5."""
     return format_numbers("rank", ranks)

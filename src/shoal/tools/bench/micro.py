@@ -12,11 +12,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ...common.formatting import format_duration
 from ..options import FiniteRange
 from .contenders import selected
 from .race import Answers, Race
 from .result import BenchResult, machine
-from .table import time_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,7 +67,7 @@ def together(ranks: int) -> None:
     rows = []
     for name, rounds in answers.items():
         both, single = _slowest(rounds, "together"), _slowest(rounds, "one by one")
-        rows.append([name, time_name(both), time_name(single), f"{single / both:.2g} x"])
+        rows.append([name, format_duration(both), format_duration(single), f"{single / both:.2g} x"])
     title = f"64 all-reduces of 64 KB, {ranks} ranks, median of {_ROUNDS}"
     _report(title, ["", "submitted, then waited for", "one after another", "gain"], rows, answers)
 
@@ -77,7 +77,7 @@ def together(ranks: int) -> None:
 def split(ranks: int) -> None:
     """Creation of a group of all ranks: group.split compared with new_group of Gloo."""
     answers = _ask(_ASYNCHRONOUS, ranks, _ROUNDS, "split")
-    rows = [[name, time_name(_slowest(rounds, "seconds"))] for name, rounds in answers.items()]
+    rows = [[name, format_duration(_slowest(rounds, "seconds"))] for name, rounds in answers.items()]
     _report(f"a new group, {ranks} ranks, median of {_ROUNDS}", ["", "time"], rows, answers)
 
 

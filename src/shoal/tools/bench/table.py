@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ...common.formatting import format_duration
 from .case import REDUCTIONS, Size
 from .contenders import FLOOR, MPI, OWN_VARIANTS, PEERS
 from .result import BenchResult, Setting, description
@@ -25,14 +26,6 @@ def size_name(size: Size) -> str:
     return name + (f" + {rest} B" if rest else "") + (f" @{offset}" if offset else "")
 
 
-def time_name(seconds: float) -> str:
-    """``12.5 us``, with three significant digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def _rate(ratio: float | None) -> str:
     if ratio is None:
         return "-"
@@ -44,7 +37,7 @@ def rows(result: BenchResult, setting: Setting, sizes: Sequence[Size]) -> list[l
 
     def cell(name: str, size: Size) -> str:
         found = result.find(setting, size, name)
-        return f"{time_name(found.median)} ±{100 * found.spread:.0f}%" if found else "-"
+        return f"{format_duration(found.median)} ±{100 * found.spread:.0f}%" if found else "-"
 
     names = result.names(setting)
     table = [[name, *(cell(name, size) for size in sizes)] for name in names]
@@ -105,7 +98,7 @@ def facts(result: BenchResult) -> list[str]:
             found.append(f"memcpy in each of {setting.ranks} ranks at once: {list_of}")
     if result.futex:
         middle = sorted(result.futex)[len(result.futex) // 2]
-        found.append(f"futex round trip between two processes: {time_name(middle)}")
+        found.append(f"futex round trip between two processes: {format_duration(middle)}")
     return found
 
 

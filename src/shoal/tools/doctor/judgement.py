@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ...common.formatting import counted, format_seconds, printable
+from ...common.formatting import counted, format_duration, printable
 from ...rendezvous.addresses import is_loopback
 from ..findings import Finding, fail, ok, warn
 from .pairs import ANOTHER_HOST, HostRecord, Measurement
@@ -183,6 +183,4 @@ def _named(names: Iterable[str]) -> str:
 
 
 def _us(microseconds: float) -> str:
-    if microseconds < 1000:
-        return f"{microseconds:.0f} us"
-    return f"{microseconds / 1000:.3g} ms" if microseconds < 1e6 else format_seconds(microseconds / 1e6)
+    return format_duration(round(microseconds) / 1e6)

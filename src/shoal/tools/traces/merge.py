@@ -20,7 +20,7 @@ import msgspec
 from ...common import chrome_trace
 from ...common.atomic_file import AtomicFile
 from ...common.decoding import MalformedMessage
-from ...common.formatting import counted, format_seconds, ranks_named
+from ...common.formatting import counted, format_duration, ranks_named
 from ...tracing.rank_trace import COLLECTIVE, KEYED, MESSAGE, WAIT, wait_name
 from ...tracing.spool import TracedRank
 from .clocks import SYNCHRONIZING, ClockBounds, ClockOffset
@@ -431,7 +431,7 @@ def _summary(inputs: _Inputs, made: _Output, output: Path) -> Iterator[str]:
     hosts = {each.rank.clock: each.rank.hostname for each in inputs.processes.values()}
     for clock, offset in inputs.offsets.items():
         if offset.source != "reference":
-            error = "unknown" if offset.error is None else f"at most {_duration(offset.error)}"
+            error = "unknown" if offset.error is None else f"at most {format_duration(offset.error / 1e9)}"
             yield (
                 f"the clock of host {hosts[clock]} is {offset.offset / 1e9:+.6f} s ahead, error {error} "
                 f"(from {offset.source})"
@@ -442,10 +442,10 @@ def _summary(inputs: _Inputs, made: _Output, output: Path) -> Iterator[str]:
     for path in made.unmatched:
         yield f"{path.name} was left out: torch.profiler recorded another process than those of the traces"
     for member, awaited in _by_total(inputs.awaited)[:_SHOWN]:
-        by = ", ".join(f"rank {rank}: {_duration(ns)}" for rank, ns in sorted(awaited.by.items()))
+        by = ", ".join(f"rank {rank}: {format_duration(ns / 1e9)}" for rank, ns in sorted(awaited.by.items()))
         yield (
             f"{inputs.label(member)} was waited for {counted(awaited.times, 'time')}, for "
-            f"{_duration(awaited.total)} in total ({by})"
+            f"{format_duration(awaited.total / 1e9)} in total ({by})"
         )
     if not inputs.awaited:
         yield "no rank waited for another one"
@@ -481,14 +481,6 @@ def _interval(file: RankInput, event: RankEvent) -> tuple[int, int]:
     assert isinstance(event.ts, float)  # checked when it was read
     assert isinstance(event.dur, float)
     return file.time(event.ts), file.time(event.ts + event.dur)
-
-
-def _duration(nanoseconds: int) -> str:
-    """Return ``12.3 us``, ``12.3 ms``, or seconds."""
-    for unit, size in (("us", 1e3), ("ms", 1e6)):
-        if nanoseconds < 1000 * size:
-            return f"{nanoseconds / size:.3g} {unit}"
-    return format_seconds(nanoseconds / 1e9)
 
 
 @contextlib.contextmanager
