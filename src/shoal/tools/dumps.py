@@ -167,12 +167,7 @@ def _table(members: dict[int, Dump]) -> Table:
         table.add_column(heading, justify="right" if heading == "for s" else "left", overflow="fold")
     for rank, dump in sorted(members.items()):
         entry = dump.unfinished
-        table.add_row(
-            str(rank),
-            printable(dump.state),
-            printable(str(dump.completed or "")),
-            printable(str(entry or "")),
-            f"{(dump.now - entry.submitted) / 1e9:.1f}" if entry else "",
-            printable(place_of(dump.stacks)),
-        )
+        age = f"{(dump.now - entry.submitted) / 1e9:.1f}" if entry else ""
+        cells = rank, dump.state, dump.completed or "", entry or "", age, place_of(dump.stacks)
+        table.add_row(*(printable(str(cell)) for cell in cells))
     return table

@@ -1,12 +1,11 @@
-"""Helpers for commands that measure for minutes: early checks, and cleanup after signals."""
+"""Signals to commands that measure for minutes."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
@@ -14,9 +13,18 @@ from typing import NoReturn
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
-def installed(module: str) -> bool:
-    """Whether ``module`` can be imported; check it before measuring."""
-    return find_spec(module) is not None
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handler`` handle these signals in the block, except ignored ones (SIGHUP under nohup)."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        for number, old in before.items():
+            if old is not signal.SIG_IGN:
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -32,16 +40,8 @@ def cleaning_up() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    # Under nohup SIGHUP is ignored, and stays ignored.
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, end)
+    with _handled(_ENDING, end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -51,14 +51,9 @@ def signals_deferred() -> Iterator[None]:
         yield
         return
     noted: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, lambda ended, _: noted.append(ended))
-        yield
+        with _handled((signal.SIGINT, *_ENDING), lambda number, _: noted.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for came in noted:
-            signal.raise_signal(came)
+        for number in noted:
+            signal.raise_signal(number)

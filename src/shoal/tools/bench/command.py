@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..signals import cleaning_up, installed
+from ..signals import cleaning_up
 from . import micro
 from .case import (
     ITEMSIZE,
@@ -116,7 +117,7 @@ def bench(
     are not included: the command installs their wheels with pip into separate environments (build/bench in a
     checkout, else ~/.cache/shoal/bench).
     """
-    if not installed("numpy"):
+    if not find_spec("numpy"):
         raise click.ClickException("shoal bench needs numpy: pip install 'shoal[bench]'")
     context.with_resource(cleaning_up())
     names = context.obj = contenders or tuple(BY_NAME)
@@ -125,7 +126,7 @@ def bench(
     root = checkout()
     if readme and root is None:
         raise click.UsageError("--readme needs a checkout of shoal as the working directory")
-    pictures = installed("matplotlib")
+    pictures = find_spec("matplotlib") is not None
     if not pictures:
         lacks = "matplotlib is not installed: pip install 'shoal[bench]'"
         if readme:
