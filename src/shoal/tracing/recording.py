@@ -97,7 +97,7 @@ class ContextTrace:
         with _lock:
             self.groups[ident] = group
             if _recording is not None:
-                _recording.add_group(self, group)
+                _recording.files[self.key].add_group(group)
 
     def discard_group(self, ident: int) -> None:
         """Forget a group that is closed."""
@@ -228,9 +228,6 @@ class _RunningTrace:
             file.add_group(group)
         context.source.take_trace()  # of an earlier trace
         context.source.trace(True)
-
-    def add_group(self, context: ContextTrace, group: TracedGroup) -> None:
-        self.files[context.key].add_group(group)
 
     def remove(self, context: ContextTrace) -> _RankFile | None:
         """End the trace of a context; return the file of the rank if this was its last context."""

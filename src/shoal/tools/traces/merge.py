@@ -6,9 +6,7 @@ events.  Between the two only the times of collectives are kept.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,8 +111,12 @@ class _Inputs:
             file = read_rank(path)
             jobs[file.rank.job] = None
             if job is None or job == file.rank.job:
-                with _naming(path):
+                try:
                     self._add(file)
+                except MalformedMessage as error:
+                    raise click.ClickException(
+                        f"{path} is damaged: {error}; remove it to merge the other files"
+                    ) from None
         if job is not None and job not in jobs:
             raise click.ClickException(f"no trace of job {job!r}; there are traces of {', '.join(jobs)}")
         if job is None and len(jobs) > 1:
@@ -192,7 +194,10 @@ class _Inputs:
         earlier than the waiting rank was not late: its data was under way.
         """
         for key, calls in self.calls.items():
-            begins = {rank: self._shifted_begin(key.world, rank, call) for rank, call in calls.items()}
+            begins = {
+                rank: self.shifted(self.processes[_Member(key.world, rank)].rank, call.begun)
+                for rank, call in calls.items()
+            }
             latest = -1
             if all(call.synchronizes and not call.failed for call in calls.values()):
                 latest = max(begins, key=lambda rank: begins[rank])
@@ -206,9 +211,6 @@ class _Inputs:
                     awaited = self.awaited.setdefault(_Member(key.world, call.last), _Awaited())
                     awaited.times += 1
                     awaited.by[rank] = awaited.by.get(rank, 0) + call.called - call.waited
-
-    def _shifted_begin(self, world: _World, rank: int, call: _Call) -> int:
-        return self.shifted(self.processes[_Member(world, rank)].rank, call.begun)
 
     def shifted(self, rank: TracedRank, time: int) -> int:
         """Convert a time of the clock of a rank to that of the reference."""
@@ -334,7 +336,7 @@ class _Output:
             for rank, members in waiting.items():
                 last = calls[rank]
                 process = self._inputs.processes[_Member(key.world, rank)]
-                ident = _flow_id(key, rank)
+                ident = str(self.flows)
                 begin = self._inputs.shifted(process.rank, last.begun)
                 yield self._flow("s", ident, process, last, begin)
                 for process, call in members:
@@ -471,24 +473,8 @@ def _is_timed(event: dict[str, Any]) -> bool:
     return "ts" in event and event["ph"] != "M"
 
 
-def _flow_id(key: _Collective, last: int) -> str:
-    text = f"{key.world}/{key.group}/{key.number}/{last}"
-    return "0x" + hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
-
-
 def _interval(file: RankInput, event: RankEvent) -> tuple[int, int]:
     """Begin and end of a slice, in nanoseconds of the clock of the rank."""
     assert isinstance(event.ts, float)  # checked when it was read
     assert isinstance(event.dur, float)
     return file.time(event.ts), file.time(event.ts + event.dur)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the file in the error of a malformed event."""
-    try:
-        yield
-    except MalformedMessage as error:
-        raise click.ClickException(
-            f"{path} is damaged: {error}; remove it to merge the other files"
-        ) from None
