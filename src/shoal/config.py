@@ -352,7 +352,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     tls_files(environ)
 
 
-def check_environment(environ: Mapping[str, str] | None = None) -> None:
+def check_environment() -> None:
     """Check all variables before any is used, so that a mistake is found at the start of a job.
 
     An unknown variable that begins with ``SHOAL_`` is a warning, once per process.
@@ -360,9 +360,8 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigurationError: a value is illegal, or contradicts another one.
     """
-    table = os.environ if environ is None else environ
-    check_variables(table)
-    for name, near in unknown_variables(table).items():
+    check_variables(os.environ)
+    for name, near in unknown_variables(os.environ).items():
         if name in _warned:
             continue
         _warned.add(name)
