@@ -70,9 +70,6 @@ class FlightRecorder:
         group: name of the group.
         rank: rank of this process in the group.
         size: number of operations to keep; 0: none.
-
-    Attributes:
-        size: the same.
     """
 
     def __init__(self, group: str, rank: int, size: int = 1024) -> None:

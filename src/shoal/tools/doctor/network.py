@@ -30,16 +30,13 @@ def addresses() -> dict[str, str]:
     Empty if they cannot be listed.
     """
     try:
-        return _addresses()
+        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+        listed = psutil.net_if_addrs()
     except (OSError, psutil.Error):
         return {}
-
-
-def _addresses() -> dict[str, str]:
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
         each.address: name
-        for name, found in psutil.net_if_addrs().items()
+        for name, found in listed.items()
         for each in found
         if name in up and each.family in (socket.AF_INET, socket.AF_INET6)
     }
