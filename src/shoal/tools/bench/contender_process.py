@@ -140,7 +140,10 @@ def terminate(processes: Sequence[subprocess.Popen[bytes]], patience: float, old
     """
     # Collected now, because the ranks of a launcher that dies can no longer be found.
     family = _process_tree(processes)
-    mapped = {path for member in family for path in _mapped(member.pid)}
+    mapped: set[Path] = set()
+    for member in family:
+        with suppress(psutil.Error):
+            mapped |= {Path(each.path) for each in member.memory_maps()}
     try:
         _wait(processes, patience)
         for process in processes:
@@ -172,18 +175,3 @@ def _process_tree(processes: Iterable[subprocess.Popen[bytes]]) -> list[psutil.P
             parent = psutil.Process(process.pid)
             found += [parent, *parent.children(recursive=True)]
     return found
-
-
-def _mapped(pid: int) -> set[Path]:
-    """The files in :data:`SHARED` that a process has mapped."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # the process has ended
-        return set()
-    start = f"{SHARED}{os.sep}"
-    # Five fields precede the path, which may contain spaces.
-    return {
-        Path(fields[5])
-        for line in lines
-        if len(fields := line.split(maxsplit=5)) == 6 and fields[5].startswith(start)
-    }
