@@ -148,15 +148,12 @@ CONTENDERS = (
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 #: names of variants by group
-OWN_VARIANTS = (
-    "shoal registered",
-    "shoal",
-    "shoal tcp",
-    "shoal hierarchical",
-    "shoal over MPI",
-    "shoal over MPI, its reductions",
-    "shoal in torch",
-)
+OWN_VARIANTS = [
+    variant.name
+    for contender in CONTENDERS
+    if contender.name.startswith("shoal")
+    for variant in contender.variants
+]
 MPI = ("MPICH", "Open MPI")
 PEERS = ("Gloo", *MPI)
 FLOOR = "floor"
