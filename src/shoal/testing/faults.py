@@ -111,11 +111,8 @@ def disconnect(owner: ProcessGroup | Agent, other: int | str) -> int:
 
 def pause_heartbeats(owner: ProcessGroup | Agent, silent: bool = True) -> None:
     """Suppress heartbeats to other hosts, like a hanging host; ``silent=False`` resumes them."""
-    if isinstance(owner, Agent):
-        owner.endpoint.post.pause_heartbeats(silent)
-        return
-    backend: Any = owner._backend
-    backend.pause_heartbeats(silent)
+    connections: Any = owner.endpoint.post if isinstance(owner, Agent) else owner._backend
+    connections.pause_heartbeats(silent)
 
 
 def die_at(group: ProcessGroup, point: str) -> None:

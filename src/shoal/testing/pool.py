@@ -35,7 +35,7 @@ from ..rendezvous import launcher_variables, report_exit
 from ..store import TCPStore, TCPStoreServer
 from .outcome import Outcome, failed, reported, values
 from .processes import END_TIMEOUT_S, fork_server, read_stacks
-from .worker import DUMP_SIGNAL, Report, attach, call_in_world, reported_error, reported_value
+from .worker import DUMP_SIGNAL, Report, attach, call, reported_error
 
 T = TypeVar("T")
 
@@ -541,9 +541,7 @@ def _run(job: bytes) -> Report:
         work, options = pickle.loads(job)
         fn, args = pickle.loads(work)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if options is not None:
-            return call_in_world(fn, args, options)
-        return reported_value(fn(*args))
+        return call(fn, args, options)
     except BaseException as error:
         return reported_error(error)
     finally:

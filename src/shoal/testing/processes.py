@@ -35,7 +35,7 @@ from . import faults
 from .leaks import ignoring
 from .network import STORE, EnterHost, Network
 from .outcome import Outcome, reported, values
-from .worker import DUMP_SIGNAL, run_newcomer, run_rank
+from .worker import DUMP_SIGNAL, run_rank
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ class Ranks:
         enters = None
         if self._network is not None:
             enters = EnterHost(self._network.entrance(environment["SHOAL_HOST_ID"]), None)
-        child = Child(f"newcomer {number}", run_newcomer, pickled_work(fn, args, enters), variables)
+        child = Child(f"newcomer {number}", run_rank, pickled_work(fn, args, enters), variables, None)
         self._ranks.append(child)
         self.pids.append(child.pid)
         return number

@@ -55,30 +55,36 @@ def _close_server_pipe() -> None:
 def run_rank(
     payload: bytes,
     environment: Mapping[str, str],
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
     reports: Connection,
     dumps: Connection,
 ) -> None:
-    """Meet the other ranks, call the function, and report the result.
+    """Call the function as :func:`call`, and report the result.
 
     Args:
         payload: the pickled function, its arguments, and ``prepare`` (see ``Ranks``).
         environment: variables for the rendezvous.
-        options: arguments of ``init``.
         reports: receives one tuple ``(kind, pickled value or exception, traceback, time)``.
         dumps: receives the stacks of all threads as text at each ``DUMP_SIGNAL``.
     """
+    attach(dumps)
+    try:
+        report = call(*_unpickled(payload, environment), options)
+    except BaseException as error:
+        report = reported_error(error)
+    reports.send(report)
+    reports.close()
 
-    _run(payload, environment, reports, dumps, lambda fn, args: call_in_world(fn, args, options))
 
-
-def call_in_world(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Report:
+def call(fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any] | None) -> Report:
     """Call ``fn(group, *args)`` with the group that ``init(**options)`` returns; close it; return the report.
 
-    If the function raises, the group is aborted.
+    If the function raises, the group is aborted.  Without ``options``, call ``fn(*args)``.
     """
     raised = None
     try:
+        if options is None:
+            return reported_value(fn(*args))
         backend_factory(options["backend"])
         with init(**options) as group:
             try:
@@ -92,29 +98,6 @@ def call_in_world(fn: Callable[..., Any], args: tuple[Any, ...], options: Mappin
         return reported_value(value)
     except BaseException as error:
         return reported_error(error, raised)
-
-
-def run_newcomer(
-    payload: bytes, environment: Mapping[str, str], reports: Connection, dumps: Connection
-) -> None:
-    """Call a function that joins a session; for the arguments see :func:`run_rank`."""
-    _run(payload, environment, reports, dumps, lambda fn, args: reported_value(fn(*args)))
-
-
-def _run(
-    payload: bytes,
-    environment: Mapping[str, str],
-    reports: Connection,
-    dumps: Connection,
-    work: Callable[[Any, tuple[Any, ...]], Report],
-) -> None:
-    attach(dumps)
-    try:
-        report = work(*_unpickled(payload, environment))
-    except BaseException as error:
-        report = reported_error(error)
-    reports.send(report)
-    reports.close()
 
 
 def _unpickled(payload: bytes, environment: Mapping[str, str]) -> tuple[Any, tuple[Any, ...]]:
