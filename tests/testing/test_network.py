@@ -122,7 +122,7 @@ def test_a_host_sends_no_faster_than_its_rate(network: Network) -> None:
 
 
 def test_a_kernel_without_a_delay_is_named(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(place: int, program: str, *args: str, script: str) -> None:
+    def run(place: int, program: str, commands: str) -> None:
         raise subprocess.CalledProcessError(2, program, stderr="Error: Specified qdisc kind is unknown.")
 
     monkeypatch.setattr(module, "_run", run)

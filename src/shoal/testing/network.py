@@ -83,11 +83,9 @@ class Network:
         """Return the address of a host."""
         return _address(self._numbers[host], 2)
 
-    @contextlib.contextmanager
-    def inside(self, host: str) -> Iterator[None]:
+    def inside(self, host: str) -> contextlib.AbstractContextManager[None]:
         """Context in which this thread, and the processes that it starts, are on ``host``."""
-        with _in_namespace(self._places[host]):
-            yield
+        return _in_namespace(self._places[host])
 
     def entrance(self, host: str) -> str:
         """Return a path for :func:`enter`, valid while this process runs."""
@@ -97,28 +95,26 @@ class Network:
 
     def drop(self, some: Hosts, others: Hosts) -> None:
         """Drop all packets between ``some`` and ``others``, in both directions."""
-        pairs = self._pairs(some, others)
-        self._filter(pairs + [(b, a) for a, b in pairs], "drop")
+        self._filter(some, others, "drop")
 
     def drop_one_way(self, some: Hosts, others: Hosts) -> None:
         """Drop all packets from ``some`` to ``others``."""
-        self._filter(self._pairs(some, others), "drop")
+        self._filter(some, others, "drop", one_way=True)
 
     def reset(self, some: Hosts, others: Hosts) -> None:
         """Answer packets between ``some`` and ``others`` with a TCP reset, like a firewall."""
-        pairs = self._pairs(some, others)
-        self._filter(pairs + [(b, a) for a, b in pairs], "meta l4proto tcp reject with tcp reset")
+        self._filter(some, others, "meta l4proto tcp reject with tcp reset")
 
     def down(self, hosts: Hosts) -> None:
         """Switch off the network devices of these hosts, so that they cannot even send."""
         for name in self._checked(hosts):
-            _run(self._places[name], "ip", "-batch", "-", script="link set dev eth0 down\n")
+            _run(self._places[name], "ip", "link set dev eth0 down\n")
 
     def heal(self) -> None:
         """Undo all cuts. Lost packets are retransmitted on connections that are still open."""
-        _run(self._router, "nft", "-f", "-", script=_EMPTY)
+        _run(self._router, "nft", _EMPTY)
         for name, number in self._numbers.items():
-            _run(self._places[name], "ip", "-batch", "-", script=_up(number))
+            _run(self._places[name], "ip", _up(number))
 
     # -- rates and delays ----------------------------------------------------------------------
 
@@ -149,13 +145,7 @@ class Network:
             with _in_namespace(self._places[name]):
                 Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
             try:
-                _run(
-                    self._places[name],
-                    "tc",
-                    "-batch",
-                    "-",
-                    script=f"qdisc replace dev eth0 root {discipline}\n",
-                )
+                _run(self._places[name], "tc", f"qdisc replace dev eth0 root {discipline}\n")
             except subprocess.CalledProcessError as error:
                 text = f"shape(): tc qdisc {discipline}: {error.stderr.strip()}"
                 raise UsageError(f"{text}; the kernel may lack this traffic control") from None
@@ -181,13 +171,13 @@ class Network:
             cables.append(f"link add {_device(number)} type veth peer name eth0 netns {place}")
             routes.append(f"addr add {_address(number, 1)}/24 dev {_device(number)}")
             routes.append(f"link set dev {_device(number)} up")
-        _run(self._router, "ip", "-batch", "-", script="\n".join([*cables, *routes]))
+        _run(self._router, "ip", "\n".join([*cables, *routes]))
         for name, number in self._numbers.items():
             script = f"link set dev lo up\naddr add {_address(number, 2)}/24 dev eth0\n" + _up(number)
-            _run(self._places[name], "ip", "-batch", "-", script=script)
-        _run(self._router, "nft", "-f", "-", script=_EMPTY)
-        with _in_namespace(self._router), open("/proc/sys/net/ipv4/ip_forward", "w") as forward:
-            forward.write("1")
+            _run(self._places[name], "ip", script)
+        _run(self._router, "nft", _EMPTY)
+        with _in_namespace(self._router):
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
     def _checked(self, hosts: Hosts) -> list[str]:
         names = [hosts] if isinstance(hosts, str) and hosts in self._numbers else list(hosts)
@@ -195,17 +185,17 @@ class Network:
             raise UsageError(f"{names!r}: the hosts of this network are {', '.join(self._numbers)}")
         return names
 
-    def _pairs(self, some: Hosts, others: Hosts) -> list[tuple[str, str]]:
-        return list(itertools.product(self._checked(some), self._checked(others)))
-
-    def _filter(self, pairs: list[tuple[str, str]], what: str) -> None:
-        """Add all rules atomically."""
+    def _filter(self, some: Hosts, others: Hosts, what: str, *, one_way: bool = False) -> None:
+        """Add the rules for all pairs of hosts, atomically."""
+        pairs = list(itertools.product(self._checked(some), self._checked(others)))
+        if not one_way:
+            pairs += [(b, a) for a, b in pairs]
         script = "\n".join(
             f"add rule {_TABLE} cuts iifname {_device(self._numbers[a])} "
             f"oifname {_device(self._numbers[b])} {what}"
             for a, b in pairs
         )
-        _run(self._router, "nft", "-f", "-", script=script + "\n")
+        _run(self._router, "nft", script + "\n")
 
 
 class EnterHost:
@@ -284,9 +274,13 @@ def _checked_call(name: str, *args: int) -> None:
         raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
-def _run(place: int, program: str, *args: str, script: str) -> None:
+#: arguments by which these programs read commands from stdin
+_READING = {"ip": ("-batch", "-"), "tc": ("-batch", "-"), "nft": ("-f", "-")}
+
+
+def _run(place: int, program: str, commands: str) -> None:
     with _in_namespace(place):
         subprocess.run(
-            [shutil.which(program, path=_PATH) or program, *args],
-            input=script, text=True, capture_output=True, check=True,
+            [shutil.which(program, path=_PATH) or program, *_READING[program]],
+            input=commands, text=True, capture_output=True, check=True,
         )  # fmt: skip
