@@ -213,7 +213,7 @@ def summarised(summary: WaitSummary, late: Collection[int], meeting: str = "") -
     global _summaries
     if (meeting or _same_numbers) and _summaries < _MAX_SUMMARIES:
         _summaries += 1
-        _send("summary", tuple(late), meeting=meeting, summary=summary)
+        _report("summary", tuple(late), meeting=meeting, summary=summary)
 
 
 def rebuilt() -> None:
@@ -233,16 +233,6 @@ def ended(error: BaseException) -> None:
 
 
 def _report(
-    kind: Kind, ranks: tuple[int, ...] = (), code: int | None = None, text: str = "", meeting: str = ""
-) -> None:
-    if (kind, ranks, meeting) in _reported or len(_reported) >= _MAX_REPORTS:
-        return
-    _send(kind, ranks, code, text, meeting)
-    # Not before: otherwise another thread with the same report could notify its peers before it is sent.
-    _reported.add((kind, ranks, meeting))
-
-
-def _send(
     kind: Kind,
     ranks: tuple[int, ...] = (),
     code: int | None = None,
@@ -250,9 +240,15 @@ def _send(
     meeting: str = "",
     summary: WaitSummary | None = None,
 ) -> None:
-    if _descriptor is None:
+    """Send a report, but one of the same kind, ranks and meeting only once; a summary always."""
+    known = kind, ranks, meeting
+    if summary is None and (known in _reported or len(_reported) >= _MAX_REPORTS):
         return
-    words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
-    short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
-    report = Report(kind, time.monotonic(), ranks, code, words, short, summary)
-    _descriptor.send(msgspec.msgpack.encode(report))
+    if _descriptor is not None:
+        words = text.encode("utf-8", "backslashreplace").decode()[:LONGEST_TEXT]
+        short = meeting and hashlib.blake2b(meeting.encode(), digest_size=8).hexdigest()
+        report = Report(kind, time.monotonic(), ranks, code, words, short, summary)
+        _descriptor.send(msgspec.msgpack.encode(report))
+    if summary is None:
+        # Not before: otherwise another thread with the same report could notify its peers before it is sent.
+        _reported.add(known)
