@@ -14,17 +14,13 @@ processes, also under ``mpiexec``. ``run_agents`` and ``Agents`` do the same for
 ``docs/testing.md``.
 """
 
-from typing import TYPE_CHECKING
-
 from .agents import Agents, run_agents
 from .leaks import no_leaks
 from .network import Network
 from .outcome import Outcome
+from .pool import RankPool
 from .processes import Ranks, processes, run_processes
 from .threads import run_threads
-
-if TYPE_CHECKING:
-    from .pool import RankPool as RankPool
 
 __all__ = [
     "Agents",
@@ -38,12 +34,3 @@ __all__ = [
     "run_processes",
     "run_threads",
 ]
-
-
-def __getattr__(name: str) -> object:
-    # Not imported with the package, because ranks run the module: python -m shoal.testing.pool.
-    if name == "RankPool":
-        from .pool import RankPool
-
-        return RankPool
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -198,25 +198,19 @@ class Network:
         _run(self._router, "nft", script + "\n")
 
 
-class EnterHost:
-    """A picklable function that enters a host by its :meth:`Network.entrance` and calls ``prepare`` there."""
+def enter(entrance: str, prepare: Callable[[], Any] | None = None) -> None:
+    """Move this thread, and the processes that it starts, to the host of a :meth:`Network.entrance`.
 
-    def __init__(self, entrance: str, prepare: Callable[[], Any] | None) -> None:
-        self._entrance, self._prepare = entrance, prepare
-
-    def __call__(self) -> None:
-        enter(self._entrance)
-        if self._prepare is not None:
-            self._prepare()
-
-
-def enter(entrance: str) -> None:
-    """Move this thread, and the processes that it starts, to the host of a :meth:`Network.entrance`."""
+    Args:
+        prepare: called there.
+    """
     place = os.open(entrance, os.O_RDONLY)
     try:
         _enter_namespace(place)
     finally:
         os.close(place)
+    if prepare is not None:
+        prepare()
 
 
 def _address(number: int, last: int) -> str:

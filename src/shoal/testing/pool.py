@@ -48,6 +48,7 @@ OUTPUT_CHARACTERS = 4000
 _PURPOSE = "pool"
 #: environment variable with the secret of the pool, as hexadecimal digits
 _SECRET = "_SHOAL_POOL_SECRET"
+_PROGRAM = f"from {__name__} import launched; launched()"
 #: seconds between two checks whether a starting process has ended
 _POLL_INTERVAL_S = 0.1
 #: seconds that a launcher gets to print why a rank has ended
@@ -424,7 +425,7 @@ class _Launched:
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by release
         try:
             self._process = subprocess.Popen(
-                [*command, sys.executable, "-m", __name__, address],
+                [*command, sys.executable, "-c", _PROGRAM, address],
                 # Ranks import the modules of functions from where this process does.
                 env={
                     **os.environ, **env, _SECRET: secret.hex(),
@@ -482,7 +483,7 @@ def _child(address: str, secret: bytes, place: tuple[int, int], env: Mapping[str
     _serve(address, secret, place, reader, writer)
 
 
-def _launched() -> None:
+def launched() -> None:
     """Main function of a process that a launcher started."""
     launch = launcher_variables.read(os.environ)
     place = (None, None) if launch is None else (launch.rank, launch.size)
@@ -546,7 +547,3 @@ def _run(job: bytes) -> Report:
         return reported_error(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-if __name__ == "__main__":
-    _launched()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
@@ -33,7 +34,7 @@ from ..rendezvous.records import job_keys, round_keys
 from ..store import PrefixStore, Store, TCPStore, TCPStoreServer
 from . import faults
 from .leaks import ignoring
-from .network import STORE, EnterHost, Network
+from .network import STORE, Network, enter
 from .outcome import Outcome, reported, values
 from .worker import DUMP_SIGNAL, run_rank
 
@@ -138,7 +139,8 @@ class Ranks:
                     environment["SHOAL_LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
                     environment["SHOAL_LOCAL_SIZE"] = str(hosts.count(hosts[rank]))
                     if network is not None:
-                        payload = pickled_work(fn, args, EnterHost(network.entrance(hosts[rank]), prepare))
+                        enters = partial(enter, network.entrance(hosts[rank]), prepare)
+                        payload = pickled_work(fn, args, enters)
                 self._ranks.append(Child(f"rank {rank}", run_rank, payload, environment, options))
         except BaseException:
             self.close()
@@ -162,7 +164,7 @@ class Ranks:
         number = len(self._ranks)
         enters = None
         if self._network is not None:
-            enters = EnterHost(self._network.entrance(environment["SHOAL_HOST_ID"]), None)
+            enters = partial(enter, self._network.entrance(environment["SHOAL_HOST_ID"]))
         child = Child(f"newcomer {number}", run_rank, pickled_work(fn, args, enters), variables, None)
         self._ranks.append(child)
         self.pids.append(child.pid)
