@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import traceback
 from collections.abc import Iterable
@@ -31,6 +32,14 @@ def format_duration(seconds: float) -> str:
         if seconds * factor < 999.5:
             return f"{seconds * factor:.3g} {unit}"
     return format_seconds(seconds)
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; ``signal 40`` for a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.formatting import counted
+from ..common.formatting import counted, signal_name
 from ..errors import RemoteError
 
 
@@ -56,18 +55,10 @@ class Outcome:
         if self.error is not None:
             return f"{self.who} raised:\n{self.traceback}"
         if self.exitcode is not None:
-            return f"{self.who} {_ending(self.exitcode)}"
+            if self.exitcode < 0:
+                return f"{self.who} was ended by {signal_name(-self.exitcode)}"
+            return f"{self.who} exited with code {self.exitcode} before the function returned"
         return f"{self.who} returned"
-
-
-def _ending(exitcode: int) -> str:
-    if exitcode >= 0:
-        return f"exited with code {exitcode} before the function returned"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    return f"was ended by {name}"
 
 
 def failed(rank: int, error: BaseException, at: float, worker: str = "") -> Outcome:

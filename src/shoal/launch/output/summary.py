@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from ...common.formatting import counted, printable, ranks_named
+from ...common.formatting import counted, printable, ranks_named, signal_name
 from ...errors import LaunchError
 from ..ranks.rank import JobProcess, rank_names
 from ..ranks.slots import MAX_RESTARTS, RESTART_WINDOW_S
@@ -16,14 +16,6 @@ from . import causes
 def describe(status: int) -> str:
     """``exit code 7``, or ``killed by SIGSEGV``."""
     return f"exit code {status}" if status >= 0 else f"killed by {signal_name(-status)}"
-
-
-def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15; ``signal 40`` for a signal without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def failure(ranks: Sequence[JobProcess], first: int, tail: Sequence[bytes]) -> bytes:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ...common.formatting import encodable, format_seconds
+from ...common.formatting import encodable, format_seconds, signal_name
 
 #: seconds in which a child must return; importing torch from a slow file system takes tens of seconds
 TIMEOUT_S = 90.0
@@ -76,11 +76,7 @@ class ProbeProcess:
                 return json.loads(out)
         text = err.decode(errors="backslashreplace").strip()
         if code < 0:
-            try:
-                name = signal.Signals(-code).name
-            except ValueError:
-                name = f"signal {-code}"
-            text = f"the process was killed by {name}. {_last_line(text)}".strip()
+            text = f"the process was killed by {signal_name(-code)}. {_last_line(text)}".strip()
         raise ChildFailed(_last_line(text) or f"the process exited with code {code} and without a result")
 
     def close(self) -> None:
