@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: collectives whose end on any rank is later than the begin on every rank
 SYNCHRONIZING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "barrier"})
@@ -32,29 +32,18 @@ class ClockOffset:
     source: str
 
 
-@dataclass(slots=True)
-class _Bounds:
-    """Bounds of how far one clock is ahead of another."""
-
-    low: int | None = None
-    high: int | None = None
-
-
-@dataclass(slots=True)
 class ClockBounds:
     """Collects bounds; clocks are identified by any names."""
 
-    _pairs: dict[tuple[str, str], _Bounds] = field(default_factory=dict)
+    def __init__(self) -> None:
+        #: how far the first clock is ahead of the second one at least
+        self._ahead: dict[tuple[str, str], int] = {}
 
     def add(self, earlier: str, begun: int, later: str, ended: int) -> None:
         """Note that an event, at ``begun`` of clock ``earlier``, was before one at ``ended`` of ``later``."""
-        if earlier == later:
-            return
-        bounds = self._pairs.setdefault((earlier, later), _Bounds())
-        ahead = begun - ended  # how far the clock ``earlier`` is ahead of ``later`` at least
-        bounds.low = ahead if bounds.low is None else max(bounds.low, ahead)
-        mirror = self._pairs.setdefault((later, earlier), _Bounds())
-        mirror.high = -ahead if mirror.high is None else min(mirror.high, -ahead)
+        if earlier != later:
+            ahead = begun - ended
+            self._ahead[earlier, later] = max(ahead, self._ahead.get((earlier, later), ahead))
 
     def offsets(self, reference: str, realtime: Mapping[str, int]) -> dict[str, ClockOffset]:
         """Return the offset of each clock.
@@ -83,8 +72,8 @@ class ClockBounds:
 
     def _estimates(self, clock: str) -> Iterable[tuple[str, int, int]]:
         """For each clock with bounds from both sides: how far it is ahead of ``clock``, and the error."""
-        for (other, base), bounds in self._pairs.items():
-            if base == clock and bounds.low is not None and bounds.high is not None:
+        for (other, base), low in self._ahead.items():
+            if base == clock and (base, other) in self._ahead:
+                high = -self._ahead[base, other]
                 # If the clocks run at different speeds, the bounds can contradict each other.
-                error = (abs(bounds.high - bounds.low) + 1) // 2
-                yield other, (bounds.low + bounds.high) // 2, error
+                yield other, (low + high) // 2, (abs(high - low) + 1) // 2
