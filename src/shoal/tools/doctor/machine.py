@@ -18,9 +18,8 @@ from ... import config
 from ...common.formatting import counted, format_numbers
 from ...errors import ConfigurationError
 from ...rendezvous import private_directory
-from ...rendezvous.launcher_variables import read
 from ..findings import Finding, fail, ok, warn
-from . import cgroups
+from . import cgroups, settings
 
 #: numbers of system calls that Python does not have, or only if it was built on a recent Linux
 _PIDFD_OPEN = 434
@@ -34,10 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def local_ranks() -> int:
     """The number of ranks on this host, if a launcher has set it; otherwise 1."""
-    try:
-        launch = read(os.environ)
-    except ConfigurationError:  # reported by settings.launcher
-        return 1
+    launch = settings.launch()
     return (launch and launch.local_size) or 1
 
 
