@@ -23,6 +23,11 @@ class Finding(msgspec.Struct):
     topic: str = ""
     check: str = ""
 
+    def placed(self, topic: str, check: str) -> Finding:
+        """Set topic and check; return the finding."""
+        self.topic, self.check = topic, check
+        return self
+
 
 def ok(fact: str) -> Finding:
     """Return a finding without a problem."""

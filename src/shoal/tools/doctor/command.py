@@ -115,7 +115,7 @@ def doctor(
     found: Iterable[Finding]
     if hosts:
         report = check_hosts(store, _number(hosts), timeout)
-        found = [_placed(each, "hosts", "hosts") for each in report.findings]
+        found = [each.placed("hosts", "hosts") for each in report.findings]
     elif job is not None:
         found = check_job(job)
     else:
@@ -149,12 +149,7 @@ def run_checks() -> Iterator[Finding]:
                     "mount /proc and /sys if they are missing; otherwise report this line as a bug",
                 )
             for each in results if isinstance(results, list) else [results]:
-                yield _placed(each, topic, check.__name__)
-
-
-def _placed(finding: Finding, topic: str, check: str) -> Finding:
-    finding.topic, finding.check = topic, check
-    return finding
+                yield each.placed(topic, check.__name__)
 
 
 def _number(hosts: str) -> int | None:

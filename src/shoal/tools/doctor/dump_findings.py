@@ -39,7 +39,4 @@ def read_all(paths: Sequence[Path]) -> list[Finding]:
 
 
 def _of(topic: str, found: list[Finding], otherwise: str) -> list[Finding]:
-    found = found or [ok(otherwise)]
-    for each in found:
-        each.topic, each.check = topic, "dumps"
-    return found
+    return [each.placed(topic, "dumps") for each in found or [ok(otherwise)]]

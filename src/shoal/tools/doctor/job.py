@@ -28,12 +28,7 @@ def check_job(name: str) -> list[Finding]:
                 "run it on a host of the job, as the user of the job or as root; shoal top shows all jobs",
             )
         ]
-    found: list[Finding] = []
-    for job, of_job in by_job(rows):
-        for each in _findings(of_job):
-            each.topic, each.check = f"job {job!r}", "job"
-            found.append(each)
-    return found
+    return [each.placed(f"job {job!r}", "job") for job, of_job in by_job(rows) for each in _findings(of_job)]
 
 
 def _findings(rows: list[RankRow]) -> list[Finding]:
