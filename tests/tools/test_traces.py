@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from shoal.launch.cli import invoke
 from shoal.testing import run_threads
 from shoal.tools.traces import inputs
 from shoal.tools.traces.clocks import ClockBounds
-from shoal.tracing import spool
+from shoal.tracing import recording, spool
 from tests.support.chrome_traces import ChromeTrace
 from tests.tracing.test_recording import run_with_late_rank
 
@@ -294,8 +295,15 @@ def test_a_rank_may_write_its_trace_during_the_merge(
     assert made.path.exists() == (reads == 3)  # is_file, and two passes
 
 
+def traced_rank() -> spool.TracedRank:
+    member: Any = SimpleNamespace(
+        rank=0, size=1, ranks=(), job="j", job_name="j", epoch=0, meeting="", world_name="", host="h"
+    )
+    return recording.describe(member, 1)
+
+
 def test_only_lanes_with_operations_have_a_track(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank = spool.TracedRank.current(job="j", epoch=0, meeting="", rank=0, size=1, host="h", pid=1)
+    rank = traced_rank()
     made = spool.Spool(tmp_path, rank, {})
     for ident in range(9):
         made.add_group(spool.TracedGroup(ident, f"group {ident}", (0,), 1000))
@@ -308,7 +316,7 @@ def test_only_lanes_with_operations_have_a_track(tmp_path: Path, capsys: pytest.
 def test_a_spool_is_read_until_its_last_whole_frame(written: Path) -> None:
     spools = written / "spools"
     spools.mkdir()
-    rank = spool.TracedRank.current(job="j", epoch=0, meeting="", rank=0, size=1, host="h", pid=1)
+    rank = traced_rank()
     made = spool.Spool(spools, rank, {1: "all_reduce"})
     made.add_group(spool.TracedGroup(2**64 - 1, "world", (0,), 1))
     made.add(bytes(80 * 3), 0)

@@ -7,16 +7,18 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from .. import config
 from ..common.decoding import MalformedMessage
-from ..common.formatting import counted
+from ..common.formatting import counted, encodable
+from ..common.process_identity import clock_id, machine_id
 from ..errors import ConfigurationError, UsageError
 from .rank_trace import write_rank_trace
-from .spool import Spool, TracedGroup, TracedRank
+from .spool import MAX_TEXT, SCHEMA, Spool, TracedGroup, TracedRank
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +60,24 @@ class TraceableRank(Protocol):
 def describe(member: TraceableRank, pid: int) -> TracedRank:
     """Describe a rank in the process ``pid`` of this machine, for a trace that begins now."""
     ranks = member.ranks or range(member.size)
-    # The size of the world is not known to links among some of its ranks.
-    return TracedRank.current(
-        job=member.job_name, epoch=member.epoch, meeting=member.world_name, rank=ranks[member.rank],
-        size=max(ranks) + 1, host=member.host, pid=pid,
-    )  # fmt: skip
+    return TracedRank(
+        schema=SCHEMA,
+        job=_text(member.job_name),
+        epoch=member.epoch,
+        meeting=_text(member.world_name),
+        rank=ranks[member.rank],
+        size=max(ranks) + 1,  # that of the world is not known to links among some of its ranks
+        pid=pid,
+        host=_text(member.host),
+        hostname=_text(machine_id().split("/")[0]),
+        clock=clock_id(),
+        begun=time.monotonic_ns(),
+        realtime=time.time_ns(),
+    )
+
+
+def _text(text: str) -> str:
+    return encodable(text)[:MAX_TEXT]
 
 
 class ContextTrace:
@@ -80,7 +95,7 @@ class ContextTrace:
     def __init__(self, source: TraceSource, member: TraceableRank, kinds: Mapping[int, str]) -> None:
         self.source = source
         self.kinds = kinds
-        self._member = member
+        self.member = member
         self._ranks = member.ranks or tuple(range(member.size))
         #: the open groups
         self.groups: dict[int, TracedGroup] = {}
@@ -122,16 +137,12 @@ class ContextTrace:
             try:
                 file.finish()
             except OSError as error:
-                logger.warning("rank %d: %s", self._ranks[self._member.rank], explain(error))
-
-    def describe(self) -> TracedRank:
-        """Describe the rank, for a trace that begins now."""
-        return describe(self._member, os.getpid())
+                logger.warning("rank %d: %s", self._ranks[self.member.rank], explain(error))
 
     @property
     def key(self) -> tuple[str, int, str, int]:
         """Contexts with the same key share a file."""
-        member = self._member
+        member = self.member
         return member.job, member.epoch, member.meeting, self._ranks[member.rank]
 
 
@@ -139,7 +150,7 @@ class _RankFile:
     """The spool of one rank, and the contexts that write to it.  Used under the lock, but for ``finish``."""
 
     def __init__(self, directory: Path, context: ContextTrace) -> None:
-        self.spool = Spool(directory, context.describe(), context.kinds)
+        self.spool = Spool(directory, describe(context.member, os.getpid()), context.kinds)
         self.contexts: list[ContextTrace] = []
         self._groups: dict[int, TracedGroup] = {}
         self._failed = False

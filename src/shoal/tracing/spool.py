@@ -1,8 +1,8 @@
 """The file to which a traced rank appends its operations while it runs.
 
 It is a sequence of frames, each a length (u32, little-endian) and msgpack.  A length of 0 is the end of a
-file that could not be written further.  It exists until the trace of the
-rank is written, so that the operations of a rank that is killed are not lost.
+file that could not be written further.  It exists until the trace of the rank is written, so that the
+operations of a rank that is killed are not lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -18,8 +17,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from ..common.decoding import MalformedMessage, msgpack_decoder
-from ..common.formatting import encodable, file_name_part
-from ..common.process_identity import clock_id, machine_id
+from ..common.formatting import file_name_part
 
 #: version of the format of the spool and of the trace that is made from it
 SCHEMA = "shoal.trace/1"
@@ -33,8 +31,8 @@ _LENGTH = struct.Struct("<I")
 _RECORD = struct.Struct("<QQqqqqqQiiBBB5x")
 _MAX_FRAME_BYTES = 1 << 30
 
-_MAX_TEXT = 1000
-Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+MAX_TEXT = 1000
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Ident = Annotated[int, msgspec.Meta(ge=0)]
@@ -84,17 +82,6 @@ class TracedRank(msgspec.Struct, kw_only=True, frozen=True):
     clock: Text
     begun: Nanoseconds
     realtime: Nanoseconds
-
-    @staticmethod
-    def current(
-        *, job: str, epoch: int, meeting: str, rank: int, size: int, host: str, pid: int
-    ) -> TracedRank:
-        """Describe a process of this machine; the trace begins now."""
-        return TracedRank(
-            schema=SCHEMA, job=_text(job), epoch=epoch, meeting=_text(meeting), rank=rank, size=size,
-            pid=pid, host=_text(host), hostname=_text(machine_id().split("/")[0]), clock=clock_id(),
-            begun=time.monotonic_ns(), realtime=time.time_ns(),
-        )  # fmt: skip
 
 
 class TracedGroup(msgspec.Struct, frozen=True, tag="group"):
@@ -269,10 +256,6 @@ def read_spool(path: Path) -> SpoolContents:
     if rank is None:
         raise MalformedMessage("it has no complete frame")
     return SpoolContents(rank, kinds, groups, operations, dropped, truncated)
-
-
-def _text(text: str) -> str:
-    return encodable(text)[:_MAX_TEXT]
 
 
 def checked(rank: TracedRank) -> TracedRank:
