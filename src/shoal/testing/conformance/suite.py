@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -140,33 +140,27 @@ class BackendConformance:
             check_cases(cases, self.run(run_cases, 3, cases), self.rounding)
 
     def test_results_have_the_same_bits_in_every_run(self) -> None:
-        devices = self.devices
-
-        def sums(group: ProcessGroup) -> list[torch.Tensor]:
+        def sums(group: ProcessGroup, devices: Sequence[str]) -> list[torch.Tensor]:
             counts = [(count, device) for count in (7, 5000, 200_000) for device in devices]
             xs = [data(torch.float32, count, group.rank).to(device, copy=True) for count, device in counts]
             return [x.cpu() for x in wait_all([group.all_reduce(x) for x in xs])]
 
-        first, second = self.run(sums, 3), self.run(sums, 3)
+        first, second = self.run(sums, 3, self.devices), self.run(sums, 3, self.devices)
         for rank in range(3):
             for x, y, z in zip(first[0], first[rank], second[rank], strict=True):
                 assert identical(x, y)
                 assert identical(x, z)
 
     def test_a_tensor_larger_than_any_buffer_is_reduced(self) -> None:
-        devices = self.devices
-
-        def largest(group: ProcessGroup) -> None:
+        def largest(group: ProcessGroup, devices: Sequence[str]) -> None:
             for device in devices:
                 x = full(3_000_001, float(group.rank + 1), device)
                 assert group.all_reduce(x).wait().eq(3.0).all().item()
 
-        self.run(largest, 2)
+        self.run(largest, 2, self.devices)
 
     def test_many_operations_in_flight_complete_in_any_order_of_waiting(self) -> None:
-        devices = self.devices
-
-        def shuffled(group: ProcessGroup) -> None:
+        def shuffled(group: ProcessGroup, devices: Sequence[str]) -> None:
             for device in devices:
                 xs = [full(i % 50 + 1, float(i), device) for i in range(200)]
                 futures = list(enumerate([group.all_reduce(x) for x in xs]))
@@ -174,12 +168,10 @@ class BackendConformance:
                 for i, future in futures:
                     assert future.wait().eq(float(i * group.size)).all().item()
 
-        self.run(shuffled, 3)
+        self.run(shuffled, 3, self.devices)
 
     def test_a_tensor_is_released_after_the_wait(self) -> None:
-        device = self.devices[0]
-
-        def dropped(group: ProcessGroup) -> None:
+        def dropped(group: ProcessGroup, device: str) -> None:
             x = full(100_000, 1.0, device)
             released = threading.Event()
             weakref.finalize(x, released.set)
@@ -187,12 +179,10 @@ class BackendConformance:
             del x
             assert released.wait(TIMEOUT_S)  # another thread that completed it may still hold it for a moment
 
-        self.run(dropped, 2)
+        self.run(dropped, 2, self.devices[0])
 
     def test_memory_of_the_channel_is_memory(self) -> None:
-        devices = self.devices
-
-        def owned(group: ProcessGroup) -> None:
+        def owned(group: ProcessGroup, devices: Sequence[str]) -> None:
             for device in devices:
                 x = group.empty(3, 5, dtype=torch.int64, device=device).fill_(group.rank)
                 assert x.shape == (3, 5)
@@ -201,7 +191,7 @@ class BackendConformance:
                 assert x.eq(sum(range(group.size))).all().item()
                 assert group.empty(0, device=device).numel() == 0
 
-        self.run(owned, 2)
+        self.run(owned, 2, self.devices)
 
     def test_a_tensor_on_an_undeclared_device_is_refused(self) -> None:
         def refused(group: ProcessGroup) -> None:
@@ -350,9 +340,7 @@ class BackendConformance:
     # -- callbacks -----------------------------------------------------------------------------
 
     def test_operations_in_callbacks_match_in_any_order(self) -> None:
-        device = self.devices[0]
-
-        def chained(group: ProcessGroup) -> None:
+        def chained(group: ProcessGroup, device: str) -> None:
             shuffle = random.Random(group.rank)
 
             def again(factor: int, done: Future[torch.Tensor]) -> torch.Tensor:
@@ -369,14 +357,12 @@ class BackendConformance:
                 assert [f.wait().item() for f in plain] == [i * size for i in range(10)]
                 assert [f.wait().item() for f in chains] == [i * size * i * size for i in range(10)]
 
-        self.run(chained, 3)
+        self.run(chained, 3, self.devices[0])
 
     # -- subgroups -----------------------------------------------------------------------------
 
     def test_groups_over_the_same_processes_do_not_mix(self) -> None:
-        device = self.devices[0]
-
-        def several(group: ProcessGroup) -> None:
+        def several(group: ProcessGroup, device: str) -> None:
             rows, columns = group.split(group.rank // 2), group.split(group.rank % 2)
             assert rows is not None
             assert columns is not None
@@ -392,12 +378,10 @@ class BackendConformance:
             assert columns.all_reduce(full(1, 1.0, device)).wait().item() == 2.0
             columns.close()
 
-        self.run(several, 4)
+        self.run(several, 4, self.devices[0])
 
     def test_a_group_is_used_before_another_member_has_made_it(self) -> None:
-        device = self.devices[0]
-
-        def uneven(group: ProcessGroup) -> None:
+        def uneven(group: ProcessGroup, device: str) -> None:
             if group.rank == 0:
                 part = group.subgroup([0, 1])
                 early = part.all_reduce(full(1, 1.0, device))
@@ -409,14 +393,12 @@ class BackendConformance:
                 assert part.all_reduce(full(1, 1.0, device)).wait().item() == 2.0
             part.close()
 
-        self.run(uneven, 2)
+        self.run(uneven, 2, self.devices[0])
 
     # -- failures ------------------------------------------------------------------------------
 
     def test_a_timeout_names_the_operation_and_the_late_rank(self) -> None:
-        device = self.devices[0]
-
-        def late(group: ProcessGroup) -> None:
+        def late(group: ProcessGroup, device: str) -> None:
             if group.rank == 2:
                 wait_for(group.store, "timeout")
                 raised(GroupError, lambda: group.barrier().wait())
@@ -437,12 +419,10 @@ class BackendConformance:
             assert group.state == "broken"
             raised(GroupError, lambda: group.barrier().wait())
 
-        self.run(late, 3)
+        self.run(late, 3, self.devices[0])
 
     def test_a_wait_that_times_out_leaves_the_operation_running(self) -> None:
-        device = self.devices[0]
-
-        def impatient(group: ProcessGroup) -> None:
+        def impatient(group: ProcessGroup, device: str) -> None:
             if group.rank == 0:
                 future = group.all_reduce(full(1, 1.0, device))
                 raised(WaitTimeout, lambda: future.wait(0.02))
@@ -452,7 +432,7 @@ class BackendConformance:
                 future = group.all_reduce(full(1, 1.0, device))
             assert future.wait().item() == 2.0
 
-        self.run(impatient, 2)
+        self.run(impatient, 2, self.devices[0])
 
     def test_an_abort_in_another_thread_ends_the_waits_of_all_ranks(self) -> None:
         device, messages = self.devices[0], self.messages
@@ -499,9 +479,7 @@ class BackendConformance:
                 assert "rank 1" in text
 
     def test_different_roots_are_a_mismatch(self) -> None:
-        device = self.devices[0]
-
-        def disagree(group: ProcessGroup) -> None:
+        def disagree(group: ProcessGroup, device: str) -> None:
             def both() -> None:
                 # The first may complete on a rank that only sends; the second then raises.
                 group.broadcast(full(4, 1.0, device), root=group.rank).wait()
@@ -509,21 +487,19 @@ class BackendConformance:
 
             raised(CollectiveMismatch, both)
 
-        self.run(disagree, 2)
+        self.run(disagree, 2, self.devices[0])
 
     # -- closing -------------------------------------------------------------------------------
 
     def test_an_operation_that_needs_a_closed_peer_raises(self) -> None:
-        device = self.devices[0]
-
-        def leave(group: ProcessGroup) -> None:
+        def leave(group: ProcessGroup, device: str) -> None:
             if group.rank == 0:
                 group.close()
                 raised(GroupClosed, lambda: group.barrier())
             else:
                 raised(GroupClosed, lambda: group.all_reduce(full(1, 1.0, device)).wait())
 
-        self.run(leave, 2)
+        self.run(leave, 2, self.devices[0])
 
     def test_a_receive_from_a_closed_peer_raises(self) -> None:
         self._need_messages()
@@ -537,9 +513,7 @@ class BackendConformance:
         self.run(leave, 2)
 
     def test_close_does_not_wait_for_a_hung_peer(self) -> None:
-        device = self.devices[0]
-
-        def hang(group: ProcessGroup) -> None:
+        def hang(group: ProcessGroup, device: str) -> None:
             with group.store.clone() as store:  # that of the group is closed with it
                 if group.rank == 1:
                     wait_for(store, "closed")
@@ -550,7 +524,7 @@ class BackendConformance:
                 raised(GroupError, future.wait)
                 announce(store, "closed")
 
-        self.run(hang, 2)
+        self.run(hang, 2, self.devices[0])
 
     def test_no_thread_is_left_behind(self) -> None:
         device = self.devices[0]
