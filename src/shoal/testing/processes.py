@@ -128,19 +128,17 @@ class Ranks:
         options = {"backend": backend, "timeout": timeout if op_timeout is None else op_timeout, **options}
         self._ranks: list[Child] = []
         try:
-            for rank in range(size):
+            places = [""] * size if hosts is None else list(hosts)
+            for rank, host in enumerate(places):
                 environment = {
                     "SHOAL_STORE": self._server.url, "SHOAL_SECRET": secret, "SHOAL_RANK": str(rank),
-                    "SHOAL_SIZE": str(size), "SHOAL_LOCAL_RANK": str(rank), "SHOAL_LOCAL_SIZE": str(size),
-                    **(env or {}),
+                    "SHOAL_SIZE": str(size), "SHOAL_LOCAL_RANK": str(places[:rank].count(host)),
+                    "SHOAL_LOCAL_SIZE": str(places.count(host)), **(env or {}),
                 }  # fmt: skip
                 if hosts is not None:
-                    environment["SHOAL_HOST_ID"] = hosts[rank]
-                    environment["SHOAL_LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
-                    environment["SHOAL_LOCAL_SIZE"] = str(hosts.count(hosts[rank]))
-                    if network is not None:
-                        enters = partial(enter, network.entrance(hosts[rank]), prepare)
-                        payload = pickled_work(fn, args, enters)
+                    environment["SHOAL_HOST_ID"] = host
+                if network is not None:
+                    payload = pickled_work(fn, args, partial(enter, network.entrance(host), prepare))
                 self._ranks.append(Child(f"rank {rank}", run_rank, payload, environment, options))
         except BaseException:
             self.close()
