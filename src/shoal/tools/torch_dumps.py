@@ -123,6 +123,7 @@ def _collectives(members: Mapping[int, Dump]) -> dict[int, list[Entry]]:
     oldest = max(
         min((one.number for one in own if one.number >= 0), default=0) for own in operations.values()
     )
+    incomplete = {_ident(one) for own in operations.values() for one in own if one.state in _INCOMPLETE}
     errors = [dump.error.type for dump in members.values() if dump.error is not None]
 
     def entry(rank: int, one: DumpedOperation) -> Entry:
@@ -144,14 +145,10 @@ def _collectives(members: Mapping[int, Dump]) -> dict[int, list[Entry]]:
         rank: [
             entry(rank, one)
             for one in own
-            if (one.number >= oldest if one.number >= 0 else _is_incomplete(alike[one.key]))
+            if (one.number >= oldest if one.number >= 0 else one.key in incomplete)
         ]
         for rank, own in operations.items()
     }
-
-
-def _is_incomplete(alike: Mapping[int, DumpedOperation]) -> bool:
-    return any(one.state in _INCOMPLETE for one in alike.values())
 
 
 #: kinds whose parts may have different sizes on different ranks

@@ -36,12 +36,8 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
         sizes = [size for size in result.sizes(setting) if str(size).isalnum() and size.nbytes]
         small = [size for size in sizes if size.nbytes <= _LATENCY_TO]
         for name in result.names(setting):
-            style = {
-                "color": _COLOURS[name],
-                "marker": "o" if name in OWN_VARIANTS else "s",
-                "markersize": 4.0,
-            }
-            line = "-" if name in OWN_VARIANTS else ":" if name not in (FLOOR,) else "--"
+            marker = "o" if name in OWN_VARIANTS else "s"
+            line = "-" if name in OWN_VARIANTS else "--" if name == FLOOR else ":"
             for axes, shown, of_time in ((latency, small, True), (bandwidth, sizes, False)):
                 points = [
                     (size.nbytes, cell.median * 1e6 if of_time else size.nbytes / cell.median / 1e9)
@@ -49,9 +45,14 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
                     if (cell := result.find(setting, size, name))
                 ]
                 if points:
-                    axes.loglog(*zip(*points, strict=True), line, label=name, **style)
+                    axes.loglog(
+                        *zip(*points, strict=True), line, label=name, color=_COLOURS[name], marker=marker,
+                        markersize=4.0,
+                    )  # fmt: skip
         for axes, shown, unit in ((latency, small, "us"), (bandwidth, sizes, "GB/s")):
-            _label(axes, shown)
+            places = [size.nbytes for size in shown]
+            axes.set_xticks(places, [size_name(size) for size in shown], rotation=45, fontsize=8)
+            axes.minorticks_off()
             axes.set_ylabel(unit)
             axes.grid(alpha=0.3)
         latency.set_title(f"{setting}: time", fontsize=10)
@@ -59,12 +60,6 @@ def draw(result: BenchResult, settings: Sequence[Setting], path: Path) -> None:
         bandwidth.legend(fontsize=8)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
-
-
-def _label(axes: object, sizes: Sequence[Size]) -> None:
-    places = [size.nbytes for size in sizes]
-    axes.set_xticks(places, [size_name(size) for size in sizes], rotation=45, fontsize=8)  # type: ignore[attr-defined]
-    axes.minorticks_off()  # type: ignore[attr-defined]
 
 
 SIZES = [Size.parse(text) for text in ("8", "16K", "1M", "25M", "64M", "256M")]
