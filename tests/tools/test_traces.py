@@ -274,7 +274,7 @@ def test_a_rank_may_write_its_trace_during_the_merge(
     trace = written / f"shoal-threads-1-{os.getpid()}.trace.json"
     whole = trace.read_bytes()
     trace.unlink()
-    made = spool.Spool(written, spool.TracedRank(**json.loads(whole)["otherData"]["rank"]), {})
+    made = spool.Spool(written, spool.TracedRank(**json.loads(whole)["otherData"]["rank"]))
     made.close()
     left = iter(range(reads))
 
@@ -304,7 +304,7 @@ def traced_rank() -> spool.TracedRank:
 
 def test_only_lanes_with_operations_have_a_track(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rank = traced_rank()
-    made = spool.Spool(tmp_path, rank, {})
+    made = spool.Spool(tmp_path, rank)
     for ident in range(9):
         made.add_group(spool.TracedGroup(ident, f"group {ident}", (0,), 1000))
     made.add(spool._RECORD.pack(7, 5, *[rank.begun] * 5, *[0] * 6), 0)
@@ -317,7 +317,7 @@ def test_a_spool_is_read_until_its_last_whole_frame(written: Path) -> None:
     spools = written / "spools"
     spools.mkdir()
     rank = traced_rank()
-    made = spool.Spool(spools, rank, {1: "all_reduce"})
+    made = spool.Spool(spools, rank)
     made.add_group(spool.TracedGroup(2**64 - 1, "world", (0,), 1))
     made.add(bytes(80 * 3), 0)
     made.close()

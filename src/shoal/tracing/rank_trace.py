@@ -16,6 +16,7 @@ from typing import Any
 from ..common import chrome_trace
 from ..common.atomic_file import AtomicFile
 from ..common.chrome_trace import Event, Timeline
+from ..op_kind import KIND_NAMES
 from .spool import OperationTimes, SpoolContents, TracedGroup, read_spool
 
 #: categories of events
@@ -72,7 +73,7 @@ class RankTrace:
         last_ends = dict.fromkeys(self._tids.values(), 0)
         for number, each in enumerate(self._contents.records()):
             group = self._groups[each.group]
-            name = self._contents.kinds.get(each.kind, f"operation {each.kind}")
+            name = KIND_NAMES.get(each.kind, f"operation {each.kind}")
             if name in (_SEND, _RECV):
                 yield from self._overlapping(
                     each, group, f"{name} {_peer(name, each, group)}", MESSAGE, number

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -86,15 +86,13 @@ class ContextTrace:
     Args:
         source: the context.
         member: the rank that the context connects.
-        kinds: names of operations by their code.
 
     Raises:
         ConfigurationError: the directory ``SHOAL_TRACE`` cannot be created or written to.
     """
 
-    def __init__(self, source: TraceSource, member: TraceableRank, kinds: Mapping[int, str]) -> None:
+    def __init__(self, source: TraceSource, member: TraceableRank) -> None:
         self.source = source
-        self.kinds = kinds
         self.member = member
         self._ranks = member.ranks or tuple(range(member.size))
         #: the open groups
@@ -150,7 +148,7 @@ class _RankFile:
     """The spool of one rank, and the contexts that write to it.  Used under the lock, but for ``finish``."""
 
     def __init__(self, directory: Path, context: ContextTrace) -> None:
-        self.spool = Spool(directory, describe(context.member, os.getpid()), context.kinds)
+        self.spool = Spool(directory, describe(context.member, os.getpid()))
         self.contexts: list[ContextTrace] = []
         self._groups: dict[int, TracedGroup] = {}
         self._failed = False

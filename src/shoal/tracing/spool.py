@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -98,10 +98,9 @@ class TracedGroup(msgspec.Struct, frozen=True, tag="group"):
 
 
 class _Begin(msgspec.Struct, tag="begin"):
-    """The first frame; ``kinds``: names of operations by their code."""
+    """The first frame."""
 
     rank: TracedRank
-    kinds: dict[int, str]
 
 
 class _Operations(msgspec.Struct, tag="operations"):
@@ -121,9 +120,6 @@ _decode_frame = msgpack_decoder(_Begin | TracedGroup | _Operations | _Lost)
 class Spool:
     """A new spool in ``directory``, readable by the owner only.
 
-    Args:
-        kinds: names of operations by their code.
-
     Attributes:
         path: of the spool.
         target: of the trace.
@@ -133,7 +129,7 @@ class Spool:
         OSError: it cannot be created or written.
     """
 
-    def __init__(self, directory: Path, rank: TracedRank, kinds: Mapping[int, str]) -> None:
+    def __init__(self, directory: Path, rank: TracedRank) -> None:
         stem = f"shoal-{file_name_part(rank.job)}-{rank.rank}-{rank.pid}"
         for number in range(1, 10**6):  # a process can write several traces
             name = stem if number == 1 else f"{stem}-{number}"
@@ -150,7 +146,7 @@ class Spool:
         self._operations = self._size = 0
         self.full = False
         try:
-            self._write(_Begin(rank, dict(kinds)))
+            self._write(_Begin(rank))
         except BaseException:
             self.close()
             self.path.unlink(missing_ok=True)
@@ -201,7 +197,6 @@ class SpoolContents(NamedTuple):
     """
 
     rank: TracedRank
-    kinds: dict[int, str]
     groups: dict[int, TracedGroup]
     operations: Sequence[bytes]
     dropped: int
@@ -224,7 +219,6 @@ def read_spool(path: Path) -> SpoolContents:
         OSError: it cannot be read.
     """
     rank: TracedRank | None = None
-    kinds: dict[int, str] = {}
     groups: dict[int, TracedGroup] = {}
     operations: list[bytes] = []
     dropped, truncated = 0, False
@@ -243,7 +237,7 @@ def read_spool(path: Path) -> SpoolContents:
             if isinstance(frame, _Begin) != (rank is None):
                 raise MalformedMessage("its first frame does not describe a rank, or a later one does")
             if isinstance(frame, _Begin):
-                rank, kinds = checked(frame.rank), frame.kinds
+                rank = checked(frame.rank)
             elif isinstance(frame, TracedGroup):
                 groups[frame.ident] = frame
             elif isinstance(frame, _Lost):
@@ -255,7 +249,7 @@ def read_spool(path: Path) -> SpoolContents:
                 operations.append(frame.records)
     if rank is None:
         raise MalformedMessage("it has no complete frame")
-    return SpoolContents(rank, kinds, groups, operations, dropped, truncated)
+    return SpoolContents(rank, groups, operations, dropped, truncated)
 
 
 def checked(rank: TracedRank) -> TracedRank:

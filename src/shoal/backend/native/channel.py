@@ -32,7 +32,6 @@ from ...errors import (
     WireError,
 )
 from ...future import Future, callback_scope
-from ...op_kind import KIND_NAMES
 from ...recorder import FlightRecorder
 from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
 from ...statistics import GroupStatistics, group_statistics
@@ -152,7 +151,7 @@ class NativeBackend(Backend):
                     membership.waits_for_stopped, encodable(membership.job_name),
                     membership.status_page, list(membership.ranks), threads,
                 )  # fmt: skip
-                self.trace = ContextTrace(self._context, membership, KIND_NAMES)
+                self.trace = ContextTrace(self._context, membership)
                 if membership.size > 1:
                     self._connect(way, timeout)
                 self._context.start()

@@ -29,7 +29,6 @@ from ...common.arguments import checked_seconds
 from ...common.formatting import describe_error, encodable
 from ...errors import ConfigurationError, OutOfResources, RendezvousError, ShoalError
 from ...net import resource_error
-from ...op_kind import KIND_NAMES
 from ...rendezvous import Membership, rendezvous
 from ...tracing.recording import describe, explain, finish
 from ...tracing.spool import Spool
@@ -170,7 +169,7 @@ def _connect(program: _Program, membership: Membership, transport: str, timeout:
         if directory is None:
             program.send(_Kind.CONNECTED, hosts)
             return None
-        spool = Spool(directory, describe(membership, _pid(process_fd)), KIND_NAMES)
+        spool = Spool(directory, describe(membership, _pid(process_fd)))
         with closing(spool):  # the program has a descriptor of its own
             program.send(_Kind.CONNECTED, hosts, [spool.fileno()])
         return spool
