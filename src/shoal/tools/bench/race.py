@@ -142,7 +142,7 @@ class Race:
                 continue
             try:
                 for _ in range(rounds):
-                    answers = running.ask("futex", repeat=500)
+                    answers = running.ask("micro", name="futex", repeat=500)
                     self._result.futex.append(max(answer["seconds"] for answer in answers[:2]))
             except MeasurementFailed as reason:
                 self._report_unavailable(running.contender.name, "futex round trip", str(reason))

@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import socket
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -53,16 +52,6 @@ class Rank:
         gc.collect()
         self._engine.release()
         return {}
-
-    def futex(self, repeat: int) -> dict[str, Any]:
-        """Measure a round trip between ranks 0 and 1 through the kernel."""
-        from .floor import HardwareLimit
-
-        assert isinstance(self._engine, HardwareLimit)
-        self._engine.barrier()
-        start = time.perf_counter()
-        self._engine.futex_round_trip(repeat)
-        return {"seconds": (time.perf_counter() - start) / repeat}
 
     def micro(self, name: str, **arguments: Any) -> dict[str, Any]:
         answer: dict[str, Any] = getattr(timing, name)(self._engine, **arguments)

@@ -130,6 +130,14 @@ def late(engine: ContenderRank, seconds: float) -> dict[str, float]:
     return {"share": (time.process_time() - used) / (time.perf_counter() - start)}
 
 
+def futex(engine: Any, repeat: int) -> dict[str, float]:
+    """Seconds of a round trip between ranks 0 and 1 through the kernel, by the engine "floor"."""
+    engine.barrier()
+    start = time.perf_counter()
+    engine.futex_round_trip(repeat)
+    return {"seconds": (time.perf_counter() - start) / repeat}
+
+
 def memory(engine: Any, idle: float) -> dict[str, float]:
     """Growth of this rank's unique set size in bytes since it had only imported torch."""
     import psutil  # ranks of MPI do not have it
