@@ -53,13 +53,10 @@ class Culprit(msgspec.Struct):
         return template.format(call="" if row is None else row.call, pid=0 if row is None else row.pid)
 
 
-def _job_of(row: RankRow) -> tuple[str, int, int]:
-    return row.job, row.leader, row.size
-
-
 def by_job(rows: Sequence[RankRow]) -> list[tuple[str, list[RankRow]]]:
     """Divide ordered rows into jobs: the name and the rows of each."""
-    return [(job, list(of_job)) for (job, *_), of_job in groupby(rows, key=_job_of)]
+    jobs = groupby(rows, key=lambda row: (row.job, row.leader, row.size))
+    return [(job, list(of_job)) for (job, *_), of_job in jobs]
 
 
 def culprits(rows: Sequence[RankRow], least_s: float = 0.0) -> list[Culprit]:

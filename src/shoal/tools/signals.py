@@ -16,11 +16,11 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Let ``handler`` handle these signals in the block, except ignored ones (SIGHUP under nohup)."""
-    before = {number: signal.getsignal(number) for number in numbers}
+    found = {number: signal.getsignal(number) for number in numbers}
+    before = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
     try:
-        for number, old in before.items():
-            if old is not signal.SIG_IGN:
-                signal.signal(number, handler)
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():
