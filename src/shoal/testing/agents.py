@@ -184,8 +184,11 @@ class Agents:
         working = {name: worker for name, worker in self._workers.items() if worker.works}
         self._asked.update(working)
         deadline, hurried = Deadline(self._timeout), False
-        while not deadline.expired and not all(worker.has_ended() for worker in working.values()):
-            if not hurried and any(worker.has_failed() for worker in working.values()):
+        while not deadline.expired:
+            ended = [worker for worker in working.values() if worker.has_ended()]
+            if len(ended) == len(working):
+                break
+            if not hurried and not all(worker.outcome(Deadline(0.0)).ok for worker in ended):
                 deadline, hurried = Deadline(min(END_TIMEOUT_S, deadline.remaining())), True
             time.sleep(POLL_INTERVAL_S)
         return {name: worker.outcome(Deadline(0.0)) for name, worker in working.items()}
@@ -335,9 +338,6 @@ class _Thread:
     def has_ended(self) -> bool:
         return self._outcome is not None
 
-    def has_failed(self) -> bool:
-        return self._outcome is not None and not self._outcome.ok
-
     def outcome(self, deadline: Deadline) -> Outcome:
         self._thread.join(deadline.remaining())
         if self._outcome is None:
@@ -372,9 +372,6 @@ class _Process:
 
     def has_ended(self) -> bool:
         return not wait_for_ends([self.child], Deadline(0.0), reports=True)
-
-    def has_failed(self) -> bool:
-        return self.has_ended() and not self.outcome(Deadline(0.0)).ok
 
     def outcome(self, deadline: Deadline) -> Outcome:
         if self._given_up is None:
