@@ -68,7 +68,6 @@ class _DumpedCall(msgspec.Struct):
 
 
 class _NodeState(msgspec.Struct):
-    session: str
     commands: list[str]
     runs: str
 
@@ -76,7 +75,6 @@ class _NodeState(msgspec.Struct):
 class CallDump(msgspec.Struct):
     """The displayed fields of a file."""
 
-    schema: str
     job: str
     worker: str
     state: str

@@ -50,7 +50,6 @@ class _Any(msgspec.Struct):
 class Dump(msgspec.Struct):
     """The used fields of a file."""
 
-    schema: str
     job: str
     group: str
     rank: int

@@ -1,4 +1,4 @@
-"""The files that ``shoal trace merge`` reads, with all of their fields checked."""
+"""The files that ``shoal trace merge`` reads, with all used fields checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 from ...common.chrome_trace import write_trace
 from ...common.decoding import MalformedMessage, from_json
 from ...tracing.rank_trace import RankTrace
-from ...tracing.spool import SPOOL_SUFFIX, TRACE_SUFFIX, Rank, TracedRank, checked, read_spool
+from ...tracing.spool import SPOOL_SUFFIX, TRACE_SUFFIX, TracedRank, checked, read_spool
 
 #: endings of the files of torch.profiler, as ``tensorboard_trace_handler`` names them
 TORCH_SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
@@ -53,8 +53,6 @@ class _Tracks(msgspec.Struct):
     tid: _Number
     lanes: Annotated[int, msgspec.Meta(ge=1, lt=2**20)]
     ident: _Text
-    name: str
-    ranks: list[Rank]
 
 
 class _RankData(msgspec.Struct):
@@ -73,7 +71,6 @@ class Lane(NamedTuple):
     """A lane of a group."""
 
     ident: str
-    name: str
     number: int
 
 
@@ -101,7 +98,7 @@ class RankInput:
         if index < 0 or tid >= self._tids[index] + self._groups[index].lanes:
             raise MalformedMessage(f"an event has the tid {tid}, which is not that of a group")
         group = self._groups[index]
-        return Lane(group.ident, group.name, tid - group.tid)
+        return Lane(group.ident, tid - group.tid)
 
     def time(self, microseconds: float) -> int:
         """Convert a time of an event to nanoseconds of the rank's clock."""
