@@ -37,7 +37,7 @@ from ...rendezvous import RendezvousPoint, open_point
 from ...rendezvous.launcher_variables import read
 from ...rendezvous.membership import serve_until_read
 from ...rendezvous.slurm_nodelist import hosts_of
-from ...store import PrefixStore, Store
+from ...store import PrefixStore
 from ..findings import Finding, fail, ok
 from . import network
 from .judgement import judge, labels
@@ -142,7 +142,7 @@ class _Meeting:
         self._place, self._size, self._me = place, size, me
         self._root = PrefixStore("doctor", place.store)
         self._number, self._round = self._arrive()
-        self._keys = _round_keys(self._root, self._round)
+        self._keys = PrefixStore(str(self._round), self._root)
 
     def _arrive(self) -> tuple[int, int]:
         """Take a number in the current round; in the next one if that is full."""
@@ -154,7 +154,7 @@ class _Meeting:
             )
         while True:
             current = self._root.add("round", 0)
-            keys = _round_keys(self._root, current)
+            keys = PrefixStore(str(current), self._root)
             size = int(keys.compare_set("size", b"", str(self._size)))
             if size != self._size:
                 self._end(current)
@@ -266,10 +266,6 @@ def _expected_names(numbers: list[int], size: int) -> list[str]:
     if len(names) != size:
         names = [f"host {number}" for number in range(size)]
     return [names[number] for number in numbers]
-
-
-def _round_keys(root: Store, number: int) -> Store:
-    return PrefixStore(str(number), root)
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:
