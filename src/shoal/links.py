@@ -7,7 +7,7 @@ create further links together, which groups derived from it use too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .backend.base import Backend, GroupSpec
@@ -32,8 +32,8 @@ class Links:
 
     backend: Backend
     ranks: tuple[int, ...]
-    factory: BackendFactory | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    factory: BackendFactory
+    options: Mapping[str, Any]
 
     def numbered(self, spec: GroupSpec) -> GroupSpec:
         """``spec`` with the backend's numbers of ranks instead of the world's."""

@@ -67,15 +67,10 @@ class World:
     """
 
     def __init__(
-        self,
-        membership: Membership,
-        backend: Backend,
-        *,
-        factory: BackendFactory | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, membership: Membership, backend: Backend, factory: BackendFactory, options: Mapping[str, Any]
     ) -> None:
         self.membership = membership
-        self.links = Links(backend, tuple(range(membership.size)), factory, dict(options or {}))
+        self.links = Links(backend, tuple(range(membership.size)), factory, dict(options))
         # Reentrant: the garbage collector may drop a group inside a critical section of the same thread.
         self._lock = threading.RLock()
         self._open: dict[int, tuple[weakref.ref[Any], Links]] = {}
@@ -104,7 +99,7 @@ class World:
         except BaseException as error:
             membership.abandon(error)
             raise
-        return cls(membership, backend, factory=factory, options=options)
+        return cls(membership, backend, factory, options)
 
     # -- its groups ----------------------------------------------------------------------------
 

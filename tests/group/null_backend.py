@@ -58,6 +58,10 @@ class NullBackend(Backend):
         self.forks += 1
 
 
+def _connect(membership: Membership, *, timeout: float) -> NullBackend:
+    return NullBackend()
+
+
 def null_group(rank: int = 1, size: int = 4, owner: Any = None) -> tuple[ProcessGroup, NullChannel]:
     """A group and its channel, which is in ``group._backend.channels`` with those of its subgroups.
 
@@ -79,7 +83,7 @@ def null_group(rank: int = 1, size: int = 4, owner: Any = None) -> tuple[Process
         release=owner or (lambda seconds: None),
     )
     spec = GroupSpec("null", 77, rank, tuple(range(size)))
-    world = World(membership, backend)
+    world = World(membership, backend, _connect, {})
     _worlds.append(world)
     return ProcessGroup._in(world, world.links, spec, membership.store, timeout=9.0), backend.channels[0]
 

@@ -173,7 +173,7 @@ def test_connections_of_a_groups_own_are_closed_if_it_cannot_be_made(ended: bool
     group, _ = null_group()
     if ended:
         group.world.close(5.0)
-    links, spec = Links(Exhausted(), (1, 2)), GroupSpec("own", 78, 0, (1, 2))
+    links, spec = Links(Exhausted(), (1, 2), group._links.factory, {}), GroupSpec("own", 78, 0, (1, 2))
     with pytest.raises(shoal.GroupClosed if ended else shoal.OutOfSharedMemory):
         ProcessGroup._in(group.world, links, spec, MemoryStore(), timeout=9.0)
     assert len(closed) == 1

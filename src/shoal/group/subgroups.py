@@ -15,7 +15,7 @@ import torch
 from ..backend.base import GroupSpec, check_options
 from ..backend.identity import group_ident
 from ..backend.registry import BackendFactory, backend_factory
-from ..common.arguments import keyword_names, unknown_keyword_error
+from ..common.arguments import keyword_names
 from ..common.formatting import encodable
 from ..errors import UnsupportedOperation
 from ..links import Links, connect_members
@@ -90,8 +90,6 @@ class SubgroupOptions:
                 operation_label(call.name, parent),
                 keyword_names(getattr(type(parent), call.name)),
             )
-            if parent._links.factory is None and backend is None:
-                raise unknown_keyword_error(where, list(options), others)
             factory, given = chosen.backend_factory_and_options(parent._links)
             check_options(factory, given, where, others)
             scopes = getattr(factory, "scopes", scopes)
@@ -114,7 +112,6 @@ class SubgroupOptions:
     def backend_factory_and_options(self, parent: Links) -> tuple[BackendFactory, dict[str, Any]]:
         """The factory and options of the group's backend; the parent's options go with its backend."""
         factory = parent.factory if self.backend is None else backend_factory(self.backend)
-        assert factory is not None  # checked
         inherited = parent.options if factory is parent.factory else {}
         return factory, {**inherited, **self.options}
 
