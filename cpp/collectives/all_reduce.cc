@@ -132,7 +132,7 @@ class ChunkedReduce {
     work_.destinations.clear();
     for (int place = 0; place < phase_.size(); ++place) {
       std::byte* lines = place == phase_.self() ? data(chunk) + first
-                         : staged_[static_cast<std::size_t>(place)]
+                         : staged_[place]
                              ? phase_.staging(place, chunk % kSlots * kChunk + first, last - first)
                              : phase_.part(place, 0, last - first, chunk * kChunk + first);
       work_.sources.push_back(lines);

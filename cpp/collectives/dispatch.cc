@@ -90,19 +90,16 @@ Task shared(Operation& op) {
     case Kind::kBroadcast:
       return shared_broadcast(op, request.out[0], root);
     case Kind::kAllGather:
-      for (int place = 0; place < size; ++place)
-        pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
+      for (int place = 0; place < size; ++place) pulls.push_back({place, 0, out[place]});
       return exchange(op, request.in, pulls);
     case Kind::kGather:
-      for (int place = 0; rank == root && place < size; ++place)
-        pulls.push_back({place, 0, out[static_cast<std::size_t>(place)]});
+      for (int place = 0; rank == root && place < size; ++place) pulls.push_back({place, 0, out[place]});
       return exchange(op, request.in, pulls);
     case Kind::kScatter:
       pulls.push_back({root, self, request.out[0]});
       return rank == root ? exchange(op, in, pulls, rank) : exchange(op, {}, pulls);
     case Kind::kAllToAll:
-      for (int place = 0; place < size; ++place)
-        pulls.push_back({place, self, out[static_cast<std::size_t>(place)]});
+      for (int place = 0; place < size; ++place) pulls.push_back({place, self, out[place]});
       return exchange(op, in, pulls, rank);
     default: {
       std::vector<Reduce> jobs(1, Reduce{self, request.out[0].data});

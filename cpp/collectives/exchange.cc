@@ -151,7 +151,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   co_await met;
 
   const int size = phase.size();
-  std::vector<const void*> sources(static_cast<std::size_t>(size));
+  std::vector<const void*> sources(size);
   auto run = [&](std::byte* to, std::uint64_t bytes) {
     if (bytes == 0) return;
     if (partial) {
@@ -176,7 +176,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   if (!any_staged) {
     for (const Reduce& job : reduces) {
       for (int place = 0; place < size; ++place)
-        sources[static_cast<std::size_t>(place)] = phase.part(place, job.part, own[job.part].bytes);
+        sources[place] = phase.part(place, job.part, own[job.part].bytes);
       run(job.to, own[job.part].bytes);
     }
   }
@@ -192,10 +192,10 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
       if (offset >= bytes) continue;
       const std::uint64_t length = std::min(step, bytes - offset);
       for (int place = 0; place < size; ++place)
-        sources[static_cast<std::size_t>(place)] =
-            place == phase.self() ? own[job.part].data + offset
-            : phase.stages(place) ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
-                                  : phase.part(place, job.part, length, offset);
+        sources[place] = place == phase.self() ? own[job.part].data + offset
+                         : phase.stages(place)
+                             ? phase.staging(place, (window & 1) * kWindow + job.part * step, length)
+                             : phase.part(place, job.part, length, offset);
       run(job.to + offset / item * out_item, length);
     }
     Task next = advance_window(phase, window);

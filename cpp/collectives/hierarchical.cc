@@ -23,12 +23,12 @@ struct Map {
   explicit Map(const Group& group) : hosts(group.hosts()), host(group.host()), size(group.size()) {
     owners = static_cast<int>(hosts[0].size());
     for (const auto& members : hosts) owners = std::min(owners, static_cast<int>(members.size()));
-    const auto& mine = hosts[static_cast<std::size_t>(host)];
+    const auto& mine = hosts[host];
     place = static_cast<int>(std::find(mine.begin(), mine.end(), group.rank()) - mine.begin());
   }
   int count() const { return static_cast<int>(hosts.size()); }
-  int locals() const { return static_cast<int>(hosts[static_cast<std::size_t>(host)].size()); }
-  int rank_at(int h, int p) const { return hosts[static_cast<std::size_t>(h)][static_cast<std::size_t>(p)]; }
+  int locals() const { return static_cast<int>(hosts[host].size()); }
+  int rank_at(int h, int p) const { return hosts[h][p]; }
   // The members of all hosts at a place.
   Members members(int p) const {
     std::vector<int> ranks;
@@ -43,7 +43,7 @@ struct Map {
   // The host and place of a rank.
   std::pair<int, int> find(int rank) const {
     for (int h = 0; h < count(); ++h)
-      for (int p = 0; p < static_cast<int>(hosts[static_cast<std::size_t>(h)].size()); ++p)
+      for (int p = 0; p < static_cast<int>(hosts[h].size()); ++p)
         if (rank_at(h, p) == rank) return {h, p};
     return {-1, -1};
   }
@@ -85,7 +85,7 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
     slices.push_back(slice(data, first * item, (last - first) * item));
   }
   const bool owner = map.place < map.owners;
-  const Span mine = owner ? slices[static_cast<std::size_t>(map.place)] : Span{};
+  const Span mine = owner ? slices[map.place] : Span{};
   const std::uint64_t elements = mine.bytes / item;
 
   const std::uint64_t bytes = elements * wide;
@@ -111,8 +111,7 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
   if (owner) parts.push_back({finished, mine.bytes});
   std::vector<Pull> pulls;
   for (int j = 0; j < map.owners; ++j)
-    if (root < 0 ? j != map.place : map.place == root_place)
-      pulls.push_back({j, 0, slices[static_cast<std::size_t>(j)]});
+    if (root < 0 ? j != map.place : map.place == root_place) pulls.push_back({j, 0, slices[j]});
   Task shared_out = local_exchange(op, map, std::move(parts), std::move(pulls));
   co_await shared_out;
 }
@@ -185,24 +184,19 @@ Task all_gather_in_steps(Operation& op, const Map& map, Algorithm algorithm, Spa
                          std::vector<Span> out) {
   const Members members = map.members(map.place);
   Edges edges(1, 0);
-  for (int h = 0; h < map.count(); ++h)
-    edges.push_back(edges.back() + out[static_cast<std::size_t>(members.rank(h))].bytes);
+  for (int h = 0; h < map.count(); ++h) edges.push_back(edges.back() + out[members.rank(h)].bytes);
   auto begun = op.begun();
   co_await begun;
   const auto blocks = op.scratch(edges.back());
   std::vector<Span> parts;
-  for (int h = 0; h < map.count(); ++h) {
-    const auto i = static_cast<std::size_t>(h);
-    parts.push_back({blocks.get() + edges[i], edges[i + 1] - edges[i]});
-  }
-  copy(parts[static_cast<std::size_t>(map.host)], mine);
+  for (int h = 0; h < map.count(); ++h) parts.push_back({blocks.get() + edges[h], edges[h + 1] - edges[h]});
+  copy(parts[map.host], mine);
   Task gathered = gather_blocks(op, members, algorithm, blocks.get(), edges, 0);
   co_await gathered;
   std::vector<Pull> pulls;
   for (int place = 0; place < map.locals(); ++place)
     for (int h = 0; h < map.count(); ++h)
-      pulls.push_back(
-          {place, static_cast<std::uint32_t>(h), out[static_cast<std::size_t>(map.rank_at(h, place))]});
+      pulls.push_back({place, static_cast<std::uint32_t>(h), out[map.rank_at(h, place)]});
   Task work = local_exchange(op, map, std::move(parts), std::move(pulls));
   co_await work;
 }
@@ -223,20 +217,19 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   auto held_by = [&](int place) {
     std::vector<int> ranks(1, map.rank_at(map.host, place));
     for (int h = 0; h < map.count(); ++h)
-      for (int p = 0; h != map.host && p < static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size());
-           ++p)
+      for (int p = 0; h != map.host && p < static_cast<int>(map.hosts[h].size()); ++p)
         if (p % map.locals() == place) ranks.push_back(map.rank_at(h, p));
     return ranks;
   };
   Messages messages(op);
   std::vector<Span> parts;
   for (int source : held_by(map.place)) {
-    Span part = source == rank ? mine : out[static_cast<std::size_t>(source)];
+    Span part = source == rank ? mine : out[source];
     if (source != rank) receive_pieces(messages, source, 0, part.data, part.bytes);
     parts.push_back(part);
   }
   for (int h = 0; h < map.count(); ++h) {
-    int there = static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size());
+    int there = static_cast<int>(map.hosts[h].size());
     if (h != map.host) send_pieces(messages, map.rank_at(h, map.place % there), 0, mine.data, mine.bytes);
   }
   Task arrived = messages.finish();
@@ -245,7 +238,7 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   for (int place = 0; place < map.locals(); ++place) {
     std::vector<int> held = held_by(place);
     for (std::size_t i = 0; i < held.size(); ++i)
-      pulls.push_back({place, static_cast<std::uint32_t>(i), out[static_cast<std::size_t>(held[i])]});
+      pulls.push_back({place, static_cast<std::uint32_t>(i), out[held[i]]});
   }
   Task work = local_exchange(op, map, std::move(parts), std::move(pulls));
   co_await work;
@@ -259,13 +252,11 @@ Task reduce_scatter_in_steps(Operation& op, const Map& map, Algorithm algorithm,
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
   const Members members = map.members(map.place);
   Edges edges(1, 0);
-  for (int h = 0; h < map.count(); ++h)
-    edges.push_back(edges.back() + in[static_cast<std::size_t>(members.rank(h))].bytes / item);
+  for (int h = 0; h < map.count(); ++h) edges.push_back(edges.back() + in[members.rank(h)].bytes / item);
   const auto partial = op.scratch(edges.back() * wide);
   std::vector<Reduce> jobs;
   for (int h = 0; h < map.count(); ++h)
-    jobs.push_back({static_cast<std::uint32_t>(members.rank(h)),
-                    partial.get() + edges[static_cast<std::size_t>(h)] * wide});
+    jobs.push_back({static_cast<std::uint32_t>(members.rank(h)), partial.get() + edges[h] * wide});
   Task reduced = local_partials(op, map, std::move(in), std::move(jobs));
   co_await reduced;
   Task work = scatter_partials(op, members, algorithm, partial.get(), edges, out.data, 0);
@@ -292,7 +283,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   std::vector<std::shared_ptr<std::byte>> partials;
   std::vector<Reduce> jobs;
   for (int to = map.place; to < map.size; to += map.locals()) {
-    partials.push_back(op.scratch(in[static_cast<std::size_t>(to)].bytes / item * wide));
+    partials.push_back(op.scratch(in[to].bytes / item * wide));
     jobs.push_back({static_cast<std::uint32_t>(to), partials.back().get()});
   }
   std::vector<Reduce> kept = jobs;
@@ -301,17 +292,17 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   const std::uint64_t length = out.bytes / item * wide;
   Messages messages(op);
   std::byte* const room = messages.scratch(length * static_cast<std::uint64_t>(map.count()));
-  std::vector<const void*> sources(static_cast<std::size_t>(map.count()));
+  std::vector<const void*> sources(map.count());
   for (int h = 0; h < map.count(); ++h) {
-    int from = map.rank_at(h, rank % static_cast<int>(map.hosts[static_cast<std::size_t>(h)].size()));
-    sources[static_cast<std::size_t>(h)] = room + static_cast<std::uint64_t>(h) * length;
+    int from = map.rank_at(h, rank % static_cast<int>(map.hosts[h].size()));
+    sources[h] = room + static_cast<std::uint64_t>(h) * length;
     if (from != rank)
       receive_pieces(messages, from, 0, room + static_cast<std::uint64_t>(h) * length, length);
   }
   for (const Reduce& job : kept) {
     int to = static_cast<int>(job.part);
     if (to == rank)
-      sources[static_cast<std::size_t>(map.host)] = job.to;
+      sources[map.host] = job.to;
     else
       send_pieces(messages, to, 0, job.to, in[job.part].bytes / item * wide);
   }

@@ -281,8 +281,7 @@ Task scatter_by_halving(Operation& op, const Members& members, std::byte* partia
   }
   Task done = messages.finish();
   co_await done;
-  const auto own = static_cast<std::size_t>(self);
-  finish(reduction, finished, partial + elements[own] * wide, elements[own + 1] - elements[own]);
+  finish(reduction, finished, partial + elements[self] * wide, elements[self + 1] - elements[self]);
 }
 
 // The same rounds in the opposite order and direction (Bruck and others 1997).
@@ -314,7 +313,7 @@ Task scatter_in_ring(Operation& op, const Members& members, std::byte* partial, 
   const std::size_t wide = kernels::accumulator_size(reduction);
   const int self = members.self();
   auto block = [&](int member) {
-    const auto i = static_cast<std::size_t>(members.wrapped(member));
+    const int i = members.wrapped(member);
     return Segment{elements[i], elements[i + 1]};
   };
   Messages messages(op);
@@ -341,9 +340,9 @@ Task gather_in_ring(Operation& op, const Members& members, std::byte* data, cons
   const int self = members.self();
   Messages messages(op);
   for (int round = 0; round + 1 < members.size(); ++round, ++step) {
-    const auto sent = static_cast<std::size_t>(members.wrapped(self - round));
+    const int sent = members.wrapped(self - round);
     send_pieces(messages, members.rank(self + 1), step, data + bytes[sent], bytes[sent + 1] - bytes[sent]);
-    const auto next = static_cast<std::size_t>(members.wrapped(self - round - 1));
+    const int next = members.wrapped(self - round - 1);
     receive_pieces(messages, members.rank(self - 1), step, data + bytes[next], bytes[next + 1] - bytes[next]);
     Task arrived = messages.finish_receives();
     co_await arrived;
@@ -431,7 +430,7 @@ Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm,
     room = op.scratch(elements * item);
     finished = room.get();
   }
-  std::byte* block = finished + edges[static_cast<std::size_t>(members.self())] * item;
+  std::byte* block = finished + edges[members.self()] * item;
   Task scattered = scatter_partials(op, members, algorithm, partial, edges, block, step);
   co_await scattered;
   const Edges bytes = scaled(edges, item);
@@ -483,7 +482,7 @@ Task broadcast_in_parts(Operation& op, const Members& members, Span data, int ro
     pieces = std::max(pieces, pieces_of(last - first));
   }
   auto piece = [&](int of_place, std::uint32_t index) {  // as many for each, of almost equal size
-    const Span& part = parts[static_cast<std::size_t>(of_place - 1)];
+    const Span& part = parts[of_place - 1];
     auto [first, last] = share(part.bytes, 1, static_cast<int>(pieces), static_cast<int>(index));
     return slice(part, first, last - first);
   };

@@ -23,7 +23,7 @@ class Members {
   int size() const { return static_cast<int>(ranks_.size()); }
   int self() const { return self_; }
   // index: any number; the list is circular.
-  int rank(int index) const { return ranks_[static_cast<std::size_t>(wrapped(index))]; }
+  int rank(int index) const { return ranks_[wrapped(index)]; }
   int wrapped(int index) const { return (index % size() + size()) % size(); }
 
  private:

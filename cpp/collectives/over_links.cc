@@ -16,7 +16,7 @@ namespace {
 constexpr std::uint32_t kSets = 4;  // number of pieces in flight
 
 Members all_members(const Group& group) {
-  std::vector<int> ranks(static_cast<std::size_t>(group.size()));
+  std::vector<int> ranks(group.size());
   std::iota(ranks.begin(), ranks.end(), 0);
   return {std::move(ranks), group.rank()};
 }
@@ -77,7 +77,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype);
   const int size = op.group().size(), rank = op.group().rank();
-  const Span mine = parts[static_cast<std::size_t>(rank)];
+  const Span mine = parts[rank];
   auto piece = [&](const Span& whole, std::uint32_t index) {
     std::uint64_t offset = index * kPiece;
     return slice(whole, offset, std::min(kPiece, whole.bytes - offset));
@@ -96,7 +96,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   Messages results(op);
   if (spread == Spread::kAll || (spread == Spread::kRoot && rank == root))
     for (int from = 0; from < size; ++from) {
-      const Span& slot = parts[static_cast<std::size_t>(from)];
+      const Span& slot = parts[from];
       for (std::uint32_t i = 0; from != rank && i < pieces_of(slot.bytes); ++i)
         results.receive(from, kResults + i, piece(slot, i).data, piece(slot, i).bytes);
     }
@@ -113,7 +113,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   auto offer = [&](std::uint32_t index, std::uint32_t end) {
     for (int i = 1; i < size; ++i) {
       int to = (rank + i) % size;
-      const Span& part = parts[static_cast<std::size_t>(to)];
+      const Span& part = parts[to];
       for (std::uint32_t p = index; p < std::min(end, pieces_of(part.bytes)); ++p)
         inputs.send(to, p, piece(part, p).data, piece(part, p).bytes);
       if (part.bytes == 0 && index == 0) inputs.send(to, 0, nullptr, 0);  // still carries the fingerprint
@@ -123,14 +123,13 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   // A piece is sent when its receiver, which proceeds at about the same pace, probably has room for it.
   for (std::uint32_t index = 0; index < std::min(kSets, own); ++index) expect(index);
   offer(0, own > kSets ? kSets : kAll);
-  std::vector<const void*> sources(static_cast<std::size_t>(size));
+  std::vector<const void*> sources(size);
   for (std::uint32_t index = 0; index < own; ++index) {
     Task arrived = arrivals.front().finish_receives();
     co_await arrived;
     arrivals.pop_front();
     Span from = piece(mine, index), to = piece(out, index);
-    for (int r = 0; r < size; ++r)
-      sources[static_cast<std::size_t>(r)] = r == rank ? from.data : buffer(index, r);
+    for (int r = 0; r < size; ++r) sources[r] = r == rank ? from.data : buffer(index, r);
     void* destination = to.data;
     kernels::reduce(reduction, &destination, 1, sources.data(), sources.size(), from.bytes / item, false);
     for (int r = 0; r < size; ++r)
@@ -155,7 +154,7 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
     auto [first, last] = share(data.bytes / item, item, size, i);
     parts.push_back(slice(data, first * item, (last - first) * item));
   }
-  Span out = parts[static_cast<std::size_t>(rank)];
+  Span out = parts[rank];
   std::shared_ptr<std::byte> room;
   if (root >= 0 && rank != root) {  // the input must not change
     room = op.scratch(out.bytes);
@@ -201,7 +200,7 @@ Task all_gather_in_steps(Operation& op, Algorithm algorithm, Span mine, std::vec
   auto begun = op.begun();
   co_await begun;
   const Members members = all_members(op.group());
-  const auto self = static_cast<std::size_t>(members.self());
+  const int self = members.self();
   Edges edges(1, 0);
   bool adjacent = true;  // otherwise blocks are collected in one buffer, as a message has one address
   for (const Span& part : out) {

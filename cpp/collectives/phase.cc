@@ -36,7 +36,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
     return true;
   });
   co_await free;
-  Slot& mine = lane_.member_lanes[static_cast<std::size_t>(self())].slot(number_);
+  Slot& mine = lane_.member_lanes[self()].slot(number_);
   PartEntry* table = seat(self()).table(number_);
   Arena& arena = *op_.group().context().arena();
   std::uint64_t total = 0, longest = 0;
@@ -121,8 +121,7 @@ bool Phase::all_direct() const {
 }
 
 void Phase::refuse(int place) const {
-  throw InvalidPeerData(team_.members()[static_cast<std::size_t>(place)],
-                        "exposes what lies outside of its shared memory");
+  throw InvalidPeerData(team_.members()[place], "exposes what lies outside of its shared memory");
 }
 
 // Other members can write to a member's memory: a value read there may not be its owner's, and may change.

@@ -66,17 +66,17 @@ class Phase {
   Operation& op() const { return op_; }
 
  private:
-  const MemberLane& seat(int place) const { return lane_.member_lanes[static_cast<std::size_t>(place)]; }
+  const MemberLane& seat(int place) const { return lane_.member_lanes[place]; }
   // False: a condition is not met because of this member.
   bool blocked_by(int place) {
-    op_.set_blocker(team_.members()[static_cast<std::size_t>(place)]);
+    op_.set_blocker(team_.members()[place]);
     return false;
   }
   bool is_published(int place) {
     const Slot& theirs = slot(place);
     if (theirs.phase.load(std::memory_order_acquire) < number_) return blocked_by(place);
     const int late = theirs.late;
-    if (late < op_.group().size()) op_.pass_blocker(team_.members()[static_cast<std::size_t>(place)], late);
+    if (late < op_.group().size()) op_.pass_blocker(team_.members()[place], late);
     return true;
   }
   std::byte* reach(int place, std::uint64_t offset, std::uint64_t skip, std::uint64_t bytes) const;

@@ -12,14 +12,14 @@ Agreement::Agreement(const Settings& settings)
       waiting_for_decision_(settings.size),
       informed_(settings.size),
       leaders_(settings.size),
-      followers_(static_cast<std::size_t>(settings.size), Follower{{}, RankSet(settings.size), {}}),
+      followers_(settings.size, Follower{{}, RankSet(settings.size), {}}),
       asked_with_(settings.size) {}
 
 void Agreement::vote(Vote vote, std::int64_t deadline, std::int64_t now) {
   now_ = now;
   if (!begun_) begun_ = now;
   deadline_ = deadline;
-  followers_[static_cast<std::size_t>(settings_.rank)].vote = std::move(vote);
+  followers_[settings_.rank].vote = std::move(vote);
   if (decision_) outcome_ = decision_->keeps(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
   advance();
 }
@@ -67,7 +67,7 @@ std::int64_t Agreement::next_tick() const {
 
 void Agreement::advance() {
   wake_ = kNever;
-  const bool voted = followers_[static_cast<std::size_t>(settings_.rank)].vote.has_value();
+  const bool voted = followers_[settings_.rank].vote.has_value();
   if (voted && outcome_ == Outcome::kOpen && now_ >= deadline_) outcome_ = Outcome::kNoQuorum;
   if (decision_ || !begun_) return;
   if (leader() == settings_.rank)
@@ -82,7 +82,7 @@ void Agreement::on_prepare(int from, const Message& message) {
   promised_ = message.ballot;
   Message state = make(MessageType::kState, promised_);
   state.lost = lost_;
-  state.vote = followers_[static_cast<std::size_t>(settings_.rank)].vote;
+  state.vote = followers_[settings_.rank].vote;
   if (accepted_) {
     state.accepted = accepted_->ballot;
     state.decision = accepted_->decision;
@@ -105,7 +105,7 @@ void Agreement::on_decide(int from, const Message& message) {
 // Sends this member's vote and losses, and a promise to another leader, to the leader when they change.
 // Sends vote and losses to other members that lead because they have lost that leader.
 void Agreement::follow() {
-  const Follower& self = followers_[static_cast<std::size_t>(settings_.rank)];
+  const Follower& self = followers_[settings_.rank];
   const int leader = this->leader();
   const auto owner = static_cast<int>(promised_ % static_cast<std::uint64_t>(settings_.size));
   if (!self.vote && (promised_ == 0 || owner == leader)) return;
@@ -136,7 +136,7 @@ void Agreement::merge_dead(const RankSet& dead) {
 
 void Agreement::decide(const Decision& decision, const RankSet& whom) {
   decision_ = decision;
-  const bool voted = followers_[static_cast<std::size_t>(settings_.rank)].vote.has_value();
+  const bool voted = followers_[settings_.rank].vote.has_value();
   if (voted && outcome_ == Outcome::kOpen)
     outcome_ = decision.keeps(settings_.rank) ? Outcome::kDecided : Outcome::kLeftOut;
   wake_ = kNever;

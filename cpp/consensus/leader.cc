@@ -52,7 +52,7 @@ void Agreement::ask_again() {
 
 void Agreement::on_answer(int from, const Message& message) {
   using enum MessageType;
-  Follower& follower = followers_[static_cast<std::size_t>(from)];
+  Follower& follower = followers_[from];
   if (message.type != kAccept) {
     if (!follower.vote) follower.vote = message.vote;
     if (follower.lost != message.lost) losses_changed_ = now_;
@@ -73,7 +73,7 @@ Standing Agreement::standing() const {
   RankSet answered(settings_.size);
   answered.add(settings_.rank);
   for (int rank = 0; rank < settings_.size; ++rank)
-    if (followers_[static_cast<std::size_t>(rank)].drops) answered.add(rank);
+    if (followers_[rank].drops) answered.add(rank);
   const RankSet missing = everyone_ - answered, living = answered - dead_;
   Standing result;
   result.size = settings_.size;
@@ -83,7 +83,7 @@ Standing Agreement::standing() const {
   if (!missing.within(lost_)) return result;
   RankSet dead = dead_;
   for (int rank : living.list())
-    if (rank != settings_.rank) dead &= *followers_[static_cast<std::size_t>(rank)].drops;
+    if (rank != settings_.rank) dead &= *followers_[rank].drops;
   result.dead = dead.count();
   return result;
 }
@@ -131,7 +131,7 @@ void Agreement::propose() {
 RankSet Agreement::voters() const {
   RankSet result(settings_.size);
   for (int rank = 0; rank < settings_.size; ++rank)
-    if (followers_[static_cast<std::size_t>(rank)].vote && !lost_.has(rank)) result.add(rank);
+    if (followers_[rank].vote && !lost_.has(rank)) result.add(rank);
   return result;
 }
 
@@ -140,7 +140,7 @@ RankSet Agreement::voters() const {
 std::optional<Decision> Agreement::count_votes() {
   const RankSet voters = this->voters();
   if (!voters.any()) return std::nullopt;
-  const auto op_of = [&](int rank) { return followers_[static_cast<std::size_t>(rank)].vote->op; };
+  const auto op_of = [&](int rank) { return followers_[rank].vote->op; };
   const Op op = op_of(voters.lowest());
   if (std::ranges::any_of(voters.list(), [&](int rank) { return op_of(rank) != op; })) return combine(voters);
   if (voters != everyone_ - lost_) {
@@ -161,7 +161,7 @@ std::optional<Decision> Agreement::count_votes() {
 
 Decision Agreement::combine(const RankSet& voters) const {
   std::vector<std::pair<int, const Vote*>> votes;
-  for (int rank : voters.list()) votes.emplace_back(rank, &*followers_[static_cast<std::size_t>(rank)].vote);
+  for (int rank : voters.list()) votes.emplace_back(rank, &*followers_[rank].vote);
   return consensus::combine(settings_.size, votes);
 }
 
@@ -171,9 +171,9 @@ RankSet Agreement::mutual_losses(const RankSet& voters) const {
   const auto size = static_cast<std::size_t>(settings_.size);
   std::vector<RankSet> apart(size, RankSet(settings_.size));
   for (int a : voters.list()) {
-    for (int b : (followers_[static_cast<std::size_t>(a)].lost & voters).list()) {
-      apart[static_cast<std::size_t>(a)].add(b);
-      apart[static_cast<std::size_t>(b)].add(a);
+    for (int b : (followers_[a].lost & voters).list()) {
+      apart[a].add(b);
+      apart[b].add(a);
     }
   }
   std::vector<int> count(size);
@@ -187,8 +187,8 @@ RankSet Agreement::mutual_losses(const RankSet& voters) const {
     result.add(static_cast<int>(worst));
     count[worst] = 0;
     for (int other : apart[worst].list()) {
-      apart[static_cast<std::size_t>(other)].remove(static_cast<int>(worst));
-      --count[static_cast<std::size_t>(other)];
+      apart[other].remove(static_cast<int>(worst));
+      --count[other];
     }
     apart[worst] = RankSet(settings_.size);
   }

@@ -99,8 +99,8 @@ void CallComparison::begin(Question question) {
     }
     question.ask_at = now_ns() + kAskAgain;
     question.until = now_ns() + (question.mismatch ? kMismatchTime : kInquiryTime);
-    question.replies.resize(static_cast<std::size_t>(group_.size()));
-    question.replies[static_cast<std::size_t>(group_.rank())] = mine;
+    question.replies.resize(group_.size());
+    question.replies[group_.rank()] = mine;
     question_ = std::move(question);
   }
   group_.send_to_all(query);
@@ -111,7 +111,7 @@ void CallComparison::on_reply(int rank, const FrameHeader& reply) {
   {
     std::lock_guard lock(mutex_);
     if (!question_ || question_->channel != reply.channel) return;
-    question_->replies[static_cast<std::size_t>(rank)] = reply;
+    question_->replies[rank] = reply;
     if (!awaited().empty()) return;
   }
   finish();
@@ -142,7 +142,7 @@ void CallComparison::check(std::int64_t now, std::int64_t& next) {
 std::vector<int> CallComparison::awaited() const {
   std::vector<int> ranks;
   for (int r = 0; r < group_.size(); ++r) {
-    const auto& reply = question_->replies[static_cast<std::size_t>(r)];
+    const auto& reply = question_->replies[r];
     if (r == group_.rank() || (reply && !(question_->mismatch && reply->code == kNotArrived))) continue;
     if (group_.context().peers().state(group_.global(r)) == Peers::kAlive) ranks.push_back(r);
   }
@@ -172,14 +172,14 @@ void CallComparison::finish() {
 
 // Whether the calls themselves differ, not only their histories.
 bool CallComparison::calls_differ(const Question& question) const {
-  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  const auto& mine = question.replies[group_.rank()];
   return std::ranges::any_of(question.replies, [&](const auto& reply) {
     return !reply || reply->code != mine->code || !reply->call.same_call(mine->call);
   });
 }
 
 bool CallComparison::histories_differ(const Question& question) const {
-  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  const auto& mine = question.replies[group_.rank()];
   return std::ranges::any_of(question.replies, [&](const auto& reply) {
     return reply && reply->call.history != mine->call.history;
   });
@@ -190,7 +190,7 @@ bool CallComparison::histories_differ(const Question& question) const {
 std::string CallComparison::different_groups(const Question& question) const {
   std::string list;
   bool differ = false;
-  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  const auto& mine = question.replies[group_.rank()];
   for (std::size_t r = 0; r < question.replies.size(); ++r) {
     const auto& reply = question.replies[r];
     if (!reply || reply->code != kKnown) continue;
@@ -232,7 +232,7 @@ Error CallComparison::timeout_error(const Question& question) const {
               "did not finish within its timeout of " + seconds(question.timeout),
               {},
               question.operation};
-  const auto& mine = question.replies[static_cast<std::size_t>(group_.rank())];
+  const auto& mine = question.replies[group_.rank()];
   std::string absent, silent;
   bool differ = false;
   for (std::size_t r = 0; r < question.replies.size(); ++r) {

@@ -97,9 +97,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   }
 
   int rank() const { return options_.rank; }
-  int world_rank(int rank) const {
-    return options_.world == nullptr ? rank : options_.world_ranks[static_cast<std::size_t>(rank)];
-  }
+  int world_rank(int rank) const { return options_.world == nullptr ? rank : options_.world_ranks[rank]; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   bool forked() const { return forked_; }  // a forked child has no threads, sockets or shared memory
   const std::shared_ptr<Arena>& arena() const { return arena_; }

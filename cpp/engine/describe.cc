@@ -10,13 +10,13 @@ const char* name(Kind kind) {
   static const char* const names[] = {"?",          "all_reduce",     "reduce", "broadcast",
                                       "all_gather", "reduce_scatter", "gather", "scatter",
                                       "all_to_all", "barrier",        "send",   "recv"};
-  return kind <= Kind::kRecv ? names[static_cast<std::size_t>(kind)] : names[0];
+  return kind <= Kind::kRecv ? names[static_cast<int>(kind)] : names[0];
 }
 
 const char* name(Algorithm algorithm) {
   static const char* const names[] = {"auto", "direct", "doubling", "halving", "ring"};
   static_assert(std::size(names) == kAlgorithms);
-  return names[static_cast<std::size_t>(algorithm)];
+  return names[static_cast<int>(algorithm)];
 }
 
 std::string describe(const Fingerprint& call) {

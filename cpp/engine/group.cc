@@ -1,6 +1,7 @@
 #include "engine/group.h"
 
 #include <algorithm>
+#include <map>
 
 #include "common/duration.h"
 #include "engine/context.h"
@@ -16,19 +17,14 @@ Group::Group(std::shared_ptr<Context> context, Options options)
       inquiry_(*this),
       agreements_(*this, options_.agreements),
       members_(options_.ranks.size()) {
-  std::vector<int> on_peer_call;
+  std::map<int, int> index_of;  // by host
   for (int rank = 0; rank < size(); ++rank) {
-    int host = options_.hosts[static_cast<std::size_t>(rank)];
-    auto found = std::find(on_peer_call.begin(), on_peer_call.end(), host);
-    std::size_t index = static_cast<std::size_t>(found - on_peer_call.begin());
-    if (found == on_peer_call.end()) {
-      on_peer_call.push_back(host);
-      hosts_.emplace_back();
-    }
-    hosts_[index].push_back(rank);
-    if (rank == options_.rank) host_ = static_cast<int>(index);
+    const auto [found, fresh] = index_of.emplace(options_.hosts[rank], static_cast<int>(hosts_.size()));
+    if (fresh) hosts_.emplace_back();
+    hosts_[found->second].push_back(rank);
+    if (rank == options_.rank) host_ = found->second;
   }
-  const auto& mine = hosts_[static_cast<std::size_t>(host_)];
+  const auto& mine = hosts_[host_];
   if (mine.size() > 1 && !pairwise()) {
     int self = static_cast<int>(std::find(mine.begin(), mine.end(), rank()) - mine.begin());
     std::vector<int> others;

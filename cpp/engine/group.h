@@ -46,7 +46,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::string& name() const { return options_.name; }
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.ranks.size()); }
-  int global(int rank) const { return options_.ranks[static_cast<std::size_t>(rank)]; }
+  int global(int rank) const { return options_.ranks[rank]; }
   int rank_of(int global) const;
   int world_rank(int rank) const;                                        // on the status page
   const std::vector<int>& ranks() const { return options_.ranks; }       // global, of the members
@@ -125,7 +125,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::uint64_t history = 0;      // hash of its calls when it leaves
     bool answered = false;          // it was notified that this rank has completed its operations
   };
-  Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
+  Member& member(int rank) { return members_[rank]; }
   Error eviction_error() const;
   std::optional<Error> lost_for(Operation& op);
   std::optional<int> missing_member_for(Operation& op);

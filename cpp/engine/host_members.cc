@@ -45,8 +45,8 @@ HostMembers::HostMembers(Context& context, std::uint64_t group, std::vector<int>
       members_(std::move(members)),
       most_parts_(global_ranks.size()),
       self_(self),
-      lanes_(static_cast<std::size_t>(lanes)) {
-  for (int member : members_) global_.push_back(global_ranks[static_cast<std::size_t>(member)]);
+      lanes_(lanes) {
+  for (int member : members_) global_.push_back(global_ranks[member]);
   found_.assign(members_.size(), false);
   for (HostLane& lane : lanes_) lane.member_lanes.resize(members_.size());
   block_ = std::make_unique<Block>(context_.arena(), block_bytes());
@@ -73,20 +73,20 @@ std::size_t HostMembers::block_bytes() const { return lanes_.size() * (sizeof(Co
 
 std::optional<int> HostMembers::invalid_member() const {
   const int place = invalid_member_.load(std::memory_order_acquire);
-  return place < 0 ? std::nullopt : std::optional(members_[static_cast<std::size_t>(place)]);
+  return place < 0 ? std::nullopt : std::optional(members_[place]);
 }
 
 void HostMembers::map_member(int place, std::byte* block, const Mapping& memory, Doorbell& bell) {
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
     std::byte* at = block + i * (sizeof(Counters) + 2 * slot_bytes());
-    MemberLane& seat = lanes_[i].member_lanes[static_cast<std::size_t>(place)];
+    MemberLane& seat = lanes_[i].member_lanes[place];
     seat.counters = reinterpret_cast<Counters*>(at);
     seat.slots[0] = at + sizeof(Counters);
     seat.slots[1] = seat.slots[0] + slot_bytes();
     seat.memory = &memory;
     seat.bell = &bell;
   }
-  found_[static_cast<std::size_t>(place)] = true;
+  found_[place] = true;
 }
 
 std::optional<int> HostMembers::missing() {
@@ -117,8 +117,7 @@ std::byte* HostMembers::staging(HostLane& lane) {
     std::lock_guard lock(staging_mutex_);
     if (quarantined_) context_.quarantine().hold(group_, block->data());
     lane.staging = std::move(block);
-    lane.member_lanes[static_cast<std::size_t>(self_)].counters->staging.store(lane.staging->offset(),
-                                                                               std::memory_order_release);
+    lane.member_lanes[self_].counters->staging.store(lane.staging->offset(), std::memory_order_release);
   }
   return lane.staging->data();
 }

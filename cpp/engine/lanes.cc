@@ -194,10 +194,10 @@ std::int64_t Lanes::last_completed() const {
 
 StatisticsValues Lanes::statistics() const {
   StatisticsValues sum;
-  std::vector<LateMember> late(static_cast<std::size_t>(group_.size()));
+  std::vector<LateMember> late(group_.size());
   for (const Statistics& each : statistics_) each.add_to(sum, late);
   for (int rank = 0; rank < group_.size(); ++rank) {
-    LateMember& member = late[static_cast<std::size_t>(rank)];
+    LateMember& member = late[rank];
     member.rank = rank;
     if (member.times > 0 || member.waited > 0) sum.late.push_back(member);
   }

@@ -48,7 +48,7 @@ Peers::Peers(FrameSink& sink, int rank, int size, std::int64_t heartbeat, std::i
       look_(look),
       heartbeat_(heartbeat),
       beats_((kSilentChecks + kStoppedChecks) * look),
-      peers_(static_cast<std::size_t>(size)) {
+      peers_(size) {
   try {
     epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
     wakeup_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");

@@ -130,8 +130,8 @@ class Peers {
     std::vector<std::byte> text;
   };
   static ProcessLiveness& life(const Peer& peer) { return peer.memory->at<ArenaHeader>(0)->life; }
-  Peer& at(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
-  const Peer& at(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
+  Peer& at(int rank) { return peers_[rank]; }
+  const Peer& at(int rank) const { return peers_[rank]; }
   int size() const { return static_cast<int>(peers_.size()); }
   Peer& new_peer(int rank);
   void close_descriptors();

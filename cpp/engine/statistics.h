@@ -91,8 +91,7 @@ struct StatisticsValues {
 // The counters of one lane, or of all operations without a lane.
 class Statistics {
  public:
-  Statistics(int members, Counter::Writers writers)
-      : writers_(writers), late_(static_cast<std::size_t>(members)) {}
+  Statistics(int members, Counter::Writers writers) : writers_(writers), late_(members) {}
 
   void waited(int member, std::int64_t nanoseconds) {  // -1: it is not known for which member
     const auto time = static_cast<std::uint64_t>(std::max<std::int64_t>(nanoseconds, 0));
@@ -107,7 +106,7 @@ class Statistics {
     if (failed) return;
     if (Late* late = find(last)) late->times.add(1, writers_);
     bytes_.add(bytes, writers_);
-    latencies_[static_cast<std::size_t>(latency::bucket_of(nanoseconds))].add(1, writers_);
+    latencies_[latency::bucket_of(nanoseconds)].add(1, writers_);
   }
   void add_to(StatisticsValues& sum, std::vector<LateMember>& late) const {
     sum.completed += completed_.get();

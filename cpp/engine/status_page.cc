@@ -230,7 +230,7 @@ StatisticsValues Context::totals() {
 
 std::vector<StatusRemote> read_remote(int fd, const StatusPage& page) {
   if (page.remote == 0) return {};
-  std::vector<StatusRemote> entries(static_cast<std::size_t>(page.size)), again(entries.size());
+  std::vector<StatusRemote> entries(page.size), again(entries.size());
   auto read = [&](std::vector<StatusRemote>& to) {
     return read_at(fd, to.data(), to.size() * sizeof(StatusRemote), page.remote);
   };

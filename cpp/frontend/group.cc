@@ -265,7 +265,7 @@ std::shared_ptr<ProgramGroup> ProgramGroup::split(const std::int64_t* color, std
   // The last column is a digest of the options that Python's split takes; there are none here.
   const Row mine{color != nullptr, color == nullptr ? 0 : *color, key,
                  static_cast<std::int64_t>(digest64(""))};
-  std::vector<Row> rows(static_cast<std::size_t>(size()));
+  std::vector<Row> rows(size());
   const auto count = static_cast<std::uint64_t>(size());
   const shoal_span in{const_cast<Row*>(&mine), sizeof mine}, out{rows.data(), rows.size() * sizeof(Row)};
   const ProgramOperation exchange = submit(

@@ -227,7 +227,7 @@ Membership::Packet Membership::receive() {
   } while (length < 0 && errno == EINTR);
   Packet packet;
   if (length < static_cast<ssize_t>(sizeof packet.kind)) fail_without_helper();
-  packet.bytes.resize(static_cast<std::size_t>(length));
+  packet.bytes.resize(length);
   iovec part{packet.bytes.data(), packet.bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))];
   msghdr message{};

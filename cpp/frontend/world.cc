@@ -79,9 +79,9 @@ void World::connect() {
   options.progress_threads = own.progress_threads;
   context_ = std::make_shared<Context>(options);
   try {
-    std::vector<std::uint64_t> rings(static_cast<std::size_t>(own.size), 0);
+    std::vector<std::uint64_t> rings(own.size, 0);
     for (int rank = 0; rank < own.size; ++rank)
-      if (rank != own.rank) rings[static_cast<std::size_t>(rank)] = context_->make_ring();
+      if (rank != own.rank) rings[rank] = context_->make_ring();
     hosts_ = membership_.connect(context_->memory_fd(), context_->memory_capacity(), rings,
                                  [this](Connection& peer) {
                                    if (peer.memory < 0) {

@@ -30,7 +30,7 @@ class World : public std::enable_shared_from_this<World> {
 
   const Member& member() const { return membership_.member(); }
   Context& context() const { return *context_; }
-  int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
+  int host(int rank) const { return hosts_[rank]; }
   bool forked() const { return forked_; }
 
   // Calls `fn(argument)` in the notifier thread when the operation is done, or here and now if it is.

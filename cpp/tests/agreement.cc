@@ -87,7 +87,7 @@ class Round {
   void check_end();
   std::string spoilt(std::string bytes);
   void spoil(const std::string& honest, const Receiver& receiver);
-  Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
+  Member& member(int rank) { return members_[rank]; }
   std::size_t link(int from, int to) const { return static_cast<std::size_t>(from * size_ + to); }
   Time between(Time from, Time to) { return std::uniform_int_distribution<Time>(from, to)(random_); }
 
@@ -123,10 +123,10 @@ Round::Round(std::uint64_t seed, QuorumRule rule)
       fatal_(!kind_.clean && !kind_.pairs && chance(random_, 4)),
       slow_(chance(random_, 3) ? 300 : 20),
       certainty_(pick(random_, 0, 10)),
-      longest_(static_cast<std::size_t>(size_ * size_), slow_),
-      arrival_(static_cast<std::size_t>(size_ * size_), 0),
-      is_cut_(static_cast<std::size_t>(size_ * size_), false),
-      side_(static_cast<std::size_t>(size_), 0) {
+      longest_(size_ * size_, slow_),
+      arrival_(size_ * size_, 0),
+      is_cut_(size_ * size_, false),
+      side_(size_, 0) {
   if (kind_.quiet()) longest_.assign(longest_.size(), slow_ = 20);
   for (Time& longest : longest_)
     if (!kind_.quiet() && chance(random_, 4)) longest = 1000;
@@ -160,7 +160,7 @@ void Round::plan_votes() {
     for (int i = vote.op == Op::kCommon ? pick(random_, 0, 5) : 1; i > 0; --i)
       integers.insert(vote.op == Op::kCommon ? between(0, 9) : random_());
     for (std::uint64_t integer : integers) vote.value.append(reinterpret_cast<const char*>(&integer), 8);
-    if (gathers(vote.op)) vote.value.resize(static_cast<std::size_t>(pick(random_, 0, 20)), 'x');
+    if (gathers(vote.op)) vote.value.resize(pick(random_, 0, 20), 'x');
     const bool in_time = kind_.clean || kind_.pairs || !chance(random_, 10);
     const Time time = in_time ? between(kind_.pairs ? 100 : 0, 200) : between(kind_.calm ? 2000 : 0, 4000);
     member(rank).in_time = in_time;
@@ -194,9 +194,7 @@ void Round::plan_losses() {
     const int bridge = kind_.clean || chance(random_, 2) ? -1 : pick(random_, 0, size_ - 1);
     for (int a = 0; a < size_; ++a)
       for (int b = 0; b < a; ++b)
-        if (a != bridge && b != bridge &&
-            side_[static_cast<std::size_t>(a)] != side_[static_cast<std::size_t>(b)])
-          cut(a, b, time);
+        if (a != bridge && b != bridge && side_[a] != side_[b]) cut(a, b, time);
   }
   if (kind_.clean) return;
   for (int cuts = pick(random_, 0, 3); cuts > 0; --cuts) {
@@ -338,8 +336,7 @@ std::string Round::spoilt(std::string bytes) {
     bytes[at] = static_cast<char>(chance(random_, 2) ? bytes[at] ^ (1 << pick(random_, 0, 7))
                                                      : pick(random_, 0, 255));
   }
-  if (chance(random_, 4))
-    bytes.resize(static_cast<std::size_t>(pick(random_, 0, static_cast<int>(bytes.size()))));
+  if (chance(random_, 4)) bytes.resize(pick(random_, 0, static_cast<int>(bytes.size())));
   return bytes;
 }
 
@@ -414,8 +411,7 @@ void Round::end_side(int rank) {
   const Time longest = chance(random_, 2) ? 20 : 300;
   const bool all = chance(random_, 2);
   for (int other = 0; other < size_; ++other)
-    if (side_[static_cast<std::size_t>(other)] == side_[static_cast<std::size_t>(rank)] &&
-        (all || chance(random_, 2)))
+    if (side_[other] == side_[rank] && (all || chance(random_, 2)))
       push(now_ + between(0, longest), What::kCrash, other);
 }
 
@@ -473,7 +469,7 @@ void Round::check_end() {
               (!grows_ && !self.in_time && outcome == Outcome::kLeftOut),
           "all deaths are certain, and a member does not go on");
     if (!kind_.clean) continue;
-    const int mine = sides[side_[static_cast<std::size_t>(rank)]];
+    const int mine = sides[side_[rank]];
     check(2 * mine <= size_ || outcome == Outcome::kDecided, "a member of a majority does not go on");
     check(2 * mine != size_ || !kind_.witness || outcome != Outcome::kNoQuorum, "the witness does not help");
   }

@@ -23,7 +23,7 @@ struct Group {
       members.emplace_back(Settings{rank, kSize, kVoteTimeout, 100, 40});
   }
 
-  Agreement& member(int rank) { return members[static_cast<std::size_t>(rank)]; }
+  Agreement& member(int rank) { return members[rank]; }
 
   // Everything arrives except messages from 1 to 4.
   void deliver(std::int64_t now) {

@@ -61,21 +61,20 @@ void agree_over_links(std::uint64_t seed) {
   std::vector<Decisions> decisions(all.size());
   std::vector<std::thread> threads;
   for (int rank : all) {
-    const auto at = static_cast<std::size_t>(rank);
-    threads.emplace_back(take_part, std::ref(world.at(rank)), std::ref(*groups[at]), Random(random()),
-                         std::cref(fate), std::ref(decisions[at]));
+    threads.emplace_back(take_part, std::ref(world.at(rank)), std::ref(*groups[rank]), Random(random()),
+                         std::cref(fate), std::ref(decisions[rank]));
   }
   for (std::thread& thread : threads) thread.join();
   for (int rank : all) {
-    for (std::size_t i = 0; i < decisions[static_cast<std::size_t>(rank)].size(); ++i) {
-      const auto& decision = decisions[static_cast<std::size_t>(rank)][i];
+    for (std::size_t i = 0; i < decisions[rank].size(); ++i) {
+      const auto& decision = decisions[rank][i];
       const bool gone = fate.rank >= 0 && static_cast<int>(i) >= fate.after;
       check(decision == decisions[fate.rank == 0 ? 1 : 0][i], "two members decide differently");
       check(decision.ranks.count() == world.size() - gone && !(gone && decision.ranks.has(fate.rank)),
             "a decision does not have the ranks that continue");
     }
   }
-  for (int rank : all) groups[static_cast<std::size_t>(rank)]->close(now_ns() + kSecond);
+  for (int rank : all) groups[rank]->close(now_ns() + kSecond);
   groups.clear();
   for (int rank : all) world.at(rank).close(now_ns() + kSecond);
 }

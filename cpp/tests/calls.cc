@@ -78,7 +78,7 @@ std::array<Element, 16> alphabet(const kernels::Reduction& how) {
   for (int i = 0; i < 16; ++i) {
     int real = is_signed(how.dtype) ? i - 8 : i, imaginary = i * 7 % 16 - 8;
     if (how.op == RedOp::kProduct) real = 1 + (i & 1), imaginary = 0;  // and no zero has a sign
-    Element& packet = packets[static_cast<std::size_t>(i)] = encode(how.dtype, real);
+    Element& packet = packets[i] = encode(how.dtype, real);
     if (!complex(how.dtype)) continue;
     const std::size_t half = itemsize(how.dtype) / 2;
     std::memcpy(packet.data() + half, encode(how.dtype, imaginary).data(), half);
@@ -337,7 +337,7 @@ void Call::verify() const {
       return expect(out_[0], plan_.root, rank);
     default:
       for (int r = 0; r < size && !out_.empty(); ++r)
-        expect(out_[static_cast<std::size_t>(r)], r, plan_.kind == Kind::kAllToAll ? rank : 0);
+        expect(out_[r], r, plan_.kind == Kind::kAllToAll ? rank : 0);
   }
 }
 

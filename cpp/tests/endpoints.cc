@@ -33,7 +33,7 @@ std::span<const std::byte> view(const Bytes& bytes) { return bytes; }
 // Bytes that identify their sender, of all sizes that take different paths.
 Bytes random_bytes(Random& random) {
   constexpr std::size_t kSizes[] = {0, 1, 100, kInsideLimit, kInsideLimit + 1, kEager, kEager + 1, 700'000};
-  Bytes bytes(kSizes[static_cast<std::size_t>(pick(random, 0, chance(random, 4) ? 7 : 4))]);
+  Bytes bytes(kSizes[pick(random, 0, chance(random, 4) ? 7 : 4)]);
   const auto fill = static_cast<std::byte>(random());
   std::fill(bytes.begin(), bytes.end(), fill);
   return bytes;
@@ -156,7 +156,7 @@ class Station {
     };
     for (int round = 0; round < 60; ++round) {
       if (chance(random, 3)) fill(static_cast<std::size_t>(pick(random, 0, 4)));
-      const int peer = names[static_cast<std::size_t>(pick(random, 0, static_cast<int>(names.size()) - 1))];
+      const int peer = names[pick(random, 0, static_cast<int>(names.size()) - 1)];
       if (chance(random, 4)) {
         const std::uint64_t says[2] = {self, ++count};
         const auto bytes = std::make_shared<Bytes>(random_bytes(random));

@@ -60,7 +60,7 @@ void FakeMpi::post(const char* name, Member& member, std::vector<Bytes> sent, st
     collective.ranks.resize(comm.size);
   }
   check(std::string(collective.name) == name, "ranks call different functions of MPI");
-  Posted& mine = collective.ranks[static_cast<std::size_t>(member.rank)];
+  Posted& mine = collective.ranks[member.rank];
   mine = {true, std::move(sent), std::move(receives), false};
   deliver(collective);
 }
@@ -71,11 +71,10 @@ void FakeMpi::deliver(Collective& collective) {
     Posted& mine = collective.ranks[rank];
     if (!mine.posted || mine.delivered) continue;
     bool there = true;
-    for (const Receive& receive : mine.receives)
-      there &= collective.ranks[static_cast<std::size_t>(receive.source)].posted;
+    for (const Receive& receive : mine.receives) there &= collective.ranks[receive.source].posted;
     if (!there) continue;
     for (const Receive& receive : mine.receives) {
-      const auto& sent = collective.ranks[static_cast<std::size_t>(receive.source)].sent;
+      const auto& sent = collective.ranks[receive.source].sent;
       const Bytes& bytes = sent.size() == 1 ? sent[0] : sent[rank];
       check(bytes.size() == receive.bytes, std::string(collective.name) + " with different sizes");
       if (!bytes.empty()) std::memcpy(receive.to, bytes.data(), bytes.size());
@@ -98,7 +97,7 @@ bool FakeMpi::complete(Call& call) {
   Comm& comm = *member.comm;
   std::lock_guard lock(comm.mutex);
   Collective& collective = comm.collectives.at(number);
-  if (!collective.ranks[static_cast<std::size_t>(member.rank)].delivered) return false;
+  if (!collective.ranks[member.rank].delivered) return false;
   call.pending = false;
   if (++collective.completed == comm.size) comm.collectives.erase(number);
   return true;

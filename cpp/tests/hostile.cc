@@ -456,8 +456,8 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
   std::vector<std::thread> ranks;
   for (int rank : {0, 1})
     ranks.emplace_back([&, rank] {
-      Group& group = *groups[static_cast<std::size_t>(rank)];
-      auto& mine = data[static_cast<std::size_t>(rank)];
+      Group& group = *groups[rank];
+      auto& mine = data[rank];
       Desk& desk = watchdog.desk(rank);
       desk.doing("memory that another writes to", &group);
       for (std::uint64_t number = 0; number < 50 && !group.broken(); ++number) {
@@ -481,7 +481,7 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
   for (auto& rank : ranks) rank.join();
   over = true;
   hand.join();
-  for (int rank : {0, 1}) groups[static_cast<std::size_t>(rank)]->close(now_ns());
+  for (int rank : {0, 1}) groups[rank]->close(now_ns());
   for (int rank : {0, 1}) world.at(rank).close(now_ns() + kSecond);
 }
 

@@ -69,7 +69,7 @@ class Part {
         own_(chapter.seed * 1009 + static_cast<std::uint64_t>(rank)) {}
 
   void play() {
-    divide(std::vector<int>(static_cast<std::size_t>(world_.size()), 0));
+    divide(std::vector<int>(world_.size(), 0));
     for (int step = 0; step < chapter_.steps; ++step) {
       if (step == chapter_.abort_step) abort_one();
       const int roll = pick(script_, 0, 19);
@@ -114,7 +114,7 @@ class Part {
     const int lanes = pick(script_, 1, 4);
     const bool moved = chance(script_, 3);
     const auto algorithm = static_cast<Algorithm>(pick(script_, 0, kAlgorithms - 1));
-    if (int mine = division.labels[static_cast<std::size_t>(rank_)]; mine >= 0) {
+    if (int mine = division.labels[rank_]; mine >= 0) {
       dawdle();
       desk_.doing("making a group");
       auto members = division.members(mine);
@@ -137,7 +137,7 @@ class Part {
 
   void split() {
     const auto parent = pick(script_, 0, static_cast<int>(divisions_.size()) - 1);
-    std::vector<int> labels = divisions_[static_cast<std::size_t>(parent)].labels;
+    std::vector<int> labels = divisions_[parent].labels;
     const int colours = pick(script_, 1, 3);
     for (int& label : labels) {
       const int colour = chance(script_, 8) ? -1 : pick(script_, 0, colours - 1);
@@ -159,8 +159,7 @@ class Part {
   void burst() {
     const int count = pick(script_, 1, 6);
     for (int i = 0; i < count; ++i) {
-      Division& division =
-          divisions_[static_cast<std::size_t>(pick(script_, 0, static_cast<int>(divisions_.size()) - 1))];
+      Division& division = divisions_[pick(script_, 0, static_cast<int>(divisions_.size()) - 1)];
       const std::uint64_t seed = script_();
       if (!division.group) continue;
       // Groups differ in size, so their plans use different random numbers.
@@ -194,10 +193,9 @@ class Part {
     for (int label : division.labels)
       if (label >= 0) labels.push_back(label);
     if (labels.empty()) return;
-    const int label = labels[static_cast<std::size_t>(pick(script_, 0, static_cast<int>(labels.size()) - 1))];
+    const int label = labels[pick(script_, 0, static_cast<int>(labels.size()) - 1)];
     const auto members = division.members(label);
-    const int culprit =
-        members[static_cast<std::size_t>(pick(script_, 0, static_cast<int>(members.size()) - 1))];
+    const int culprit = members[pick(script_, 0, static_cast<int>(members.size()) - 1)];
     doomed_ = division.ident(label);
     if (rank_ != culprit) return;
     ++tally_.aborts;

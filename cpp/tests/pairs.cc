@@ -70,7 +70,7 @@ class PairRank {
   int neighbour(int step) const {
     const auto me = std::find(ring_.begin(), ring_.end(), rank_) - ring_.begin();
     const auto size = static_cast<std::ptrdiff_t>(ring_.size());
-    return ring_[static_cast<std::size_t>((me + step + size) % size)];
+    return ring_[(me + step + size) % size];
   }
 
   OperationPtr message(Kind kind, int peer, std::uint64_t tag, std::vector<std::byte>* data) {
@@ -149,31 +149,30 @@ class PairRank {
     std::shuffle(order.begin(), order.end(), own_);
     for (int step : order) {
       const int i = step % kMessages;
-      const auto at = static_cast<std::size_t>(i);
       dawdle(own_);
       if (step < kMessages) {
-        sends[at].data.assign(sizes[at], content(rank_, round, i));
-        sends[at].op = message(Kind::kSend, next, tag(i), &sends[at].data);
+        sends[i].data.assign(sizes[i], content(rank_, round, i));
+        sends[i].op = message(Kind::kSend, next, tag(i), &sends[i].data);
       } else {
-        receives[at].buffer = pick(own_, 0, 1);
-        if (receives[at].buffer) receives[at].data.resize(sizes[at]);
-        receives[at].op = message(Kind::kRecv, chance(own_, 3) ? -1 : last, tag(i),
-                                  receives[at].buffer ? &receives[at].data : nullptr);
+        receives[i].buffer = pick(own_, 0, 1);
+        if (receives[i].buffer) receives[i].data.resize(sizes[i]);
+        receives[i].op = message(Kind::kRecv, chance(own_, 3) ? -1 : last, tag(i),
+                                 receives[i].buffer ? &receives[i].data : nullptr);
       }
       if (chance(own_, 4)) {
-        auto& send = sends[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
+        auto& send = sends[pick(own_, 0, kMessages - 1)];
         if (send.op && !send.cancelled) withdraw(send);
       }
       if (chance(own_, 4)) {
-        auto& receive = receives[static_cast<std::size_t>(pick(own_, 0, kMessages - 1))];
+        auto& receive = receives[pick(own_, 0, kMessages - 1)];
         if (receive.op && !receive.cancelled) withdraw(receive);
       }
     }
     const std::uint8_t mine = mask(sends), refused = mask(receives);
     auto [withdrawn, unwanted] = news(2 * round, mine, refused);
     for (int i = 0; i < kMessages; ++i) {
-      auto& send = sends[static_cast<std::size_t>(i)];
-      auto& receive = receives[static_cast<std::size_t>(i)];
+      auto& send = sends[i];
+      auto& receive = receives[i];
       if (!receive.cancelled && (withdrawn >> i & 1)) {
         withdraw(receive);
         check(receive.cancelled, "a message that was taken back has arrived");
@@ -181,13 +180,13 @@ class PairRank {
       if (!send.cancelled && (unwanted >> i & 1)) withdraw(send);
     }
     for (int i = 0; i < kMessages; ++i) {
-      auto& send = sends[static_cast<std::size_t>(i)];
-      auto& receive = receives[static_cast<std::size_t>(i)];
+      auto& send = sends[i];
+      auto& receive = receives[i];
       if (!send.cancelled) check(finish(send.op), "a message failed: " + send.op->error().text);
       if (receive.cancelled) continue;
       check(finish(receive.op), "a receive failed: " + receive.op->error().text);
       const auto& arrived = *receive.op->received;
-      check(arrived.header.total == sizes[static_cast<std::size_t>(i)], "a message has another length");
+      check(arrived.header.total == sizes[i], "a message has another length");
       const std::byte* data = receive.buffer ? receive.data.data() : arrived.owned.get();
       check(std::all_of(data, data + arrived.header.total,
                         [&](std::byte b) { return b == content(last, round, i); }),

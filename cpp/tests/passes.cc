@@ -175,7 +175,7 @@ Model random_model(Random& random) {
   if (model.rules.learn) model.rules.find_unused = false;
   model.learning = model.rules.learn;
   model.separate = chance(random, 3);
-  Indices order(static_cast<std::size_t>(pick(random, 1, 12)));
+  Indices order(pick(random, 1, 12));
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
   std::shuffle(order.begin(), order.end(), random);
   for (std::uint32_t index : order) {
@@ -274,7 +274,7 @@ void passes(std::uint64_t seed) {
       for (std::size_t i = 0; i < sorted.size(); ++i) check(sorted[i] == i, "the order is not a permutation");
       if (model.learning) model.used = model.used_in(plans);
       model.learning = false;
-      model.expected = ranks[static_cast<std::size_t>(first - plans.begin())].expected();
+      model.expected = ranks[first - plans.begin()].expected();
       model.buckets.assign(1, *order);  // one bucket, in the order of arrival
       for (Pass& pass : ranks) pass.rebuild(model.buckets, model.expected);
     }

@@ -39,7 +39,7 @@ class Watchdog {
   // stacks, and aborts.
   explicit Watchdog(int patience);
   ~Watchdog();
-  Desk& desk(int rank) { return desks_[static_cast<std::size_t>(rank)]; }
+  Desk& desk(int rank) { return desks_[rank]; }
   void begin_round(std::uint64_t seed);
 
  private:

@@ -13,7 +13,7 @@ namespace {
 constexpr std::size_t kCapacity = 256 << 20;  // memory of aborted groups is never reused
 
 std::vector<int> random_hosts(Random& random) {
-  std::vector<int> hosts(static_cast<std::size_t>(pick(random, 2, chance(random, 3) ? 8 : 4)));
+  std::vector<int> hosts(pick(random, 2, chance(random, 3) ? 8 : 4));
   const int topology = pick(random, 0, 3);
   for (std::size_t r = 0; r < hosts.size(); ++r)
     hosts[r] = topology == 0   ? static_cast<int>(r)                         // a network
@@ -34,7 +34,7 @@ World::World(std::vector<int> hosts, const World* whole)
     options.progress_threads = 1 + rank % 3;
     if (whole != nullptr) {
       for (int other = 0; other < size(); ++other) options.world_ranks.push_back(size() - 1 - other);
-      options.world = whole->contexts_[static_cast<std::size_t>(size() - 1 - rank)];
+      options.world = whole->contexts_[size() - 1 - rank];
     }
     contexts_.push_back(std::make_shared<Context>(std::move(options)));
   }

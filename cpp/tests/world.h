@@ -20,8 +20,8 @@ class World {
 
   const std::vector<int>& hosts() const { return hosts_; }
   int size() const { return static_cast<int>(hosts_.size()); }
-  int host(int rank) const { return hosts_[static_cast<std::size_t>(rank)]; }
-  Context& at(int rank) const { return *contexts_[static_cast<std::size_t>(rank)]; }
+  int host(int rank) const { return hosts_[rank]; }
+  Context& at(int rank) const { return *contexts_[rank]; }
   // The group of `members`, for `rank`.
   std::shared_ptr<Group> make_group(int rank, std::uint64_t ident, const std::vector<int>& members, int lanes,
                                     Scope scope = Scope::kAll, bool moved = false,
