@@ -1,4 +1,6 @@
 // Each file of the binding adds its part to the native module; module.cc calls them all.
+//
+// Types and docstrings for Python are in src/shoal/_core.pyi.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -27,6 +27,5 @@ nb::object constant_override(nb::object value, nb::object on_error) {
 }  // namespace
 
 void bind_constant_override(nb::module_& m) {
-  m.def("constant_override", &constant_override, nb::arg("value"), nb::arg("on_error"),
-        "A function that returns this value, and calls `on_error` with an exception that is set.");
+  m.def("constant_override", &constant_override, nb::arg("value"), nb::arg("on_error"));
 }

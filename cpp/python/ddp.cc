@@ -84,8 +84,8 @@ bool bring(const Places& places, const shoal::PlainTensor& like, std::size_t ind
 }
 
 // The hook that autograd calls with a parameter whose gradient has arrived.  It calls Python only if the
-// gradient is not in its bucket, or if there is something to do.  A gradient that opens a pass is left to
-// Python, which checks for references to earlier gradients before the buckets are overwritten.
+// gradient is not in its bucket (not `taken`), or if there is something to do.  A gradient that opens a pass
+// is left to Python, which checks for references to earlier gradients before the buckets are overwritten.
 nb::object gradient_hook(nb::object owner, std::uint32_t index, Places places, bool as_view,
                          nb::callable arrived) {
   auto* pass = nb::cast<Pass*>(owner);
@@ -136,8 +136,7 @@ bool values_are(const nb::list& dictionaries, const nb::list& values) {
 void bind_reducer(nb::module_& m) {
   m.attr("BUCKET_ALIGNMENT") = shoal::ddp::kAlignment;
   m.def("assign_buckets", &assign_buckets, nb::arg("bytes"), nb::arg("kinds"), nb::arg("order"),
-        nb::arg("first_cap"), nb::arg("cap"),
-        "Buckets as (members, offsets in bytes, bytes), in the order in which they are expected to fill.");
+        nb::arg("first_cap"), nb::arg("cap"));
   m.def(
       "gradient_hook",
       [](nb::object pass_, std::uint32_t parameter, nb::list views, nb::list addresses, bool as_view,
@@ -146,26 +145,19 @@ void bind_reducer(nb::module_& m) {
                              std::move(arrived));
       },
       nb::arg("pass_"), nb::arg("parameter"), nb::arg("views"), nb::arg("addresses"), nb::arg("as_view"),
-      nb::arg("arrived"),
-      "A hook that marks a gradient.  It calls `arrived(parameter, mark, taken)` unless there is nothing to "
-      "do;\n"
-      "`taken`: the gradient is the view of its place.");
+      nb::arg("arrived"));
   m.def("values_are", &values_are, nb::arg("dictionaries"), nb::arg("values"));
   m.attr("OUTCOME") = shoal::ddp::kOutcome;
-  nb::enum_<Mark>(m, "Mark", "What follows from the arrival of a gradient.")
-      .value("IGNORED", Mark::kIgnored, "No pass is open: the gradient is not reduced.")
-      .value("ARRIVED", Mark::kArrived, "It is recorded; nothing else is to do.")
-      .value("PROCEED", Mark::kProceed, "It was the first of its pass, or more buckets are ready.")
-      .value("UNEXPECTED", Mark::kUnexpected, "It had arrived as often as expected.");
-  nb::enum_<PassEnd>(m, "PassEnd", "How a pass ended.")
-      .value("NOTHING", PassEnd::kNothing, "No gradient arrived; the expected pass may still come.")
-      .value("WELL", PassEnd::kWell, "The averages are delivered.")
-      .value("TROUBLE", PassEnd::kTrouble,
-             "Gradients are missing on some rank, or ranks are in different steps.");
-  nb::class_<Pass>(
-      m, "Pass",
-      "One backward pass after another: what is sent when, and whether it went well.\n"
-      "`actions` has the methods fill(bucket) -> bool, send(bucket), wait(bucket), deliver(used).")
+  nb::enum_<Mark>(m, "Mark")
+      .value("IGNORED", Mark::kIgnored)
+      .value("ARRIVED", Mark::kArrived)
+      .value("PROCEED", Mark::kProceed)
+      .value("UNEXPECTED", Mark::kUnexpected);
+  nb::enum_<PassEnd>(m, "PassEnd")
+      .value("NOTHING", PassEnd::kNothing)
+      .value("WELL", PassEnd::kWell)
+      .value("TROUBLE", PassEnd::kTrouble);
+  nb::class_<Pass>(m, "Pass")
       .def(
           "__init__",
           [](Pass* self, const std::vector<Members>& buckets, const Members& expected, bool find_unused,
@@ -179,40 +171,37 @@ void bind_reducer(nb::module_& m) {
           [](Pass& self, const std::vector<Members>& buckets, const Members& expected) {
             self.rebuild(buckets, expected);
           },
-          nb::arg("buckets"), nb::arg("expected"), "Go on with other buckets and expectations.")
-      .def_prop_rw("separate", &Pass::separate, &Pass::set_separate,
-                   "Whether the outcome takes a message of its own.")
-      .def("expect", &Pass::expect, nb::arg("counts"), nb::arg("copies"),
-           "A forward pass whose backward pass is to be reduced.")
-      .def("ignore", &Pass::ignore, "A forward pass whose backward pass stays local.")
-      .def("open", &Pass::open, "Open a pass before its first gradient.")
+          nb::arg("buckets"), nb::arg("expected"))
+      .def_prop_rw("separate", &Pass::separate, &Pass::set_separate)
+      .def("expect", &Pass::expect, nb::arg("counts"), nb::arg("copies"))
+      .def("ignore", &Pass::ignore)
+      .def("open", &Pass::open)
       .def(
           "mark", [](Pass& self, std::uint32_t parameter) { return self.mark(parameter); },
-          nb::arg("parameter"), "Record a gradient.")
+          nb::arg("parameter"))
       .def(
           "begin",
           [](Pass& self, nb::handle actions, const Members& unreached) {
             Methods methods(actions);
             self.begin(methods, unreached);
           },
-          nb::arg("actions"), nb::arg("unreached"), "The first gradient has come.")
+          nb::arg("actions"), nb::arg("unreached"))
       .def(
           "launch",
           [](Pass& self, nb::handle actions) {
             Methods methods(actions);
             self.launch(methods);
           },
-          nb::arg("actions"), "Send the buckets that are ready.")
+          nb::arg("actions"))
       .def(
           "finish",
           [](Pass& self, nb::handle actions, bool interrupted, bool shadow) {
             Methods methods(actions);
             return self.finish(methods, interrupted, shadow);
           },
-          nb::arg("actions"), nb::arg("interrupted") = false, nb::arg("shadow") = false,
-          "Send the rest and wait for all buckets.")
-      .def("tail", &Pass::tail, "What this rank says of the pass in the tail of a bucket.")
-      .def("flags", &Pass::flags, nb::arg("present"), "The same for a message of its own.")
+          nb::arg("actions"), nb::arg("interrupted") = false, nb::arg("shadow") = false)
+      .def("tail", &Pass::tail)
+      .def("flags", &Pass::flags, nb::arg("present"))
       .def(
           "decode_tail",
           [](Pass& self, const shoal::ddp::Tail& mean, double epsilon) { self.decode(mean, epsilon); },
@@ -220,23 +209,15 @@ void bind_reducer(nb::module_& m) {
       .def(
           "decode_flags", [](Pass& self, const std::vector<std::uint8_t>& maximum) { self.decode(maximum); },
           nb::arg("maximum"))
-      .def("close", &Pass::close, "Forget the pass and what was expected.")
-      .def("take_order", &Pass::take_order,
-           "Once, after the first pass that went well: the parameters as their gradients came.")
+      .def("close", &Pass::close)
+      .def("take_order", &Pass::take_order)
       .def_prop_ro("opened", &Pass::opened)
-      .def_prop_ro("gaps", &Pass::gaps, "Whether some gradients may lack.")
-      .def_prop_ro("number", &Pass::number, "How many passes were reduced.")
-      .def_prop_ro(
-          "extra", [](const Pass& self) { return self.report().extra; }, "Forward passes beyond the first.")
-      .def_prop_ro("expected", &Pass::expected, "How often each gradient arrives in a pass.")
-      .def_prop_ro(
-          "ready", [](const Pass& self) { return self.readiness().ready(); },
-          "Buckets with an index below this are complete.")
-      .def_prop_ro(
-          "arrived", [](const Pass& self) { return self.readiness().arrived(); },
-          "How many gradients have arrived.")
-      .def(
-          "counts", [](const Pass& self) { return self.readiness().counts(); },
-          "How often each gradient has arrived.")
-      .def("missing", &Pass::missing, "Parameters whose gradients have not arrived.");
+      .def_prop_ro("gaps", &Pass::gaps)
+      .def_prop_ro("number", &Pass::number)
+      .def_prop_ro("extra", [](const Pass& self) { return self.report().extra; })
+      .def_prop_ro("expected", &Pass::expected)
+      .def_prop_ro("ready", [](const Pass& self) { return self.readiness().ready(); })
+      .def_prop_ro("arrived", [](const Pass& self) { return self.readiness().arrived(); })
+      .def("counts", [](const Pass& self) { return self.readiness().counts(); })
+      .def("missing", &Pass::missing);
 }

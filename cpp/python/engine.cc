@@ -196,6 +196,7 @@ consensus::WitnessAnswer asked(const Group& group, std::uint64_t ballot,
   return witness.ask(request);
 }
 
+// The state that the witness must keep instead of `kept`; None: it refuses.
 nb::object ask_witness(Group& group, std::uint64_t ballot, std::optional<nb::bytes> proposal,
                        nb::bytes kept) {
   consensus::Witness witness;
@@ -204,6 +205,7 @@ nb::object ask_witness(Group& group, std::uint64_t ballot, std::optional<nb::byt
   return nb::bytes(bytes.data(), bytes.size());
 }
 
+// Brings the answer of the witness, which had kept `kept` before.
 void tell_witness(Group& group, std::uint64_t number, std::uint64_t ballot, std::optional<nb::bytes> proposal,
                   nb::bytes kept) {
   consensus::Witness witness;
@@ -218,7 +220,7 @@ std::pair<nb::bytes, std::uint64_t> take_trace(Context& context) {
 }
 
 void bind_records(nb::module_& m) {
-  nb::enum_<ErrorCode>(m, "ErrorCode", "Why a group or an operation failed.")
+  nb::enum_<ErrorCode>(m, "ErrorCode")
       .value("PEER_LOST", ErrorCode::kPeerLost)
       .value("MISMATCH", ErrorCode::kMismatch)
       .value("TIMEOUT", ErrorCode::kTimeout)
@@ -228,7 +230,7 @@ void bind_records(nb::module_& m) {
       .value("FORKED", ErrorCode::kForked)
       .value("WIRE", ErrorCode::kWire)
       .value("CANCELLED", ErrorCode::kCancelled);
-  nb::enum_<Kind>(m, "Kind", "The kind of an operation.")
+  nb::enum_<Kind>(m, "Kind")
       .value("ALL_REDUCE", Kind::kAllReduce)
       .value("REDUCE", Kind::kReduce)
       .value("BROADCAST", Kind::kBroadcast)
@@ -240,19 +242,19 @@ void bind_records(nb::module_& m) {
       .value("BARRIER", Kind::kBarrier)
       .value("SEND", Kind::kSend)
       .value("RECV", Kind::kRecv);
-  nb::enum_<Fault>(m, "Fault", "A point where a process can be made to die, for tests.")
+  nb::enum_<Fault>(m, "Fault")
       .value("NONE", Fault::kNone)
       .value("WRITING", Fault::kWriting)
       .value("REDUCED", Fault::kReduced)
       .value("FINISHED", Fault::kFinished)
       .value("GAVE_UP", Fault::kEvicted);
-  nb::enum_<consensus::Outcome>(m, "AgreementOutcome", "What became of an agreement on this rank.")
+  nb::enum_<consensus::Outcome>(m, "AgreementOutcome")
       .value("OPEN", consensus::Outcome::kOpen)
       .value("DECIDED", consensus::Outcome::kDecided)
       .value("LEFT_OUT", consensus::Outcome::kLeftOut)
       .value("NO_QUORUM", consensus::Outcome::kNoQuorum)
       .value("CLOSED", consensus::Outcome::kClosed);
-  nb::enum_<consensus::Op>(m, "AgreementOp", "How votes become one value.")
+  nb::enum_<consensus::Op>(m, "AgreementOp")
       .value("DIFFERS", consensus::Op::kDiffers)
       .value("AND", consensus::Op::kAnd)
       .value("OR", consensus::Op::kOr)
@@ -264,7 +266,7 @@ void bind_records(nb::module_& m) {
       .value("REBUILD", consensus::Op::kRebuild)
       .value("GROW", consensus::Op::kGrow);
 
-  nb::class_<Error>(m, "Error", "Why a group or an operation failed, see cpp/engine/error.h.")
+  nb::class_<Error>(m, "Error")
       .def_ro("code", &Error::code)
       .def_ro("ranks", &Error::ranks)
       .def(
@@ -272,17 +274,16 @@ void bind_records(nb::module_& m) {
           [](const Error& error, int rank, const std::string& group) {
             return str(explain(error, rank, group));
           },
-          nb::arg("rank"), nb::arg("group"), "The text of the exception on a rank of the group of this name.")
-      .def("caused_by_others", &caused_by_others, nb::arg("rank"),
-           "Whether other ranks than this one caused the error.")
-      .def_ro("completed", &Error::completed, "Number of the last completed operation, or -1.");
-  nb::class_<Message>(m, "Message", "A received message.")
-      .def_ro("data", &Message::data, "An array of its bytes; None if the receive had a buffer.")
+          nb::arg("rank"), nb::arg("group"))
+      .def("caused_by_others", &caused_by_others, nb::arg("rank"))
+      .def_ro("completed", &Error::completed);
+  nb::class_<Message>(m, "Message")
+      .def_ro("data", &Message::data)
       .def_ro("source", &Message::source)
       .def_ro("tag", &Message::tag)
       .def_ro("dtype", &Message::dtype)
       .def_ro("dims", &Message::dims);
-  nb::class_<AgreementNews>(m, "AgreementNews", "The state of an agreement.")
+  nb::class_<AgreementNews>(m, "AgreementNews")
       .def_ro("outcome", &AgreementNews::outcome)
       .def_ro("op", &AgreementNews::op)
       .def_ro("value", &AgreementNews::value)
@@ -313,7 +314,7 @@ void bind_engine(nb::module_& m) {
       "learn_tensors", [](nb::handle tensor_class) { learn_tensors(tensor_class.ptr()); },
       nb::arg("tensor_class"));
 
-  nb::class_<Operation>(m, "Operation", "One operation on its way.")
+  nb::class_<Operation>(m, "Operation")
       .def("done", [](Operation& op) { return op.done() || op.orphaned(); })
       .def(
           "wait",
@@ -322,16 +323,11 @@ void bind_engine(nb::module_& m) {
             const WithoutGil released;
             return op->group().context().wait(*op, until(timeout));
           },
-          nb::arg("timeout"),
-          "Drive the operation until it is done or time (seconds) has run out; whether it is done.")
-      .def(
-          "error", [](const Operation& op) { return latest(op.group(), op.error()); },
-          "The Error of a done operation, or None.")
-      .def("announce", &Operation::notify_with, nb::arg("ticket"),
-           "Ask for the ticket among the context's completions; True if the operation is done already.")
-      .def("cancel", &Operation::cancel, nb::call_guard<WithoutGil>(),
-           "End the operation before its time; False for a collective, or if it has ended otherwise.")
-      .def("met", &Operation::met, "Whether all members have called this external operation.")
+          nb::arg("timeout"))
+      .def("error", [](const Operation& op) { return latest(op.group(), op.error()); })
+      .def("announce", &Operation::notify_with, nb::arg("ticket"))
+      .def("cancel", &Operation::cancel, nb::call_guard<WithoutGil>())
+      .def("met", &Operation::met)
       .def(
           "wait_met",
           [](std::shared_ptr<Operation> op, double timeout) {
@@ -339,27 +335,22 @@ void bind_engine(nb::module_& m) {
             const WithoutGil released;
             return op->group().context().wait(*op, until(timeout), Context::Stage::kMet);
           },
-          nb::arg("timeout"), "Like wait, but until all members have called the external operation.")
-      .def("finish_external", &Operation::finish_external, nb::call_guard<WithoutGil>(),
-           "Complete an external operation once all members have met.")
-      .def("abandoned", &Operation::abandoned,
-           "Whether the library that moved its data may still use the memory of its tensors.")
+          nb::arg("timeout"))
+      .def("finish_external", &Operation::finish_external, nb::call_guard<WithoutGil>())
+      .def("abandoned", &Operation::abandoned)
       .def("received", &received);
 
-  nb::class_<Group>(m, "Group", "The core of one process group.")
+  nb::class_<Group>(m, "Group")
       .def("collective", &collective, nb::arg("kind"), nb::arg("inputs"), nb::arg("outputs"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"), nb::arg("sizes"),
            nb::arg("number"), nb::arg("key"), nb::arg("timeout"))
       .def("external", &external, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"),
            nb::arg("root"), nb::arg("sizes"), nb::arg("number"), nb::arg("key"), nb::arg("timeout"),
-           nb::arg("on_device"),
-           "A collective whose data another engine moves: the members meet and compare their calls.")
+           nb::arg("on_device"))
       .def("message", &message, nb::arg("kind"), nb::arg("part"), nb::arg("peer"), nb::arg("tag"),
            nb::arg("dtype"), nb::arg("dims"), nb::arg("timeout"))
       .def("broken", &Group::broken)
-      .def(
-          "abandoned", &Group::abandoned,
-          "Whether an operation failed while the library that moved its data used the memory of its tensors.")
+      .def("abandoned", &Group::abandoned)
       .def("failure",
            [](Group& group) -> nb::object {
              auto error = group.failure();
@@ -388,13 +379,10 @@ void bind_engine(nb::module_& m) {
             }
             return number ? nb::object(nb::int_(*number)) : nb::none();
           },
-          nb::arg("op"), nb::arg("value"), nb::arg("timeout"),
-          "Votes; returns the number of the agreement, None: too many are under way.")
+          nb::arg("op"), nb::arg("value"), nb::arg("timeout"))
       .def("last_completed", [](Group& group) { return group.lanes().last_completed(); })
       .def("statistics", [](Group& group) { return group.lanes().statistics(); })
-      .def(
-          "pending", [](Group& group) { return group.lanes().pending_at(now_ns()).count; },
-          "The number of pending operations.")
+      .def("pending", [](Group& group) { return group.lanes().pending_at(now_ns()).count; })
       .def(
           "fence",
           [](Group& group, const std::vector<int>& ranks, double timeout) {
@@ -404,26 +392,22 @@ void bind_engine(nb::module_& m) {
             for (int& rank : left) rank = group.rank_of(rank);
             return left;
           },
-          nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<WithoutGil>(),
-          "Ends the processes of lost ranks of this host; returns those that have not ended.")
+          nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<WithoutGil>())
       .def("vote_limit", [](const Group& group) { return consensus::vote_limit(group.size()); })
-      .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"),
-           "Wait for an outcome or a request to the witness.")
-      .def("ask_witness", &ask_witness, nb::arg("ballot"), nb::arg("proposal").none(), nb::arg("kept"),
-           "The state that the witness must keep instead of `kept`; None: it refuses.")
+      .def("agreed", &agreed, nb::arg("number"), nb::arg("timeout"))
+      .def("ask_witness", &ask_witness, nb::arg("ballot"), nb::arg("proposal").none(), nb::arg("kept"))
       .def("tell_witness", &tell_witness, nb::arg("number"), nb::arg("ballot"), nb::arg("proposal").none(),
-           nb::arg("kept"), "Brings the answer of the witness, which had kept `kept` before.")
+           nb::arg("kept"))
       .def("losses",
            [](Group& group) {
              const auto [lost, dead] = group.agreements().losses();
              return nb::make_tuple(lost.list(), dead.list());
            })
-      .def("begin_close", &Group::begin_close, nb::call_guard<WithoutGil>(),
-           "Tell the peers that nothing more is submitted here.")
+      .def("begin_close", &Group::begin_close, nb::call_guard<WithoutGil>())
       .def(
           "close", [](Group& group, double timeout) { group.close(until(timeout)); }, nb::arg("timeout"),
           nb::call_guard<WithoutGil>())
-      .def("allocate", &allocate, nb::arg("bytes"), "Shared memory as an array of bytes.");
+      .def("allocate", &allocate, nb::arg("bytes"));
 
   m.def(
       "algorithm_for",
@@ -431,12 +415,10 @@ void bind_engine(nb::module_& m) {
         return std::string(
             name(collectives::algorithm_for(Algorithm::kAuto, kind, members, bytes, wide, at_once)));
       },
-      nb::arg("kind"), nb::arg("members"), nb::arg("bytes"), nb::arg("wide"), nb::arg("at_once"),
-      "The algorithm that \"auto\" is; see cpp/collectives/members.h.");
-  m.def("at_once_limit", &collectives::at_once_limit, nb::arg("members"),
-        "Bytes up to which the direct algorithm of a reduction sends everything at once.");
+      nb::arg("kind"), nb::arg("members"), nb::arg("bytes"), nb::arg("wide"), nb::arg("at_once"));
+  m.def("at_once_limit", &collectives::at_once_limit, nb::arg("members"));
 
-  nb::class_<Context>(m, "Context", "One rank's engine.")
+  nb::class_<Context>(m, "Context")
       .def_static(
           "make",
           [](int rank, int size, int local_size, std::uint64_t capacity, std::uint64_t limit,
@@ -455,16 +437,14 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("memory_fd", &Context::memory_fd)
       .def_prop_ro("memory_capacity", &Context::memory_capacity)
       .def_prop_ro("memory_in_use", [](const Context& context) { return context.arena()->in_use(); })
-      .def_prop_ro(
-          "memory_warm", [](const Context& context) { return context.arena()->idle_bytes(); },
-          "Bytes of released memory that have not been returned to the system yet.")
+      .def_prop_ro("memory_warm", [](const Context& context) { return context.arena()->idle_bytes(); })
       .def(
           "trim",
           [](const Context& context) {
             while (context.arena()->trim(now_ns())) {
             }
           },
-          nb::call_guard<WithoutGil>(), "Give released memory back to the system at once.")
+          nb::call_guard<WithoutGil>())
       .def("make_ring", &Context::make_ring)
       .def("add_local", &Context::add_local, nb::arg("peer"), nb::arg("socket"), nb::arg("memory_fd"),
            nb::arg("capacity"), nb::arg("out"), nb::arg("in_"), nb::arg("pid"))
@@ -473,7 +453,7 @@ void bind_engine(nb::module_& m) {
       .def(
           "use",
           [](Context& context, std::shared_ptr<mpi::Library> library) { context.use(std::move(library)); },
-          nb::arg("library"), "Let a thread of the core call the progress of an MPI library.")
+          nb::arg("library"))
       .def(
           "group",
           [](std::shared_ptr<Context> context, std::uint64_t ident, std::string name, int rank,
@@ -498,29 +478,20 @@ void bind_engine(nb::module_& m) {
           },
           nb::arg("timeout"), nb::call_guard<WithoutGil>())
       .def(
-          "trace", [](Context& context, bool on) { context.trace().turn(on); }, nb::arg("on"),
-          "Begin or end to keep the times of operations, for take_trace().")
-      .def(
-          "take_trace", [](Context& context) { return take_trace(context); },
-          "The TraceEvents of operations that ended since the last call, and the number of dropped ones.")
+          "trace", [](Context& context, bool on) { context.trace().turn(on); }, nb::arg("on"))
+      .def("take_trace", [](Context& context) { return take_trace(context); })
       .def(
           "close", [](Context& context, double timeout) { context.close(until(timeout)); },
           nb::arg("timeout"), nb::call_guard<WithoutGil>())
-      .def("program_ends", &Context::program_ends,
-           "Report to the peers of groups closed from now on that the program ends.")
-      .def("disown", &Context::disown, "In a forked child: release the resources of the parent.")
-      .def("lost", &Context::all_lost, nb::call_guard<WithoutGil>(), "All ranks that are lost by now.")
+      .def("program_ends", &Context::program_ends)
+      .def("disown", &Context::disown)
+      .def("lost", &Context::all_lost, nb::call_guard<WithoutGil>())
       .def(
-          "disconnect", [](Context& context, int peer) { context.peers().disconnect(peer); }, nb::arg("peer"),
-          "Cut the connection to a peer, for tests.")
-      .def("totals", &Context::totals, "The counters of all groups so far.")
-      .def("held", &Context::held,
-           "What is kept for peers, for tests: groups, unread messages, frames for groups not made yet, and "
-           "bytes of the peers' windows in use.")
+          "disconnect", [](Context& context, int peer) { context.peers().disconnect(peer); }, nb::arg("peer"))
+      .def("totals", &Context::totals)
+      .def("held", &Context::held)
       .def(
           "pause_heartbeats", [](Context& context, bool silent) { context.peers().pause_heartbeats(silent); },
-          nb::arg("silent"), "Stop sending heartbeats, for tests.")
-      .def(
-          "die_at", [](Context& context, Fault point) { context.die_at(point); }, nb::arg("point"),
-          "Be killed where an operation reaches a point, for tests; see cpp/engine/context.h.");
+          nb::arg("silent"))
+      .def("die_at", [](Context& context, Fault point) { context.die_at(point); }, nb::arg("point"));
 }

@@ -31,6 +31,5 @@ void exit_with(int code) {
 
 void bind_ending(nb::module_& m) {
   std::atexit(end);  // now, so that it runs after callbacks registered later
-  m.def("exit_with", &exit_with, nb::arg("code"),
-        "The process ends with this code, from 1 to 255, should it end in good order.");
+  m.def("exit_with", &exit_with, nb::arg("code"));
 }

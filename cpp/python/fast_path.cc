@@ -289,6 +289,5 @@ void bind_shortcut(nb::module_& m) {
   name_release = PyUnicode_InternFromString("release");
   name_locked = PyUnicode_InternFromString("locked");
   m.attr("Shortcut") = nb::borrow(type);
-  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"),
-        "Keep what the short way looks at: the variable of the callback that runs, and the dtypes by code.");
+  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"));
 }

@@ -135,11 +135,13 @@ PyMethodDef guarded_method{"guarded_interrupt",
                            reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(guarded)), METH_FASTCALL,
                            nullptr};
 
+// A handler of SIGINT that calls `handler` where an exception may be raised, and otherwise a moment later.
 nb::object guard_interrupts(nb::object handler, nb::dict marks) {
   nb::tuple self = nb::make_tuple(handler, marks);
   return nb::steal(PyCFunction_NewEx(&guarded_method, self.ptr(), nullptr));
 }
 
+// The handler that such a one calls; None: it is another.
 nb::object guarded_handler(nb::object handler) {
   PyObject* object = handler.ptr();
   if (!PyCFunction_Check(object) || PyCFunction_GET_FUNCTION(object) != guarded_method.ml_meth)
@@ -150,8 +152,6 @@ nb::object guarded_handler(nb::object handler) {
 }  // namespace
 
 void bind_interrupt(nb::module_& m) {
-  m.def("guard_interrupts", &guard_interrupts, nb::arg("handler"), nb::arg("marks"),
-        "A handler of SIGINT that calls this one where an exception may be raised, and else a moment later.");
-  m.def("guarded_handler", &guarded_handler, nb::arg("handler").none(),
-        "The handler that such a one calls; None: it is none.");
+  m.def("guard_interrupts", &guard_interrupts, nb::arg("handler"), nb::arg("marks"));
+  m.def("guarded_handler", &guarded_handler, nb::arg("handler").none());
 }

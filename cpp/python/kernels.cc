@@ -39,7 +39,7 @@ void bind_kernels(nb::module_& core) {
   using shoal::RedOp;
 
   nb::module_ m = core.def_submodule("kernels", "The kernels under the collectives, for tests.");
-  nb::class_<Reduction>(m, "Reduction", "dtype and op by code, AVG's divisor.")
+  nb::class_<Reduction>(m, "Reduction")
       .def(
           "__init__",
           [](Reduction* self, int dtype, int op, uint32_t divisor) {
@@ -49,7 +49,7 @@ void bind_kernels(nb::module_& core) {
 
   m.attr("DTYPE_COUNT") = shoal::kDTypeCount;
   m.attr("REDOP_COUNT") = shoal::kRedOpCount;
-  nb::enum_<RedOp>(m, "RedOp", "A reduction.")
+  nb::enum_<RedOp>(m, "RedOp")
       .value("SUM", RedOp::kSum)
       .value("AVG", RedOp::kAvg)
       .value("PRODUCT", RedOp::kProduct)

@@ -18,7 +18,7 @@ using namespace shoal;
 
 void bind_mpi(nb::module_& m) {
   using Reductions = std::map<std::pair<int, int>, std::tuple<mpi::Handle, mpi::Handle, bool>>;
-  nb::class_<mpi::Library>(m, "MpiLibrary", "The functions of an MPI library.")
+  nb::class_<mpi::Library>(m, "MpiLibrary")
       .def_static(
           "make",
           [](const mpi::Library::Functions& functions, std::size_t handle_bytes, std::intptr_t in_place,
@@ -28,9 +28,7 @@ void bind_mpi(nb::module_& m) {
           },
           nb::arg("functions"), nb::arg("handle_bytes"), nb::arg("in_place"), nb::arg("any_source"),
           nb::arg("any_tag"), nb::arg("comm_self"))
-      .def_static(
-          "names", [] { return std::pair(mpi::Library::collectives(), mpi::Library::others()); },
-          "Names of collectives, which may have a variant with the suffix _c, and of other functions.");
+      .def_static("names", [] { return std::pair(mpi::Library::collectives(), mpi::Library::others()); });
   m.def(
       "move_by_mpi",
       [](Group& group, std::shared_ptr<mpi::Library> library, std::vector<mpi::Handle> comms,

@@ -320,10 +320,9 @@ std::vector<Part> parts_of(const Received& self) {
 }  // namespace
 
 void bind_post(nb::module_& m) {
-  nb::class_<Part>(m, "Part", nb::type_slots(part_slots),
-                   "A buffer: a received one, or memory that is used again.");
+  nb::class_<Part>(m, "Part", nb::type_slots(part_slots));
 
-  nb::class_<Received>(m, "Packet", "A received packet.")
+  nb::class_<Received>(m, "Packet")
       .def_prop_ro("peer", [](const Received& self) { return self.packet->peer; })
       .def_prop_ro("call", [](const Received& self) { return self.packet->call; })
       .def_prop_ro("mailbox", [](const Received& self) { return self.packet->header.packet.mailbox; })
@@ -356,18 +355,18 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("text"));
 
-  nb::enum_<CallEnd>(m, "CallEnd", "Why a call has no reply.")
+  nb::enum_<CallEnd>(m, "CallEnd")
       .value("TIMEOUT", CallEnd::kTimeout)
       .value("CANCELLED", CallEnd::kCancelled)
       .value("LOST", CallEnd::kLost)
       .value("CLOSED", CallEnd::kClosed)
       .value("REFUSED", CallEnd::kRefused)
       .value("UNSENT", CallEnd::kUnsent);
-  nb::class_<CallFailure>(m, "CallFailure", "Why a call has no reply, and details.")
+  nb::class_<CallFailure>(m, "CallFailure")
       .def_ro("end", &CallFailure::end)
       .def_prop_ro("text", [](const CallFailure& failure) { return str(failure.text); });
 
-  nb::class_<Pending>(m, "Call", "A request on its way.")
+  nb::class_<Pending>(m, "Call")
       .def_prop_ro("peer", [](const Pending& self) { return self.call->peer; })
       .def_prop_ro("reads", [](const Pending& self) { return !self.memory.expired(); })
       .def_prop_ro("number", [](const Pending& self) { return self.call->number.load(); })
@@ -405,9 +404,9 @@ void bind_post(nb::module_& m) {
           [](const Pending& self) { return used(self).done() ? false : self.endpoint->cancel(self.call); },
           nb::call_guard<WithoutGil>());
 
-  nb::class_<Room>(m, "Room", "Room among what is on its way to a peer.");
+  nb::class_<Room>(m, "Room");
 
-  nb::class_<OwnedEndpoint>(m, "RpcEndpoint", "The native endpoint of one agent.")
+  nb::class_<OwnedEndpoint>(m, "RpcEndpoint")
       .def_static(
           "make",
           [](std::uint64_t budget, double heartbeat) {

@@ -323,6 +323,7 @@ PyObject* future_wait(PyObject* self, PyObject* const* arguments, Py_ssize_t cou
 PyMethodDef wait_method{"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(future_wait)),
                         METH_FASTCALL | METH_KEYWORDS, "See shoal.Future.wait."};
 
+// Takes over `wait` of a class of futures; `wait` is for unusual cases.
 void learn_futures(nb::handle type, nb::object wait) {
   auto* futures = reinterpret_cast<PyTypeObject*>(type.ptr());
   nb::object method = nb::steal(PyDescr_NewMethod(futures, &wait_method));
@@ -372,6 +373,5 @@ void bind_source(nb::module_& m) {
   PyObject* fields = PyType_FromSpec(&shoal::future_spec);
   if (fields == nullptr) throw nb::python_error();
   m.attr("FutureFields") = nb::steal(fields);
-  m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"),
-        "Take over `wait` of a class of futures; `wait` is what it does in unusual cases.");
+  m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"));
 }

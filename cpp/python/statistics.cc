@@ -106,11 +106,11 @@ std::optional<RankStatus> status_of(int fd) {
 }  // namespace
 
 void bind_statistics(nb::module_& m) {
-  nb::class_<LateMember>(m, "LateMember", "A member that a rank waited for; see cpp/engine/statistics.h.")
+  nb::class_<LateMember>(m, "LateMember")
       .def_ro("rank", &LateMember::rank)
       .def_ro("times", &LateMember::times)
       .def_ro("waited", &LateMember::waited);
-  nb::class_<StatisticsValues>(m, "Statistics", "Counters of operations; see cpp/engine/statistics.h.")
+  nb::class_<StatisticsValues>(m, "Statistics")
       .def_ro("completed", &StatisticsValues::completed)
       .def_ro("failed", &StatisticsValues::failed)
       .def_ro("bytes", &StatisticsValues::bytes)
@@ -118,14 +118,13 @@ void bind_statistics(nb::module_& m) {
       .def_ro("waited", &StatisticsValues::waited)
       .def_ro("late", &StatisticsValues::late)
       .def_ro("latencies", &StatisticsValues::latencies);
-  nb::class_<PendingCall>(m, "PendingCall",
-                          "The foremost pending operation of a group; see Lanes::pending_at.")
+  nb::class_<PendingCall>(m, "PendingCall")
       .def_ro("text", &PendingCall::text)
       .def_ro("number", &PendingCall::number)
       .def_ro("since", &PendingCall::since)
       .def_ro("blocker", &PendingCall::blocker)
       .def_ro("waits", &PendingCall::waits);
-  nb::class_<GroupStatus>(m, "GroupStatus", "A group on a status page; see cpp/engine/status_page.h.")
+  nb::class_<GroupStatus>(m, "GroupStatus")
       .def_ro("name", &GroupStatus::name)
       .def_ro("ident", &GroupStatus::ident)
       .def_ro("rank", &GroupStatus::rank)
@@ -133,7 +132,7 @@ void bind_statistics(nb::module_& m) {
       .def_ro("pending", &GroupStatus::pending)
       .def_ro("statistics", &GroupStatus::statistics)
       .def_ro("call", &GroupStatus::call);
-  nb::class_<RemoteRank>(m, "RemoteRank", "The last report of a rank on another host.")
+  nb::class_<RemoteRank>(m, "RemoteRank")
       .def_ro("rank", &RemoteRank::rank)
       .def_ro("alive", &RemoteRank::alive)
       .def_ro("received", &RemoteRank::received)
@@ -148,7 +147,7 @@ void bind_statistics(nb::module_& m) {
       .def_prop_ro("age", [](const RemoteRank& rank) { return rank.status.age; })
       .def_prop_ro("blocker", [](const RemoteRank& rank) { return rank.status.blocker; })
       .def_prop_ro("waits", [](const RemoteRank& rank) { return rank.status.waits != 0; });
-  nb::class_<RankStatus>(m, "RankStatus", "The status page of a rank; see cpp/engine/status_page.h.")
+  nb::class_<RankStatus>(m, "RankStatus")
       .def_ro("job", &RankStatus::job)
       .def_ro("pid", &RankStatus::pid)
       .def_ro("leader", &RankStatus::leader)
@@ -162,11 +161,8 @@ void bind_statistics(nb::module_& m) {
       .def_ro("ended", &RankStatus::ended)
       .def_ro("groups", &RankStatus::groups)
       .def_ro("remote", &RankStatus::remote);
-  m.def("read_status", &status_of, nb::arg("fd"),
-        "The status page of the process whose memory the descriptor is; None: it is not that of a rank.");
-  m.def(
-      "latency_quantile", &latency::quantile, nb::arg("counts"), nb::arg("share"),
-      "The latency that this share of operations did not exceed, in nanoseconds; negative: there are none.");
+  m.def("read_status", &status_of, nb::arg("fd"));
+  m.def("latency_quantile", &latency::quantile, nb::arg("counts"), nb::arg("share"));
   nb::list least;
   for (int bucket = 0; bucket < latency::kBuckets; ++bucket) least.append(latency::least(bucket));
   m.attr("LATENCIES") = nb::tuple(least);
