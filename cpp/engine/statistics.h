@@ -74,12 +74,15 @@ struct LateMember {
   std::uint64_t waited = 0;  // nanoseconds
 };
 
-// A copy of the counters.
-struct StatisticsValues {
+struct OperationCounts {
   std::uint64_t completed = 0, failed = 0;
-  std::uint64_t bytes = 0;       // of completed operations: the longer of input and output
-  std::uint64_t waits = 0;       // number of waits for members that had not called the operation yet
-  std::uint64_t waited = 0;      // nanoseconds of these waits
+  std::uint64_t bytes = 0;   // of completed operations: the longer of input and output
+  std::uint64_t waits = 0;   // number of waits for members that had not called the operation yet
+  std::uint64_t waited = 0;  // nanoseconds of these waits
+};
+
+// A copy of the counters.
+struct StatisticsValues : OperationCounts {
   std::vector<LateMember> late;  // the members that were waited for, those with the longest time first
   std::vector<std::uint64_t> latencies = std::vector<std::uint64_t>(latency::kBuckets);
 

@@ -22,10 +22,6 @@ bool read_at(int fd, void* to, std::size_t bytes, std::uint64_t offset) {
   return pread(fd, to, bytes, static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes);
 }
 
-StatusCounters counters_of(const StatisticsValues& values) {
-  return {values.completed, values.failed, values.bytes, values.waits, values.waited};
-}
-
 void add_late(std::vector<LateMember>& sum, const LateMember& more) {
   auto found = std::ranges::find(sum, more.rank, &LateMember::rank);
   if (found == sum.end()) found = sum.insert(found, {.rank = more.rank});
@@ -55,7 +51,7 @@ StatisticsValues values_in_world(Group& group) {
   return values;
 }
 
-void limit(StatusCounters& counters, std::uint64_t (&latencies)[latency::kBuckets]) {
+void limit(OperationCounts& counters, std::uint64_t (&latencies)[latency::kBuckets]) {
   for (std::uint64_t* count : {&counters.completed, &counters.failed, &counters.waits})
     *count = std::min(*count, kMaxCount);
   for (std::uint64_t& count : latencies) count = std::min(count, kMaxCount);
@@ -102,7 +98,7 @@ void write_entry(const Observed& observed, StatusGroup& entry) {
   entry.ident = group.ident();
   entry.rank = group.rank();
   entry.size = group.size();
-  entry.counters = counters_of(values);
+  entry.counters = values;
   entry.pending = observed.pending.count;
   const OperationPtr& call = observed.pending.foremost.operation;
   copy_text(entry.call, !call                          ? ""
@@ -144,7 +140,7 @@ void Context::write_status(std::int64_t now) {
   page.worlds = worlds_made_.load();
   for (int rank = 0; remote_ != nullptr && rank < options_.size; ++rank)
     remote_[rank].alive = peers_.state(rank) == Peers::kAlive ? 1 : 0;
-  page.ended = counters_of(rest);
+  page.ended = rest;
   std::ranges::copy(rest.latencies, page.ended_latencies);
   page.sequence.store(sequence + 2, std::memory_order_release);
 }

@@ -20,11 +20,6 @@ constexpr std::uint64_t kStatusMagic = 0x7375746174536f68ULL;  // "hoStatus"
 constexpr std::uint32_t kStatusVersion = 3;
 constexpr std::size_t kStatusGroups = 32, kStatusLate = 16, kStatusText = 64;
 
-// The times include waits that have not ended when the page is written.
-struct StatusCounters {
-  std::uint64_t completed = 0, failed = 0, bytes = 0, waits = 0, waited = 0;
-};
-
 struct StatusLate {
   std::uint64_t times = 0, waited = 0;
   std::int32_t rank = -1;  // of the page's ranks; -1: no entry
@@ -36,7 +31,7 @@ struct StatusGroup {
   std::uint64_t ident = 0;
   std::int32_t rank = 0, size = 1;
   std::uint64_t pending = 0;
-  StatusCounters counters;
+  OperationCounts counters;  // with waits that have not ended when the page is written
   // The foremost pending operation, see Lanes::pending_at; empty: none.
   char call[kStatusText] = {};
   std::int64_t number = -1;   // -1: it has none
@@ -49,7 +44,7 @@ struct StatusGroup {
 
 // The report of a rank on another host about itself, as the payload of its heartbeats.
 struct RemoteStatus {
-  std::uint64_t completed = 0, bytes = 0, waited = 0;  // as in StatusCounters, of all groups
+  std::uint64_t completed = 0, bytes = 0, waited = 0;  // as in OperationCounts, of all groups
   std::uint64_t memory = 0;
   std::int64_t number = -1;   // of its foremost pending operation; -1: it has none
   std::int64_t age = -1;      // nanoseconds since that was submitted; -1: nothing is pending
@@ -84,7 +79,7 @@ struct StatusPage {
   std::uint64_t memory = 0;               // bytes of shared memory in use
   std::uint64_t closed = 0;               // 1: the rank has closed its connections
   std::uint64_t worlds = 0;               // contexts that its process has made so far, without their parts
-  StatusCounters ended;                   // of groups that all members have closed, or that have no entry
+  OperationCounts ended;                  // of groups that all members have closed, or that have no entry
   std::uint64_t ended_latencies[latency::kBuckets] = {};
   std::uint64_t remote = 0;  // offset of a StatusRemote for each rank; 0: none is on another host
   StatusGroup groups[kStatusGroups];

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -27,79 +28,44 @@ struct PendingCall {
   bool waits;
 };
 
-struct GroupStatus {
-  nb::object name;
-  std::uint64_t ident;
-  int rank, size;
-  std::uint64_t pending;
-  StatisticsValues statistics;
-  std::optional<PendingCall> call;
-};
-
 // The last report of a rank on another host.
-struct RemoteRank {
-  int rank;
-  bool alive;
-  std::int64_t received;
-  RemoteStatus status;
+struct RemoteRank : StatusRemote {
+  int rank = 0;
 };
 
-struct RankStatus {
-  nb::object job;
-  std::int64_t pid, leader;
-  int rank, size;
-  std::int64_t started, written;
-  std::uint64_t memory;
-  bool closed;
-  std::uint64_t worlds;
-  StatisticsValues ended;
-  std::vector<GroupStatus> groups;
-  std::vector<RemoteRank> remote;
+struct RankStatus : StatusPage {
+  std::vector<RemoteRank> reports;
 };
 
-StatisticsValues values_of(const StatusCounters& counters) {
+StatisticsValues statistics_of(const OperationCounts& counts,
+                               const std::uint64_t (&latencies)[latency::kBuckets]) {
   StatisticsValues values;
-  values.completed = counters.completed;
-  values.failed = counters.failed;
-  values.bytes = counters.bytes;
-  values.waits = counters.waits;
-  values.waited = counters.waited;
+  static_cast<OperationCounts&>(values) = counts;
+  std::ranges::copy(latencies, values.latencies.begin());
   return values;
 }
 
-GroupStatus group_status(const StatusGroup& entry) {
-  GroupStatus status{str(entry.name), entry.ident, entry.rank, entry.size, entry.pending, {}, {}};
-  status.statistics = values_of(entry.counters);
-  for (const StatusLate& late : entry.late)
-    if (late.rank >= 0) status.statistics.late.push_back({late.rank, late.times, late.waited});
-  std::ranges::copy(entry.latencies, status.statistics.latencies.begin());
-  if (entry.call[0] != 0)
-    status.call = {str(entry.call), entry.number, entry.since, entry.blocker, entry.waits != 0};
-  return status;
+StatisticsValues group_statistics(const StatusGroup& group) {
+  StatisticsValues values = statistics_of(group.counters, group.latencies);
+  for (const StatusLate& late : group.late)
+    if (late.rank >= 0) values.late.push_back({late.rank, late.times, late.waited});
+  return values;
 }
 
-std::optional<RankStatus> status_of(int fd) {
-  auto page = std::make_unique<StatusPage>();
-  if (!read_status(fd, *page)) return std::nullopt;
-  RankStatus status;
-  status.job = str(page->job);
-  status.pid = page->pid;
-  status.leader = page->leader;
-  status.rank = page->rank;
-  status.size = page->size;
-  status.started = page->started;
-  status.written = page->written;
-  status.memory = page->memory;
-  status.closed = page->closed != 0;
-  status.worlds = page->worlds;
-  status.ended = values_of(page->ended);
-  std::ranges::copy(page->ended_latencies, status.ended.latencies.begin());
-  for (std::uint32_t i = 0; i < page->count; ++i) status.groups.push_back(group_status(page->groups[i]));
-  const auto remote = read_remote(fd, *page);
-  for (std::size_t rank = 0; rank < remote.size(); ++rank)
-    if (remote[rank].received != 0)
-      status.remote.push_back(
-          {static_cast<int>(rank), remote[rank].alive != 0, remote[rank].received, remote[rank].status});
+std::optional<PendingCall> pending_call(const StatusGroup& group) {
+  if (group.call[0] == 0) return std::nullopt;
+  return PendingCall{str(group.call), group.number, group.since, group.blocker, group.waits != 0};
+}
+
+// Null: the descriptor is not that of the memory of a rank.
+std::unique_ptr<RankStatus> status_of(int fd) {
+  auto status = std::make_unique<RankStatus>();
+  if (!read_status(fd, *status)) return nullptr;
+  int rank = 0;
+  for (const StatusRemote& remote : read_remote(fd, *status)) {
+    if (remote.received != 0) status->reports.push_back({remote, rank});
+    ++rank;
+  }
   return status;
 }
 
@@ -124,17 +90,17 @@ void bind_statistics(nb::module_& m) {
       .def_ro("since", &PendingCall::since)
       .def_ro("blocker", &PendingCall::blocker)
       .def_ro("waits", &PendingCall::waits);
-  nb::class_<GroupStatus>(m, "GroupStatus")
-      .def_ro("name", &GroupStatus::name)
-      .def_ro("ident", &GroupStatus::ident)
-      .def_ro("rank", &GroupStatus::rank)
-      .def_ro("size", &GroupStatus::size)
-      .def_ro("pending", &GroupStatus::pending)
-      .def_ro("statistics", &GroupStatus::statistics)
-      .def_ro("call", &GroupStatus::call);
+  nb::class_<StatusGroup>(m, "GroupStatus")
+      .def_prop_ro("name", [](const StatusGroup& group) { return str(group.name); })
+      .def_ro("ident", &StatusGroup::ident)
+      .def_ro("rank", &StatusGroup::rank)
+      .def_ro("size", &StatusGroup::size)
+      .def_ro("pending", &StatusGroup::pending)
+      .def_prop_ro("statistics", &group_statistics)
+      .def_prop_ro("call", &pending_call);
   nb::class_<RemoteRank>(m, "RemoteRank")
       .def_ro("rank", &RemoteRank::rank)
-      .def_ro("alive", &RemoteRank::alive)
+      .def_prop_ro("alive", [](const RemoteRank& rank) { return rank.alive != 0; })
       .def_ro("received", &RemoteRank::received)
       .def_prop_ro("pid", [](const RemoteRank& rank) { return rank.status.pid; })
       .def_prop_ro("world", [](const RemoteRank& rank) { return rank.status.world; })
@@ -148,7 +114,7 @@ void bind_statistics(nb::module_& m) {
       .def_prop_ro("blocker", [](const RemoteRank& rank) { return rank.status.blocker; })
       .def_prop_ro("waits", [](const RemoteRank& rank) { return rank.status.waits != 0; });
   nb::class_<RankStatus>(m, "RankStatus")
-      .def_ro("job", &RankStatus::job)
+      .def_prop_ro("job", [](const RankStatus& rank) { return str(rank.job); })
       .def_ro("pid", &RankStatus::pid)
       .def_ro("leader", &RankStatus::leader)
       .def_ro("rank", &RankStatus::rank)
@@ -156,11 +122,13 @@ void bind_statistics(nb::module_& m) {
       .def_ro("started", &RankStatus::started)
       .def_ro("written", &RankStatus::written)
       .def_ro("memory", &RankStatus::memory)
-      .def_ro("closed", &RankStatus::closed)
+      .def_prop_ro("closed", [](const RankStatus& rank) { return rank.closed != 0; })
       .def_ro("worlds", &RankStatus::worlds)
-      .def_ro("ended", &RankStatus::ended)
-      .def_ro("groups", &RankStatus::groups)
-      .def_ro("remote", &RankStatus::remote);
+      .def_prop_ro("ended",
+                   [](const RankStatus& rank) { return statistics_of(rank.ended, rank.ended_latencies); })
+      .def_prop_ro("groups",
+                   [](const RankStatus& rank) { return std::vector(rank.groups, rank.groups + rank.count); })
+      .def_ro("remote", &RankStatus::reports);
   m.def("read_status", &status_of, nb::arg("fd"));
   m.def("latency_quantile", &latency::quantile, nb::arg("counts"), nb::arg("share"));
   nb::list least;
