@@ -163,7 +163,7 @@ PyObject* future_of(FastSubmit& self, const Given& call) {
   reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
   set_key(future.ptr(), future_key(self.ident, number));
   if (recorded) {
-    as_record(record.ptr())->number = static_cast<std::int64_t>(number);
+    as_record(record.ptr())->fields.number = static_cast<long long>(number);
     as_record(record.ptr())->submitted = submitted;
     set_record(future.ptr(), as_record(record.ptr()));
     Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));

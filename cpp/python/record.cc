@@ -19,16 +19,10 @@ PyObject* record_new(PyTypeObject*, PyObject* arguments, PyObject* keywords) {
   static const char* names[] = {"future", "kind", "number", "key", "dtype",
                                 "count",  "root", "peer",   "tag", nullptr};
   RecordFields fields{};
-  long long number = -1, tag = -1;
-  unsigned long long key = 0, count = 0;
   if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOLKOK|iiL", const_cast<char**>(names),
-                                   &fields.future, &fields.kind, &number, &key, &fields.dtype, &count,
-                                   &fields.root, &fields.peer, &tag))
+                                   &fields.future, &fields.kind, &fields.number, &fields.key, &fields.dtype,
+                                   &fields.count, &fields.root, &fields.peer, &fields.tag))
     return nullptr;
-  fields.number = number;
-  fields.key = key;
-  fields.count = count;
-  fields.tag = tag;
   Record* record = new_record(fields);
   if (record != nullptr) record->submitted = now_ns();
   return reinterpret_cast<PyObject*>(record);
@@ -37,7 +31,8 @@ PyObject* record_new(PyTypeObject*, PyObject* arguments, PyObject* keywords) {
 // A record is in no reference cycle: its kind and dtype are constants, and it refers to its future weakly.
 void record_dealloc(PyObject* object) {
   auto* self = reinterpret_cast<Record*>(object);
-  for (PyObject* field : {self->kind, self->dtype, self->future, self->failure}) Py_XDECREF(field);
+  const RecordFields& fields = self->fields;
+  for (PyObject* field : {fields.kind, fields.dtype, fields.future, self->failure}) Py_XDECREF(field);
   PyTypeObject* type = Py_TYPE(object);
   type->tp_free(object);
   Py_DECREF(type);
@@ -46,15 +41,15 @@ void record_dealloc(PyObject* object) {
 PyMemberDef record_members[] = {
     {"submitted", T_LONGLONG, offsetof(Record, submitted), 0, nullptr},
     {"ended", T_LONGLONG, offsetof(Record, ended), 0, nullptr},
-    {"number", T_LONGLONG, offsetof(Record, number), READONLY, nullptr},
-    {"key", T_ULONGLONG, offsetof(Record, key), READONLY, nullptr},
-    {"count", T_ULONGLONG, offsetof(Record, count), READONLY, nullptr},
-    {"tag", T_LONGLONG, offsetof(Record, tag), READONLY, nullptr},
-    {"root", T_INT, offsetof(Record, root), READONLY, nullptr},
-    {"peer", T_INT, offsetof(Record, peer), READONLY, nullptr},
-    {"kind", T_OBJECT, offsetof(Record, kind), READONLY, nullptr},
-    {"dtype", T_OBJECT, offsetof(Record, dtype), READONLY, nullptr},
-    {"future", T_OBJECT, offsetof(Record, future), READONLY, nullptr},
+    {"number", T_LONGLONG, offsetof(Record, fields.number), READONLY, nullptr},
+    {"key", T_ULONGLONG, offsetof(Record, fields.key), READONLY, nullptr},
+    {"count", T_ULONGLONG, offsetof(Record, fields.count), READONLY, nullptr},
+    {"tag", T_LONGLONG, offsetof(Record, fields.tag), READONLY, nullptr},
+    {"root", T_INT, offsetof(Record, fields.root), READONLY, nullptr},
+    {"peer", T_INT, offsetof(Record, fields.peer), READONLY, nullptr},
+    {"kind", T_OBJECT, offsetof(Record, fields.kind), READONLY, nullptr},
+    {"dtype", T_OBJECT, offsetof(Record, fields.dtype), READONLY, nullptr},
+    {"future", T_OBJECT, offsetof(Record, fields.future), READONLY, nullptr},
     {"failure", T_OBJECT, offsetof(Record, failure), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -76,15 +71,10 @@ Record* new_record(const RecordFields& fields) {
     Py_DECREF(future);
     return nullptr;
   }
-  self->number = fields.number;
-  self->key = fields.key;
-  self->count = fields.count;
-  self->root = fields.root;
-  self->peer = fields.peer;
-  self->tag = fields.tag;
-  self->kind = Py_NewRef(fields.kind);
-  self->dtype = Py_NewRef(fields.dtype);
-  self->future = future;
+  self->fields = fields;
+  self->fields.future = future;
+  Py_INCREF(fields.kind);
+  Py_INCREF(fields.dtype);
   return self;
 }
 
