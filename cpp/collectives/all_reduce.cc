@@ -35,12 +35,11 @@ struct Work {
 };
 
 void reduce_small(Work& work) {
-  if (!work.wanted(work.phase.self()) || work.data.bytes == 0) return;
+  if (!work.wanted(work.phase.self())) return;
   for (int place = 0; place < work.phase.size(); ++place)
     work.sources.push_back(work.phase.part(place, 0, work.data.bytes));
   void* to = work.data.data;
-  kernels::reduce(work.reduction, &to, 1, work.sources.data(), work.sources.size(),
-                  work.data.bytes / work.item, false);
+  kernels::reduce(work.reduction, {&to, 1}, work.sources, work.data.bytes / work.item);
 }
 
 // False if the group broke meanwhile: the slice is incomplete, and must not be announced.
@@ -58,8 +57,7 @@ bool reduce_fused(Work& work) {
       work.sources.push_back(from);
       if (work.wanted(place)) work.destinations.push_back(from);
     }
-    kernels::reduce(work.reduction, work.destinations.data(), work.destinations.size(), work.sources.data(),
-                    work.sources.size(), count, stream);
+    kernels::reduce(work.reduction, work.destinations, work.sources, count, stream);
     group.context().reached(Fault::kWriting);
   }
   return true;
@@ -121,8 +119,8 @@ class ChunkedReduce {
 
   void stage(std::uint64_t chunk) {
     auto [first, last] = slice(chunk);
-    kernels::copy(slot(chunk), data(chunk), first, false);
-    kernels::copy(slot(chunk) + last, data(chunk) + last, bytes(chunk) - last, false);
+    kernels::copy(slot(chunk), data(chunk), first);
+    kernels::copy(slot(chunk) + last, data(chunk) + last, bytes(chunk) - last);
   }
 
   void reduce(std::uint64_t chunk) {
@@ -138,8 +136,7 @@ class ChunkedReduce {
       work_.sources.push_back(lines);
       if (work_.wanted(place)) work_.destinations.push_back(lines);
     }
-    kernels::reduce(work_.reduction, work_.destinations.data(), work_.destinations.size(),
-                    work_.sources.data(), work_.sources.size(), (last - first) / work_.item, false);
+    kernels::reduce(work_.reduction, work_.destinations, work_.sources, (last - first) / work_.item);
   }
 
   // Copies the results of a chunk, and stages the next chunk of this slot in the same loop, while the lines
@@ -153,8 +150,8 @@ class ChunkedReduce {
     auto turn = [&](std::uint64_t from, std::uint64_t to) {
       for (std::uint64_t at = from; at < to; at += kBlock) {
         const std::uint64_t length = std::min(kBlock, to - at);
-        if (taking) kernels::copy(data(chunk) + at, slot(chunk) + at, length, false);
-        if (together) kernels::copy(slot(chunk) + at, data(next) + at, length, false);
+        if (taking) kernels::copy(data(chunk) + at, slot(chunk) + at, length);
+        if (together) kernels::copy(slot(chunk) + at, data(next) + at, length);
       }
     };
     turn(0, first);

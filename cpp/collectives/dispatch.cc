@@ -12,13 +12,10 @@ Task alone(Operation& op) {
   const Request& request = op.request();
   auto begun = op.begun();
   co_await begun;
-  const bool reduces = request.kind == Kind::kAllReduce || request.kind == Kind::kReduce ||
-                       request.kind == Kind::kReduceScatter;
-  if (reduces && request.reduction.dtype == DType::kBool) {
+  if (reduces(request.kind) && request.reduction.dtype == DType::kBool) {
     const void* from = request.in[0].data;
     void* to = request.out.empty() ? request.in[0].data : request.out[0].data;
-    if (request.in[0].bytes > 0)
-      kernels::reduce(request.reduction, &to, 1, &from, 1, request.in[0].bytes, false);
+    kernels::reduce(request.reduction, {&to, 1}, {&from, 1}, request.in[0].bytes);
   } else if (!request.in.empty() && !request.out.empty()) {
     copy(request.out[0], request.in[0]);
   }

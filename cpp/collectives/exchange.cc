@@ -153,13 +153,11 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   const int size = phase.size();
   std::vector<const void*> sources(size);
   auto run = [&](std::byte* to, std::uint64_t bytes) {
-    if (bytes == 0) return;
-    if (partial) {
-      kernels::reduce_partial(reduction, to, sources.data(), sources.size(), bytes / item);
-    } else {
-      void* destination = to;
-      kernels::reduce(reduction, &destination, 1, sources.data(), sources.size(), bytes / item, false);
-    }
+    void* destination = to;
+    if (partial)
+      kernels::reduce_partial(reduction, to, sources, bytes / item);
+    else
+      kernels::reduce(reduction, {&destination, 1}, sources, bytes / item);
   };
   bool any_staged = false;
   std::uint64_t windows = 0;

@@ -68,8 +68,7 @@ Task local_partials(Operation& op, const Map& map, std::vector<Span> parts, std:
   const kernels::Reduction& reduction = op.request().reduction;
   for (const Reduce& job : jobs) {
     const void* from = parts[job.part].data;
-    if (parts[job.part].bytes > 0)
-      kernels::reduce_partial(reduction, job.to, &from, 1, parts[job.part].bytes / itemsize(reduction.dtype));
+    kernels::reduce_partial(reduction, job.to, {&from, 1}, parts[job.part].bytes / itemsize(reduction.dtype));
   }
 }
 
@@ -308,9 +307,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   }
   Task arrived = messages.finish();
   co_await arrived;
-  void* to = out.data;
-  if (out.bytes > 0)
-    kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), out.bytes / item);
+  kernels::finish_partials(reduction, out.data, sources, out.bytes / item);
 }
 
 }  // namespace

@@ -92,14 +92,13 @@ class Room {
 void combine(const kernels::Reduction& reduction, std::byte* to, const std::byte* low, const std::byte* high,
              std::uint64_t count) {
   const void* sources[] = {low, high};
-  if (count > 0) kernels::combine_partials(reduction, to, sources, 2, count);
+  kernels::combine_partials(reduction, to, sources, count);
 }
 
 void finish(const kernels::Reduction& reduction, std::byte* to, const std::byte* partial,
             std::uint64_t count) {
   const void* source = partial;
-  void* destination = to;
-  if (count > 0) kernels::finish_partials(reduction, &destination, 1, &source, 1, count);
+  kernels::finish_partials(reduction, to, {&source, 1}, count);
 }
 
 // Each member, or the one with the root, finishes a part of the results, for which all send it their partial
@@ -128,13 +127,9 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
   }
   Task arrived = inputs.finish_receives();
   co_await arrived;
-  if (last > first) {
-    std::vector<const void*> sources;
-    for (int i = 0; i < size; ++i)
-      sources.push_back(i == self ? partial + first * wide : room + static_cast<std::uint64_t>(i) * length);
-    void* to = finished + first * item;
-    kernels::finish_partials(reduction, &to, 1, sources.data(), sources.size(), last - first);
-  }
+  std::vector<const void*> sources;
+  for (int i = 0; i < size; ++i) sources.push_back(i == self ? partial + first * wide : room + i * length);
+  kernels::finish_partials(reduction, finished + first * item, sources, last - first);
   for (int i = 0; root < 0 && i < size; ++i)
     if (i != self)
       send_pieces(results, members.rank(i), step + 1, finished + first * item, (last - first) * item);

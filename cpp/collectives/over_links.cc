@@ -64,8 +64,7 @@ Task reduce_at_once(Operation& op, Span data, int root) {
   std::vector<const void*> sources;
   for (const Span& span : theirs) sources.push_back(span.data);
   void* to = data.data;
-  kernels::reduce(request.reduction, &to, 1, sources.data(), sources.size(),
-                  data.bytes / itemsize(request.reduction.dtype), false);
+  kernels::reduce(request.reduction, {&to, 1}, sources, data.bytes / itemsize(request.reduction.dtype));
 }
 
 // Direct-exchange reduce-scatter: part i is sent to rank i, which reduces its inputs piece by piece into
@@ -131,7 +130,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
     Span from = piece(mine, index), to = piece(out, index);
     for (int r = 0; r < size; ++r) sources[r] = r == rank ? from.data : buffer(index, r);
     void* destination = to.data;
-    kernels::reduce(reduction, &destination, 1, sources.data(), sources.size(), from.bytes / item, false);
+    kernels::reduce(reduction, {&destination, 1}, sources, from.bytes / item);
     for (int r = 0; r < size; ++r)
       if (r != rank && (spread == Spread::kAll || (spread == Spread::kRoot && r == root && rank != root)))
         results.send(r, kResults + index, to.data, to.bytes);
@@ -172,7 +171,7 @@ Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
   co_await begun;
   const auto partial = op.scratch(elements * kernels::accumulator_size(reduction));
   const void* from = data.data;
-  if (elements > 0) kernels::reduce_partial(reduction, partial.get(), &from, 1, elements);
+  kernels::reduce_partial(reduction, partial.get(), {&from, 1}, elements);
   const Members members = all_members(op.group());
   Task work = reduce_partials(op, members, algorithm, partial.get(), elements, data.data, root, 0);
   co_await work;
@@ -188,8 +187,7 @@ Task reduce_scatter_in_steps(Operation& op, Algorithm algorithm, std::vector<Spa
   const auto partial = op.scratch(edges.back() * wide);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const void* from = parts[i].data;
-    if (parts[i].bytes > 0)
-      kernels::reduce_partial(reduction, partial.get() + edges[i] * wide, &from, 1, parts[i].bytes / item);
+    kernels::reduce_partial(reduction, partial.get() + edges[i] * wide, {&from, 1}, parts[i].bytes / item);
   }
   const Members members = all_members(op.group());
   Task work = scatter_partials(op, members, algorithm, partial.get(), edges, out.data, 0);

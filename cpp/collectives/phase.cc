@@ -169,8 +169,7 @@ Task Phase::stage(std::uint64_t window) {
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     std::uint64_t offset = window * step;
     if (kept_[i] || offset >= parts_[i].bytes) continue;
-    kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset),
-                  false);
+    kernels::copy(buffer + i * step, parts_[i].data + offset, std::min(step, parts_[i].bytes - offset));
   }
   advance(&Counters::staged, window + 1);
 }

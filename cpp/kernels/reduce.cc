@@ -95,7 +95,7 @@ class DefaultArithmetic {
 // others, or computed in scratch memory and streamed to all.
 class Sink {
  public:
-  Sink(void* const* dsts, size_t ndst, bool stream) : dsts_(dsts), ndst_(ndst), stream_(stream) {}
+  Sink(Destinations dsts, bool stream) : dsts_(dsts), stream_(stream) {}
   Sink(const Sink&) = delete;
   Sink& operator=(const Sink&) = delete;
   ~Sink() {
@@ -109,23 +109,21 @@ class Sink {
 
   void deliver(size_t offset, size_t bytes) {
     if (stream_) {
-      for (size_t k = 0; k < ndst_; ++k) level().stream(shift(dsts_[k], offset), scratch_, bytes);
+      for (void* dst : dsts_) level().stream(shift(dst, offset), scratch_, bytes);
     } else {
-      for (size_t k = 1; k < ndst_; ++k) memcpy(shift(dsts_[k], offset), shift(dsts_[0], offset), bytes);
+      for (void* dst : dsts_.subspan(1)) memcpy(shift(dst, offset), shift(dsts_[0], offset), bytes);
     }
   }
 
  private:
-  void* const* dsts_;
-  size_t ndst_;
+  Destinations dsts_;
   bool stream_;
   alignas(kLine) char scratch_[kBlock];
 };
 
 // A destination that is also a source is in the cache when it is written: streaming would increase traffic.
-bool in_place(void* const* dsts, size_t ndst, const void* const* srcs, size_t nsrc) {
-  return std::any_of(dsts, dsts + ndst,
-                     [&](void* dst) { return std::find(srcs, srcs + nsrc, dst) != srcs + nsrc; });
+bool in_place(Destinations dsts, Sources srcs) {
+  return std::ranges::find_first_of(dsts, srcs) != dsts.end();
 }
 
 // Calls body(at, n) for consecutive ranges of at most one block; the first has `head` bytes, if not zero.
@@ -141,42 +139,40 @@ void each_block(size_t count, size_t element_size, size_t widest, size_t head, B
 }
 
 // Combines a block of accumulators; returns the address of the result (`block`, or the only source).
-const void* combine_block(const Kernels& kernels, void* block, const void* const* accs, size_t nacc,
-                          size_t offset, size_t n) {
-  if (nacc == 1) return shift(accs[0], offset);
+const void* combine_block(const Kernels& kernels, void* block, Sources accs, size_t offset, size_t n) {
+  if (accs.size() == 1) return shift(accs[0], offset);
   kernels.combine(block, shift(accs[0], offset), shift(accs[1], offset), n);
-  for (size_t k = 2; k < nacc; ++k) kernels.combine(block, block, shift(accs[k], offset), n);
+  for (const void* acc : accs.subspan(2)) kernels.combine(block, block, shift(acc, offset), n);
   return block;
 }
 
 }  // namespace
 
-void reduce(const Reduction& reduction, void* const* dsts, size_t ndst, const void* const* srcs, size_t nsrc,
-            size_t count, bool stream) {
-  const Kernels kernels = find(reduction, nsrc);
-  if (ndst == 0) return;
+void reduce(const Reduction& reduction, Destinations dsts, Sources srcs, size_t count, bool stream) {
+  const Kernels kernels = find(reduction, srcs.size());
+  if (dsts.empty()) return;
   const DefaultArithmetic arithmetic;
   count *= kernels.parts;
-  stream = stream && !in_place(dsts, ndst, srcs, nsrc);
-  const bool few = nsrc <= kMaxFused;
-  const FusedKernel to_one = few ? kernels.to_one[nsrc - 1] : nullptr;
-  const FusedKernel to_all = few && ndst == nsrc ? kernels.to_all[nsrc - 1] : nullptr;
+  stream = stream && !in_place(dsts, srcs);
+  const bool few = srcs.size() <= kMaxFused;
+  const FusedKernel to_one = few ? kernels.to_one[srcs.size() - 1] : nullptr;
+  const FusedKernel to_all = few && dsts.size() == srcs.size() ? kernels.to_all[srcs.size() - 1] : nullptr;
   if (!stream) {
-    if (to_all) return to_all(dsts, srcs, count, reduction);
-    if (to_one && ndst == 1) return to_one(dsts, srcs, count, reduction);
+    if (to_all) return to_all(dsts.data(), srcs.data(), count, reduction);
+    if (to_one && dsts.size() == 1) return to_one(dsts.data(), srcs.data(), count, reduction);
   }
   const size_t size = kernels.element_size;
-  Sink sink(dsts, ndst, stream);
+  Sink sink(dsts, stream);
   alignas(kLine) char acc[kBlock];
   each_block(count, size, std::max(size, kernels.accumulator_size), sink.head(), [&](size_t at, size_t n) {
     void* const out = sink.target(at * size);
     if (to_one) {
       const void* from[kMaxFused];
-      for (size_t k = 0; k < nsrc; ++k) from[k] = shift(srcs[k], at * size);
+      for (size_t k = 0; k < srcs.size(); ++k) from[k] = shift(srcs[k], at * size);
       to_one(&out, from, n, reduction);
     } else {
       kernels.load(acc, shift(srcs[0], at * size), n);
-      for (size_t k = 1; k < nsrc; ++k) kernels.fold(acc, shift(srcs[k], at * size), n);
+      for (const void* src : srcs.subspan(1)) kernels.fold(acc, shift(src, at * size), n);
       kernels.finish(out, acc, n, reduction);
     }
     sink.deliver(at * size, n * size);
@@ -188,45 +184,39 @@ size_t accumulator_size(const Reduction& reduction) {
   return kernels.accumulator_size * kernels.parts;
 }
 
-void reduce_partial(const Reduction& reduction, void* acc, const void* const* srcs, size_t nsrc,
-                    size_t count) {
-  const Kernels kernels = find(reduction, nsrc);
+void reduce_partial(const Reduction& reduction, void* acc, Sources srcs, size_t count) {
+  const Kernels kernels = find(reduction, srcs.size());
   const size_t size = kernels.element_size, wide = kernels.accumulator_size;
   const DefaultArithmetic arithmetic;
   alignas(kLine) char block[kBlock];
   each_block(count * kernels.parts, size, std::max(size, wide), 0, [&](size_t at, size_t n) {
     // `acc` may be one of the sources, so it is written after all have been read.
-    void* const to = nsrc == 1 ? static_cast<void*>(shift(acc, at * wide)) : block;
+    void* const to = srcs.size() == 1 ? static_cast<void*>(shift(acc, at * wide)) : block;
     kernels.load(to, shift(srcs[0], at * size), n);
-    for (size_t k = 1; k < nsrc; ++k) kernels.fold(to, shift(srcs[k], at * size), n);
+    for (const void* src : srcs.subspan(1)) kernels.fold(to, shift(src, at * size), n);
     if (to == block) memcpy(shift(acc, at * wide), block, n * wide);
   });
 }
 
-void combine_partials(const Reduction& reduction, void* acc, const void* const* accs, size_t nacc,
-                      size_t count) {
-  const Kernels kernels = find(reduction, nacc);
+void combine_partials(const Reduction& reduction, void* acc, Sources accs, size_t count) {
+  const Kernels kernels = find(reduction, accs.size());
   const size_t wide = kernels.accumulator_size;
   const DefaultArithmetic arithmetic;
   alignas(kLine) char block[kBlock];
   each_block(count * kernels.parts, wide, wide, 0, [&](size_t at, size_t n) {
-    const void* const from = combine_block(kernels, block, accs, nacc, at * wide, n);
+    const void* const from = combine_block(kernels, block, accs, at * wide, n);
     memmove(shift(acc, at * wide), from, n * wide);
   });
 }
 
-void finish_partials(const Reduction& reduction, void* const* dsts, size_t ndst, const void* const* accs,
-                     size_t nacc, size_t count) {
-  const Kernels kernels = find(reduction, nacc);
-  if (ndst == 0) return;
+void finish_partials(const Reduction& reduction, void* dst, Sources accs, size_t count) {
+  const Kernels kernels = find(reduction, accs.size());
   const size_t size = kernels.element_size, wide = kernels.accumulator_size;
   const DefaultArithmetic arithmetic;
-  Sink sink(dsts, ndst, false);
   alignas(kLine) char block[kBlock];
   each_block(count * kernels.parts, size, std::max(size, wide), 0, [&](size_t at, size_t n) {
-    const void* const from = combine_block(kernels, block, accs, nacc, at * wide, n);
-    kernels.finish(sink.target(at * size), from, n, reduction);
-    sink.deliver(at * size, n * size);
+    const void* const from = combine_block(kernels, block, accs, at * wide, n);
+    kernels.finish(shift(dst, at * size), from, n, reduction);
   });
 }
 

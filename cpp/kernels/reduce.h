@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/types.h"
 
@@ -28,13 +29,15 @@ struct Reduction {
   uint32_t divisor = 1;  // AVG: the number of ranks
 };
 
+using Destinations = std::span<void* const>;
+using Sources = std::span<const void* const>;
+
 // Counts are in elements.  All functions throw std::invalid_argument for an illegal combination of dtype and
 // op, for a reduction without a source, and for AVG with a divisor of 0.
 
 // dsts[k][i] = finish(srcs[0][i] op srcs[1][i] op ...) for every k.
 // `stream`: this core will not read the destinations soon, so the stores may bypass the cache.
-void reduce(const Reduction& reduction, void* const* dsts, size_t ndst, const void* const* srcs, size_t nsrc,
-            size_t count, bool stream);
+void reduce(const Reduction& reduction, Destinations dsts, Sources srcs, size_t count, bool stream = false);
 
 // Bytes of one accumulator element: float32 for float16 and bfloat16, 64-bit integers for integer
 // AVG, otherwise the dtype itself.
@@ -42,19 +45,16 @@ size_t accumulator_size(const Reduction& reduction);
 
 // acc[i] = srcs[0][i] op srcs[1][i] op ..., in the accumulator's type, before the final division and
 // rounding.  `acc` may be identical to a source of the same size.
-void reduce_partial(const Reduction& reduction, void* acc, const void* const* srcs, size_t nsrc,
-                    size_t count);
+void reduce_partial(const Reduction& reduction, void* acc, Sources srcs, size_t count);
 
 // acc[i] = accs[0][i] op accs[1][i] op ..., before the final division and rounding.
-void combine_partials(const Reduction& reduction, void* acc, const void* const* accs, size_t nacc,
-                      size_t count);
+void combine_partials(const Reduction& reduction, void* acc, Sources accs, size_t count);
 
-// dsts[k][i] = finish(accs[0][i] op accs[1][i] op ...), including AVG's division and the only rounding.
-void finish_partials(const Reduction& reduction, void* const* dsts, size_t ndst, const void* const* accs,
-                     size_t nacc, size_t count);
+// dst[i] = finish(accs[0][i] op accs[1][i] op ...), including AVG's division and the only rounding.
+void finish_partials(const Reduction& reduction, void* dst, Sources accs, size_t count);
 
 // memcpy; `stream` as in reduce.
-void copy(void* dst, const void* src, size_t bytes, bool stream);
+void copy(void* dst, const void* src, size_t bytes, bool stream = false);
 
 // This build and CPU support the kernel levels 0 (baseline) to highest_level(), which is the default.  Tests
 // select each level and compare.  set_level throws std::invalid_argument for an unsupported level.

@@ -366,13 +366,13 @@ void MpiMover::reduce_gathered(const Request& request, const std::byte* gathered
 
 void MpiMover::reduce_parts(const Request& request, const std::vector<const void*>& parts, void* to,
                             std::uint64_t count) const {
-  if (count > 0) kernels::reduce(request.reduction, &to, 1, parts.data(), parts.size(), count, false);
+  kernels::reduce(request.reduction, {&to, 1}, parts, count);
 }
 
 void MpiMover::divide(const Request& request, const MpiReduction& reduction, void* data,
                       std::uint64_t count) const {
   const void* from = data;
-  if (reduction.averages && count > 0) kernels::reduce(request.reduction, &data, 1, &from, 1, count, false);
+  if (reduction.averages) kernels::reduce(request.reduction, {&data, 1}, {&from, 1}, count);
 }
 
 }  // namespace shoal::mpi

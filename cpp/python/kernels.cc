@@ -19,18 +19,11 @@ namespace {
 
 using Addresses = std::vector<uintptr_t>;
 
-// Converts addresses to the pointer arrays that the kernels take.
-class Pointers {
- public:
-  explicit Pointers(const Addresses& addresses) {
-    for (uintptr_t address : addresses) pointers_.push_back(reinterpret_cast<void*>(address));
-  }
-  void* const* data() const { return pointers_.data(); }
-  size_t size() const { return pointers_.size(); }
-
- private:
-  std::vector<void*> pointers_;
-};
+std::vector<void*> pointers(const Addresses& addresses) {
+  std::vector<void*> result;
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
+  return result;
+}
 
 }  // namespace
 
@@ -71,33 +64,27 @@ void bind_kernels(nb::module_& core) {
   m.def(
       "reduce",
       [](const Reduction& reduction, const Addresses& dsts, const Addresses& srcs, size_t count,
-         bool stream) {
-        const Pointers to(dsts), from(srcs);
-        reduce(reduction, to.data(), to.size(), from.data(), from.size(), count, stream);
-      },
+         bool stream) { reduce(reduction, pointers(dsts), pointers(srcs), count, stream); },
       nb::arg("reduction"), nb::arg("dsts"), nb::arg("srcs"), nb::arg("count"), nb::arg("stream") = false,
       nb::call_guard<WithoutGil>());
   m.def(
       "reduce_partial",
       [](const Reduction& reduction, uintptr_t acc, const Addresses& srcs, size_t count) {
-        const Pointers from(srcs);
-        reduce_partial(reduction, reinterpret_cast<void*>(acc), from.data(), from.size(), count);
+        reduce_partial(reduction, reinterpret_cast<void*>(acc), pointers(srcs), count);
       },
       nb::arg("reduction"), nb::arg("acc"), nb::arg("srcs"), nb::arg("count"));
   m.def(
       "combine_partials",
       [](const Reduction& reduction, uintptr_t acc, const Addresses& accs, size_t count) {
-        const Pointers from(accs);
-        combine_partials(reduction, reinterpret_cast<void*>(acc), from.data(), from.size(), count);
+        combine_partials(reduction, reinterpret_cast<void*>(acc), pointers(accs), count);
       },
       nb::arg("reduction"), nb::arg("acc"), nb::arg("accs"), nb::arg("count"));
   m.def(
       "finish_partials",
-      [](const Reduction& reduction, const Addresses& dsts, const Addresses& accs, size_t count) {
-        const Pointers to(dsts), from(accs);
-        finish_partials(reduction, to.data(), to.size(), from.data(), from.size(), count);
+      [](const Reduction& reduction, uintptr_t dst, const Addresses& accs, size_t count) {
+        finish_partials(reduction, reinterpret_cast<void*>(dst), pointers(accs), count);
       },
-      nb::arg("reduction"), nb::arg("dsts"), nb::arg("accs"), nb::arg("count"));
+      nb::arg("reduction"), nb::arg("dst"), nb::arg("accs"), nb::arg("count"));
   m.def(
       "copy",
       [](uintptr_t dst, uintptr_t src, size_t bytes, bool stream) {

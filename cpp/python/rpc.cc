@@ -307,7 +307,7 @@ std::vector<Part> parts_of(const Received& self) {
     for (Part& part : parts) {
       if (!part.wanted_back) continue;
       if (auto own = self.endpoint->buffers().take(part.bytes)) {
-        kernels::copy(own.get(), part.data.get(), part.bytes, false);
+        kernels::copy(own.get(), part.data.get(), part.bytes);
         part.data = std::move(own);
       }
       part.wanted_back = false;

@@ -356,7 +356,7 @@ void Call::expect_reduced(Span got, int part) const {
     sources.push_back(source);
   }
   void* wanted = scratch(0, got.bytes);
-  kernels::reduce(plan_.how, &wanted, 1, sources.data(), sources.size(), got.bytes / plan_.item(), false);
+  kernels::reduce(plan_.how, {&wanted, 1}, sources, got.bytes / plan_.item());
   compare(got, static_cast<const std::byte*>(wanted));
 }
 
