@@ -174,7 +174,7 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
   Phase phase(op);
   Work work{phase, data, root, reduction, itemsize(reduction.dtype), {}, {}};
   std::vector<Span> parts(1, data);
-  Task open = phase.open(std::move(parts), kWindow);
+  Task open = phase.open(std::move(parts));
   co_await open;
   if (phase.exposure() != Exposure::kInline || work.wanted(phase.self())) {
     Task met = phase.meet_all();

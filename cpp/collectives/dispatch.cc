@@ -56,9 +56,8 @@ Task external(Operation& op) {
 std::vector<Span> parts_of(const std::vector<Span>& spans, int parts) {
   if (spans.size() != 1 || parts == 1) return spans;
   std::vector<Span> split;
-  std::uint64_t bytes = spans[0].bytes / static_cast<std::uint64_t>(parts);
-  for (int i = 0; i < parts; ++i)
-    split.push_back(slice(spans[0], static_cast<std::uint64_t>(i) * bytes, bytes));
+  std::uint64_t bytes = spans[0].bytes / parts;
+  for (int i = 0; i < parts; ++i) split.push_back(slice(spans[0], i * bytes, bytes));
   return split;
 }
 

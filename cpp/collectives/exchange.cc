@@ -77,7 +77,7 @@ Task pull(Phase& phase, std::vector<Span> own, std::vector<Pull> pulls) {
 Task exchange(Operation& op, std::vector<Span> parts, std::vector<Pull> pulls, int kept) {
   std::vector<Span> own = parts;
   Phase phase(op);
-  Task open = phase.open(std::move(parts), kWindow);
+  Task open = phase.open(std::move(parts));
   co_await open;
   if (kept >= 0) phase.keep(static_cast<std::uint32_t>(kept));
   Task first = stage_first_windows(phase);
@@ -95,7 +95,7 @@ Task shared_broadcast(Operation& op, Span data, int root) {
   const bool exposed = large && op.group().context().arena()->contains(data.data, data.bytes);
   std::vector<Span> own;
   if (at_root || exposed) own.push_back(data);
-  Task open = phase.open(own, kWindow);
+  Task open = phase.open(own);
   co_await open;
   Task first = stage_first_windows(phase);
   co_await first;
@@ -142,7 +142,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
   const std::size_t out_item = partial ? kernels::accumulator_size(reduction) : item;
   const std::vector<Span> own = parts;
   Phase phase(op);
-  Task open = phase.open(std::move(parts), kWindow);
+  Task open = phase.open(std::move(parts));
   co_await open;
   for (const Reduce& job : reduces) phase.keep(job.part);
   Task first = stage_first_windows(phase);
@@ -178,7 +178,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
       run(job.to, own[job.part].bytes);
     }
   }
-  const std::uint64_t step = kWindow / std::max<std::size_t>(own.size(), 1) / 64 * 64;
+  const std::uint64_t step = phase.step_bytes(phase.self());
   for (std::uint64_t window = 0; window < windows; ++window) {
     for (int place = 0; place < size; ++place) {
       if (!phase.stages(place) || place == phase.self()) continue;
@@ -205,7 +205,7 @@ Task reduce_parts(Operation& op, std::vector<Span> parts, std::vector<Reduce> re
 
 Task meet(Operation& op) {
   Phase phase(op);
-  Task open = phase.open({}, kWindow);
+  Task open = phase.open({});
   co_await open;
   Task met = phase.meet_all();
   co_await met;

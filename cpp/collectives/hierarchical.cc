@@ -206,8 +206,8 @@ Task all_gather(Operation& op, Span mine, std::vector<Span> out) {
   Map map(op.group());
   const int rank = op.group().rank();
   const std::uint64_t all = total(out);
-  const Algorithm algorithm = algorithm_for(op.group().algorithm(), Kind::kAllGather, map.count(),
-                                            all / static_cast<std::uint64_t>(map.locals()), 0, false);
+  const Algorithm algorithm =
+      algorithm_for(op.group().algorithm(), Kind::kAllGather, map.count(), all / map.locals(), 0, false);
   if (map.uniform() && algorithm != Algorithm::kDirect) {
     Task work = all_gather_in_steps(op, map, algorithm, mine, std::move(out));
     co_await work;
@@ -271,7 +271,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   const int rank = op.group().rank();
   auto begun = op.begun();
   co_await begun;
-  const std::uint64_t all = total(in) / static_cast<std::uint64_t>(map.locals());
+  const std::uint64_t all = total(in) / map.locals();
   const Algorithm algorithm =
       algorithm_for(op.group().algorithm(), Kind::kReduceScatter, map.count(), all, all / item * wide, false);
   if (map.uniform() && algorithm != Algorithm::kDirect) {
@@ -290,13 +290,12 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   co_await reduced;
   const std::uint64_t length = out.bytes / item * wide;
   Messages messages(op);
-  std::byte* const room = messages.scratch(length * static_cast<std::uint64_t>(map.count()));
+  std::byte* const room = messages.scratch(length * map.count());
   std::vector<const void*> sources(map.count());
   for (int h = 0; h < map.count(); ++h) {
     int from = map.rank_at(h, rank % static_cast<int>(map.hosts[h].size()));
-    sources[h] = room + static_cast<std::uint64_t>(h) * length;
-    if (from != rank)
-      receive_pieces(messages, from, 0, room + static_cast<std::uint64_t>(h) * length, length);
+    sources[h] = room + h * length;
+    if (from != rank) receive_pieces(messages, from, 0, room + h * length, length);
   }
   for (const Reduce& job : kept) {
     int to = static_cast<int>(job.part);

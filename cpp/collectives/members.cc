@@ -115,12 +115,11 @@ Task reduce_directly(Operation& op, const Members& members, std::byte* partial, 
   auto [first, last] = part_of(self);
   const std::uint64_t length = (last - first) * wide;
   Messages inputs(op), results(op);
-  std::byte* const room = inputs.scratch(length * static_cast<std::uint64_t>(size));
+  std::byte* const room = inputs.scratch(length * size);
   for (int i = 0; i < size; ++i) {
     if (i == self) continue;
     const int peer = members.rank(i);
-    if (root < 0 || self == root)
-      receive_pieces(inputs, peer, step, room + static_cast<std::uint64_t>(i) * length, length);
+    if (root < 0 || self == root) receive_pieces(inputs, peer, step, room + i * length, length);
     auto [from, to] = part_of(i);
     if (root < 0 || i == root) send_pieces(inputs, peer, step, partial + from * wide, (to - from) * wide);
     if (root < 0) receive_pieces(results, peer, step + 1, finished + from * item, (to - from) * item);

@@ -53,10 +53,9 @@ Task reduce_at_once(Operation& op, Span data, int root) {
   const Request& request = op.request();
   const int size = op.group().size(), rank = op.group().rank();
   const bool reduces = root < 0 || rank == root;
-  const auto room = op.scratch(reduces ? data.bytes * static_cast<std::uint64_t>(size) : 0);
+  const auto room = op.scratch(reduces ? data.bytes * size : 0);
   std::vector<Span> theirs;
-  for (int i = 0; i < size && reduces; ++i)
-    theirs.push_back({room.get() + static_cast<std::uint64_t>(i) * data.bytes, data.bytes});
+  for (int i = 0; i < size && reduces; ++i) theirs.push_back({room.get() + i * data.bytes, data.bytes});
   std::vector<Span> mine(1, data);
   Task exchange = direct(op, mine, theirs, root < 0 ? Flow::kAll : Flow::kToRoot, root);
   co_await exchange;
@@ -85,11 +84,9 @@ Task reduce_scatter(Operation& op, std::vector<Span> parts, Span out, Spread spr
   const std::uint32_t own = pieces_of(mine.bytes);
   // Several sets of buffers: some are filled while one is reduced.
   const std::uint64_t stride = std::min(kPiece, mine.bytes);
-  const auto room = op.scratch(std::min(kSets, own) * stride * static_cast<std::uint64_t>(size));
+  const auto room = op.scratch(std::min(kSets, own) * stride * size);
   auto buffer = [&](std::uint32_t index, int from) {
-    return room.get() + (static_cast<std::uint64_t>(index % kSets) * static_cast<std::uint64_t>(size) +
-                         static_cast<std::uint64_t>(from)) *
-                            stride;
+    return room.get() + (index % kSets * size + from) * stride;
   };
 
   Messages results(op);

@@ -9,16 +9,11 @@
 namespace shoal::collectives {
 
 Phase::Phase(Operation& op)
-    : op_(op),
-      team_(*op.group().team()),
-      lane_(team_.lane(
-          static_cast<int>(op.request().channel % static_cast<std::uint64_t>(op.group().lane_count())))),
-      number_(++lane_.phase) {}
+    : op_(op), team_(*op.group().team()), lane_(team_.lane(op.request().channel)), number_(++lane_.phase) {}
 
-Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
+Task Phase::open(std::vector<Span> parts) {
   parts_ = std::move(parts);
   kept_.resize(parts_.size());
-  window_ = window;
   auto found = op_.until_called([this] {
     const std::optional<int> missing = team_.missing();
     return !missing || blocked_by(*missing);
@@ -63,7 +58,7 @@ Task Phase::open(std::vector<Span> parts, std::uint64_t window) {
       table[i].offset = arena.offset_of(part.data);
     }
   }
-  std::uint64_t step = parts_.empty() ? window_ : window_ / parts_.size() / 64 * 64;
+  const std::uint64_t step = step_bytes(self());
   windows_ = exposure_ == Exposure::kStaged ? (longest + step - 1) / step : 0;
   mine.windows = windows_;
   mine.late = op_.last_to_call();
@@ -150,7 +145,7 @@ std::byte* Phase::staging(int place, std::uint64_t at, std::uint64_t bytes) cons
 
 std::uint64_t Phase::step_bytes(int place) const {
   const std::uint64_t parts = place == self() ? parts_.size() : slot(place).parts;
-  return window_ / std::max<std::uint64_t>(parts, 1) / 64 * 64;
+  return kWindow / std::max<std::uint64_t>(parts, 1) / 64 * 64;
 }
 
 std::uint64_t Phase::windows(int place) const {
@@ -164,7 +159,7 @@ Task Phase::stage(std::uint64_t window) {
     auto vacated = this->vacated();
     co_await vacated;
   }
-  std::byte* buffer = my_staging() + (window & 1) * window_;
+  std::byte* buffer = my_staging() + (window & 1) * kWindow;
   std::uint64_t step = step_bytes(self());
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     std::uint64_t offset = window * step;

@@ -19,8 +19,8 @@ class Phase {
   int size() const { return team_.size(); }
 
   // Publishes this member's parts: inline if they are small, in place if they are in shared memory, otherwise
-  // staged in windows of `window` bytes.
-  Task open(std::vector<Span> parts, std::uint64_t window);
+  // staged in windows.
+  Task open(std::vector<Span> parts);
   // Waits until a member (or all) has published, and compares its call.
   Task meet(int place);
   Task meet_all();
@@ -88,7 +88,6 @@ class Phase {
   std::uint64_t number_;
   std::vector<Span> parts_;
   std::vector<bool> kept_;
-  std::uint64_t window_ = 0;
   std::uint64_t windows_ = 0;
   Exposure exposure_{};
 };

@@ -81,7 +81,7 @@ class HostMembers {
   int size() const { return static_cast<int>(members_.size()); }
   int self() const { return self_; }
   const std::vector<int>& members() const { return members_; }
-  HostLane& lane(int index) { return lanes_[index]; }
+  HostLane& lane(std::uint64_t channel) { return lanes_[channel % lanes_.size()]; }
   // Looks up the members' blocks.  Returns a member that has none yet (an index); none if all are found, or
   // if one has an invalid address (see `invalid_member`).
   std::optional<int> missing();

@@ -81,9 +81,8 @@ void print_lane(const Operation& operation) {
   Group& group = operation.group();
   const Request& request = operation.request();
   if (!request.numbered() || group.team() == nullptr) return;
-  const int index = static_cast<int>(request.channel % static_cast<std::uint64_t>(group.lane_count()));
-  const HostLane& lane = group.team()->lane(index);
-  std::fprintf(stderr, ", lane %d at phase %llu", index, static_cast<unsigned long long>(lane.phase));
+  const HostLane& lane = group.team()->lane(request.channel);
+  std::fprintf(stderr, ", in phase %llu of its lane", static_cast<unsigned long long>(lane.phase));
   for (std::size_t place = 0; place < lane.member_lanes.size(); ++place) {
     const Counters* counters = lane.member_lanes[place].counters;
     if (counters == nullptr) {
