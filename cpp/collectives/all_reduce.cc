@@ -78,8 +78,7 @@ class ChunkedReduce {
   Task run() {
     if (staging_) {
       slots_ = phase_.my_staging();
-      auto vacated = phase_.vacated();
-      co_await vacated;
+      co_await phase_.vacated();
       for (std::uint64_t chunk = 0; chunk < std::min(kSlots, chunks_); ++chunk) {
         stage(chunk);
         phase_.advance(&Counters::staged, chunk + 1);
@@ -89,16 +88,14 @@ class ChunkedReduce {
     }
     for (std::uint64_t step = 0; step < chunks_ + kLag; ++step) {
       if (step < chunks_) {
-        auto ready = phase_.all(&Counters::staged, step + 1);
-        co_await ready;
+        co_await phase_.all(&Counters::staged, step + 1);
         reduce(step);
         phase_.op().group().context().reached(Fault::kWriting);
         phase_.advance(&Counters::reduced, step + 1);
       }
       if (step < kLag || step - kLag >= chunks_) continue;
       const std::uint64_t chunk = step - kLag;
-      auto reduced = phase_.all(&Counters::reduced, chunk + 1);
-      co_await reduced;
+      co_await phase_.all(&Counters::reduced, chunk + 1);
       if (!staging_) continue;
       replace(chunk);
       if (chunk + kSlots < chunks_) phase_.advance(&Counters::staged, chunk + kSlots + 1);
@@ -184,13 +181,11 @@ Task shared_all_reduce(Operation& op, Span data, int root) {
     reduce_small(work);
   } else if (phase.all_direct()) {
     if (!reduce_fused(work)) {
-      auto never = op.never();
-      co_await never;
+      co_await op.never();
     }
     phase.advance(&Counters::reduced, 1);
     op.group().context().reached(Fault::kReduced);
-    auto reduced = phase.all(&Counters::reduced, 1);
-    co_await reduced;
+    co_await phase.all(&Counters::reduced, 1);
   } else {
     ChunkedReduce relay(work);
     Task relayed = relay.run();

@@ -10,8 +10,7 @@ namespace {
 // A group of size 1.  Reducing a single input changes only bools, whose bytes may be other than 0 and 1.
 Task alone(Operation& op) {
   const Request& request = op.request();
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   if (reduces(request.kind) && request.reduction.dtype == DType::kBool) {
     const void* from = request.in[0].data;
     void* to = request.out.empty() ? request.in[0].data : request.out[0].data;
@@ -158,8 +157,7 @@ Task receive(Operation& op) {
     op.end(std::move(error));
   else
     group.fail(std::move(error), true);
-  auto never = op.never();
-  co_await never;
+  co_await op.never();
 }
 
 }  // namespace shoal::collectives

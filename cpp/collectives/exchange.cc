@@ -28,8 +28,7 @@ Task stage_first_windows(Phase& phase) {
 Task advance_window(Phase& phase, std::uint64_t window) {
   phase.advance(&Counters::taken, window + 1);
   if (window + 2 >= phase.windows()) co_return;
-  auto taken = phase.all(&Counters::taken, window + 1);
-  co_await taken;
+  co_await phase.all(&Counters::taken, window + 1);
   Task stage = phase.stage(window + 2);
   co_await stage;
 }

@@ -117,8 +117,7 @@ Task reduce_block(Operation& op, const Map& map, Span data, int root, std::uint3
 
 Task reduce(Operation& op, Span data, int root) {
   Map map(op.group());
-  auto begun = op.begun();  // clearing the buffers for partial results takes time already
-  co_await begun;
+  co_await op.begun();  // clearing the buffers for partial results takes time already
   std::uint32_t step = 0;
   std::uint64_t offset = 0;
   do {
@@ -184,8 +183,7 @@ Task all_gather_in_steps(Operation& op, const Map& map, Algorithm algorithm, Spa
   const Members members = map.members(map.place);
   Edges edges(1, 0);
   for (int h = 0; h < map.count(); ++h) edges.push_back(edges.back() + out[members.rank(h)].bytes);
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   const auto blocks = op.scratch(edges.back());
   std::vector<Span> parts;
   for (int h = 0; h < map.count(); ++h) parts.push_back({blocks.get() + edges[h], edges[h + 1] - edges[h]});
@@ -269,8 +267,7 @@ Task reduce_scatter(Operation& op, std::vector<Span> in, Span out) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
   const int rank = op.group().rank();
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   const std::uint64_t all = total(in) / map.locals();
   const Algorithm algorithm =
       algorithm_for(op.group().algorithm(), Kind::kReduceScatter, map.count(), all, all / item * wide, false);

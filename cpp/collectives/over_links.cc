@@ -41,8 +41,7 @@ Task direct(Operation& op, std::vector<Span> mine, std::vector<Span> theirs, Flo
     bool goes = flow == Flow::kAll || (flow == Flow::kToRoot ? to == root : rank == root);
     if (goes) messages.send(to, 0, pick(mine, to).data, pick(mine, to).bytes);
   }
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   if (flow == Flow::kAll || rank == root) copy(pick(theirs, rank), pick(mine, rank));
   Task done = messages.finish();
   co_await done;
@@ -164,8 +163,7 @@ Task reduce_in_slices(Operation& op, Span data, int root) {
 Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::uint64_t elements = data.bytes / itemsize(reduction.dtype);
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   const auto partial = op.scratch(elements * kernels::accumulator_size(reduction));
   const void* from = data.data;
   kernels::reduce_partial(reduction, partial.get(), {&from, 1}, elements);
@@ -177,8 +175,7 @@ Task reduce_in_steps(Operation& op, Span data, Algorithm algorithm, int root) {
 Task reduce_scatter_in_steps(Operation& op, Algorithm algorithm, std::vector<Span> parts, Span out) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::size_t item = itemsize(reduction.dtype), wide = kernels::accumulator_size(reduction);
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   Edges edges(1, 0);
   for (const Span& part : parts) edges.push_back(edges.back() + part.bytes / item);
   const auto partial = op.scratch(edges.back() * wide);
@@ -192,8 +189,7 @@ Task reduce_scatter_in_steps(Operation& op, Algorithm algorithm, std::vector<Spa
 }
 
 Task all_gather_in_steps(Operation& op, Algorithm algorithm, Span mine, std::vector<Span> out) {
-  auto begun = op.begun();
-  co_await begun;
+  co_await op.begun();
   const Members members = all_members(op.group());
   const int self = members.self();
   Edges edges(1, 0);

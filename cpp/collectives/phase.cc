@@ -64,8 +64,7 @@ Task Phase::open(std::vector<Span> parts) {
   mine.late = op_.last_to_call();
   mine.phase.store(number_, std::memory_order_release);
   team_.ring_all(lane_);
-  auto begun = op_.begun();
-  co_await begun;
+  co_await op_.begun();
 }
 
 Task Phase::meet(int place) {
@@ -105,8 +104,7 @@ void Phase::leave() {
 Task Phase::close() {
   leave();
   if (exposure() == Exposure::kInline) co_return;
-  auto taken = all(&Counters::taken, 1ULL << kPhaseShift);
-  co_await taken;
+  co_await all(&Counters::taken, 1ULL << kPhaseShift);
 }
 
 bool Phase::all_direct() const {
@@ -156,8 +154,7 @@ std::uint64_t Phase::windows(int place) const {
 
 Task Phase::stage(std::uint64_t window) {
   if (window < 2) {
-    auto vacated = this->vacated();
-    co_await vacated;
+    co_await vacated();
   }
   std::byte* buffer = my_staging() + (window & 1) * kWindow;
   std::uint64_t step = step_bytes(self());

@@ -97,31 +97,15 @@ bool Messages::settled() {
   return true;
 }
 
-// After the first wait for data an operation waits for more data, not for members.
-Task Messages::wait_until_called() {
-  auto begun = op_.begun();
-  co_await begun;
-  if (op_.all_called) co_return;
-  auto condition = op_.until_called([this] { return called(); });
-  co_await condition;
-  for (const auto& incoming : incoming_) op_.all_called |= !op_.has_steps && incoming->capacity > 0;
-}
-
-Task Messages::finish() {
-  Task all_called = wait_until_called();
-  co_await all_called;
-  auto condition = op_.until([this] { return settled(); });
-  co_await condition;
-  if (refused_) {
-    Task mismatch = op_.mismatch();
-    co_await mismatch;
+Task Messages::wait(bool (Messages::*finished)()) {
+  co_await op_.begun();
+  if (!op_.all_called) {
+    auto all_called = op_.until_called([this] { return called(); });
+    co_await all_called;
+    // After the first wait for data an operation waits for more data, not for members.
+    for (const auto& incoming : incoming_) op_.all_called |= !op_.has_steps && incoming->capacity > 0;
   }
-}
-
-Task Messages::finish_receives() {
-  Task all_called = wait_until_called();
-  co_await all_called;
-  auto condition = op_.until([this] { return received(); });
+  auto condition = op_.until([this, finished] { return (this->*finished)(); });
   co_await condition;
   if (refused_) {
     Task mismatch = op_.mismatch();

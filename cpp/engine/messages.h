@@ -34,8 +34,8 @@ class Messages {
   // Whether the first frames of all receives so far have arrived.
   bool called();
   // Waits for everything; a refused message is a mismatch.
-  Task finish();
-  Task finish_receives();
+  Task finish() { return wait(&Messages::settled); }
+  Task finish_receives() { return wait(&Messages::received); }
 
   // Whether a message of the operation still waits for a grant of its receiver.
   static bool ungranted(const Operation& op);
@@ -47,7 +47,7 @@ class Messages {
   static std::vector<int> sources_of(const Operation& op);
 
  private:
-  Task wait_until_called();
+  Task wait(bool (Messages::*finished)());
 
   bool refused_ = false;
   Operation& op_;

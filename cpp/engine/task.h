@@ -3,6 +3,9 @@
 // A Task starts when it is awaited or resumed, and runs until it awaits a Condition that is not ready.  A
 // thread that later finds it ready resumes it (Operation::step).  Destroying a suspended Task runs the
 // destructors of its objects, which cancels the messages of a failed operation.
+//
+// Tasks, and conditions with a lambda, are named before they are awaited: g++ 10 and 11 may destroy
+// temporaries of such an expression twice.
 #pragma once
 
 #include <coroutine>
