@@ -119,7 +119,7 @@ int RpcEndpoint::attach(int fd, int pid, std::int64_t ticket, int memory) {
     throw;
   }
   close_all({&memory});
-  auto peer = std::make_shared<Peer>(*this, *this, id, fd, epoll_, ticket);
+  auto peer = std::make_shared<Peer>(*this, id, fd, epoll_, ticket);
   peer->local = pid > 0;
   peer->pidfd = pidfd;
   peer->borrowed = std::move(borrowed);

@@ -31,7 +31,7 @@
 
 namespace shoal {
 
-class RpcEndpoint final : public FrameSink, public PeerListener {
+class RpcEndpoint final : public FrameSink {
  public:
   struct Options {
     std::uint64_t budget = 0;    // maximum bytes of large parts that were received and not yet taken
@@ -101,7 +101,13 @@ class RpcEndpoint final : public FrameSink, public PeerListener {
   // Sends queued packets and closes; returns the peers that did not take all of them before the deadline.
   std::vector<int> close(std::int64_t deadline);
 
-  BufferPool& buffers() override { return *buffers_; }
+  // For the assembler of a peer's packets: a call or a post has arrived completely.  In the endpoint's
+  // thread.
+  void packet_arrived(PacketPtr packet);
+  // A call has ended; the caller of this has claimed it.
+  void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply);
+  const std::shared_ptr<Budget>& budget() const { return budget_; }
+  BufferPool& buffers() { return *buffers_; }
   // Memory for a part to be sent: lent without a copy to a peer of this host.  Null if out of memory.
   std::shared_ptr<std::byte> part_to_send(std::uint64_t bytes);
   // Releases memory that a forked child should not inherit.
@@ -120,11 +126,6 @@ class RpcEndpoint final : public FrameSink, public PeerListener {
   void on_frame(Link& link, const FrameHeader& header, const Destination& destination) override;
   void on_link_lost(Link& link, LinkEnd end, const char* why) override;
   void on_sent() override {}
-  // PeerListener
-  void packet_arrived(PacketPtr packet) override;
-  void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply) override;
-  std::shared_ptr<Budget> budget() override { return budget_; }
-
   void run();
   void serve(Peer& peer, std::uint32_t events);
   void end_of(Peer& peer, const char* why);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "common/clock.h"
-#include "rpc/peer.h"
+#include "rpc/endpoint.h"
 
 namespace shoal {
 namespace {

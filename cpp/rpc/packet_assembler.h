@@ -12,12 +12,12 @@
 
 namespace shoal {
 
-class PeerListener;
 class Peer;
+class RpcEndpoint;
 
 class PacketAssembler {
  public:
-  PacketAssembler(Peer& peer, PeerListener& endpoint) : peer_(peer), endpoint_(endpoint) {}
+  PacketAssembler(Peer& peer, RpcEndpoint& endpoint) : peer_(peer), endpoint_(endpoint) {}
 
   // The state against which the next message is checked.
   const PacketState& state();
@@ -61,7 +61,7 @@ class PacketAssembler {
   void refuse(PartialPacket& whole, std::uint64_t bytes);
 
   Peer& peer_;
-  PeerListener& endpoint_;
+  RpcEndpoint& endpoint_;
   PacketState state_;
   std::shared_ptr<PartialPacket> current_;  // the last packet; its parts follow
   std::deque<std::shared_ptr<IncomingPart>> waiting_;

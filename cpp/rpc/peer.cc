@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "common/duration.h"
+#include "rpc/endpoint.h"
 
 namespace shoal {
 namespace {
@@ -18,6 +19,9 @@ constexpr std::uint64_t kPacketWindow = kUnreadLimit / 4 * 3;
 constexpr std::uint64_t kQueueLimit = 64 << 20;  // bytes queued here before submitters must wait
 
 }  // namespace
+
+Peer::Peer(RpcEndpoint& endpoint, int id, int fd, int epoll, std::int64_t ticket)
+    : id(id), ticket(ticket), link(id, endpoint, fd, epoll), arrivals(*this, endpoint) {}
 
 // -- sending ----------------------------------------------------------------------------------------
 

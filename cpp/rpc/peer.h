@@ -11,31 +11,17 @@
 #include <unordered_map>
 #include <vector>
 
-#include "common/buffer_pool.h"
 #include "net/socket_link.h"
 #include "rpc/packet.h"
 #include "rpc/packet_assembler.h"
 
 namespace shoal {
 
-// The interface by which a peer reports to its endpoint.  All functions except `ended` run in the endpoint's
-// thread.
-class PeerListener {
- public:
-  virtual ~PeerListener() = default;
-  // A call or a post has arrived completely.
-  virtual void packet_arrived(PacketPtr packet) = 0;
-  // A call has ended; the caller of this has claimed it.
-  virtual void ended(class Peer& peer, const CallPtr& call, CallEnd how, std::string text,
-                     PacketPtr reply) = 0;
-  virtual std::shared_ptr<Budget> budget() = 0;
-  virtual BufferPool& buffers() = 0;
-};
+class RpcEndpoint;
 
 class Peer : public std::enable_shared_from_this<Peer> {
  public:
-  Peer(PeerListener& endpoint, FrameSink& sink, int id, int fd, int epoll, std::int64_t ticket)
-      : id(id), ticket(ticket), link(id, sink, fd, epoll), arrivals(*this, endpoint), endpoint_(endpoint) {}
+  Peer(RpcEndpoint& endpoint, int id, int fd, int epoll, std::int64_t ticket);
 
   const int id;
   const std::int64_t ticket;
@@ -107,8 +93,6 @@ class Peer : public std::enable_shared_from_this<Peer> {
   bool register_call(const CallPtr& call);
   bool renumber(const CallPtr& call);
   void transmit(OutgoingPacket& outgoing, const CallPtr& call);
-
-  PeerListener& endpoint_;
 
   std::mutex sending_;  // held for every message to the peer, so that parts follow their packet
   std::condition_variable room_;
