@@ -4,6 +4,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "common/bytes.h"
+
 namespace shoal::consensus {
 namespace {
 
@@ -50,11 +52,6 @@ std::string add(Op op, const std::string& so_far, const std::string& vote) {
   return bytes_of(common);
 }
 
-std::string with_length(const std::string& value) {
-  const auto length = static_cast<std::uint32_t>(value.size());
-  return std::string(reinterpret_cast<const char*>(&length), sizeof length) + value;
-}
-
 const char* flaw_of_value(Op op, const std::string& value, std::size_t limit) {
   if (value.size() > limit) return "a value is longer than votes may be";
   if (gathers(op)) return nullptr;
@@ -66,17 +63,14 @@ const char* flaw_of_value(Op op, const std::string& value, std::size_t limit) {
 }
 
 const char* flaw_of_gathered(const std::string& value, int ranks, std::size_t limit) {
-  std::size_t at = 0;
+  ByteReader reader(value);
   for (int i = 0; i < ranks; ++i) {
-    std::uint32_t length;
-    if (value.size() - at < sizeof length) return "a gathered value ends early";
-    std::memcpy(&length, value.data() + at, sizeof length);
-    at += sizeof length;
+    const auto length = reader.get<std::uint32_t>();
     if (length > limit) return "a gathered vote is longer than votes may be";
-    if (value.size() - at < length) return "a gathered value ends early";
-    at += length;
+    reader.text(length);
   }
-  return at == value.size() ? nullptr : "a gathered value has more votes than ranks";
+  if (!reader.well()) return "a gathered value ends early";
+  return reader.ended() ? nullptr : "a gathered value has more votes than ranks";
 }
 
 bool is_op(Op op) { return op >= Op::kAnd && op <= Op::kGrow; }
@@ -101,7 +95,10 @@ Decision combine(int size, const std::vector<std::pair<int, const Vote*>>& votes
   }
   result.op = op;
   if (gathers(op)) {
-    for (const auto& [rank, vote] : votes) result.value += with_length(vote->value);
+    for (const auto& [rank, vote] : votes) {
+      put(result.value, static_cast<std::uint32_t>(vote->value.size()));
+      result.value += vote->value;
+    }
     return result;
   }
   result.value = votes.front().second->value;

@@ -3,7 +3,10 @@
 
 #include "consensus/message.h"
 
-#include <cstring>
+#include <algorithm>
+#include <span>
+
+#include "common/bytes.h"
 
 namespace shoal::consensus {
 namespace {
@@ -28,88 +31,61 @@ static_assert(sizeof(Value) == 8);
 
 std::size_t bytes_of_set(int size) { return (static_cast<std::size_t>(size) + 7) / 8; }
 
-void put(std::string& to, const void* from, std::size_t bytes) {
-  to.append(static_cast<const char*>(from), bytes);
-}
-
-void put(std::string& to, const RankSet& set, int size) {
+void put_set(std::string& to, const RankSet& set, int size) {
   std::string bits(bytes_of_set(size), '\0');
   if (set.size() == size)
-    for (int rank : set.list())
-      bits[static_cast<std::size_t>(rank) / 8] |= static_cast<char>(1 << (rank % 8));
+    for (int rank : set.list()) bits[rank / 8] |= static_cast<char>(1 << (rank % 8));
   to += bits;
 }
 
-void put(std::string& to, Op op, const std::string& value) {
-  const Value head{op, {}, static_cast<std::uint32_t>(value.size())};
-  put(to, &head, sizeof head);
+void put_value(std::string& to, Op op, const std::string& value) {
+  put(to, Value{op, {}, static_cast<std::uint32_t>(value.size())});
 }
 
-class Reader {
- public:
-  explicit Reader(std::string_view bytes) : left_(bytes) {}
-
-  bool get(void* to, std::size_t bytes) {
-    if (left_.size() < bytes) return false;
-    std::memcpy(to, left_.data(), bytes);
-    left_.remove_prefix(bytes);
-    return true;
+RankSet get_set(ByteReader& reader, int size) {
+  RankSet set(size);
+  const std::string_view bits = reader.text(bytes_of_set(size));
+  for (int bit = 0; bit < static_cast<int>(bits.size()) * 8; ++bit) {
+    if (((bits[bit / 8] >> (bit % 8)) & 1) == 0) continue;
+    reader.require(bit < size);
+    if (bit < size) set.add(bit);
   }
-  bool get(std::string& to, std::size_t bytes) {
-    if (left_.size() < bytes) return false;
-    to.assign(left_.substr(0, bytes));
-    left_.remove_prefix(bytes);
-    return true;
-  }
-  bool get(RankSet& to, int size) {
-    std::string bits;
-    if (!get(bits, bytes_of_set(size))) return false;
-    to = RankSet(size);
-    for (int bit = 0; bit < static_cast<int>(bits.size()) * 8; ++bit) {
-      if (((bits[static_cast<std::size_t>(bit) / 8] >> (bit % 8)) & 1) == 0) continue;
-      if (bit >= size) return false;
-      to.add(bit);
-    }
-    return true;
-  }
-  bool ended() const { return left_.empty(); }
-
- private:
-  std::string_view left_;
-};
-
-bool zero(const std::uint8_t* bytes, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i)
-    if (bytes[i] != 0) return false;
-  return true;
+  return set;
 }
 
-const char* read(Reader& reader, int size, Message& message) {
-  constexpr const char* kShort = "a message of an agreement ends early, or names ranks that do not exist";
-  Header header;
-  if (!reader.get(&header, sizeof header)) return kShort;
-  if (header.flags > (kHasVote | kHasDecision) || !zero(header.reserved, sizeof header.reserved))
+bool zero(std::span<const std::uint8_t> bytes) {
+  return std::ranges::all_of(bytes, [](std::uint8_t byte) { return byte == 0; });
+}
+
+Value get_value(ByteReader& reader) {
+  const auto value = reader.get<Value>();
+  reader.require(zero(value.reserved));
+  return value;
+}
+
+const char* read(std::string_view bytes, int size, Message& message) {
+  ByteReader reader(bytes);
+  const auto header = reader.get<Header>();
+  if (header.flags > (kHasVote | kHasDecision) || !zero(header.reserved))
     return "a message of an agreement has unknown flags";
   message = Message();
   message.type = header.type;
   message.ballot = header.ballot;
   message.accepted = header.accepted;
-  if (!reader.get(message.lost, size) || !reader.get(message.dead, size)) return kShort;
-  Value value;
+  message.lost = get_set(reader, size);
+  message.dead = get_set(reader, size);
   if (header.flags & kHasVote) {
-    Vote vote;
-    if (!reader.get(&value, sizeof value) || !zero(value.reserved, sizeof value.reserved)) return kShort;
-    vote.op = value.op;
-    if (!reader.get(vote.value, value.bytes)) return kShort;
-    message.vote = std::move(vote);
+    const Value value = get_value(reader);
+    message.vote = Vote{value.op, std::string(reader.text(value.bytes))};
   }
   if (header.flags & kHasDecision) {
-    Decision decision;
-    if (!reader.get(&value, sizeof value) || !zero(value.reserved, sizeof value.reserved)) return kShort;
+    const Value value = get_value(reader);
+    Decision& decision = message.decision.emplace();
     decision.op = value.op;
-    if (!reader.get(decision.ranks, size) || !reader.get(decision.value, value.bytes)) return kShort;
-    message.decision = std::move(decision);
+    decision.ranks = get_set(reader, size);
+    decision.value = reader.text(value.bytes);
   }
+  if (!reader.well()) return "a message of an agreement ends early, or names ranks that do not exist";
   return reader.ended() ? nullptr : "a message of an agreement is too long";
 }
 
@@ -149,16 +125,16 @@ std::string encode(const Message& message, int size) {
   header.ballot = message.ballot;
   header.accepted = message.accepted;
   std::string result;
-  put(result, &header, sizeof header);
-  put(result, message.lost, size);
-  put(result, message.dead, size);
+  put(result, header);
+  put_set(result, message.lost, size);
+  put_set(result, message.dead, size);
   if (message.vote) {
-    put(result, message.vote->op, message.vote->value);
+    put_value(result, message.vote->op, message.vote->value);
     result += message.vote->value;
   }
   if (message.decision) {
-    put(result, message.decision->op, message.decision->value);
-    put(result, message.decision->ranks, size);
+    put_value(result, message.decision->op, message.decision->value);
+    put_set(result, message.decision->ranks, size);
     result += message.decision->value;
   }
   return result;
@@ -166,8 +142,7 @@ std::string encode(const Message& message, int size) {
 
 const char* decode(std::string_view bytes, const Receiver& receiver, Message& message) {
   if (bytes.size() > message_limit(receiver.size)) return "a message of an agreement is too long";
-  Reader reader(bytes);
-  if (const char* flaw = read(reader, receiver.size, message)) return flaw;
+  if (const char* flaw = read(bytes, receiver.size, message)) return flaw;
   if (const char* flaw = flaw_of_fields(message, receiver)) return flaw;
   const RankSet lost = message.lost | message.dead;
   if (lost.has(receiver.sender) || lost.has(receiver.rank))

@@ -2,8 +2,7 @@
 
 #include "consensus/witness.h"
 
-#include <cstring>
-
+#include "common/bytes.h"
 #include "consensus/message.h"
 
 namespace shoal::consensus {
@@ -18,7 +17,8 @@ struct Head {
 
 std::string Witness::bytes(int size) const {
   const Head head{promised_, accepted_ ? accepted_->ballot : 0};
-  const std::string result(reinterpret_cast<const char*>(&head), sizeof head);
+  std::string result;
+  put(result, head);
   if (!accepted_) return result;
   Message proposal{MessageType::kPropose, head.accepted, RankSet(size), RankSet(size), {}, 0, {}};
   proposal.decision = accepted_->decision;
@@ -29,17 +29,16 @@ const char* Witness::read(std::string_view bytes, int size) {
   promised_ = 0;
   accepted_.reset();
   if (bytes.empty()) return nullptr;
-  Head head;
-  if (bytes.size() < sizeof head) return "the stored state of a witness ends early";
-  std::memcpy(&head, bytes.data(), sizeof head);
-  bytes.remove_prefix(sizeof head);
+  ByteReader reader(bytes);
+  const auto head = reader.get<Head>();
+  if (!reader.well()) return "the stored state of a witness ends early";
   if (head.promised >= kBallotLimit || head.accepted > head.promised)
     return "the stored state of a witness has wrong ballots";
   promised_ = head.promised;
-  if (bytes.empty()) return nullptr;
+  if (reader.ended()) return nullptr;
   const auto leader = static_cast<int>(head.accepted % static_cast<std::uint64_t>(size));
   Message proposal;
-  if (const char* flaw = decode(bytes, {size, leader, leader}, proposal)) return flaw;
+  if (const char* flaw = decode(reader.rest(), {size, leader, leader}, proposal)) return flaw;
   if (proposal.type != MessageType::kPropose || proposal.ballot != head.accepted)
     return "the stored state of a witness does not contain a proposal of its ballot";
   accepted_ = Accepted{head.accepted, *proposal.decision};

@@ -1,56 +1,15 @@
 #include "engine/error.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "common/bytes.h"
 #include "net/check.h"
 
 namespace shoal {
 namespace {
 
 constexpr std::size_t kRoomForText = kTextLimit / 2;  // minimum room for the text beside ranks and losses
-
-template <class Number>
-void put(std::string& bytes, Number number) {
-  bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
-}
-
-// Reads consecutive numbers and texts; after the first missing one, all reads fail.
-class Reader {
- public:
-  explicit Reader(const std::string& bytes) : bytes_(bytes) {}
-
-  bool well() const { return well_; }
-
-  template <class Number>
-  Number number() {
-    Number number{};
-    if (room(sizeof number)) {
-      std::memcpy(&number, bytes_.data() + at_, sizeof number);
-      at_ += sizeof number;
-    }
-    return number;
-  }
-
-  std::string text(std::size_t bytes) {
-    if (!room(bytes)) return {};
-    at_ += bytes;
-    return bytes_.substr(at_ - bytes, bytes);
-  }
-
-  std::string rest() { return well_ ? bytes_.substr(at_) : std::string(); }
-
- private:
-  bool room(std::size_t bytes) {
-    well_ = well_ && bytes <= bytes_.size() - at_;
-    return well_;
-  }
-
-  const std::string& bytes_;
-  std::size_t at_ = 0;
-  bool well_ = true;
-};
 
 }  // namespace
 
@@ -89,24 +48,24 @@ std::string encode(const Error& error) {
 }
 
 const char* decode(const std::string& payload, int size, Error& error) {
-  Reader reader(payload);
+  ByteReader reader(payload);
   bool members = true;
   auto rank = [&](int least) {
-    const int number = reader.number<std::int32_t>();
+    const int number = reader.get<std::int32_t>();
     members &= number >= least && number < size;
     return number;
   };
-  for (auto left = reader.number<std::uint32_t>(); reader.well() && left > 0; --left)
+  for (auto left = reader.get<std::uint32_t>(); reader.well() && left > 0; --left)
     error.ranks.push_back(rank(0));
-  for (auto left = reader.number<std::uint32_t>(); reader.well() && left > 0; --left) {
+  for (auto left = reader.get<std::uint32_t>(); reader.well() && left > 0; --left) {
     LostRank loss;
     loss.rank = rank(0);
     loss.reporter = rank(-1);
-    loss.cause = reader.text(reader.number<std::uint32_t>());
+    loss.cause = reader.text(reader.get<std::uint32_t>());
     error.lost.push_back(std::move(loss));
   }
   error.reporter = rank(-1);
-  error.subject = reader.text(reader.number<std::uint32_t>());
+  error.subject = reader.text(reader.get<std::uint32_t>());
   error.text = reader.rest();
   if (!reader.well()) return "an error that is not one";
   return members ? nullptr : "an error of ranks that are not in the group";

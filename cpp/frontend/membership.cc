@@ -16,7 +16,7 @@
 #include <cstring>
 #include <utility>
 
-#include "common/clock.h"
+#include "common/bytes.h"
 #include "common/descriptors.h"
 #include "frontend/failure.h"
 #include "frontend/inherited.h"
@@ -55,11 +55,6 @@ siginfo_t reap(int pidfd) {
   while (::waitid(kPidfd, static_cast<id_t>(pidfd), &status, WEXITED) < 0 && errno == EINTR) {
   }
   return status;
-}
-
-template <class Number>
-void put(std::string& bytes, Number number) {
-  bytes.append(reinterpret_cast<const char*>(&number), sizeof number);
 }
 
 }  // namespace

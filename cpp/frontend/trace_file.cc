@@ -9,6 +9,7 @@
 #include <cstring>
 #include <utility>
 
+#include "common/bytes.h"
 #include "common/descriptors.h"
 #include "frontend/packer.h"
 
@@ -108,7 +109,8 @@ void TraceFile::drain() {
 void TraceFile::append(const std::string& frame) {
   if (fd_ < 0) return;
   const auto length = static_cast<std::uint32_t>(frame.size());
-  std::string bytes(reinterpret_cast<const char*>(&length), sizeof length);
+  std::string bytes;
+  put(bytes, length);
   bytes += frame;
   const off_t end = ::lseek(fd_, 0, SEEK_END);
   for (std::size_t at = 0; at < bytes.size();) {
