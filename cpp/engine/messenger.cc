@@ -6,6 +6,7 @@
 #include "net/check.h"
 
 namespace shoal {
+
 bool Messenger::accept(Incoming& incoming, const FrameHeader& header, Link& link) {
   incoming.header = header;
   incoming.link.store(&link, std::memory_order_release);
@@ -66,7 +67,7 @@ bool Messenger::match_early(const std::shared_ptr<Incoming>& incoming) {
     }
     deliver(message, incoming);
     early.erase(it);
-    if (early.empty() && found->second.posted.empty()) channels_.erase(found);
+    if (found->second.empty()) channels_.erase(found);
     return true;
   }
   return false;
@@ -91,7 +92,7 @@ void Messenger::repost(const std::shared_ptr<Incoming>& incoming, int from) {
     if (incoming->from.load() != from || incoming->state.load() == Incoming::kDone) return;
     incoming->cancelled = true;  // on_withdrawn() leaves it alone from now on
   }
-  withdraw(incoming, true);
+  cancel(incoming, true);
   std::lock_guard lock(mutex_);
   incoming->cancelled = false;
   post_again(incoming);
@@ -108,7 +109,7 @@ void Messenger::on_withdrawn(Link& link, const FrameHeader& header) {
   std::erase_if(found->second.early, [&](const auto& early) {
     return early->link == &link && early->header.message == header.message && partial(early->header);
   });
-  if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
+  if (found->second.empty()) channels_.erase(found);
 }
 
 Destination Messenger::on_message(Link& link, const FrameHeader& header) {
@@ -121,7 +122,7 @@ Destination Messenger::on_message(Link& link, const FrameHeader& header) {
     if (incoming->step != header.step) continue;
     if (incoming->source >= 0 && incoming->source != static_cast<std::int32_t>(header.source)) continue;
     channel.posted.erase(it);
-    if (channel.posted.empty() && channel.early.empty()) channels_.erase(key);
+    if (channel.empty()) channels_.erase(key);
     if (!accept(*incoming, header, link)) return {};
     return {incoming->data, incoming};
   }
@@ -166,12 +167,10 @@ void Messenger::on_payload(Link& link, const FrameHeader& header, const Destinat
   auto found = channels_.find(Key{header.group, header.channel});
   if (found == channels_.end()) return;
   found->second.early.remove(early);
-  if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
+  if (found->second.empty()) channels_.erase(found);
 }
 
-void Messenger::cancel(const std::shared_ptr<Incoming>& incoming) { withdraw(incoming, false); }
-
-void Messenger::withdraw(const std::shared_ptr<Incoming>& incoming, bool forget) {
+void Messenger::cancel(const std::shared_ptr<Incoming>& incoming, bool forget) {
   {
     std::lock_guard lock(mutex_);
     incoming->cancelled = true;
@@ -180,7 +179,7 @@ void Messenger::withdraw(const std::shared_ptr<Incoming>& incoming, bool forget)
       found->second.posted.remove(incoming);
       for (auto& early : found->second.early)
         if (early->claimed == incoming) early->claimed = nullptr;
-      if (found->second.early.empty() && found->second.posted.empty()) channels_.erase(found);
+      if (found->second.empty()) channels_.erase(found);
     }
   }
   if (Link* link = incoming->link.load(std::memory_order_acquire)) link->detach(incoming.get(), forget);
@@ -218,8 +217,7 @@ void Messenger::gone(int peer) {
   for (auto& [group, membership] : groups_) std::erase(membership.others, peer);
   std::erase_if(groups_, [](const auto& entry) { return entry.second.is_finished(); });
   std::vector<std::shared_ptr<Incoming>> claims;
-  for (auto it = channels_.begin(); it != channels_.end();) {
-    auto& channel = it->second;
+  for (auto& [key, channel] : channels_)
     std::erase_if(channel.early, [&](const auto& early) {
       if (early->link->peer() != peer || (early->complete && !partial(early->header))) return false;
       if (early->claimed) claims.push_back(early->claimed);
@@ -227,8 +225,7 @@ void Messenger::gone(int peer) {
       holders_.erase(early->holder.get());
       return true;
     });
-    it = channel.early.empty() && channel.posted.empty() ? channels_.erase(it) : std::next(it);
-  }
+  drop_empty();
   for (auto& incoming : claims) post_again(incoming);
 }
 
@@ -236,17 +233,20 @@ std::vector<std::pair<Link*, const char*>> Messenger::flawed(std::uint64_t group
                                                              const std::vector<int>& ranks) {
   std::vector<std::pair<Link*, const char*>> flaws;
   std::lock_guard lock(mutex_);
-  for (auto it = channels_.begin(); it != channels_.end();) {
-    auto& [key, channel] = *it;
+  for (auto& [key, channel] : channels_)
     if (key.group == group)
       std::erase_if(channel.early, [&](const auto& early) {
         const char* flaw = flaw_in_group(early->header, early->link->peer(), ranks);
         if (flaw != nullptr) flaws.emplace_back(early->link, flaw);
         return flaw != nullptr;
       });
-    it = channel.early.empty() && channel.posted.empty() ? channels_.erase(it) : std::next(it);
-  }
+  drop_empty();
   return flaws;
+}
+
+// Requires the lock.
+void Messenger::drop_empty() {
+  std::erase_if(channels_, [](const auto& entry) { return entry.second.empty(); });
 }
 
 void Messenger::clear() {

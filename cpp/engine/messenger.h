@@ -28,8 +28,8 @@ class Messenger {
   explicit Messenger(std::shared_ptr<BufferPool> buffers) : buffers_(std::move(buffers)) {}
 
   void post(const std::shared_ptr<Incoming>& incoming);
-  // Nothing is written to the receive's memory after this returns.
-  void cancel(const std::shared_ptr<Incoming>& incoming);
+  // Nothing is written to the receive's memory after this returns; forget: see Link::detach.
+  void cancel(const std::shared_ptr<Incoming>& incoming, bool forget = false);
   // Matches the receive again, because the rest of its message from this member will not arrive.
   void repost(const std::shared_ptr<Incoming>& incoming, int from);
   // Opens a group; `others` are the global ranks of its other members.
@@ -62,6 +62,7 @@ class Messenger {
   struct Channel {
     std::list<std::shared_ptr<Incoming>> posted;
     std::list<std::shared_ptr<Early>> early;
+    bool empty() const { return posted.empty() && early.empty(); }
   };
   struct Key {
     std::uint64_t group, channel;
@@ -76,7 +77,7 @@ class Messenger {
   bool match_early(const std::shared_ptr<Incoming>& incoming);
   // Posts the receive again, before the receives that were posted after it.
   void post_again(const std::shared_ptr<Incoming>& incoming);
-  void withdraw(const std::shared_ptr<Incoming>& incoming, bool forget);
+  void drop_empty();
   static void deliver(Early& early, const std::shared_ptr<Incoming>& incoming);
   // After the first frame of a message: completes the receive, or asks for the rest.
   static void after_first_frame(Link& link, const FrameHeader& header,
