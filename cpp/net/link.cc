@@ -236,19 +236,19 @@ void Link::ask_for_rest(const FrameHeader& header, std::shared_ptr<Incoming> inc
     std::lock_guard lock(route_mutex_);
     routes_[header.message] = {header, header.payload, std::move(incoming)};
   }
-  FrameHeader grant;
-  grant.type = FrameType::kGrant;
-  grant.message = header.message;
-  send_control(grant);
+  answer(header.message, kWanted);
 }
 
 void Link::decline(const FrameHeader& header) {
-  if (given_up_.load(std::memory_order_acquire)) return;
-  FrameHeader answer;
-  answer.type = FrameType::kGrant;
-  answer.code = kDeclined;
-  answer.message = header.message;
-  send_control(answer);
+  if (!given_up_.load(std::memory_order_acquire)) answer(header.message, kDeclined);
+}
+
+void Link::answer(std::uint64_t message, Answer answer) {
+  FrameHeader grant;
+  grant.type = FrameType::kGrant;
+  grant.code = answer;
+  grant.message = message;
+  send_control(grant);
 }
 
 std::shared_ptr<Incoming> Link::unroute(std::uint64_t message) {

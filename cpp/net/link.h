@@ -195,6 +195,7 @@ class Link {
   bool accept_header();
   void accept_payload();
   void fail(LinkEnd end, const char* why);
+  void answer(std::uint64_t message, Answer answer);
 
   const int peer_;
   FrameSink& sink_;
