@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -12,31 +13,11 @@
 namespace shoal::frontend_core {
 namespace {
 
-const char* name_of(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kPeerLost:
-      return "PeerLost";
-    case ErrorCode::kMismatch:
-      return "CollectiveMismatch";
-    case ErrorCode::kTimeout:
-      return "OperationTimeout";
-    case ErrorCode::kAborted:
-      return "GroupAborted";
-    case ErrorCode::kClosed:
-      return "GroupClosed";
-    case ErrorCode::kOutOfMemory:
-      return "OutOfSharedMemory";
-    case ErrorCode::kForked:
-      return "ForkedProcess";
-    case ErrorCode::kWire:
-      return "ProtocolError";
-    case ErrorCode::kCancelled:
-      return "OperationCancelled";
-    case ErrorCode::kNone:
-      break;
-  }
-  return "GroupError";
-}
+// The names of the exceptions, by ErrorCode.
+constexpr const char* kNames[] = {
+    "GroupError",  "PeerLost",          "CollectiveMismatch", "OperationTimeout", "GroupAborted",
+    "GroupClosed", "OutOfSharedMemory", "ForkedProcess",      "ProtocolError",    "OperationCancelled"};
+static_assert(std::size(kNames) == static_cast<std::size_t>(ErrorCode::kCancelled) + 1);
 
 // An error with its texts.
 struct Stored : shoal_error {
@@ -56,7 +37,7 @@ shoal_error no_memory{"OutOfSharedMemory", "no memory is left", nullptr, 0, -1};
 }  // namespace
 
 Failure failure_of(const Error& error, int rank, const std::string& group) {
-  return {name_of(error.code), explain(error, rank, group), error.ranks, error.completed};
+  return {kNames[static_cast<int>(error.code)], explain(error, rank, group), error.ranks, error.completed};
 }
 
 shoal_error* error_of(const Failure& failure) {
