@@ -38,6 +38,11 @@ void Group::fail(Error error, bool announce) {
   context_->bell().wake();
 }
 
+void Group::abort(const std::string& reason) {
+  const std::string text = "rank " + std::to_string(rank()) + " aborted the group";
+  fail({ErrorCode::kAborted, text + (reason.empty() ? "" : ": " + reason), {rank()}}, true);
+}
+
 // The error of a broken group does not change.
 void Group::announce_failure() {
   FrameHeader header = frame(FrameType::kBroken);

@@ -84,6 +84,8 @@ class Group : public std::enable_shared_from_this<Group> {
   Error with_all_lost(Error error);
   // Ends the group with `error`, once; notifies the peers if `announce`.
   void fail(Error error, bool announce);
+  // Ends the group because of this rank.
+  void abort(const std::string& reason);
   // Fails an operation that can no longer complete, after a last try.  Requires the token of its lane.
   void fail_if_unreachable(Operation& op);
   // Whether an earlier operation failed by itself, so that this one must not begin.

@@ -37,9 +37,7 @@ void Group::announce_closing(int rank, Closing what) {
   header.code = what;
   header.channel = inquiry_.next_number();
   header.message = inquiry_.history(header.channel).value_or(0);
-  std::lock_guard lock(goodbye_mutex_);
-  Link* to = said_goodbye_ ? nullptr : link(rank);
-  if (to != nullptr && !to->broken()) to->send_control(header);
+  send_to(rank, header);
 }
 
 void Group::on_peer_closing(int rank, const FrameHeader& closing) {

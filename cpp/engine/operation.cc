@@ -92,10 +92,7 @@ bool Operation::step() {
                  true);
     return true;
   } catch (const MoverFailed& error) {
-    group_->fail({ErrorCode::kAborted,
-                  "rank " + std::to_string(group_->rank()) + " aborted the group: " + error.what(),
-                  {group_->rank()}},
-                 true);
+    group_->abort(error.what());
     return true;
   } catch (const std::exception& error) {  // out of memory: the peers wait in vain
     Error lack{ErrorCode::kOutOfMemory, error.what(), {group_->rank()}};

@@ -336,11 +336,7 @@ void ProgramGroup::abort(const std::string& reason) {
     }
   }
   report_left();
-  core_->fail(
-      {ErrorCode::kAborted,
-       "rank " + std::to_string(rank()) + " aborted the group" + (reason.empty() ? "" : ": " + reason),
-       {rank()}},
-      true);
+  core_->abort(reason);
 }
 
 bool ProgramGroup::begin_close() {

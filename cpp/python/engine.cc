@@ -356,16 +356,7 @@ void bind_engine(nb::module_& m) {
              auto error = group.failure();
              return error ? latest(group, *error) : nb::none();
            })
-      .def(
-          "abort",
-          [](Group& group, const std::string& reason) {
-            group.fail({ErrorCode::kAborted,
-                        "rank " + std::to_string(group.rank()) + " aborted the group" +
-                            (reason.empty() ? "" : ": " + reason),
-                        {group.rank()}},
-                       true);
-          },
-          nb::arg("reason"), nb::call_guard<WithoutGil>())
+      .def("abort", &Group::abort, nb::arg("reason"), nb::call_guard<WithoutGil>())
       .def(
           "agree",
           [](Group& group, consensus::Op op, nb::bytes value, double timeout) -> nb::object {

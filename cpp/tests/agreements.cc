@@ -57,7 +57,7 @@ void agree_over_links(std::uint64_t seed) {
                   world.size() == 2 || chance(random, 2)};
   std::vector<std::shared_ptr<Group>> groups;
   for (int rank : all) groups.push_back(world.make_group(rank, seed + 1, all, 1));
-  if (chance(random, 2)) groups[0]->fail({ErrorCode::kAborted, "broken for the test", {0}}, true);
+  if (chance(random, 2)) groups[0]->abort("broken for the test");
   std::vector<Decisions> decisions(all.size());
   std::vector<std::thread> threads;
   for (int rank : all) {

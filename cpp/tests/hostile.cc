@@ -193,7 +193,7 @@ class Peer {
       }
     }
     check(victim_.link(rank_)->unread() <= kUnreadLimit, "the window is overrun");
-    group_->fail({ErrorCode::kAborted, "the stress test aborts", {0}}, true);
+    group_->abort("the stress test aborts");
     for (auto& operation : operations_) {
       check(victim_.wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
       desk_.ended(operation);
@@ -471,12 +471,11 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
         request.timeout = kPatience;
         auto operation = group.submit(std::move(request));
         desk.begun(operation);
-        if (!world.at(rank).wait(*operation, now_ns() + kSecond / 5))
-          group.fail({ErrorCode::kAborted, "the stress test aborts", {rank}}, true);
+        if (!world.at(rank).wait(*operation, now_ns() + kSecond / 5)) group.abort("the stress test aborts");
         check(world.at(rank).wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
         desk.ended(operation);
       }
-      group.fail({ErrorCode::kAborted, "the stress test aborts", {rank}}, true);
+      group.abort("the stress test aborts");
     });
   for (auto& rank : ranks) rank.join();
   over = true;

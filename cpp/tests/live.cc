@@ -201,7 +201,7 @@ class Part {
     ++tally_.aborts;
     aborter_ = std::thread([group = division.group, random = Random(own_())]() mutable {
       if (chance(random, 2)) nap(random, 0, 1000);
-      group->fail({ErrorCode::kAborted, "the stress test aborts", {group->rank()}}, true);
+      group->abort("the stress test aborts");
     });
   }
 

@@ -178,8 +178,7 @@ class Rank {
   void disturb() {
     if (round_.end == End::kAbort) {
       ++round_.tally.aborts;
-      for (auto& group : groups_)
-        group->fail({ErrorCode::kAborted, "the stress test aborts", {group->rank()}}, true);
+      for (auto& group : groups_) group->abort("the stress test aborts");
     } else {
       for (int r = 0; r < round_.world.size(); ++r)
         if (r != rank_) context().peers().disconnect(r);
