@@ -42,7 +42,7 @@ shoal_error* shoal_init(const char* const* options, size_t option_count, shoal_g
 shoal_group_info shoal_group_describe(const shoal_group* group) {
   const ProgramGroup& own = *group->group;
   const Member& member = own.world().member();
-  return {own.rank(),         own.size(),         member.local_rank, member.local_size,
+  return {own.rank(),         own.size(),         member.local_rank, member.context.local_size,
           own.name().c_str(), own.ranks().data(), own.timeout()};
 }
 

@@ -86,9 +86,8 @@ void report_cause(const World& world, const Group& group, const Error& error) {
 ProgramGroup::ProgramGroup(std::shared_ptr<World> world, Group::Options options, double timeout,
                            bool is_first)
     : world_(std::move(world)), is_first_(is_first), timeout_(timeout) {
-  const Member& own = world_->member();
   for (int rank : options.ranks) options.hosts.push_back(world_->host(rank));
-  options.agreements = {nanoseconds(own.vote_timeout), own.losses_are_deaths};
+  options.agreements = world_->member().agreements;
   core_ = world_->context().make_group(options);
   world_->add(*this, options);
 }
@@ -98,8 +97,8 @@ std::shared_ptr<ProgramGroup> ProgramGroup::of_all(const std::shared_ptr<World>&
   Group::Options options;
   options.ident = own.ident;
   options.name = own.name;
-  options.rank = own.rank;
-  for (int rank = 0; rank < own.size; ++rank) options.ranks.push_back(rank);
+  options.rank = own.context.rank;
+  for (int rank = 0; rank < own.context.size; ++rank) options.ranks.push_back(rank);
   options.lanes = own.lanes;
   options.algorithm = static_cast<Algorithm>(own.algorithm);
   return std::shared_ptr<ProgramGroup>(new ProgramGroup(world, std::move(options), own.timeout, true));

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <utility>
 
+#include "collectives/calls.h"
 #include "common/bytes.h"
 #include "common/descriptors.h"
 #include "frontend/failure.h"
@@ -116,17 +117,21 @@ Membership::Membership(const Options& options) {
     send(kStart, fields);
     Packet answer = expect(kMember);
     Member& own = member_;
-    for (int* field : {&own.rank, &own.size, &own.local_rank, &own.local_size, &own.lanes, &own.algorithm,
-                       &own.progress_threads})
+    Context::Options& context = own.context;
+    for (int* field : {&context.rank, &context.size, &own.local_rank, &context.local_size, &own.lanes,
+                       &own.algorithm, &context.progress_threads})
       *field = answer.number<std::int32_t>();
-    own.waits_for_stopped = answer.number<std::uint8_t>() != 0;
-    own.losses_are_deaths = answer.number<std::uint8_t>() != 0;
-    for (double* field : {&own.timeout, &own.heartbeat, &own.vote_timeout}) *field = answer.number<double>();
-    for (std::uint64_t* field : {&own.capacity, &own.limit, &own.ident})
-      *field = answer.number<std::uint64_t>();
+    context.patient = answer.number<std::uint8_t>() != 0;
+    own.agreements.losses_are_deaths = answer.number<std::uint8_t>() != 0;
+    own.timeout = answer.number<double>();
+    context.heartbeat = nanoseconds(answer.number<double>());
+    own.agreements.vote_timeout = nanoseconds(answer.number<double>());
+    context.capacity = answer.number<std::uint64_t>();
+    context.limit = answer.number<std::uint64_t>();
+    own.ident = answer.number<std::uint64_t>();
     const std::string texts = answer.rest();
     own.name = texts.substr(0, texts.find('\0'));
-    own.job = texts.substr(std::min(texts.size(), own.name.size() + 1));
+    context.job = texts.substr(std::min(texts.size(), own.name.size() + 1));
   } catch (...) {
     end();
     throw;
@@ -283,7 +288,7 @@ std::vector<int> Membership::connect(int memory, std::uint64_t capacity,
     Packet packet = receive();
     if (packet.kind == kConnected) {
       std::vector<int> hosts;
-      for (int rank = 0; rank < member_.size; ++rank) hosts.push_back(packet.number<std::int32_t>());
+      for (int rank = 0; rank < member_.context.size; ++rank) hosts.push_back(packet.number<std::int32_t>());
       if (!packet.descriptors.empty()) trace_ = packet.take(0);
       return hosts;
     }

@@ -27,21 +27,22 @@
 #include <utility>
 #include <vector>
 
+#include "engine/context.h"
+
 namespace shoal::frontend_core {
 
 using Options = std::vector<std::pair<std::string, std::string>>;
 
 // The answer to kStart.
 struct Member {
-  int rank = 0, size = 1, local_rank = 0, local_size = 1;
-  int lanes = 1, algorithm = 0, progress_threads = 1;
-  bool waits_for_stopped = false;                       // see Context::Options::patient
-  bool losses_are_deaths = false;                       // SHOAL_QUORUM=any
-  double timeout = 0, heartbeat = 0, vote_timeout = 0;  // seconds
-  std::uint64_t capacity = 0, limit = 0;                // of shared memory, bytes
-  std::uint64_t ident = 0;                              // of the first group
-  std::string name;                                     // of the first group
-  std::string job;
+  Context::Options context;
+  int local_rank = 0;
+  double timeout = 0;            // seconds
+  Agreements::Rules agreements;  // of all groups
+  // Of the first group.
+  std::uint64_t ident = 0;
+  std::string name;
+  int lanes = 1, algorithm = 0;
 };
 
 // A connected peer.  The descriptors belong to whoever takes them; the rest is closed.

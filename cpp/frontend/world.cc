@@ -66,18 +66,8 @@ std::shared_ptr<World> World::connect(const Options& options) {
 }
 
 void World::connect() {
-  const Member& own = member();
-  Context::Options options;
-  options.rank = own.rank;
-  options.size = own.size;
-  options.local_size = own.local_size;
-  options.capacity = own.capacity;
-  options.limit = own.limit;
-  options.heartbeat = nanoseconds(own.heartbeat);
-  options.patient = own.waits_for_stopped;
-  options.job = own.job;
-  options.progress_threads = own.progress_threads;
-  context_ = std::make_shared<Context>(options);
+  const Context::Options& own = member().context;
+  context_ = std::make_shared<Context>(own);
   try {
     std::vector<std::uint64_t> rings(own.size, 0);
     for (int rank = 0; rank < own.size; ++rank)
