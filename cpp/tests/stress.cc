@@ -1,11 +1,7 @@
 // Random rounds of the core, with ranks as threads of one process and events at random times.
 //
-//   stress [--operations N | --seconds S] [--seed K] [--patience S]
-//   stress --frames N [--seed K] [--patience S]
-//   stress --passes N [--seed K] [--patience S]
-//   stress --endpoints N [--seed K] [--patience S]
-//   stress --packets N [--seed K] [--patience S]
-//   stress --agreements N [--seed K] [--patience S]
+//   stress [--operations N | --seconds S | --frames N | --passes N | --endpoints N | --packets N |
+//           --agreements N] [--seed K] [--patience S]
 //
 // Runs rounds with the seeds K, K+1, ... until N collectives have succeeded, or for S seconds.  Every result
 // is checked bit by bit.  A failure names the seed of its round, which repeats it alone (`--seed K
@@ -14,9 +10,8 @@
 // With --frames, peers send N frames that violate the protocol (hostile.cc).  With --passes, N rounds of
 // backward passes are compared with a model of the gradient reducer (passes.cc).  With --endpoints, N rounds
 // of calls run between RPC endpoints, and with --packets, peers of an endpoint send N frames (endpoints.cc,
-// packets.cc).  With
-// --agreements, N agreements are simulated, and a fifth as many with each of two wrong rules, for which a
-// disagreement must be found (agreement.cc).
+// packets.cc).  With --agreements, N agreements are simulated, and a fifth as many with each of two wrong
+// rules, for which a disagreement must be found (agreement.cc).
 //
 // Limits of the thread sanitizer: ranks access each other's memory through separate mappings, so the same
 // byte has a different address on each rank.  Races between the threads of a rank are found, races between
@@ -27,8 +22,9 @@
 #include <charconv>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
-#include <string>
+#include <utility>
 
 #include "common/clock.h"
 #include "tests/scenes.h"
@@ -60,22 +56,20 @@ struct Options {
   std::uint64_t patience = 60;
 };
 
+constexpr std::pair<const char*, std::uint64_t Options::*> kOptions[] = {
+    {"--operations", &Options::operations}, {"--seconds", &Options::seconds},
+    {"--frames", &Options::frames},         {"--passes", &Options::passes},
+    {"--endpoints", &Options::endpoints},   {"--packets", &Options::packets},
+    {"--agreements", &Options::agreements}, {"--seed", &Options::seed},
+    {"--patience", &Options::patience}};
+
 bool parse(int count, char** arguments, Options& options) {
   for (int i = 1; i < count; i += 2) {
-    const std::string name = arguments[i];
-    std::uint64_t* to = name == "--operations"   ? &options.operations
-                        : name == "--seconds"    ? &options.seconds
-                        : name == "--frames"     ? &options.frames
-                        : name == "--passes"     ? &options.passes
-                        : name == "--endpoints"  ? &options.endpoints
-                        : name == "--packets"    ? &options.packets
-                        : name == "--agreements" ? &options.agreements
-                        : name == "--seed"       ? &options.seed
-                        : name == "--patience"   ? &options.patience
-                                                 : nullptr;
-    if (to == nullptr || i + 1 == count) return false;
+    const auto found = std::ranges::find_if(
+        kOptions, [&](const auto& option) { return std::strcmp(option.first, arguments[i]) == 0; });
+    if (found == std::end(kOptions) || i + 1 == count) return false;
     const char* end = arguments[i + 1] + std::strlen(arguments[i + 1]);
-    auto [stop, error] = std::from_chars(arguments[i + 1], end, *to);
+    auto [stop, error] = std::from_chars(arguments[i + 1], end, options.*found->second);
     if (error != std::errc() || stop != end) return false;
   }
   if (options.seconds == 0 && options.operations == std::numeric_limits<std::uint64_t>::max())
@@ -102,12 +96,24 @@ int main(int count, char** arguments) {
   const std::int64_t begin = shoal::now_ns();
   auto elapsed = [&] { return static_cast<double>(shoal::now_ns() - begin) / 1e9; };
   std::uint64_t seed = options.seed;
-  if (options.frames > 0) {
-    std::uint64_t sent = 0;
-    while (sent < options.frames) {
+  auto rounds = [&](std::uint64_t number, auto&& round) {
+    for (seed = options.seed; seed < options.seed + number; ++seed) {
       watchdog.begin_round(seed);
-      sent += hostile(seed++, std::min<std::uint64_t>(options.frames - sent, 1000), watchdog, tally);
+      round();
     }
+  };
+  // Rounds of peers that send at most 1,000 frames each.
+  auto send = [&](std::uint64_t frames, auto&& round) {
+    std::uint64_t sent = 0;
+    for (; sent < frames; ++seed) {
+      watchdog.begin_round(seed);
+      sent += round(std::min<std::uint64_t>(frames - sent, 1000));
+    }
+    return sent;
+  };
+  if (options.frames > 0) {
+    const std::uint64_t sent =
+        send(options.frames, [&](std::uint64_t most) { return hostile(seed, most, watchdog, tally); });
     std::printf(
         "%llu frames of hostile peers in %llu rounds and %.1f s: %llu connections refused, %llu groups\n",
         printable(sent), printable(seed - options.seed), elapsed(), printable(tally.failures),
@@ -115,49 +121,38 @@ int main(int count, char** arguments) {
     return 0;
   }
   if (options.passes > 0) {
-    for (; seed < options.seed + options.passes; ++seed) {
-      watchdog.begin_round(seed);
-      passes(seed);
-    }
+    rounds(options.passes, [&] { passes(seed); });
     std::printf("%llu rounds of backward passes, all right, in %.1f s\n", printable(options.passes),
                 elapsed());
     return 0;
   }
   if (options.endpoints > 0) {
-    for (; seed < options.seed + options.endpoints; ++seed) {
-      watchdog.begin_round(seed);
-      endpoints(seed, tally);
-    }
+    rounds(options.endpoints, [&] { endpoints(seed, tally); });
     std::printf("%llu rounds of endpoints in %.1f s: %llu calls answered, %llu ended otherwise\n",
                 printable(options.endpoints), elapsed(), printable(tally.collectives),
                 printable(tally.failures));
     return 0;
   }
   if (options.packets > 0) {
-    std::uint64_t sent = 0;
-    while (sent < options.packets) {
-      watchdog.begin_round(seed);
-      sent += lies(seed++, std::min<std::uint64_t>(options.packets - sent, 1000), tally);
-    }
+    const std::uint64_t sent =
+        send(options.packets, [&](std::uint64_t most) { return lies(seed, most, tally); });
     std::printf("%llu frames of peers of an endpoint in %.1f s: %llu connections refused\n", printable(sent),
                 elapsed(), printable(tally.failures));
     return 0;
   }
   if (options.agreements > 0) {
     late_words_of_the_dead();
-    for (; seed < options.seed + options.agreements; ++seed) {
-      watchdog.begin_round(seed);
+    rounds(options.agreements, [&] {
       agree(seed, tally);
       if (seed % 500 == 1) agree_over_links(seed);
-    }
+    });
     // A single round is repeated to see its events.
     const std::uint64_t wrong = options.agreements / 5;
     std::array<std::uint64_t, 2> caught{};
-    for (seed = options.seed; seed < options.seed + wrong; ++seed) {
-      watchdog.begin_round(seed);
+    rounds(wrong, [&] {
       const auto found = disagree(seed);
       for (std::size_t rule = 0; rule < caught.size(); ++rule) caught[rule] += found[rule];
-    }
+    });
     std::printf(
         "%llu agreements, all right, in %.1f s: %llu decided, %llu of them otherwise by a member that "
         "died; of %llu with a wrong rule, %llu and %llu disagreed\n",
