@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "collectives/members.h"
-#include "engine/describe.h"
 
 namespace shoal::collectives {
 namespace {

@@ -6,7 +6,6 @@
 // backward pass.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>

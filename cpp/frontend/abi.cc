@@ -2,7 +2,6 @@
 #include "shoal/abi.h"
 
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "collectives/calls.h"

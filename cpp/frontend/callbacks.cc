@@ -2,10 +2,8 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <mutex>
 #include <new>
-#include <string>
 #include <thread>
 #include <vector>
 

@@ -1,11 +1,8 @@
 #include "frontend/failure.h"
 
-#include <algorithm>
-#include <cstring>
 #include <exception>
 #include <iterator>
 #include <new>
-#include <stdexcept>
 #include <system_error>
 
 #include "shm/arena.h"

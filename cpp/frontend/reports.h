@@ -1,7 +1,6 @@
 // Reports about failures to the launcher, see src/shoal/failure_report.py.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "engine/statistics.h"

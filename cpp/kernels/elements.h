@@ -14,7 +14,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <new>
 #include <optional>
-#include <vector>
 
 #include "collectives/calls.h"
 #include "engine/group.h"

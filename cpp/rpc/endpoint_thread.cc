@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "common/clock.h"
-#include "common/duration.h"
 #include "rpc/endpoint.h"
 
 namespace shoal {

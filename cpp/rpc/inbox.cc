@@ -1,6 +1,5 @@
 #include "rpc/inbox.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace shoal {

@@ -1,7 +1,6 @@
 #include "rpc/packet_assembler.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <utility>
 

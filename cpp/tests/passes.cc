@@ -4,9 +4,7 @@
 // It also knows which buckets each rank may have sent after every gradient.
 
 #include <algorithm>
-#include <array>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "ddp/pass.h"
