@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string>
 
-#include "common/duration.h"
+#include "common/clock.h"
 
 namespace shoal {
 

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "common/clock.h"
-#include "common/duration.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 

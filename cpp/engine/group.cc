@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <map>
 
-#include "common/duration.h"
+#include "common/clock.h"
 #include "engine/context.h"
 #include "engine/describe.h"
 #include "engine/mover.h"

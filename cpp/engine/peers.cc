@@ -15,7 +15,6 @@
 
 #include "common/clock.h"
 #include "common/descriptors.h"
-#include "common/duration.h"
 #include "common/process.h"
 
 namespace shoal {

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "net/check.h"
-#include "net/packet.h"
 
 namespace shoal {
 namespace {

@@ -5,6 +5,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 void bind_constant_override(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
 void bind_ending(nanobind::module_& m);
@@ -18,3 +20,15 @@ void bind_reducer(nanobind::module_& m);
 void bind_shortcut(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
 void bind_statistics(nanobind::module_& m);
+
+namespace shoal {
+
+// Texts come from peers: decode any bytes to a str that can be printed and sent on.
+inline nanobind::object str(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) throw nanobind::python_error();
+  return nanobind::steal(text);
+}
+
+}  // namespace shoal

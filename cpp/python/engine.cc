@@ -23,7 +23,6 @@
 #include "net/check.h"
 #include "python/bindings.h"
 #include "python/tensors.h"
-#include "python/text.h"
 #include "python/without_gil.h"
 
 namespace nb = nanobind;

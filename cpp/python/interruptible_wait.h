@@ -8,7 +8,6 @@
 #include <cstdint>
 
 #include "common/clock.h"
-#include "common/duration.h"
 #include "python/without_gil.h"
 
 namespace shoal {

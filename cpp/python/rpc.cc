@@ -13,7 +13,6 @@
 #include "kernels/reduce.h"
 #include "python/bindings.h"
 #include "python/interruptible_wait.h"
-#include "python/text.h"
 #include "python/without_gil.h"
 #include "rpc/endpoint.h"
 

@@ -14,7 +14,6 @@
 #include "engine/describe.h"
 #include "engine/status_page.h"
 #include "python/bindings.h"
-#include "python/text.h"
 
 namespace nb = nanobind;
 using namespace shoal;

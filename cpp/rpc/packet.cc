@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "common/duration.h"
+#include "common/clock.h"
 #include "net/check.h"
 
 namespace shoal {

@@ -12,7 +12,6 @@
 
 #include "common/tickets.h"
 #include "net/link.h"
-#include "net/packet.h"
 #include "rpc/budget.h"
 #include "rpc/latch.h"
 #include "rpc/shared_buffers.h"

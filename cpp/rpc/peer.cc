@@ -6,7 +6,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "common/duration.h"
+#include "common/clock.h"
 #include "rpc/endpoint.h"
 
 namespace shoal {

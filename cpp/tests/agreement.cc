@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "tests/agreement_kind.h"
 #include "tests/scenes.h"
 #include "tests/support.h"
 
@@ -25,6 +24,17 @@ using Time = std::int64_t;
 constexpr Time kVoteTimeout = 500, kLossSettleTime = 100, kBallotRetryTime = 40;
 constexpr Time kCalmSettle = 1000, kPrompt = 120;  // far more than an agreement's messages take; the most
 constexpr Time kLastDeadline = 100000, kEnd = 200000;
+
+// Properties of some rounds.
+struct Kind {
+  bool calm = false;     // all losses are certain deaths and soon known; late votes are very late
+  bool clean = false;    // no member dies, all votes are in time, one cut divides the group in two
+  bool pairs = false;    // no member dies, and all vote in time, after they have detected all cuts
+  bool witness = false;  // the witness answers
+  bool quiet() const { return calm || clean || pairs; }
+};
+
+enum class What { kVote, kMessage, kCrash, kLeave, kLoss, kDeath, kCut, kTick, kAsk, kAnswer };
 
 struct Event {
   Time time;
