@@ -150,61 +150,59 @@ PyType_Slot part_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(part_buffe
 
 using Parts = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;
 
-// The contents of a packet to send.
-struct Contents {
-  PacketFields fields;
-  std::span<const std::byte> head;
-  std::vector<PartToSend> parts;
+// The contents of a packet to send, and the number of bytes that are copied into its message.
+struct Contents : PacketContents {
+  std::vector<PartToSend> all_parts;
   std::uint64_t copied = 0;
-  bool apart = false;
 
-  Contents(Verb verb, std::uint32_t mailbox, int flags, nb::bytes& bytes, const Parts& given) {
+  Contents(OwnedEndpoint& owner, Verb verb, std::uint32_t mailbox, int flags, nb::bytes& bytes,
+           const Parts& given, nb::handle keeper) {
     if (flags < 0 || flags > 0xffff) throw std::invalid_argument("flags have 16 bits");
     fields.verb = verb;
     fields.mailbox = mailbox;
     fields.flags = static_cast<std::uint16_t>(flags);
     head = {reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()};
     copied = head.size();
-    parts.reserve(given.size());
+    all_parts.reserve(given.size());
+    bool apart = false;
     for (auto [address, size] : given) {
-      parts.push_back({reinterpret_cast<const std::byte*>(address), size});
+      all_parts.push_back({reinterpret_cast<const std::byte*>(address), size});
       if (size > kInsideLimit)
         apart = true;
       else
         copied += size + sizeof(layout::Entry);
     }
+    parts = all_parts;
+    if (apart) keep = kept(owner, keeper);
   }
+  Contents(const Contents&) = delete;
 };
 
 Pending request(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
                 nb::handle keep, nb::handle timeout, int flags, std::string shown, std::int64_t function) {
   RpcEndpoint& endpoint = owner.use();
   const std::int64_t deadline = timeout.is_none() ? 0 : deadline_of(timeout);
-  const Contents contents(Verb::kCall, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
+  const Contents contents(owner, Verb::kCall, mailbox, flags, head, parts, keep);
   const std::int64_t limit = deadline == 0 ? until(1e10) : deadline;
   bool room = endpoint.has_room(peer, contents.copied);
   if (!room)
     room = wait_interruptibly(limit,
                               [&](auto until) { return endpoint.await_room(peer, contents.copied, until); });
-  std::weak_ptr<void> memory = keeper;
   const WithoutGil released;
-  return {endpoint.request(peer, contents.fields, contents.head, contents.parts, std::move(keeper), deadline,
-                           !room, {std::move(shown), function}),
-          owner.endpoint, std::move(memory)};
+  return {endpoint.request(peer, contents, deadline, !room, {std::move(shown), function}), owner.endpoint,
+          contents.keep};
 }
 
 bool send(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
           nb::handle keep, nb::handle timeout, int flags) {
   RpcEndpoint& endpoint = owner.use();
-  const Contents contents(Verb::kPost, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
+  const Contents contents(owner, Verb::kPost, mailbox, flags, head, parts, keep);
   if (!endpoint.has_room(peer, contents.copied) && !wait_interruptibly(deadline_of(timeout), [&](auto until) {
         return endpoint.await_room(peer, contents.copied, until);
       }))
     return false;
   const WithoutGil released;
-  return endpoint.send(peer, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.send(peer, contents);
 }
 
 nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint64_t bytes,
@@ -226,19 +224,17 @@ nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint
 bool fill(OwnedEndpoint& owner, Pending& held, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
           nb::handle keep, bool one_way, int flags) {
   RpcEndpoint& endpoint = owner.use();
-  const Contents contents(one_way ? Verb::kPost : Verb::kCall, mailbox, flags, head, parts);
-  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
+  const Contents contents(owner, one_way ? Verb::kPost : Verb::kCall, mailbox, flags, head, parts, keep);
   const WithoutGil released;
-  return endpoint.fill(*held.call, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.fill(*held.call, contents);
 }
 
 bool reply(OwnedEndpoint& owner, Received& to, nb::bytes head, const Parts& parts, nb::handle keep,
            bool failed, int flags) {
   RpcEndpoint& endpoint = owner.use();
-  const Contents contents(failed ? Verb::kFailure : Verb::kReply, 0, flags, head, parts);
-  auto keeper = contents.apart ? kept(owner, keep) : nullptr;
+  const Contents contents(owner, failed ? Verb::kFailure : Verb::kReply, 0, flags, head, parts, keep);
   const WithoutGil released;
-  return endpoint.reply(*to.packet, contents.fields, contents.head, contents.parts, std::move(keeper));
+  return endpoint.reply(*to.packet, contents);
 }
 
 nb::object take(OwnedEndpoint& owner, std::uint32_t mailbox, nb::handle timeout, std::size_t most) {

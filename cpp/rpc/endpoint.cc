@@ -262,12 +262,10 @@ CallPtr RpcEndpoint::begin(int id, std::int64_t deadline, bool no_room, CallNote
   return call;
 }
 
-CallPtr RpcEndpoint::request(int id, const PacketFields& fields, std::span<const std::byte> head,
-                             std::span<const PartToSend> parts, std::shared_ptr<void> keep,
-                             std::int64_t deadline, bool no_room, CallNote note) {
-  return begin(id, deadline, no_room, std::move(note), [&](Peer& peer, const CallPtr& call) {
-    return peer.submit(compose(fields, head, parts, std::move(keep), peer.lender.get(), id), call);
-  });
+CallPtr RpcEndpoint::request(int id, const PacketContents& contents, std::int64_t deadline, bool no_room,
+                             CallNote note) {
+  return begin(id, deadline, no_room, std::move(note),
+               [&](Peer& peer, const CallPtr& call) { return peer.submit(peer.compose(contents), call); });
 }
 
 CallPtr RpcEndpoint::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
@@ -276,11 +274,9 @@ CallPtr RpcEndpoint::hold(int id, std::uint32_t mailbox, std::int64_t deadline, 
                [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
 }
 
-bool RpcEndpoint::fill(Call& call, const PacketFields& fields, std::span<const std::byte> head,
-                       std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+bool RpcEndpoint::fill(Call& call, const PacketContents& contents) {
   const auto peer = find(call.peer);
-  return peer &&
-         peer->fill(call, compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id));
+  return peer && peer->fill(call, peer->compose(contents));
 }
 
 void RpcEndpoint::abandon_held(const CallPtr& call, std::string why) {
@@ -291,15 +287,12 @@ void RpcEndpoint::abandon_held(const CallPtr& call, std::string why) {
   call->end(CallEnd::kUnsent, std::move(why), nullptr, tickets_);
 }
 
-bool RpcEndpoint::send(int id, const PacketFields& fields, std::span<const std::byte> head,
-                       std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+bool RpcEndpoint::send(int id, const PacketContents& contents) {
   const auto peer = find(id);
-  return peer && !closed() &&
-         peer->submit(compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id), nullptr);
+  return peer && !closed() && peer->submit(peer->compose(contents), nullptr);
 }
 
-bool RpcEndpoint::reply(Packet& packet, const PacketFields& fields, std::span<const std::byte> head,
-                        std::span<const PartToSend> parts, std::shared_ptr<void> keep) {
+bool RpcEndpoint::reply(Packet& packet, const PacketContents& contents) {
   if (!packet.handling || packet.handling->state() != ReceivedCall::kRunning) return false;
   const auto peer = find(packet.peer);
   if (!peer) {
@@ -307,7 +300,7 @@ bool RpcEndpoint::reply(Packet& packet, const PacketFields& fields, std::span<co
     return false;
   }
   // Throws before the state changes, so that a reply which cannot be sent does not count as an answer.
-  OutgoingPacket outgoing = compose(fields, head, parts, std::move(keep), peer->lender.get(), peer->id);
+  OutgoingPacket outgoing = peer->compose(contents);
   if (!packet.handling->advance(ReceivedCall::kRunning, ReceivedCall::kAnswered)) return false;
   peer->answered(packet.call);
   if (packet.handling->cancelled()) return false;

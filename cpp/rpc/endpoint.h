@@ -58,21 +58,17 @@ class RpcEndpoint final : public FrameSink {
   bool await_room(int peer, std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(int peer, std::uint64_t bytes);
   // `no_room`: await_room timed out, so the call times out.
-  CallPtr request(int peer, const PacketFields& fields, std::span<const std::byte> head,
-                  std::span<const PartToSend> parts, std::shared_ptr<void> keep, std::int64_t deadline,
-                  bool no_room, CallNote note);
-  bool send(int peer, const PacketFields& fields, std::span<const std::byte> head,
-            std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  CallPtr request(int peer, const PacketContents& contents, std::int64_t deadline, bool no_room,
+                  CallNote note);
+  bool send(int peer, const PacketContents& contents);
   // A call, or a post if `one_way`, with contents that come later (`fill`); `no_room` as for `request`.
   CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
                CallNote note);
   // Sends a held packet; false if it was cancelled meanwhile.
-  bool fill(Call& call, const PacketFields& fields, std::span<const std::byte> head,
-            std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  bool fill(Call& call, const PacketContents& contents);
   // Cancels a held packet, because its contents will never come.
   void abandon_held(const CallPtr& call, std::string why);
-  bool reply(Packet& packet, const PacketFields& fields, std::span<const std::byte> head,
-             std::span<const PartToSend> parts, std::shared_ptr<void> keep);
+  bool reply(Packet& packet, const PacketContents& contents);
   // The call will not be answered.
   void abandon(Packet& packet);
   bool cancel(const CallPtr& call);

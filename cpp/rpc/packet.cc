@@ -11,9 +11,8 @@
 
 namespace shoal {
 
-OutgoingPacket compose(const PacketFields& fields, std::span<const std::byte> head,
-                       std::span<const PartToSend> parts, std::shared_ptr<void> keep,
-                       SharedBufferPool* lender, int peer) {
+OutgoingPacket compose(const PacketContents& contents, SharedBufferPool* lender, int peer) {
+  const auto& [fields, head, parts, keep] = contents;
   if (parts.size() > std::numeric_limits<std::uint16_t>::max())
     throw std::invalid_argument("a packet has at most 65,535 parts, got " + std::to_string(parts.size()));
   if (head.size() > std::numeric_limits<std::uint32_t>::max())

@@ -28,6 +28,14 @@ struct PartToSend {
   std::uint64_t bytes = 0;
 };
 
+// The contents of a packet; `keep` owns the memory of its parts.
+struct PacketContents {
+  PacketFields fields;
+  std::span<const std::byte> head;
+  std::span<const PartToSend> parts;
+  std::shared_ptr<void> keep = {};
+};
+
 // An outgoing message and the owners of its memory.
 struct OutgoingPart : Outgoing {
   std::unique_ptr<std::byte[]> own;
@@ -43,9 +51,7 @@ struct OutgoingPacket {
 
 // Lends long parts to `peer` as long as there is room, unless `lender` is null.  Throws std::bad_alloc, and
 // std::invalid_argument if the contents exceed a packet's limits.
-OutgoingPacket compose(const PacketFields& fields, std::span<const std::byte> head,
-                       std::span<const PartToSend> parts, std::shared_ptr<void> keep,
-                       SharedBufferPool* lender, int peer);
+OutgoingPacket compose(const PacketContents& contents, SharedBufferPool* lender, int peer);
 
 // -- received -------------------------------------------------------------------------------------
 

@@ -38,6 +38,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   // lost.  With `stage`, reserves this room until `unstage`, for bytes that are being copied to host memory.
   bool await_room(std::uint64_t bytes, std::int64_t until, bool stage = false);
   void unstage(std::uint64_t bytes);
+  OutgoingPacket compose(const PacketContents& contents) const {
+    return shoal::compose(contents, lender.get(), id);
+  }
   // Sends a call (a post, if `call` is null), or queues it; false if the peer is lost.
   bool submit(OutgoingPacket outgoing, const CallPtr& call);
   // Reserves the place of a packet with contents that come later (`fill`); false if the peer is lost.  Later

@@ -95,8 +95,8 @@ class Station {
           }
           parts.push_back({data, part.bytes});
         }
-        endpoint->reply(*packet, fields, packet->head(), parts,
-                        std::make_shared<std::pair<PacketPtr, std::shared_ptr<void>>>(packet, copies));
+        auto keep = std::make_shared<std::pair<PacketPtr, std::shared_ptr<void>>>(packet, copies);
+        endpoint->reply(*packet, {fields, packet->head(), parts, std::move(keep)});
       }
     }
   }
@@ -166,7 +166,7 @@ class Station {
         fields.mailbox = kOrdered;
         if (!endpoint->await_room(peer, bytes->size(), now_ns() + kSecond)) continue;
         if (!chance(random, 3)) {
-          endpoint->send(peer, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+          endpoint->send(peer, {fields, std::as_bytes(std::span(says)), {&part, 1}, bytes});
           continue;
         }
         const auto place = endpoint->hold(peer, kOrdered, 0, false, true, {});
@@ -174,7 +174,7 @@ class Station {
           if (says[1] % 9 == 0)
             endpoint->abandon_held(place, "its contents never came");
           else
-            endpoint->fill(*place, fields, std::as_bytes(std::span(says)), {&part, 1}, bytes);
+            endpoint->fill(*place, {fields, std::as_bytes(std::span(says)), {&part, 1}, bytes});
         });
         continue;
       }
@@ -199,11 +199,11 @@ class Station {
           if (at == 0)
             endpoint->abandon_held(call, "its contents never came");
           else
-            endpoint->fill(*call, fields, view(head), parts, keep);
+            endpoint->fill(*call, {fields, view(head), parts, keep});
           if (counted) endpoint->unstage(peer, staged);
         });
       } else {
-        call = endpoint->request(peer, fields, view(head), parts, keep, now_ns() + patience, !room, {});
+        call = endpoint->request(peer, {fields, view(head), parts, keep}, now_ns() + patience, !room, {});
       }
       keep.reset();
       if (chance(random, 5)) call->announce(5);

@@ -234,7 +234,7 @@ std::uint64_t lies(std::uint64_t seed, std::uint64_t count, Tally& tally) {
         packet->taken();
         PacketFields fields;
         fields.verb = Verb::kReply;
-        endpoint->reply(*packet, fields, packet->head(), {&part, packet->call % 2}, large);
+        endpoint->reply(*packet, {fields, packet->head(), {&part, packet->call % 2}, large});
       }
       packets.clear();
     }
