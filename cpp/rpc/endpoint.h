@@ -101,7 +101,7 @@ class RpcEndpoint final : public FrameSink {
   void packet_arrived(PacketPtr packet);
   // A call has ended; the caller of this has claimed it.
   void ended(Peer& peer, const CallPtr& call, CallEnd how, std::string text, PacketPtr reply);
-  const std::shared_ptr<Budget>& budget() const { return budget_; }
+  Budget& budget() { return *budget_; }
   BufferPool& buffers() { return *buffers_; }
   // Memory for a part to be sent: lent without a copy to a peer of this host.  Null if out of memory.
   std::shared_ptr<std::byte> part_to_send(std::uint64_t bytes);

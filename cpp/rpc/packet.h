@@ -12,7 +12,6 @@
 
 #include "common/tickets.h"
 #include "net/link.h"
-#include "rpc/budget.h"
 #include "rpc/latch.h"
 #include "rpc/shared_buffers.h"
 
@@ -114,7 +113,7 @@ struct Packet {
   // The room that it uses until a handler takes it; `owner` keeps the charges' link alive.
   std::shared_ptr<void> owner;
   std::vector<Charge> charges;
-  std::vector<Budget::Grant> grants;
+  std::vector<std::shared_ptr<void>> grants;  // of the budget
 
   Verb verb() const { return header.packet.verb; }
   std::span<const std::byte> head() const {

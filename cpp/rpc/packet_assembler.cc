@@ -62,9 +62,9 @@ bool PacketAssembler::make_room(IncomingPart& piece) {
   PartialPacket& whole = *piece.whole;
   const std::uint64_t bytes = piece.header.total;
   if (bytes > kEager) {
-    const auto budget = endpoint_.budget();
-    if (!budget->take(bytes, *grants_, whole.packet->grants.size())) return false;
-    whole.packet->grants.emplace_back(budget, bytes, grants_);
+    auto grant = endpoint_.budget().take(bytes, grants_, whole.packet->grants.size());
+    if (!grant) return false;
+    whole.packet->grants.push_back(std::move(grant));
   }
   piece.memory = bytes > kEager ? endpoint_.buffers().take(bytes) : small_buffer(bytes);
   piece.data = piece.memory.get();
