@@ -31,4 +31,19 @@ inline nanobind::object str(const std::string& bytes) {
   return nanobind::steal(text);
 }
 
+// Adds a type that is written with the C API to the module; it exists as long as the process.
+inline PyTypeObject* add_type(nanobind::module_& m, const char* name, PyType_Spec& spec) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw nanobind::python_error();
+  m.attr(name) = nanobind::borrow(type);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+// The last step of a tp_dealloc.
+inline void free_object(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
 }  // namespace shoal

@@ -240,12 +240,10 @@ int clear(PyObject* object) {
 }
 
 void dealloc(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   clear(object);
   as_shortcut(object)->group.~shared_ptr();
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyMethodDef methods[] = {
@@ -282,11 +280,9 @@ void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code) {
 
 void bind_shortcut(nb::module_& m) {
   using namespace shoal;
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr) throw nb::python_error();
+  add_type(m, "Shortcut", spec);
   name_acquire = PyUnicode_InternFromString("acquire");
   name_release = PyUnicode_InternFromString("release");
   name_locked = PyUnicode_InternFromString("locked");
-  m.attr("Shortcut") = nb::borrow(type);
   m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"));
 }

@@ -33,9 +33,7 @@ void record_dealloc(PyObject* object) {
   auto* self = reinterpret_cast<Record*>(object);
   const RecordFields& fields = self->fields;
   for (PyObject* field : {fields.kind, fields.dtype, fields.future, self->failure}) Py_XDECREF(field);
-  PyTypeObject* type = Py_TYPE(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyMemberDef record_members[] = {
@@ -84,9 +82,4 @@ Record* as_record(PyObject* object) {
 
 }  // namespace shoal
 
-void bind_record(nb::module_& m) {
-  PyObject* type = PyType_FromSpec(&shoal::record_spec);
-  if (type == nullptr) throw nb::python_error();
-  shoal::record_type = reinterpret_cast<PyTypeObject*>(type);
-  m.attr("Record") = nb::borrow(type);
-}
+void bind_record(nb::module_& m) { shoal::record_type = shoal::add_type(m, "Record", shoal::record_spec); }

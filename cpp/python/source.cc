@@ -167,12 +167,10 @@ int source_clear(PyObject* object) {
 
 void source_dealloc(PyObject* object) {
   if (PyObject_CallFinalizerFromDealloc(object) < 0) return;
-  PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   source_clear(object);
   as_source(object)->op.~shared_ptr();
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyObject* source_ended(PyObject* object, PyObject*) {
@@ -236,11 +234,9 @@ int future_clear(PyObject* object) {
 }
 
 void future_dealloc(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   future_clear(object);
-  type->tp_free(object);
-  Py_DECREF(type);
+  free_object(object);
 }
 
 PyMemberDef future_members[] = {
@@ -365,13 +361,8 @@ void set_record(PyObject* self, Record* record) {
 }  // namespace shoal
 
 void bind_source(nb::module_& m) {
-  PyObject* type = PyType_FromSpec(&shoal::source_spec);
-  if (type == nullptr) throw nb::python_error();
-  shoal::source_type = reinterpret_cast<PyTypeObject*>(type);
+  shoal::source_type = shoal::add_type(m, "Source", shoal::source_spec);
   shoal::name_blocking = PyUnicode_InternFromString("blocking");
-  m.attr("Source") = nb::borrow(type);
-  PyObject* fields = PyType_FromSpec(&shoal::future_spec);
-  if (fields == nullptr) throw nb::python_error();
-  m.attr("FutureFields") = nb::steal(fields);
+  shoal::add_type(m, "FutureFields", shoal::future_spec);
   m.def("learn_futures", &shoal::learn_futures, nb::arg("future_class"), nb::arg("wait"));
 }
