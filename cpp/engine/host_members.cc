@@ -50,12 +50,11 @@ HostMembers::HostMembers(Context& context, std::uint64_t group, std::vector<int>
   found_.assign(members_.size(), false);
   for (HostLane& lane : lanes_) lane.member_lanes.resize(members_.size());
   block_ = std::make_unique<Block>(context_.arena(), block_bytes());
-  for (std::size_t i = 0; i < lanes_.size(); ++i) {
-    std::byte* at = block_->data() + i * (sizeof(Counters) + 2 * slot_bytes());
-    new (at) Counters;
-    for (int s = 0; s < 2; ++s) new (at + sizeof(Counters) + static_cast<std::size_t>(s) * slot_bytes()) Slot;
-  }
   map_member(self_, block_->data(), context_.arena()->mapping(), context_.bell());
+  for (const HostLane& lane : lanes_) {
+    new (lane.member_lanes[self_].counters) Counters;
+    for (std::byte* slot : lane.member_lanes[self_].slots) new (slot) Slot;
+  }
   entry_ = enter(context_.header(), group_, block_->offset());
 }
 

@@ -162,21 +162,25 @@ bool Lanes::pending() {
   return std::ranges::any_of(unordered_, [](const UnorderedOperation& entry) { return !entry.op->done(); });
 }
 
-Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
-  Late late;
-  auto look = [&](const OperationPtr& op, bool first) {
-    if (op->done()) return;
-    if (op->overdue(now, next)) late.overdue.push_back(op);
-    if (first && op->is_stalled(now, next)) late.stalled.push_back(op);
-  };
+template <class Look>
+void Lanes::each_pending(Look look) {
   for (Lane& lane : lanes_) {
     std::lock_guard lock(lane.mutex);
-    for (auto& op : lane.queue) look(op, op == lane.queue.front());
+    for (auto& op : lane.queue)
+      if (!op->done()) look(op, op == lane.queue.front(), lane.waiters.load(std::memory_order_relaxed) > 0);
   }
-  if (loose_count_.load(std::memory_order_relaxed) > 0) {
-    std::lock_guard lock(loose_mutex_);
-    for (auto& entry : unordered_) look(entry.op, true);
-  }
+  if (loose_count_.load(std::memory_order_relaxed) == 0) return;
+  std::lock_guard lock(loose_mutex_);
+  for (auto& entry : unordered_)
+    if (!entry.op->done()) look(entry.op, true, entry.op->has_waiters());
+}
+
+Lanes::Late Lanes::late(std::int64_t now, std::int64_t& next) {
+  Late late;
+  each_pending([&](const OperationPtr& op, bool is_first, bool) {
+    if (op->overdue(now, next)) late.overdue.push_back(op);
+    if (is_first && op->is_stalled(now, next)) late.stalled.push_back(op);
+  });
   return late;
 }
 
@@ -207,32 +211,21 @@ StatisticsValues Lanes::statistics() const {
 
 Lanes::Pending Lanes::pending_at(std::int64_t now) {
   Pending pending;
-  auto look = [&](const OperationPtr& op, bool has_waiters) {
-    if (op->done()) return;
+  each_pending([&](const OperationPtr& op, bool, bool has_waiters) {
     ++pending.count;
     if (const std::int64_t since = op->waits_since(); since != 0)
       pending.waits.push_back(
           {op->other_blocker(), 0, static_cast<std::uint64_t>(std::max(now - since, {}))});
     if (has_waiters || op->request().kind != Kind::kRecv) pending.foremost.consider(op, has_waiters);
-  };
-  for (Lane& lane : lanes_) {
-    std::lock_guard lock(lane.mutex);
-    for (auto& op : lane.queue) look(op, lane.waiters.load(std::memory_order_relaxed) > 0);
-  }
-  if (loose_count_.load(std::memory_order_relaxed) > 0) {
-    std::lock_guard lock(loose_mutex_);
-    for (auto& entry : unordered_) look(entry.op, entry.op->has_waiters());
-  }
+  });
   return pending;
 }
 
 std::uint64_t Lanes::first_pending() {
   std::uint64_t first = ~0ULL;
-  for (Lane& lane : lanes_) {
-    std::lock_guard lock(lane.mutex);
-    for (auto& op : lane.queue)
-      if (!op->done()) first = std::min(first, op->request().channel);
-  }
+  each_pending([&](const OperationPtr& op, bool, bool) {
+    if (op->request().numbered()) first = std::min(first, op->request().channel);
+  });
   return first;
 }
 

@@ -97,6 +97,9 @@ class Lanes {
   bool run(Lane& lane, RunMode effort = RunMode::kWhole);
   bool run_held(Lane& lane, RunMode effort);
   void drop_done();  // requires loose_mutex_
+  // Calls look(operation, is_first, has_waiters) for each that is not done; is_first: nothing precedes it.
+  template <class Look>
+  void each_pending(Look look);
   Lane& lane_of(const Operation& op) { return lanes_[op.request().channel % lanes_.size()]; }
 
   Group& group_;
