@@ -187,9 +187,9 @@ Task reduce_by_doubling(Operation& op, const Members& members, std::byte* partia
   finish(reduction, finished, current, elements);
 }
 
-// Binomial tree: the root's `partial` is the reduction of all.
+// Binomial tree.
 Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, std::uint64_t elements,
-                    int root, std::uint32_t step) {
+                    std::byte* finished, int root, std::uint32_t step) {
   const kernels::Reduction& reduction = op.request().reduction;
   const std::uint64_t bytes = elements * kernels::accumulator_size(reduction);
   const int size = members.size(), place = members.wrapped(members.self() - root);
@@ -209,6 +209,7 @@ Task reduce_by_tree(Operation& op, const Members& members, std::byte* partial, s
   }
   Task done = messages.finish();
   co_await done;
+  if (place == 0) finish(reduction, finished, partial, elements);
 }
 
 // Binomial tree: the root receives the block of every member.
@@ -395,32 +396,13 @@ Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t 
   return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
 }
 
-Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
-                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
-  const kernels::Reduction& reduction = op.request().reduction;
-  const bool mine = root < 0 || members.self() == root;
-  if (algorithm == Algorithm::kDirect) {
-    Task work = reduce_directly(op, members, partial, elements, finished, root, step);
-    co_await work;
-    co_return;
-  }
-  op.has_steps = true;
-  if (algorithm == Algorithm::kDoubling && root < 0) {
-    Task work = reduce_by_doubling(op, members, partial, elements, finished, step);
-    co_await work;
-    co_return;
-  }
-  if (algorithm == Algorithm::kDoubling) {
-    Task work = reduce_by_tree(op, members, partial, elements, root, step);
-    co_await work;
-    if (mine) finish(reduction, finished, partial, elements);
-    co_return;
-  }
-  // Each member reduces and finishes a block; then these are gathered.
-  const std::size_t item = itemsize(reduction.dtype);
+// Each member reduces and finishes a block; then these are gathered.
+static Task reduce_in_blocks(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                             std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
+  const std::size_t item = itemsize(op.request().reduction.dtype);
   const Edges edges = equal_edges(elements, item, members.size());
   std::shared_ptr<std::byte> room;
-  if (!mine) {
+  if (root >= 0 && members.self() != root) {
     room = op.scratch(elements * item);
     finished = room.get();
   }
@@ -431,6 +413,17 @@ Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm,
   Task gathered = root < 0 ? gather_blocks(op, members, algorithm, finished, bytes, step + kSteps / 2)
                            : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
   co_await gathered;
+}
+
+Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                     std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
+  if (algorithm == Algorithm::kDirect)
+    return reduce_directly(op, members, partial, elements, finished, root, step);
+  op.has_steps = true;
+  if (algorithm != Algorithm::kDoubling)
+    return reduce_in_blocks(op, members, algorithm, partial, elements, finished, root, step);
+  return root < 0 ? reduce_by_doubling(op, members, partial, elements, finished, step)
+                  : reduce_by_tree(op, members, partial, elements, finished, root, step);
 }
 
 Task scatter_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
