@@ -58,12 +58,11 @@ void agree_over_links(std::uint64_t seed) {
   for (int rank : all) groups.push_back(world.make_group(rank, seed + 1, all, 1));
   if (chance(random, 2)) groups[0]->abort("broken for the test");
   std::vector<Decisions> decisions(all.size());
-  std::vector<std::thread> threads;
-  for (int rank : all) {
-    threads.emplace_back(take_part, std::ref(world.at(rank)), std::ref(*groups[rank]), Random(random()),
-                         std::cref(fate), std::ref(decisions[rank]));
-  }
-  for (std::thread& thread : threads) thread.join();
+  const std::uint64_t base = random();
+  run_ranks(world.size(), [&](int rank) {
+    take_part(world.at(rank), *groups[rank], Random(base + static_cast<std::uint64_t>(rank)), fate,
+              decisions[rank]);
+  });
   for (int rank : all) {
     for (std::size_t i = 0; i < decisions[rank].size(); ++i) {
       const auto& decision = decisions[rank][i];

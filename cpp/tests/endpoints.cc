@@ -234,8 +234,7 @@ void endpoints(std::uint64_t seed, Tally& tally) {
     names[i] = std::vector<std::atomic<int>>(kStations);
   }
   auto connect = [&](std::size_t from, std::size_t to) {
-    int ends[2];
-    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
+    const auto ends = connected_sockets();
     RpcEndpoint &caller = *stations[from]->endpoint, &callee = *stations[to]->endpoint;
     const bool share = !chance(random, 4);
     try {

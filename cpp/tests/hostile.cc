@@ -44,8 +44,7 @@ class Wire {
 class SocketWire final : public Wire {
  public:
   SocketWire(Context& victim, int peer) {
-    int ends[2];
-    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) == 0, "socketpair failed");
+    const auto ends = connected_sockets(SOCK_NONBLOCK);
     victim.add_remote(peer, ends[0]);
     fd_ = ends[1];
   }
@@ -71,8 +70,7 @@ class RingWire final : public Wire {
     const std::uint64_t mine = arena_.allocate(Ring::footprint(kRing)), theirs = victim.make_ring();
     out_ = new (arena_.mapping().base() + mine) Ring;
     in_ = victim.arena()->mapping().at<Ring>(theirs);
-    int ends[2];
-    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
+    const auto ends = connected_sockets();
     victim.add_local(peer, ends[0], arena_.fd(), kMemory, theirs, mine, 0);
     socket_ = ends[1];
   }
@@ -453,31 +451,28 @@ void scribble(Random& random, Watchdog& watchdog, Tally& tally) {
       nap(own, 0, 30);
     }
   });
-  std::vector<std::thread> ranks;
-  for (int rank : {0, 1})
-    ranks.emplace_back([&, rank] {
-      Group& group = *groups[rank];
-      auto& mine = data[rank];
-      Desk& desk = watchdog.desk(rank);
-      desk.doing("memory that another writes to", &group);
-      for (std::uint64_t number = 0; number < 50 && !group.broken(); ++number) {
-        Request request(number % 2 ? Kind::kBroadcast : Kind::kAllReduce, collectives::start);
-        request.channel = number;
-        request.root = number % 2 ? 0 : -1;
-        request.reduction = {DType::kFloat32, RedOp::kSum, 2};
-        request.count = mine.size() / 4;
-        request.in.push_back({mine.data(), mine.size()});
-        request.out = request.in;
-        request.timeout = kPatience;
-        auto operation = group.submit(std::move(request));
-        desk.begun(operation);
-        if (!world.at(rank).wait(*operation, now_ns() + kSecond / 5)) group.abort("the stress test aborts");
-        check(world.at(rank).wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
-        desk.ended(operation);
-      }
-      group.abort("the stress test aborts");
-    });
-  for (auto& rank : ranks) rank.join();
+  run_ranks(2, [&](int rank) {
+    Group& group = *groups[rank];
+    auto& mine = data[rank];
+    Desk& desk = watchdog.desk(rank);
+    desk.doing("memory that another writes to", &group);
+    for (std::uint64_t number = 0; number < 50 && !group.broken(); ++number) {
+      Request request(number % 2 ? Kind::kBroadcast : Kind::kAllReduce, collectives::start);
+      request.channel = number;
+      request.root = number % 2 ? 0 : -1;
+      request.reduction = {DType::kFloat32, RedOp::kSum, 2};
+      request.count = mine.size() / 4;
+      request.in.push_back({mine.data(), mine.size()});
+      request.out = request.in;
+      request.timeout = kPatience;
+      auto operation = group.submit(std::move(request));
+      desk.begun(operation);
+      if (!world.at(rank).wait(*operation, now_ns() + kSecond / 5)) group.abort("the stress test aborts");
+      check(world.at(rank).wait(*operation, now_ns() + 60 * kSecond), "an operation hangs");
+      desk.ended(operation);
+    }
+    group.abort("the stress test aborts");
+  });
   over = true;
   hand.join();
   for (int rank : {0, 1}) groups[rank]->close(now_ns());

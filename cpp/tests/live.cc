@@ -232,22 +232,19 @@ void live(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
   std::vector<Chapter> chapters;
   for (int number = 1, count = pick(random, 5, 15); number <= count; ++number)
     chapters.emplace_back(random, number, world.size());
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < world.size(); ++rank)
-    ranks.emplace_back([&, rank] {
-      Desk& desk = watchdog.desk(rank);
-      for (const Chapter& chapter : chapters) Part(world, chapter, rank, desk, tally).play();
-      desk.doing("closing the context");
-      const std::uint64_t completed = world.at(rank).totals().completed;
-      world.at(rank).close(now_ns() + 20 * kSecond);
-      if (part) {
-        Context& outer = whole.at(world.size() - 1 - rank);
-        check(outer.totals().completed == completed, "operations were lost when their connections closed");
-        outer.close(now_ns() + 20 * kSecond);
-      }
-      desk.doing("having finished");
-    });
-  for (auto& rank : ranks) rank.join();
+  run_ranks(world.size(), [&](int rank) {
+    Desk& desk = watchdog.desk(rank);
+    for (const Chapter& chapter : chapters) Part(world, chapter, rank, desk, tally).play();
+    desk.doing("closing the context");
+    const std::uint64_t completed = world.at(rank).totals().completed;
+    world.at(rank).close(now_ns() + 20 * kSecond);
+    if (part) {
+      Context& outer = whole.at(world.size() - 1 - rank);
+      check(outer.totals().completed == completed, "operations were lost when their connections closed");
+      outer.close(now_ns() + 20 * kSecond);
+    }
+    desk.doing("having finished");
+  });
 }
 
 }  // namespace shoal::stress

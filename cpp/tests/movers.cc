@@ -14,32 +14,29 @@ namespace {
 void fail_once(const World& world, std::uint64_t ident, FakeMpi::Failure failure, Watchdog& watchdog,
                Tally& tally) {
   std::barrier both(2);
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < 2; ++rank)
-    ranks.emplace_back([&, rank] {
-      Desk& desk = watchdog.desk(rank);
-      auto group = world.make_group(rank, ident, {0, 1}, 1, Scope::kAll, true);
-      world.mpi().connect(*group);
-      Plan plan;
-      plan.kind = Kind::kAllReduce;
-      plan.how = {DType::kFloat32, RedOp::kSum, 2};
-      plan.count = 1000;
-      const Taste taste{};
-      check(Call(group, plan, taste, 0, desk, tally).finish(), "the first operation fails");
-      both.arrive_and_wait();
-      if (rank == 0) world.mpi().fail_next(failure);
-      auto call = std::make_unique<Call>(group, plan, taste, 1, desk, tally);
-      // Where it was complete before the other rank failed, the next operation fails.
-      if (call->finish()) {
-        call = std::make_unique<Call>(group, plan, taste, 2, desk, tally);
-        check(!call->finish(), "an operation of a group whose mover has failed succeeds");
-      }
-      const Error& error = call->operation().error();
-      check(error.code == ErrorCode::kAborted && error.text.find("the double fails there") != error.text.npos,
-            "the failure of a mover is reported as " + error.text);
-      group->close(now_ns() + kSecond);
-    });
-  for (auto& rank : ranks) rank.join();
+  run_ranks(2, [&](int rank) {
+    Desk& desk = watchdog.desk(rank);
+    auto group = world.make_group(rank, ident, {0, 1}, 1, Scope::kAll, true);
+    world.mpi().connect(*group);
+    Plan plan;
+    plan.kind = Kind::kAllReduce;
+    plan.how = {DType::kFloat32, RedOp::kSum, 2};
+    plan.count = 1000;
+    const Taste taste{};
+    check(Call(group, plan, taste, 0, desk, tally).finish(), "the first operation fails");
+    both.arrive_and_wait();
+    if (rank == 0) world.mpi().fail_next(failure);
+    auto call = std::make_unique<Call>(group, plan, taste, 1, desk, tally);
+    // Where it was complete before the other rank failed, the next operation fails.
+    if (call->finish()) {
+      call = std::make_unique<Call>(group, plan, taste, 2, desk, tally);
+      check(!call->finish(), "an operation of a group whose mover has failed succeeds");
+    }
+    const Error& error = call->operation().error();
+    check(error.code == ErrorCode::kAborted && error.text.find("the double fails there") != error.text.npos,
+          "the failure of a mover is reported as " + error.text);
+    group->close(now_ns() + kSecond);
+  });
 }
 
 }  // namespace

@@ -40,8 +40,7 @@ class Liar {
     const int memory = victim.memory();
     borrowed_ = std::make_unique<Mapping>(memory, kBudget);
     ::close(memory);
-    int ends[2];
-    check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
+    const auto ends = connected_sockets();
     name_ = victim.attach(ends[0], getpid(), 1, dup(arena_.fd()));
     fd_ = ends[1];
     reader_ = std::thread([fd = fd_] {

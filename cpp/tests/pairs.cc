@@ -272,12 +272,9 @@ void pairs(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
   const int lost = pick(random, 0, world.size() - 1);
   const int lost_at = chance(random, 2) ? pick(random, 0, rounds - 1) : -1;
   std::atomic<int> noticed{0};
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < world.size(); ++rank)
-    ranks.emplace_back([&, rank] {
-      PairRank(world, watchdog, tally, seed + 5, rank, rounds, lost, lost_at, noticed).run();
-    });
-  for (auto& rank : ranks) rank.join();
+  run_ranks(world.size(), [&](int rank) {
+    PairRank(world, watchdog, tally, seed + 5, rank, rounds, lost, lost_at, noticed).run();
+  });
 }
 
 }  // namespace shoal::stress

@@ -216,11 +216,7 @@ void race(std::uint64_t seed, Watchdog& watchdog, Tally& tally) {
               : ending == 1 ? End::kCut
                             : End::kClose,
               pick(random, 0, world.size() - 1)};
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (int r = 0; r < world.size(); ++r) ranks.push_back(std::make_unique<Rank>(round, r));
-  std::vector<std::thread> threads;
-  for (auto& rank : ranks) threads.emplace_back([&rank] { rank->run(); });
-  for (auto& thread : threads) thread.join();
+  run_ranks(world.size(), [&](int rank) { Rank(round, rank).run(); });
 }
 
 }  // namespace shoal::stress

@@ -1,11 +1,15 @@
 // Random numbers, error reports and the clock, for all scenes of the stress test.
 #pragma once
 
+#include <sys/socket.h>
+
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <random>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "common/clock.h"
 
@@ -30,6 +34,20 @@ inline bool chance(Random& random, int one_in) { return pick(random, 1, one_in) 
 
 inline void nap(Random& random, int from, int to) {
   std::this_thread::sleep_for(std::chrono::microseconds(pick(random, from, to)));
+}
+
+// Runs `run(rank)` for each rank, in threads.
+template <class Run>
+void run_ranks(int size, Run run) {
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back([&run, rank] { run(rank); });
+}
+
+// The ends of a new connection.
+inline std::array<int, 2> connected_sockets(int flags = 0) {
+  std::array<int, 2> ends;
+  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0, ends.data()) == 0, "socketpair failed");
+  return ends;
 }
 
 inline void dawdle(Random& random) {

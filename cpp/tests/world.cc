@@ -47,8 +47,7 @@ World::World(std::vector<int> hosts, const World* whole)
 }
 
 void World::share(int a, int b) {
-  int ends[2];
-  check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "socketpair failed");
+  const auto ends = connected_sockets();
   std::uint64_t ab = at(a).make_ring(), ba = at(b).make_ring();
   at(a).add_local(b, ends[0], at(b).memory_fd(), at(b).memory_capacity(), ab, ba, getpid());
   at(b).add_local(a, ends[1], at(a).memory_fd(), at(a).memory_capacity(), ba, ab, getpid());
