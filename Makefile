@@ -161,7 +161,7 @@ $(DONE)/venv:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
 	  || { echo "shoal needs Python.h and '$(PYTHON)' has none: on Debian, apt install python3-dev" >&2; exit 1; }
 	@echo '#include <span>' | $(CXX) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null \
-	  || { echo "shoal needs a C++20 compiler and '$(CXX)' is none: install g++ >= 10 or clang >= 12, or name one with make CXX=..." >&2; exit 1; }
+	  || { echo "shoal needs a C++20 compiler and '$(CXX)' is none: install g++ >= 11 or clang >= 13, or name one with make CXX=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@mkdir -p $(DONE) && touch $@
 

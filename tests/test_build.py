@@ -55,4 +55,4 @@ def test_cmake_names_a_missing_compiler(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 1
     said = " ".join(result.stderr.split())
-    assert "shoal needs a C++20 compiler and found none: install g++ >= 10 or clang >= 12" in said
+    assert "shoal needs a C++20 compiler and found none: install g++ >= 11 or clang >= 13" in said
