@@ -346,6 +346,25 @@ Task gather_in_ring(Operation& op, const Members& members, std::byte* data, cons
   co_await done;
 }
 
+// Each member reduces and finishes a block; then these are gathered.
+Task reduce_in_blocks(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
+                      std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
+  const std::size_t item = itemsize(op.request().reduction.dtype);
+  const Edges edges = equal_edges(elements, item, members.size());
+  std::shared_ptr<std::byte> room;
+  if (root >= 0 && members.self() != root) {
+    room = op.scratch(elements * item);
+    finished = room.get();
+  }
+  std::byte* block = finished + edges[members.self()] * item;
+  Task scattered = scatter_partials(op, members, algorithm, partial, edges, block, step);
+  co_await scattered;
+  const Edges bytes = scaled(edges, item);
+  Task gathered = root < 0 ? gather_blocks(op, members, algorithm, finished, bytes, step + kSteps / 2)
+                           : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
+  co_await gathered;
+}
+
 }  // namespace
 
 void send_pieces(Messages& messages, int to, std::uint32_t step, const std::byte* data, std::uint64_t bytes) {
@@ -394,25 +413,6 @@ Algorithm algorithm_for(Algorithm choice, Kind kind, int members, std::uint64_t 
   }
   if (choice == Algorithm::kRing && members > static_cast<int>(kSteps / 2)) return Algorithm::kHalving;
   return choice == Algorithm::kDoubling && !reduces_whole ? Algorithm::kHalving : choice;
-}
-
-// Each member reduces and finishes a block; then these are gathered.
-static Task reduce_in_blocks(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,
-                             std::uint64_t elements, std::byte* finished, int root, std::uint32_t step) {
-  const std::size_t item = itemsize(op.request().reduction.dtype);
-  const Edges edges = equal_edges(elements, item, members.size());
-  std::shared_ptr<std::byte> room;
-  if (root >= 0 && members.self() != root) {
-    room = op.scratch(elements * item);
-    finished = room.get();
-  }
-  std::byte* block = finished + edges[members.self()] * item;
-  Task scattered = scatter_partials(op, members, algorithm, partial, edges, block, step);
-  co_await scattered;
-  const Edges bytes = scaled(edges, item);
-  Task gathered = root < 0 ? gather_blocks(op, members, algorithm, finished, bytes, step + kSteps / 2)
-                           : gather_by_tree(op, members, finished, bytes, root, step + kSteps / 2);
-  co_await gathered;
 }
 
 Task reduce_partials(Operation& op, const Members& members, Algorithm algorithm, std::byte* partial,

@@ -4,8 +4,8 @@
 // thread that later finds it ready resumes it (Operation::step).  Destroying a suspended Task runs the
 // destructors of its objects, which cancels the messages of a failed operation.
 //
-// Tasks, and conditions with a lambda, are named before they are awaited: g++ 10 and 11 may destroy
-// temporaries of such an expression twice.
+// Tasks, and conditions with a lambda, are named before they are awaited: g++ 11 may destroy temporaries of
+// such an expression twice.
 #pragma once
 
 #include <coroutine>
