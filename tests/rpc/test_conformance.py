@@ -94,8 +94,7 @@ def test_closures_go_by_value(b: Peer) -> None:
 def test_a_function_goes_by_number_once_the_other_end_has_it(a: Agent, b: Peer) -> None:
     b.call(handlers.pid).wait()
     sent = a.connection("b", PATIENCE).sent_functions
-    number, confirmed, ticket = sent.use(handlers.pid)
-    sent.release(ticket)
+    number, confirmed = sent.number_of(handlers.pid)
     assert confirmed
     assert number < 4096
     assert b.call(handlers.pid).wait() == b.call(handlers.pid).wait()

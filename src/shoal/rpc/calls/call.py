@@ -135,26 +135,22 @@ def request(
     Raises:
         UsageError: the arguments cannot be sent.
     """
-    encoded, number, ticket = _encode_call(connection, fn, args, kwargs, description)
+    encoded, number = _encode_call(connection, fn, args, kwargs, description)
     endpoint, on_devices = connection.agent.endpoint, connection.devices is not None
-    try:
-        function = -1 if number == NO_NUMBER else number
-        flags = devices.HIGH_PRIORITY if high_priority and on_devices else 0
-        if encoded.device_parts:
-            call, _ = devices.send(connection, mailbox, encoded, timeout, flags, description, function)
-        else:
-            try:
-                call = endpoint.post.request(
-                    connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout, flags,
-                    description, function,
-                )  # fmt: skip
-            except ValueError as error:  # too large for a message
-                raise UsageError(f"{description} cannot be sent: {error}") from error
-        kind = _DeviceCallSource if on_devices else _CallSource
-        source = kind(connection, call, number, description, timeout, high_priority)
-        future: Future[Any] = Future(source, finish=source.result)
-    finally:
-        connection.sent_functions.release(ticket)
+    flags = devices.HIGH_PRIORITY if high_priority and on_devices else 0
+    if encoded.device_parts:
+        call, _ = devices.send(connection, mailbox, encoded, timeout, flags, description)
+    else:
+        try:
+            call = endpoint.post.request(
+                connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout, flags,
+                description,
+            )  # fmt: skip
+        except ValueError as error:  # too large for a message
+            raise UsageError(f"{description} cannot be sent: {error}") from error
+    kind = _DeviceCallSource if on_devices else _CallSource
+    source = kind(connection, call, number, description, timeout, high_priority)
+    future: Future[Any] = Future(source, finish=source.result)
     if encoded.references:
         future.add_done_callback(partial(_release_references, endpoint, encoded.references))
     return future
@@ -176,20 +172,17 @@ def post(
         WorkerLost: the worker or the connection to it is lost.
         CallTimeout: the worker did not receive in time.
     """
-    encoded, _, ticket = _encode_call(connection, fn, args, kwargs, description, post=True)
+    encoded, _ = _encode_call(connection, fn, args, kwargs, description, post=True)
     endpoint = connection.agent.endpoint
-    try:
-        if encoded.device_parts:
-            _, sent = devices.send(connection, mailbox, encoded, timeout, 0, one_way=True)
-        else:
-            try:
-                sent = endpoint.post.post(
-                    connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout
-                )
-            except ValueError as error:  # too large for a message
-                raise UsageError(f"{description} cannot be sent: {error}") from error
-    finally:
-        connection.sent_functions.release(ticket)
+    if encoded.device_parts:
+        _, sent = devices.send(connection, mailbox, encoded, timeout, 0, one_way=True)
+    else:
+        try:
+            sent = endpoint.post.post(
+                connection.number, mailbox, encoded.head, encoded.parts, encoded.keep, timeout
+            )
+        except ValueError as error:  # too large for a message
+            raise UsageError(f"{description} cannot be sent: {error}") from error
     if encoded.references:
         endpoint.keep(LEASE_S, encoded.references)
     if sent:
@@ -208,22 +201,18 @@ def _encode_call(
     kwargs: dict[str, Any],
     description: str,
     post: bool = False,
-) -> tuple[EncodedValue, int, int]:
-    """Encode a call; return it, the number of its function, and a ticket to release after sending."""
+) -> tuple[EncodedValue, int]:
+    """Encode a call; return it and the number of its function."""
     if connection.restricted:
-        return plain.encode_call(fn, args, kwargs, description), NO_NUMBER, 0
+        return plain.encode_call(fn, args, kwargs, description), NO_NUMBER
     if isinstance(fn, str):
         raise UsageError(
             f"{description}: only a restricted worker, join(serve=), is called by name; pass a function"
         )
-    number, known, ticket = connection.sent_functions.use(fn, post=post)
-    try:
-        encoded = encode((args, kwargs) if known else (fn, args, kwargs), connection, description)
-        encoded.head = FUNCTION.pack(number, not known) + encoded.head
-    except BaseException:
-        connection.sent_functions.release(ticket)
-        raise
-    return encoded, number, ticket
+    number, known = connection.sent_functions.number_of(fn, post=post)
+    encoded = encode((args, kwargs) if known else (fn, args, kwargs), connection, description)
+    encoded.head = FUNCTION.pack(number, not known) + encoded.head
+    return encoded, number
 
 
 def reads_arguments(future: Future[Any]) -> bool:

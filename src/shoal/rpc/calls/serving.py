@@ -22,7 +22,7 @@ from ...future import Future
 from ..codec import devices, plain
 from ..codec.pickled import EncodedValue, decode, encode
 from ..connection.endpoint import Endpoint, Message
-from ..connection.function_table import NO_NUMBER
+from ..connection.function_table import MAX_FUNCTIONS
 from ..connection.manager import ConnectionManager
 from ..connection.worker_connection import WorkerConnection
 from ..executor import CALLS, Executor
@@ -179,11 +179,13 @@ class _ServedCall:
             ) from error
         if comes:
             fn, args, kwargs = value
-            if number != NO_NUMBER:
-                known.learn(number, fn)
+            if number < MAX_FUNCTIONS:
+                known[number] = fn
                 self._flags = NUMBER_CONFIRMED
+        elif number in known:
+            fn, (args, kwargs) = known[number], value
         else:
-            fn, (args, kwargs) = known.function(number), value
+            raise RpcError(f"a call names function number {number}, which is unknown here")
         self._name = name_of(fn, args)
         message.describe(self._name)
         return fn, args, kwargs

@@ -106,7 +106,6 @@ def send(
     timeout: float | None,
     flags: int,
     description: str = "",
-    function: int = -1,
     *,
     one_way: bool = False,
 ) -> tuple[Call, bool]:
@@ -115,14 +114,14 @@ def send(
     Like every call, this blocks only while too much data for the callee is in flight.
 
     Args:
-        description, function: see ``RpcEndpoint.request``.
+        description: text that names the call in errors.
 
     Returns:
         the call, and whether it was accepted for sending.
     """
     post, sources = connection.agent.endpoint.post, _sources(encoded)
     size = sum(source.numel() for source in sources.values())
-    held, room = post.hold(connection.number, mailbox, size, timeout, one_way, description, function)
+    held, room = post.hold(connection.number, mailbox, size, timeout, one_way, description)
     if room is None or (one_way and held.done()):
         return held, False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from ... import config
 from ...errors import UsageError
 from .device_maps import DeviceMap, unmapped
 from .directory import Worker
-from .function_table import ReceivedFunctions, SentFunctions
+from .function_table import SentFunctions
 
 
 class WorkerHello(msgspec.Struct):
@@ -55,7 +56,7 @@ class WorkerConnection:
         worker: the other end.
         shares_main: whether both ends run the same program.
         restricted: whether one of the two is restricted, so that nothing is pickled.
-        sent_functions, received_functions: the functions that have numbers on it.
+        sent_functions, received_functions: the functions that have numbers on it, and those of the other end.
         ended: whether it is lost.
         devices: the device map; None: tensors on devices are not sent.
         is_caller: whether this end is the caller.
@@ -71,15 +72,8 @@ class WorkerConnection:
     hello_number: int
     number: int = -1
     ended: bool = False
-    sent_functions: SentFunctions = field(init=False)
-    received_functions: ReceivedFunctions = field(default_factory=ReceivedFunctions)
-
-    def __post_init__(self) -> None:
-        self.sent_functions = SentFunctions(self._in_use)
-
-    def _in_use(self) -> list[int]:
-        numbers: list[int] = self.agent.endpoint.post.functions_in_use(self.number)
-        return numbers
+    sent_functions: SentFunctions = field(default_factory=SentFunctions)
+    received_functions: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     def target(self, x: torch.Tensor) -> torch.device:
         """Return the device of ``x`` at the other end; raise UsageError if it is not mapped."""
