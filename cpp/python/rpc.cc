@@ -179,7 +179,7 @@ struct Contents : PacketContents {
 };
 
 Pending request(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
-                nb::handle keep, nb::handle timeout, int flags, std::string shown, std::int64_t function) {
+                nb::handle keep, nb::handle timeout, int flags, std::string shown) {
   RpcEndpoint& endpoint = owner.use();
   const std::int64_t deadline = timeout.is_none() ? 0 : deadline_of(timeout);
   const Contents contents(owner, Verb::kCall, mailbox, flags, head, parts, keep);
@@ -189,8 +189,7 @@ Pending request(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes
     room = wait_interruptibly(limit,
                               [&](auto until) { return endpoint.await_room(peer, contents.copied, until); });
   const WithoutGil released;
-  return {endpoint.request(peer, contents, deadline, !room, {std::move(shown), function}), owner.endpoint,
-          contents.keep};
+  return {endpoint.request(peer, contents, deadline, !room, std::move(shown)), owner.endpoint, contents.keep};
 }
 
 bool send(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head, const Parts& parts,
@@ -206,7 +205,7 @@ bool send(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, nb::bytes head,
 }
 
 nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint64_t bytes,
-                nb::handle timeout, bool one_way, std::string shown, std::int64_t function) {
+                nb::handle timeout, bool one_way, std::string shown) {
   RpcEndpoint& endpoint = owner.use();
   const std::int64_t limit = deadline_of(timeout);
   const bool room =
@@ -216,7 +215,7 @@ nb::object hold(OwnedEndpoint& owner, int peer, std::uint32_t mailbox, std::uint
   {
     const WithoutGil released;
     call = endpoint.hold(peer, mailbox, one_way || timeout.is_none() ? 0 : limit, !room, one_way,
-                         {std::move(shown), function});
+                         std::move(shown));
   }
   return nb::make_tuple(nb::cast(Pending{std::move(call), owner.endpoint}), staged);
 }
@@ -270,9 +269,9 @@ double seconds_since(std::int64_t moment) { return static_cast<double>(now_ns() 
 
 nb::list pending(OwnedEndpoint& owner) {
   nb::list result;
-  for (auto& call : owner.use().pending(0))
+  for (auto& call : owner.use().pending())
     result.append(
-        nb::make_tuple(call->peer, call->number.load(), str(call->note.shown), seconds_since(call->began)));
+        nb::make_tuple(call->peer, call->number.load(), str(call->shown), seconds_since(call->began)));
   return result;
 }
 
@@ -445,14 +444,13 @@ void bind_post(nb::module_& m) {
           },
           nb::arg("peer"))
       .def("request", &request, nb::arg("peer"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
-           nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0, nb::arg("shown") = "",
-           nb::arg("function") = -1)
+           nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0, nb::arg("shown") = "")
       .def("post", &send, nb::arg("peer"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
            nb::arg("keep").none(), nb::arg("timeout").none(), nb::arg("flags") = 0)
       .def("reply", &reply, nb::arg("packet"), nb::arg("head"), nb::arg("parts"), nb::arg("keep").none(),
            nb::arg("failed") = false, nb::arg("flags") = 0)
       .def("hold", &hold, nb::arg("peer"), nb::arg("mailbox"), nb::arg("bytes"), nb::arg("timeout").none(),
-           nb::arg("one_way") = false, nb::arg("shown") = "", nb::arg("function") = -1)
+           nb::arg("one_way") = false, nb::arg("shown") = "")
       .def("fill", &fill, nb::arg("held"), nb::arg("mailbox"), nb::arg("head"), nb::arg("parts"),
            nb::arg("keep").none(), nb::arg("one_way") = false, nb::arg("flags") = 0)
       .def(
@@ -501,15 +499,6 @@ void bind_post(nb::module_& m) {
            })
       .def("pending", &pending)
       .def("handled", &handled)
-      .def(
-          "functions_in_use",
-          [](OwnedEndpoint& self, int peer) {
-            std::vector<std::int64_t> numbers;
-            for (auto& call : self.use().pending(peer))
-              if (call->note.function >= 0) numbers.push_back(call->note.function);
-            return numbers;
-          },
-          nb::arg("peer"))
       .def(
           "disconnect", [](OwnedEndpoint& self, int peer) { self.use().disconnect(peer); }, nb::arg("peer"))
       .def(

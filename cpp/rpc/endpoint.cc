@@ -238,8 +238,8 @@ void RpcEndpoint::unstage(int id, std::uint64_t bytes) {
 }
 
 template <class Submit>
-CallPtr RpcEndpoint::begin(int id, std::int64_t deadline, bool no_room, CallNote note, Submit submit) {
-  auto call = std::make_shared<Call>(id, deadline, std::move(note));
+CallPtr RpcEndpoint::begin(int id, std::int64_t deadline, bool no_room, std::string shown, Submit submit) {
+  auto call = std::make_shared<Call>(id, deadline, std::move(shown));
   call->unique = calls_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto peer = find(id);
   if (!closed() && peer) {
@@ -263,14 +263,14 @@ CallPtr RpcEndpoint::begin(int id, std::int64_t deadline, bool no_room, CallNote
 }
 
 CallPtr RpcEndpoint::request(int id, const PacketContents& contents, std::int64_t deadline, bool no_room,
-                             CallNote note) {
-  return begin(id, deadline, no_room, std::move(note),
+                             std::string shown) {
+  return begin(id, deadline, no_room, std::move(shown),
                [&](Peer& peer, const CallPtr& call) { return peer.submit(peer.compose(contents), call); });
 }
 
 CallPtr RpcEndpoint::hold(int id, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
-                          CallNote note) {
-  return begin(id, deadline, no_room, std::move(note),
+                          std::string shown) {
+  return begin(id, deadline, no_room, std::move(shown),
                [&](Peer& peer, const CallPtr& call) { return peer.hold(mailbox, call, one_way); });
 }
 
@@ -358,10 +358,9 @@ RpcEndpoint::Stats RpcEndpoint::stats() {
   return stats;
 }
 
-std::vector<CallPtr> RpcEndpoint::pending(int id) {
+std::vector<CallPtr> RpcEndpoint::pending() {
   std::vector<CallPtr> all;
   for (auto& peer : all_peers()) {
-    if (id != 0 && peer->id != id) continue;
     auto theirs = peer->all_pending();
     all.insert(all.end(), theirs.begin(), theirs.end());
   }

@@ -59,11 +59,11 @@ class RpcEndpoint final : public FrameSink {
   void unstage(int peer, std::uint64_t bytes);
   // `no_room`: await_room timed out, so the call times out.
   CallPtr request(int peer, const PacketContents& contents, std::int64_t deadline, bool no_room,
-                  CallNote note);
+                  std::string shown);
   bool send(int peer, const PacketContents& contents);
   // A call, or a post if `one_way`, with contents that come later (`fill`); `no_room` as for `request`.
   CallPtr hold(int peer, std::uint32_t mailbox, std::int64_t deadline, bool no_room, bool one_way,
-               CallNote note);
+               std::string shown);
   // Sends a held packet; false if it was cancelled meanwhile.
   bool fill(Call& call, const PacketContents& contents);
   // Cancels a held packet, because its contents will never come.
@@ -82,8 +82,8 @@ class RpcEndpoint final : public FrameSink {
     std::uint64_t made, queued, granted, lent, kept;
   };
   Stats stats();
-  // The calls without a reply, of one peer or (0) of all.
-  std::vector<CallPtr> pending(int peer);
+  // The calls without a reply.
+  std::vector<CallPtr> pending();
   // The received calls that are not answered: the peer, its number for the call, and the state.
   struct Handled {
     int peer;
@@ -128,7 +128,7 @@ class RpcEndpoint final : public FrameSink {
   void wake();
   std::shared_ptr<Peer> find(int peer);
   template <class Submit>
-  CallPtr begin(int peer, std::int64_t deadline, bool no_room, CallNote note, Submit submit);
+  CallPtr begin(int peer, std::int64_t deadline, bool no_room, std::string shown, Submit submit);
   std::vector<std::shared_ptr<Peer>> all_peers();
   void lose(Peer& peer, std::string why);
   void expire(std::int64_t now);

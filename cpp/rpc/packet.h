@@ -142,22 +142,16 @@ enum class CallEnd : int {
   kUnsent = 6,  // the data to send was not available
 };
 
-// The caller's description of a call.
-struct CallNote {
-  std::string shown;           // for lists of pending calls
-  std::int64_t function = -1;  // the caller's number for the function; -1: none
-};
-
 class Call {
  public:
-  Call(int peer, std::int64_t deadline, CallNote note)
-      : peer(peer), deadline(deadline), note(std::move(note)), began(now_ns()) {}
+  Call(int peer, std::int64_t deadline, std::string shown)
+      : peer(peer), deadline(deadline), shown(std::move(shown)), began(now_ns()) {}
 
   const int peer;
   const std::int64_t deadline;  // ns; 0: none
-  const CallNote note;
-  const std::int64_t began;  // ns
-  std::int64_t due = 0;      // when the endpoint checks it; requires the lock of the deadlines
+  const std::string shown;      // for lists of pending calls
+  const std::int64_t began;     // ns
+  std::int64_t due = 0;         // when the endpoint checks it; requires the lock of the deadlines
   // Set before other threads see the call, and again if calls that were made later are sent before it.
   std::atomic<std::uint64_t> number{0};
   std::uint64_t unique = 0;     // in this endpoint

@@ -759,7 +759,6 @@ class RpcEndpoint:
         timeout: float | None,
         flags: int = 0,
         shown: str = "",
-        function: int = -1,
     ) -> Call:
         """Send a call.
 
@@ -773,7 +772,6 @@ class RpcEndpoint:
                 a method of this endpoint, with the GIL.
             timeout: seconds from now until the call fails with ``TIMEOUT``; None: never.
             shown: the call, as :meth:`pending` shows it.
-            function: a number of at least 0 that is in use until the call has ended; -1: none.
 
         A peer that is lost, or that never was, gives a call that has failed with ``LOST``.
         """
@@ -801,7 +799,6 @@ class RpcEndpoint:
         timeout: float | None,
         one_way: bool = False,
         shown: str = "",
-        function: int = -1,
     ) -> tuple[Call, Room | None]:
         """Take the place of a call, or of a post, whose contents come later, by :meth:`fill`.
 
@@ -894,9 +891,6 @@ class RpcEndpoint:
         Peer, number on its connection, what :meth:`Packet.describe` said, and seconds since it was taken;
         None: it waits for a thread, or has not come as a whole.
         """
-
-    def functions_in_use(self, peer: int) -> list[int]:
-        """The numbers of functions that calls to a peer have which have not ended."""
 
     def disconnect(self, peer: int) -> None:
         """Cut the connection as a cable would be, for tests."""
