@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..common.arguments import checked_seconds
 from ..errors import AgentClosed, CallTimeout, ShoalError, UsageError, WorkerLost
@@ -13,26 +13,12 @@ from .calls import call
 from .calls.reference import Actor, RRef, create, create_actor, request_object
 from .codec import pickled as codec
 from .connection.directory import Worker, checked_name
-from .connection.worker_connection import WorkerConnection
 from .executor import CALLS
 
+if TYPE_CHECKING:
+    from .agent import Agent
+
 T = TypeVar("T")
-
-
-class LocalWorker(Protocol):
-    """The part of an agent that :class:`Peer` uses."""
-
-    name: str
-
-    @property
-    def endpoint(self) -> Any: ...  # agent.Endpoint
-
-    @property
-    def closed(self) -> bool: ...
-
-    def connection(self, name: str, timeout: float, owner: Worker | None = None) -> WorkerConnection: ...
-
-    def alive(self, name: str) -> bool: ...
 
 
 class WorkerInfo:
@@ -72,7 +58,7 @@ class Peer(WorkerInfo):
     __slots__ = ("_agent", "_words", "high_priority", "timeout")
 
     def __init__(
-        self, agent: LocalWorker, name: str, timeout: float, id: int = -1, high_priority: bool = False
+        self, agent: Agent, name: str, timeout: float, id: int = -1, high_priority: bool = False
     ) -> None:
         self._agent = agent
         self.name = name
@@ -95,8 +81,8 @@ class Peer(WorkerInfo):
         return Peer(self._agent, self.name, seconds, self.id, high)
 
     @property
-    def caller(self) -> LocalWorker:
-        """The worker of this process, which calls the peer."""
+    def caller(self) -> Agent:
+        """The agent of this process, which calls the peer."""
         return self._agent
 
     @overload

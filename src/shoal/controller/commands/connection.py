@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from ...errors import GroupError, NodeLost, RpcError, ShoalError
 from ...future import Future
-from ...rpc import Peer
-from ...rpc.peer import LocalWorker
+from ...rpc import Agent, Peer
 from ..node import sessions
 from ..protocol.commands import LOST, OperationFailure, Segment
 from ..protocol.workers import node_name
@@ -308,7 +307,7 @@ class NodeConnection:
         self.add_stream(0, run)
 
     @property
-    def master(self) -> LocalWorker:
+    def master(self) -> Agent:
         """The worker of this process."""
         return self._peer.caller
 

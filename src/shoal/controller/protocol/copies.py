@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ...rpc.peer import LocalWorker
+from ...rpc import Agent
 
 #: bytes of a tensor above which memory is lent to receivers on the same host
 _MIN_LENT_BYTES = 256 << 10
 
 
-def copy_to_send(x: torch.Tensor, worker: LocalWorker) -> torch.Tensor:
+def copy_to_send(x: torch.Tensor, worker: Agent) -> torch.Tensor:
     """Copy a tensor of the CPU, in the layout of ``x.clone()``, to be sent once.
 
     A large copy is in memory that the worker lends to a receiver on the same host, so sending it takes no

@@ -27,7 +27,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -50,6 +50,9 @@ from ...store import PrefixStore, Store
 from ...store.requests import Add, Set
 from ...torch_terms.arguments import CLOSE_TIMEOUT_S
 from .directory import Directory, Worker, is_name
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 K = TypeVar("K")
 
@@ -116,16 +119,6 @@ class WorkerEntry(ProcessIdentity, frozen=True):
     failed: str = ""
     leaving: bool = False
     left: bool = False
-
-
-class ClosingAgent(Protocol):
-    """The part of an agent that a coordinated shutdown uses."""
-
-    def wait_until_idle(self, deadline: Deadline) -> int | None:
-        """Wait until no call is pending or served; return the number of calls made; None: timed out."""
-
-    def check_reachable(self, name: str, timeout: float) -> None:
-        """Raise WorkerLost if a worker is lost."""
 
 
 class WorkerMeeting:
@@ -211,7 +204,7 @@ class WorkerMeeting:
         """Announce that this worker has joined, without waiting."""
         self._write_entry(joined=True)
 
-    def leave(self, agent: ClosingAgent, deadline: Deadline, graceful: bool) -> None:
+    def leave(self, agent: Agent, deadline: Deadline, graceful: bool) -> None:
         """Wait for the others (:meth:`wait_until_all_idle`); if not ``graceful``, or if that fails, announce
         that this worker closes without them."""
         waited = False
@@ -245,7 +238,7 @@ class WorkerMeeting:
                     return
                 time.sleep(_POLL_INTERVAL_S)
 
-    def wait_until_all_idle(self, agent: ClosingAgent, deadline: Deadline) -> None:
+    def wait_until_all_idle(self, agent: Agent, deadline: Deadline) -> None:
         """Wait until all have called this, and no call is pending or served at any of them.
 
         Raises WorkerLost if a worker has failed, UnknownWorker after the deadline.
@@ -370,7 +363,7 @@ class WorkerMeeting:
             f"{format_seconds(deadline.timeout)}"
         )
 
-    def _exchange(self, where: str, data: bytes, agent: ClosingAgent, deadline: Deadline) -> list[bytes]:
+    def _exchange(self, where: str, data: bytes, agent: Agent, deadline: Deadline) -> list[bytes]:
         """Write ``data``, wait for those of the other workers that have not left, and return all."""
         keys = {rank: f"{where}/{rank}" for rank in range(self._size)}
         self._store.set(keys[self._rank], data)
@@ -385,7 +378,7 @@ class WorkerMeeting:
             )
         return [self._store.get(key, 0.0) for key in keys.values() if self._store.check([key])]
 
-    def _is_awaited(self, rank: int, agent: ClosingAgent) -> bool:
+    def _is_awaited(self, rank: int, agent: Agent) -> bool:
         """Whether to wait for ``rank``, which may have left; raise if it has failed."""
         if not self._store.check([str(rank)]):  # it has not joined yet
             return True
@@ -399,7 +392,7 @@ class WorkerMeeting:
                 return False
         return not entry.left
 
-    def _check_running(self, entry: WorkerEntry, agent: ClosingAgent, because: BaseException | None) -> None:
+    def _check_running(self, entry: WorkerEntry, agent: Agent, because: BaseException | None) -> None:
         """Raise if a worker has failed."""
         if entry.is_dead():
             raise WorkerLost(
