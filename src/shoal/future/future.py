@@ -266,66 +266,56 @@ class Future(FutureState[T]):
             self._callbacks += 1
         if child is not None and self.key is not None:
             child.key = derive_key(b"then", self.key, index)
-        callback = _Callback(fn, index, child, high_priority, streams)
-        self._subscribe(lambda future: pool.submit(partial(callback.run, future)))
+        callback = partial(_run_callback, fn, index, child, high_priority, streams, [1])
+        self._subscribe(lambda future: pool.submit(partial(callback, future)))
 
 
-class _Callback:
-    """A callback that a user registered: its function, its index, and the future of its result.
+def _run_callback(
+    fn: Callable[[Any], Any],
+    index: int,
+    child: FutureState[Any] | None,
+    high_priority: bool | None,
+    streams: Mapping[torch.device, Any] | None,
+    run_token: list[int],
+    future: FutureState[Any],
+) -> None:
+    """Call ``fn(future)`` in its scope and complete ``child``.  Runs in a thread of the pool.
 
     Args:
         high_priority: whether its streams have high priority; None: as the future's engine chose.
         streams: the streams that it runs under; None: new ones.
+        run_token: Ctrl-C may cause the callback to be queued twice; only the run that pops its element
+            proceeds.
     """
 
-    __slots__ = ("_fn", "_high_priority", "_index", "_result_future", "_run_token", "_streams")
-
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        index: int,
-        child: FutureState[Any] | None,
-        high_priority: bool | None,
-        streams: Mapping[torch.device, Any] | None,
-    ) -> None:
-        self._fn = fn
-        self._index = index
-        self._result_future = child
-        self._high_priority = high_priority
-        self._streams = streams
-        #: Ctrl-C may cause the callback to be queued twice; only the run that pops this element proceeds.
-        self._run_token = [1]
-
-    def run(self, future: FutureState[Any]) -> None:
-        """Call the function in its scope and complete the child.  Runs in a thread of the pool."""
-        try:
-            self._run_token.pop()
-        except IndexError:
-            return
-        token = callback_scope.set(None if future.key is None else CallbackScope(future.key, self._index))
-        try:
-            device = future._device
-            if device is None:
-                self._call(future)
-            else:
-                if self._result_future is not None:
-                    self._result_future._device = device.successor()
-                with device.ordered_streams(future._payload(), self._high_priority, self._streams):
-                    self._call(future)
-        except BaseException as error:
-            if self._result_future is None or self._result_future.done():
-                raise
-            # The future's own error must not reference the future through the callback's frame.
-            passed_on = error is future._error
-            self._result_future.set_exception(drop_outer_frames(error, None if passed_on else 2))
-        finally:
-            callback_scope.reset(token)
-
-    def _call(self, future: FutureState[Any]) -> None:
-        value = self._fn(future)
-        if self._result_future is not None:
+    def call() -> None:
+        value = fn(future)
+        if child is not None:
             # Within the callback's streams: the events of the result are recorded on them.
-            self._result_future.set_result(value)
+            child.set_result(value)
+
+    try:
+        run_token.pop()
+    except IndexError:
+        return
+    token = callback_scope.set(None if future.key is None else CallbackScope(future.key, index))
+    try:
+        device = future._device
+        if device is None:
+            call()
+        else:
+            if child is not None:
+                child._device = device.successor()
+            with device.ordered_streams(future._payload(), high_priority, streams):
+                call()
+    except BaseException as error:
+        if child is None or child.done():
+            raise
+        # The future's own error must not reference the future through the callback's frame.
+        passed_on = error is future._error
+        child.set_exception(drop_outer_frames(error, None if passed_on else 2))
+    finally:
+        callback_scope.reset(token)
 
 
 def _chosen_streams(
