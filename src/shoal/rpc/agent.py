@@ -190,7 +190,8 @@ class Agent:
             UnknownWorker: one did not reach the barrier in time.
         """
         self._check_open()
-        self._barriers.wait(names, Deadline(self._seconds(timeout)))
+        seconds = self.timeout if timeout is None else checked_seconds("timeout", timeout)
+        self._barriers.wait(names, Deadline(seconds))
 
     def wait(self, until: str | None = None) -> None:
         """Block until a worker has left or failed; serve calls meanwhile.  A broken connection is restored.
@@ -431,9 +432,6 @@ class Agent:
             call.post(connection, HOLDS, unpin, numbers, {}, self.timeout, f"worker {self.name!r}")
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.timeout if timeout is None else checked_seconds("timeout", timeout)
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():

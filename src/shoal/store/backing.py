@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 #: limits in seconds of the pause between two polls, which is an eighth of the time waited so far
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.0005, 0.02
+#: limit in seconds of the pause between two attempts to reach a server
+_MAX_BACKOFF_S = 0.5
 #: number of attempts at a change before the store pauses between them
 _IMMEDIATE_ATTEMPTS = 8
 
@@ -93,19 +95,18 @@ class Backoff:
 
     Args:
         closed: set when the attempts must end.
-        shortest, longest: limits in seconds, before randomization.
+        shortest: seconds of the first pause, before randomization.
     """
 
-    def __init__(self, closed: threading.Event, shortest: float = 0.01, longest: float = 0.5) -> None:
+    def __init__(self, closed: threading.Event, shortest: float = 0.01) -> None:
         self._closed = closed
         self.seconds = shortest
-        self._longest = longest
 
     def pause(self, limit: float) -> None:
         """Wait, for at most ``limit`` seconds. StoreError if the store is closed meanwhile."""
         if self._closed.wait(min(self.seconds * random.uniform(0.5, 1.0), limit)):
             raise StoreError("closed")  # Store replaces the message
-        self.seconds = min(2 * self.seconds, self._longest)
+        self.seconds = min(2 * self.seconds, _MAX_BACKOFF_S)
 
 
 class _Calls(threading.local):
