@@ -200,7 +200,6 @@ class _ContainerNode:
     """One container of a :class:`Tree`, without its items.
 
     Args:
-        kind: its type.
         context: further data for rebuilding it, such as the keys of a dict.
         empty: makes an empty one, to which items can be added later; None: not possible.
 

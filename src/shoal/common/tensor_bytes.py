@@ -15,16 +15,13 @@ _view_of_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_
 
 
 class TensorBytes:
-    """A read-only view of the bytes of a tensor, valid in a ``with`` block.
+    """A read-only view of the bytes of a tensor of any dtype, shape and device, valid in a ``with`` block.
 
         with TensorBytes(tensor) as view:
             value = pickle.loads(view)
 
     A contiguous CPU tensor is not copied.  The tensor is kept alive until the block ends, and the view is
     released then.  A slice of the view is not released: do not use it after the block.
-
-    Args:
-        tensor: of any dtype, shape and device.
     """
 
     __slots__ = ("_tensor", "_view")

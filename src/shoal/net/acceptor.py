@@ -25,16 +25,14 @@ MAX_PENDING = 256
 class Acceptor:
     """Returns authenticated connections; failing or silent peers do not delay others.
 
-    It runs many handshakes concurrently and skips those that fail.  Beyond
-    ``most_pending``, or when the process is out of descriptors, the oldest handshake is dropped: a peer only
-    needs milliseconds for it.  Only one thread at a time may use it.
+    It runs many handshakes concurrently and skips those that fail.  Beyond ``most_pending``, or when the
+    process is out of descriptors, the oldest handshake is dropped: a peer only needs milliseconds for it.
+    Only one thread at a time may use it.
 
     Args:
         listener: a listening socket, TCP or unix, owned by the acceptor.
-        secret, purpose: see ``connect``.
-        handshake_timeout: seconds for each handshake.
+        secret, purpose, plain: see ``connect``.
         most_pending: maximum of concurrent handshakes; must exceed the number of peers that connect at once.
-        plain: see ``connect``.
 
     Attributes:
         refused: the reason of the last refusal, ``""`` if there was none.

@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 class PendingHandshake:
     """The handshake of a new connection, without blocking; any number of them can share a selector.
 
-    Call :meth:`step` whenever :attr:`stream` is ready for :attr:`events`.
+    Call :meth:`step` whenever :attr:`stream`, which owns ``sock``, is ready for :attr:`events`.
 
     Args:
-        sock: owned by :attr:`stream` from now on.
-        connecting: whether this side made the connection.
         secret, purpose: the other side must prove the same.
-        tls: TLS configuration of this side; None: no encryption.
+        tls: None: no encryption.
         defer_proof: the caller of :meth:`step` sends this side's proof (:meth:`take_unsent`) with its next
             data.
     """

@@ -19,7 +19,6 @@ class ClientConnection:
     Attributes:
         descriptor: of the stream; valid until the server drops the client.
         name: the client's address, for messages.
-        authenticated: whether its handshake has succeeded.
         closed: whether the server has dropped it.
         watched: the events that the server is waiting for.
     """

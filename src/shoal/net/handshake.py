@@ -73,8 +73,6 @@ class Handshake:
     returns.
 
     Args:
-        connecting: whether this side made the connection.
-        secret: of the job.
         purpose: of the connection, a short ASCII word, the same on both sides.
         tls: whether this side encrypts everything after the greetings.
     """

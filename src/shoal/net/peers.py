@@ -34,7 +34,6 @@ class PeerConnection(Generic[H]):
     """A connection to another process of the job, from :func:`send_hello` or :func:`receive_hello`.
 
     Attributes:
-        connection: carries messages until it is detached.
         hello: of the other side.
         pid: of the other process; 0 over TCP.
         memory_fd: descriptor of the other side's shared memory; -1: none.
@@ -121,8 +120,6 @@ class PeerTransport:
 
     Args:
         interface: address that the TCP listener binds to.
-        secret, purpose: see :func:`~shoal.net.connect`.
-        max_pending: see :class:`Acceptor`.
 
     Attributes:
         unix: name of the unix socket.

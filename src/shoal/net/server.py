@@ -105,16 +105,13 @@ class Server(abc.ABC, Generic[S]):
     """Serves the clients of a listener, in a daemon thread between :meth:`start` and :meth:`close`.
 
     As a context manager it does both.  A subclass handles messages (:meth:`on_message`); all methods that it
-    overrides are called in the thread.
+    overrides are called in the thread.  Connections over TCP are encrypted if ``SHOAL_TLS`` is set.
 
     Args:
         listener: a listening socket, owned by the server.
         secret, purpose: every client must prove the same.
         limit: maximum length of a message in bytes.
         kind: of server, for messages and the thread's name: ``"store"``.
-        handshake_timeout: seconds for the handshake of a client.
-
-    Connections over TCP are encrypted if ``SHOAL_TLS`` is set.
 
     Raises:
         ConfigurationError: ``SHOAL_TLS`` is set, and the certificates cannot be used or made.
