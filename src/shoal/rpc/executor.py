@@ -71,10 +71,6 @@ class Executor:
         self._inbox.open(mailbox)
         self._spawn(self._other_threads, self._serve, mailbox, None)
 
-    def release(self, mailbox: int) -> None:
-        """End the thread of ``mailbox``, to which no worker sends any more."""
-        self._inbox.release(mailbox)
-
     def thread_count(self) -> int:
         """Return the number of threads, including those of mailboxes."""
         return len(self._call_threads) + len(self._other_threads)
@@ -121,14 +117,11 @@ class Executor:
 
     def _serve(self, mailbox: int, idle: float | None) -> None:
         while messages := self._inbox.take(mailbox, idle, 1):
-            self._handle(messages)
-
-    def _handle(self, messages: list[Any]) -> None:
-        try:
-            self.handle(messages.pop())
-        except BaseException:
-            with contextlib.suppress(BaseException):  # raised by a user's logging handler
-                _logger.exception("worker %r: a call could not be answered", self._name)
+            try:
+                self.handle(messages.pop())
+            except BaseException:
+                with contextlib.suppress(BaseException):  # raised by a user's logging handler
+                    _logger.exception("worker %r: a call could not be answered", self._name)
 
     # -- the loop ------------------------------------------------------------------------------
 

@@ -53,11 +53,7 @@ _MAX_NAMES = 4096
 class CallFailure(msgspec.Struct):
     """A failure at the callee, as text.
 
-    Attributes:
-        worker, pid, host: of the callee.
-        error: type and text of the exception.
-        traceback: as text.
-        fatal: KeyboardInterrupt or SystemExit: it ends the callee, and is not raised at the caller.
+    ``fatal``: KeyboardInterrupt or SystemExit, which ends the callee and is not raised at the caller.
     """
 
     worker: str
@@ -218,7 +214,7 @@ def _encode_call(
 def reads_arguments(future: Future[Any]) -> bool:
     """Whether the memory of a call's arguments may still be read (not if it was copied to lent memory)."""
     source = future._source
-    return isinstance(source, _CallSource) and source.reads()
+    return isinstance(source, _CallSource) and source._call.reads
 
 
 @refuses_copies("a call", "an operation in progress", "Wait for it and copy its value")
@@ -251,10 +247,6 @@ class _CallSource:
 
     def done(self) -> bool:
         return self._call.done()
-
-    def reads(self) -> bool:
-        """See :func:`reads_arguments`."""
-        return self._call.reads
 
     def cancel(self) -> bool:
         return self._call.cancel()

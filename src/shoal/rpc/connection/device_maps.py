@@ -29,7 +29,6 @@ class DeviceMap:
 
     Args:
         pairs: one-to-one map from devices at this end to devices at the other end.
-        caller, callee: names of the workers.
         inverse: whether this end is the callee.
 
     Attributes:

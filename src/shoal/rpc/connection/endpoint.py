@@ -36,7 +36,6 @@ class Endpoint:
     """The endpoint of one agent, and the dispatcher: the thread that runs callbacks.
 
     Args:
-        name: of the agent.
         memory: maximum bytes of large parts that it may hold.
         heartbeat: seconds without a message after which a peer on another host is considered lost.
     """

@@ -126,8 +126,6 @@ class WorkerMeeting:
 
     Args:
         store: used only by the workers of this meeting.
-        me: this process.
-        name, rank: of this worker.
         operation: name of the function that all of them call to shut down, for messages.
 
     Attributes:
@@ -407,14 +405,7 @@ class WorkerMeeting:
 
 
 class Barriers:
-    """The barriers of one worker.
-
-    Args:
-        me: this worker.
-        directory: of the workers.
-        store: of the job; not closed here.
-        namespace: of the workers.
-    """
+    """The barriers of the worker ``me``, in the store of its job."""
 
     def __init__(self, me: Worker, directory: Directory, store: Store, namespace: str) -> None:
         self._me = me
