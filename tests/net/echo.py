@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shoal.net import ClientConnection, Connection, PendingHandshake, Server, connect, listen
+from shoal.net import ClientConnection, Connection, Server, connect, listen
 
 SECRET = b"secret"
 
@@ -22,11 +22,9 @@ class EchoServer(Server[ClientConnection]):
             purpose="echo",
             limit=2**26,
             kind="echo",
+            client_class=ClientConnection,
             handshake_timeout=handshake_timeout,
         )
-
-    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
-        return ClientConnection(handshake, name, limit)
 
     def on_authenticated(self, session: ClientConnection) -> None:
         self.accepted += 1

@@ -15,7 +15,6 @@ from shoal.net import (
     ClientConnection,
     Connection,
     Deadline,
-    PendingHandshake,
     Server,
     connect,
     connect_unix,
@@ -34,15 +33,22 @@ class Echo(Server[ClientConnection]):
 
     def __init__(self, unix: str | None = None) -> None:
         self.ended: list[str] = []
+        self.dropped: list[ClientConnection] = []
         self.all: list[ClientConnection] = []
         self.threads: set[str] = set()
         listener = listen("127.0.0.1", secret=SECRET) if unix is None else listen_unix(unix)
         self.port = 0 if unix is not None else int(listener.getsockname()[1])
-        super().__init__(listener, secret=SECRET, purpose="echo", limit=2**20, kind="echo")
+        super().__init__(
+            listener,
+            secret=SECRET,
+            purpose="echo",
+            limit=2**20,
+            kind="echo",
+            client_class=ClientConnection,
+        )
 
-    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> ClientConnection:
-        self.all.append(ClientConnection(handshake, name, limit))
-        return self.all[-1]
+    def on_authenticated(self, session: ClientConnection) -> None:
+        self.all.append(session)
 
     def on_message(self, session: ClientConnection, message: bytearray) -> None:
         self.threads.add(threading.current_thread().name)
@@ -63,6 +69,7 @@ class Echo(Server[ClientConnection]):
 
     def on_dropped(self, session: ClientConnection) -> None:
         self.ended.append(session.name)
+        self.dropped.append(session)
 
 
 @pytest.fixture
@@ -169,7 +176,7 @@ def test_a_message_that_came_with_a_wrong_proof_is_never_read(monkeypatch: pytes
             assert sock.recv(1000) == bytes(32)
             assert sock.recv(1000) == b""
         assert server.threads == set()
-        assert server.all[0].stream.refusals == 3  # type: ignore[attr-defined]
+        assert server.dropped[0].stream.refusals == 3  # type: ignore[attr-defined]
 
 
 def test_a_server_listens_on_a_unix_socket_too() -> None:

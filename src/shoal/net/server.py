@@ -112,6 +112,7 @@ class Server(abc.ABC, Generic[S]):
         secret, purpose: every client must prove the same.
         limit: maximum length of a message in bytes.
         kind: of server, for messages and the thread's name: ``"store"``.
+        client_class: of the connections to clients.
 
     Raises:
         ConfigurationError: ``SHOAL_TLS`` is set, and the certificates cannot be used or made.
@@ -126,12 +127,14 @@ class Server(abc.ABC, Generic[S]):
         purpose: str,
         limit: int,
         kind: str,
+        client_class: type[S],
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._secret = secret
         self._purpose = purpose
         self._limit = limit
         self._kind = kind
+        self._client_class = client_class
         self._handshake_timeout = handshake_timeout
         #: timers of authenticated clients; :meth:`on_timer` is called when one expires
         self.timers: Timers[S] = Timers()
@@ -170,10 +173,6 @@ class Server(abc.ABC, Generic[S]):
             close_in_forked_child(inherited)
 
     # -- for subclasses ------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> S:
-        """Return the connection of a new client."""
 
     @abc.abstractmethod
     def on_message(self, client: S, message: bytearray) -> None:
@@ -349,7 +348,7 @@ class Server(abc.ABC, Generic[S]):
         except OSError:
             sock.close()
             return
-        client = self.make_client(handshake, name, self._limit)
+        client = self._client_class(handshake, name, self._limit)
         self._clients[client.descriptor] = client
         self._poll.register(client.descriptor, _MASKS[client.watched])
         self.timers.set(client, time.monotonic() + self._handshake_timeout)

@@ -37,7 +37,7 @@ class LastWrite(NamedTuple):
 
 
 class _ChannelState:
-    """The newest connection of a channel, by the order of their creation, and the channel's last write."""
+    """The newest connection of a channel, by the order of authentication, and the channel's last write."""
 
     def __init__(self) -> None:
         self.connection = 0

@@ -20,7 +20,6 @@ from ...net import (
     HANDSHAKE_TIMEOUT_S,
     ClientConnection,
     Deadline,
-    PendingHandshake,
     Server,
     format_address,
     listen,
@@ -80,7 +79,7 @@ class _StoreClient(ClientConnection):
     """One connection.
 
     Attributes:
-        order: its position in the order of creation, from 1.
+        order: its position in the order of authentication, from 1.
         parked: the request that waits for keys, if any.
         channel: name of the write channel that uses the connection; b"" before the first write.
     """
@@ -130,6 +129,7 @@ class TCPStoreServer(Server[_StoreClient]):
             purpose=PURPOSE,
             limit=MAX_MESSAGE,
             kind="store",
+            client_class=_StoreClient,
             handshake_timeout=handshake_timeout,
         )
         # Early: once clients have used up all descriptors, the rest of the process has none either.
@@ -150,12 +150,8 @@ class TCPStoreServer(Server[_StoreClient]):
         """The number of keys."""
         return len(self._table.values)
 
-    def make_client(self, handshake: PendingHandshake, name: str, limit: int) -> _StoreClient:
-        client = _StoreClient(handshake, name, limit)
-        client.order = next(self._orders)
-        return client
-
     def on_authenticated(self, client: _StoreClient) -> None:
+        client.order = next(self._orders)
         client.send(self._welcome)
 
     def _create_table(self, records: Mapping[str, bytes]) -> Welcome:
