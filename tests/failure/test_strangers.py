@@ -16,8 +16,9 @@ import pytest
 from shoal import AuthenticationError, Membership, TCPStore, WireError
 from shoal import net as wire
 from shoal.backend.native import mesh
-from shoal.net import HANDSHAKE_TIMEOUT_S, Deadline, Handshake
+from shoal.net import HANDSHAKE_TIMEOUT_S, Deadline
 from shoal.net.authentication import authenticate
+from shoal.net.handshake import Handshake
 from shoal.rendezvous import rendezvous, user_secret
 from tests.leaks import nothing_left_behind
 from tests.support.other_user import as_nobody, needs_root

@@ -23,7 +23,7 @@ from shoal.launch.remote.hosts import Host
 from shoal.launch.slurm import agent_pool as srun_agent_pool
 from shoal.launch.slurm.agent_pool import SrunAgentPool
 from shoal.launch.slurm.srun import Srun
-from shoal.net import Handshake
+from shoal.net.handshake import Handshake
 from tests.support.fake_srun import fake_srun
 from tests.support.waiting import until
 

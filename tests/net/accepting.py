@@ -6,8 +6,9 @@ import socket
 
 from shoal.common.formatting import format_seconds
 from shoal.errors import WireError, WireTimeout
-from shoal.net import DEFAULT_LIMIT, HANDSHAKE_TIMEOUT_S, Connection, Deadline
+from shoal.net import HANDSHAKE_TIMEOUT_S, Connection, Deadline
 from shoal.net.authentication import authenticate
+from shoal.net.connection import DEFAULT_LIMIT
 from shoal.net.sockets import configure_socket
 
 

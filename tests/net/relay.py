@@ -9,7 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable
 
-from shoal.net import Handshake
+from shoal.net.handshake import Handshake
 from shoal.net.tls.certificates import tls_config
 
 GREETING = len(Handshake(connecting=True, secret=b"", purpose="x").greeting)

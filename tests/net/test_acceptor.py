@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.errors import AuthenticationError, WireError, WireTimeout
-from shoal.net import DEFAULT_LIMIT, Acceptor, Connection, Deadline, Handshake, connect, listen
+from shoal.net import Acceptor, Connection, Deadline, connect, listen
 from shoal.net.authentication import authenticate
+from shoal.net.connection import DEFAULT_LIMIT
+from shoal.net.handshake import Handshake
 from shoal.testing import no_leaks
 
 from .acceptors import SECRET, acceptor, port

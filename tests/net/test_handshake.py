@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import AuthenticationError, UsageError, VersionMismatch, WireError
-from shoal.net import Handshake, handshake
+from shoal.net import handshake
+from shoal.net.handshake import Handshake
 
 
 def _side(

@@ -7,7 +7,8 @@ import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.net import Acceptor, Handshake, connect
+from shoal.net import Acceptor, connect
+from shoal.net.handshake import Handshake
 
 from .acceptors import SECRET, acceptor, port
 

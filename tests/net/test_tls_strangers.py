@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.net import ClientConnection, Handshake, frame_header
+from shoal.net import ClientConnection, frame_header
+from shoal.net.handshake import Handshake
 from shoal.net.tls import stream as tls
 from shoal.testing import no_leaks
 from tests.support.waiting import until

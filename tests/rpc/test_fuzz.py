@@ -21,7 +21,8 @@ import torch
 
 from shoal import net as wire
 from shoal.errors import ShoalError, WaitTimeout
-from shoal.net import Connection, Handshake
+from shoal.net import Connection
+from shoal.net.handshake import Handshake
 from shoal.rpc.calls.call import FAILURE, FUNCTION
 from shoal.rpc.codec import plain
 from shoal.rpc.codec.pickled import encode

@@ -23,11 +23,10 @@ sockets that it inherits, so that peers detect the end of the parent at once.
 from ..common.deadline import Deadline
 from .acceptor import MAX_PENDING, Acceptor
 from .addresses import format_address, parse_address
-from .authentication import PendingHandshake
 from .client_connection import ClientConnection
-from .connection import DEFAULT_LIMIT, Connection
+from .connection import Connection
 from .frames import FrameReader, frame_header
-from .handshake import HANDSHAKE_TIMEOUT_S, PROTOCOL_VERSION, Handshake, build_version
+from .handshake import HANDSHAKE_TIMEOUT_S, build_version
 from .peers import PeerConnection, PeerTransport, receive_hello, resource_error, send_hello
 from .server import Server, raise_descriptor_limit
 from .sockets import connect, connect_unix, listen, listen_unix
@@ -35,20 +34,16 @@ from .stream import ByteStream, close_in_forked_child
 from .unix import peer_pid, recv_fds, send_fds
 
 __all__ = [
-    "DEFAULT_LIMIT",
     "HANDSHAKE_TIMEOUT_S",
     "MAX_PENDING",
-    "PROTOCOL_VERSION",
     "Acceptor",
     "ByteStream",
     "ClientConnection",
     "Connection",
     "Deadline",
     "FrameReader",
-    "Handshake",
     "PeerConnection",
     "PeerTransport",
-    "PendingHandshake",
     "Server",
     "build_version",
     "close_in_forked_child",
