@@ -207,9 +207,9 @@ def store_average(bucket: GradBucket, value: torch.Tensor) -> None:
         bucket.set_buffer(value)
 
 
-def wait_for(future: Any, *, blocking: bool = False) -> Any:
-    """Wait for a future and return its value; ``blocking`` is ignored for futures of torch."""
-    return future.wait(blocking=blocking) if isinstance(future, Future) else future.wait()
+def wait_for(future: Any) -> Any:
+    """Wait for a future, also of torch, or a reduction; return its value.  On a device only streams wait."""
+    return future.wait(blocking=False) if isinstance(future, Future) else future.wait()
 
 
 def unwrap_single(value: object) -> object:
@@ -250,12 +250,12 @@ class HookedReduction:
                 "averaged gradients: return what group.all_reduce(...) or its then(...) returned"
             )
 
-    def wait(self, *, blocking: bool = True) -> None:
-        """Wait for the hook's result and copy it into the bucket; ``blocking`` as for ``Future.wait``.
+    def wait(self) -> None:
+        """Wait for the hook's result and copy it into the bucket; on a device, only the streams wait.
 
         Raises UsageError unless the result is a tensor with as many elements as the bucket.
         """
-        value = unwrap_single(wait_for(self._future, blocking=blocking))
+        value = unwrap_single(wait_for(self._future))
         buffer = self._bucket.buffer()
         if not isinstance(value, torch.Tensor) or value.numel() != buffer.numel():
             raise UsageError(

@@ -45,11 +45,11 @@ def hook_then_optimizer(hook: CommHook, optimizer: torch.optim.Optimizer) -> Com
     # Callbacks of several buckets run concurrently; optimisers are not thread-safe.
     stepping = threading.Lock()
 
-    def update(bucket: GradBucket) -> None:
-        with stepping:
+    def update(bucket: GradBucket, value: torch.Tensor) -> None:
+        with averages_as_gradients(bucket, value), stepping:
             step_subset(optimizer, bucket.parameters())
 
-    return _then_update(inner, update, "hook_then_optimizer")
+    return then_update(inner, update, "hook_then_optimizer")
 
 
 def hook_then_optimizers_in_backward(hook: CommHook) -> CommHook:
@@ -62,12 +62,13 @@ def hook_then_optimizers_in_backward(hook: CommHook) -> CommHook:
     """
     inner = checked_hook(hook, "hook_then_optimizers_in_backward")
 
-    def update(bucket: GradBucket) -> None:
-        for parameter in bucket.parameters():
-            for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-                optimizer.step()
+    def update(bucket: GradBucket, value: torch.Tensor) -> None:
+        with averages_as_gradients(bucket, value):
+            for parameter in bucket.parameters():
+                for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+                    optimizer.step()
 
-    return _then_update(inner, update, "hook_then_optimizers_in_backward")
+    return then_update(inner, update, "hook_then_optimizers_in_backward")
 
 
 def take_over_optimizers_in_backward(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,11 +86,12 @@ def take_over_optimizers_in_backward(parameters: Iterable[torch.Tensor]) -> list
     return carrying
 
 
-def _then_update(hook: CommHook, update: Callable[[GradBucket], None], name: str) -> CommHook:
+def then_update(hook: CommHook, update: Callable[[GradBucket, torch.Tensor], None], name: str) -> CommHook:
+    """Return the hook ``name``, which calls ``hook`` and then ``update`` with the averaged gradients."""
+
     def reduced_and_updated(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         def finish(value: torch.Tensor) -> torch.Tensor:
-            with averages_as_gradients(bucket, value):
-                update(bucket)
+            update(bucket, value)
             return bucket.buffer()
 
         return then_apply(hook, state, bucket, finish)

@@ -229,7 +229,7 @@ def _compressed_average(
             for q, key in zip(stack.q, stack.keys, strict=True):
                 state.start(stack.factors(state).get(key), q, step, stack.seed_offset + key)
             orthogonalize(stack.q)
-            left_factor(stack.matrices, stack.q, out=stack.p)
+            torch.bmm(stack.q, stack.matrices.mT, out=stack.p)
         _copy_all(plan.sent, plan.plain)
 
     def decompress(future: Future[torch.Tensor]) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _reduce_right_factors(state: PowerSGDState, plan: _Plan, group: ProcessGroup
     """Do steps 3 to 5, in the callback of the first message."""
     for stack in plan.stacks:
         orthogonalize(stack.p, state.orthogonalization_epsilon)
-        right_factor(stack.matrices, stack.p, out=stack.q)
+        torch.bmm(stack.p, stack.matrices, out=stack.q)
     own = [stack.q.clone() for stack in plan.stacks] if state.use_error_feedback else []
     future = group.all_reduce(plan.second, AVG)
     for stack, q in zip(plan.stacks, own, strict=bool(own)):
@@ -449,7 +449,8 @@ def as_matrix(gradient: torch.Tensor) -> torch.Tensor:
 # between 2 and 8 and M of 1024 x 1024, M Q^T with factors of r columns takes 5 to 8 times as long, and
 # M^T P^T up to 30 times.  For the same reason P^T Q is a sum of r outer products for small r.
 #
-# All matrices come in batches of equal shape: P is [b, r, n], Q [b, r, m] and M [b, n, m].
+# All matrices come in batches of equal shape: P is [b, r, n], Q [b, r, m] and M [b, n, m].  So P = Q M^T and
+# Q = P M.
 
 
 #: Up to this rank a sum of outer products is faster than a matrix product.
@@ -472,16 +473,6 @@ def orthogonalize(rows: torch.Tensor, epsilon: float = 0) -> None:
         lengths = r.diagonal(dim1=-2, dim2=-1).abs()
         q = q * (lengths / (lengths + epsilon)).unsqueeze(-2)
     rows.copy_(q.mT)
-
-
-def left_factor(m: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """P = Q M^T."""
-    torch.bmm(q, m.mT, out=out)
-
-
-def right_factor(m: torch.Tensor, p: torch.Tensor, out: torch.Tensor) -> None:
-    """Q = P M."""
-    torch.bmm(p, m, out=out)
 
 
 def product(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:

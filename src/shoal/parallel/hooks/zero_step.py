@@ -16,8 +16,8 @@ from ...errors import UsageError
 from ...future import Future
 from ..zero import ZeroRedundancyOptimizer
 from ..zero.exchange import Exchange
-from .contract import CommHook, GradBucket, averaged_tensor, checked_hook, name_of, then_apply, wait_for
-from .optimizer_overlap import averages_as_gradients, step_subset
+from .contract import CommHook, GradBucket, averaged_tensor, checked_hook, name_of, wait_for
+from .optimizer_overlap import averages_as_gradients, step_subset, then_update
 
 if TYPE_CHECKING:
     from ..ddp import DistributedDataParallel
@@ -83,17 +83,12 @@ def hook_with_zero_step_interleaved(
     inner = checked_hook(hook, "hook_with_zero_step_interleaved")
     steps = _BucketSteps(ddp, zero, "hook_with_zero_step_interleaved")
 
-    def reduced_and_updated(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        def finish(value: torch.Tensor) -> torch.Tensor:
-            exchange = steps.update(bucket, value)
-            exchange.start()
-            exchange.finish()
-            return bucket.buffer()
+    def update(bucket: GradBucket, value: torch.Tensor) -> None:
+        exchange = steps.update(bucket, value)
+        exchange.start()
+        exchange.finish()
 
-        return then_apply(inner, state, bucket, finish)
-
-    reduced_and_updated.__qualname__ = f"hook_with_zero_step_interleaved({name_of(hook)})"
-    return reduced_and_updated
+    return then_update(inner, update, "hook_with_zero_step_interleaved")
 
 
 class _BucketSteps:

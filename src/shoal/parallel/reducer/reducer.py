@@ -36,7 +36,7 @@ from ...group import ProcessGroup
 from ...spec import AVG, MAX
 from ...streams import has_streams
 from ..core import OUTCOME, Mark, Pass, PassEnd, gradient_hook
-from ..hooks.contract import CommHook, GradBucket, HookedReduction
+from ..hooks.contract import CommHook, GradBucket, HookedReduction, wait_for
 from .buckets import Bucket, alias_bucket
 from .gradient_streams import GradientStreams
 from .gradients import Gradients, ReducerOptions
@@ -445,7 +445,7 @@ class Reducer:
         sent = self._sent[number]
         if isinstance(sent, SparseReduction):
             return  # deliver() waits, if the pass succeeded
-        sent.wait(blocking=False)
+        wait_for(sent)
         scale = self._participants.scale
         if scale != 1.0:
             self.buckets[number].body.mul_(scale)
