@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,26 +31,18 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
     Args:
         own: this rank's part, by parameter number; for other keys the last rank's values are used.
     """
-    structure, tensors = dump_state(own)
+    header, tensors = pack_state(own)
     tensors = [tensor.cpu() for tensor in tensors]
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    parts = group.gather_object(None if group.rank == to else (structure, shapes), root=to).wait()
-    if parts is None:
-        sent = [group.send(tensor, to, tag=STATE_TAG) for tensor in tensors]
-        for message in sent:
+    headers = group.gather_object(None if group.rank == to else header, root=to).wait()
+    if headers is None:
+        for message in [group.send(tensor, to, tag=STATE_TAG) for tensor in tensors]:
             message.wait()
         return None
     state: dict[Any, Any] = {}
-    for rank, part in enumerate(parts):
-        if rank == to:
-            state.update(load_state(structure, tensors))
-            continue
-        structure_there, shapes_there = part
-        received = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes_there]
-        arrivals = [group.recv(tensor, src=rank, tag=STATE_TAG) for tensor in received]
-        for arrival in arrivals:
-            arrival.wait()
-        state.update(load_state(structure_there, received))
+    for rank, there in enumerate(headers):
+        state.update(
+            _unpack_state(header, tensors) if rank == to else receive_state(group, there, rank, "cpu")
+        )
     return state
 
 
@@ -115,6 +107,13 @@ def part_of_state(
     return {"state": state, "param_groups": parts}
 
 
+class StateHeader(NamedTuple):
+    """Any state without its tensors."""
+
+    structure: bytes  # the pickled state
+    forms: list[tuple[Any, ...]]  # of each tensor: shape, dense strides, dtype, and whether it is on the CPU
+
+
 class _TensorlessPickler(pickle.Pickler):
     """Leaves out tensors, which are sent separately."""
 
@@ -138,14 +137,31 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def dump_state(state: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return any state as bytes, and the tensors in it, which are sent separately."""
+def pack_state(state: Any) -> tuple[StateHeader, list[torch.Tensor]]:
+    """Return the header of any state, and the tensors in it, which are sent separately."""
     file = io.BytesIO()
     pickler = _TensorlessPickler(file)
     pickler.dump(state)
-    return file.getvalue(), pickler.tensors
+    forms = [
+        (tuple(x.shape), torch.empty_like(x, device="meta").stride(), x.dtype, x.is_cpu)
+        for x in pickler.tensors
+    ]
+    return StateHeader(file.getvalue(), forms), pickler.tensors
 
 
-def load_state(structure: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Invert :func:`dump_state`."""
-    return _Unpickler(io.BytesIO(structure), tensors).load()
+def receive_state(group: ProcessGroup, header: StateHeader, sender: int, device: torch.device | str) -> Any:
+    """Receive the tensors of a state from rank ``sender``, and return the state.
+
+    Tensors that are not in CPU memory there are received in memory of ``device``.
+    """
+    tensors = [
+        torch.empty_strided(shape, strides, dtype=dtype, device="cpu" if on_cpu else device)
+        for shape, strides, dtype, on_cpu in header.forms
+    ]
+    for arrival in [group.recv(x, src=sender, tag=STATE_TAG) for x in tensors]:
+        arrival.wait()
+    return _unpack_state(header, tensors)
+
+
+def _unpack_state(header: StateHeader, tensors: Sequence[torch.Tensor]) -> Any:
+    return _Unpickler(io.BytesIO(header.structure), tensors).load()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...common.arguments import unknown_keyword_error
+from ...common.arguments import keyword_names, unknown_keyword_error
 from ...common.copy_refusal import refuses_copies
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
@@ -25,11 +25,6 @@ from ..join import Join, Joinable, JoinHook, takes_named_options
 from .arguments import MISMATCH, check_can_be_sent, check_copies, checked_parameters, describe
 from .checkpoint import PER_PARAMETER, gather_state, packed, part_of_group, part_of_state
 from .ownership import GatherProgress, Ownership, all_parameters, unfinished_gather
-
-#: Arguments of the constructor that are not passed to the inner optimiser.
-_ARGUMENTS = (
-    "params", "optimizer_class", "group", "parameters_as_bucket_view", "overlap_with_ddp", "copies",
-)  # fmt: skip
 
 
 @refuses_copies(
@@ -89,7 +84,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if "process_group" in defaults:
-            raise unknown_keyword_error("ZeroRedundancyOptimizer", ["process_group"], _ARGUMENTS)
+            known = keyword_names(ZeroRedundancyOptimizer)
+            raise unknown_keyword_error("ZeroRedundancyOptimizer", ["process_group"], known)
         given = checked_parameters(params, optimizer_class)
         ranks = None
         if group is not None or copies == 1 or has_default_group():
@@ -123,7 +119,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         }
         self._check_same(0, self._settings)
         self._ownership.add(all_parameters(self.param_groups))
-        self.optim = optimizer_class([self._own_part(group) for group in self.param_groups], **defaults)
+        self.optim = optimizer_class(
+            [part_of_group(group, self._ownership.is_own) for group in self.param_groups], **defaults
+        )
         self.defaults = self.optim.defaults
         self.state = self.optim.state
         _copy_options(self.optim.param_groups, self.param_groups)
@@ -171,7 +169,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = None
         added = self.param_groups[index:]
         self._ownership.add(all_parameters(added))
-        self.optim.add_param_group(self._own_part(added[0]))
+        self.optim.add_param_group(part_of_group(added[0], self._ownership.is_own))
         _copy_options(self.optim.param_groups, self.param_groups)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -252,7 +250,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     @property
     def present_group(self) -> ProcessGroup | None:
         """The current group; None: no session has set it yet."""
-        return self._ownership.group if self._ownership.has_group else None
+        return self._ownership.present_group
 
     @property
     def has_all_parameters(self) -> bool:
@@ -397,9 +395,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             self.settle()
 
-    def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return part_of_group(group, self._ownership.is_own)
-
     def _own_state(self, chosen: Callable[[torch.Tensor], bool]) -> dict[Any, Any]:
         """Return the state of this rank's ``chosen`` parameters, by parameter number."""
         own = [
@@ -419,7 +414,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Without a group, :meth:`settle` does it later.
         """
-        if not self._ownership.has_group:
+        if self._ownership.present_group is None:
             return
         check_same(self.group, MISMATCH, describe(self.param_groups[first:], settings, first))
         check_can_be_sent(self.param_groups[first:], first)

@@ -18,7 +18,7 @@ from ...future import Future
 from ...group import ProcessGroup
 from ..consistency import Digest, check_same
 from .arguments import MISMATCH, describe, names_of
-from .checkpoint import PER_PARAMETER, STATE_TAG, dump_state, load_state, part_of_group
+from .checkpoint import PER_PARAMETER, STATE_TAG, pack_state, part_of_group, receive_state
 from .exchange import Exchange, ParameterExchange
 from .partition import Partition, partition_of
 
@@ -117,24 +117,14 @@ def transfer_state(
     sent: list[Future[Any]] = []
     for number, sender, receiver in planned:
         if sender == group.rank:
-            structure, tensors = dump_state(state.get(parameters[number]))
-            strides = [torch.empty_like(x, device="meta").stride() for x in tensors]  # dense ones
-            forms = [(tuple(x.shape), stride, x.dtype) for x, stride in zip(tensors, strides, strict=True)]
-            on_cpu = [x.is_cpu for x in tensors]
-            sent.append(group.send_object((structure, forms, on_cpu), receiver, tag=STATE_TAG))
+            header, tensors = pack_state(state.get(parameters[number]))
+            sent.append(group.send_object(header, receiver, tag=STATE_TAG))
             sent += [group.send(x, receiver, tag=STATE_TAG) for x in tensors]
     received: dict[int, Any] = {}
     for number, sender, receiver in planned:
         if receiver == group.rank:
-            structure, forms, on_cpu = group.recv_object(sender, tag=STATE_TAG).wait()
-            device = parameters[number].device
-            tensors = [
-                torch.empty_strided(shape, stride, dtype=dtype, device="cpu" if here else device)
-                for (shape, stride, dtype), here in zip(forms, on_cpu, strict=True)
-            ]
-            for arrival in [group.recv(x, src=sender, tag=STATE_TAG) for x in tensors]:
-                arrival.wait()
-            received[number] = load_state(structure, tensors)
+            header = group.recv_object(sender, tag=STATE_TAG).wait()
+            received[number] = receive_state(group, header, sender, parameters[number].device)
     for message in sent:
         message.wait()
     return received
@@ -153,7 +143,7 @@ class Ownership:
     """The owners of all parameters, and the exchange of updated parameters.
 
     Args:
-        group: the group; None: it is set later, and this rank owns all parameters until then.
+        group: None: it is set later, and this rank owns all parameters until then.
         copies: number of owners of a parameter.
         as_views: see :class:`Exchange`.
         sends: whether to exchange parameters here; False: a hook does it.
@@ -163,7 +153,7 @@ class Ownership:
         self.steps = 0  # number of updates that this rank has computed
         self.is_settled = True  # whether settle() has completed in the current group
         self.has_all_parameters = True  # those of other owners after the latest update
-        self._group = group
+        self.present_group = group  # None: not set yet
         self._copies = copies
         self._as_views = as_views
         self._sends = sends
@@ -172,20 +162,15 @@ class Ownership:
         self._exchanges: list[ParameterExchange] = []
 
     @property
-    def has_group(self) -> bool:
-        """Whether the group is set."""
-        return self._group is not None
-
-    @property
     def group(self) -> ProcessGroup:
         """The group."""
         self.check_group()
-        assert self._group is not None
-        return self._group
+        assert self.present_group is not None
+        return self.present_group
 
     def check_group(self) -> None:
         """Raise UsageError if no session has set the group yet."""
-        if self._group is None:
+        if self.present_group is None:
             raise UsageError(
                 "this ZeroRedundancyOptimizer was made without a group, for the elastic.Session of a State "
                 "that contains it; to use it elsewhere, pass a group: group=shoal.init()"
@@ -194,10 +179,10 @@ class Ownership:
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Assign more parameters to owners."""
         self._partition.add(parameters)
-        rank = 0 if self._group is None else self._group.rank
+        rank = 0 if self.present_group is None else self.present_group.rank
         self._own.update(parameter for parameter in parameters if rank in self._partition.owners(parameter))
-        if self._group is not None and self._sends:
-            self._exchanges.append(self._new_exchange(self._group, parameters))
+        if self.present_group is not None and self._sends:
+            self._exchanges.append(self._new_exchange(self.present_group, parameters))
 
     def owner(self, parameter: torch.Tensor) -> int | None:
         """Return the rank that sends ``parameter``; None: it was never added."""
@@ -226,13 +211,13 @@ class Ownership:
 
     def move_to(self, group: ProcessGroup) -> None:
         """Use ``group`` from now on.  Nothing is sent before :meth:`settle`."""
-        self._group = group
+        self.present_group = group
         self._exchanges = []
         self.is_settled = False
 
     def own_all_if_unsettled(self, groups: Sequence[dict[str, Any]], inner: torch.optim.Optimizer) -> None:
         """Prepare loading a whole state: while owners are not known, this rank owns all parameters."""
-        if self._group is None or not self.is_settled:
+        if self.present_group is None or not self.is_settled:
             self._take(set(all_parameters(groups)), groups, inner)
             self.steps, self.has_all_parameters = 0, True
 
