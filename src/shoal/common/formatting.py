@@ -6,13 +6,19 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 
 def counted(count: int, noun: str) -> str:
     """Return ``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def shortened(names: Sequence[str], most: int, what: str = "more") -> str:
+    """Return ``a, b``, or with more than ``most`` names ``a and 3 more``; ``what`` follows the number."""
+    more = f" and {len(names) - most} {what}" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def operation_name(kind: str, number: int, key: int) -> str:

@@ -7,6 +7,7 @@ Not every tensor can be overwritten with bytes (a sparse one cannot, for example
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter
 
 import torch
@@ -32,11 +33,7 @@ class CoalescedBroadcast:
         self._group = group
         self._all_plain = all(map(_is_plain, like))
         like = self._written(like)
-        offsets = []
-        end = 0
-        for tensor in like:
-            offsets.append(end)
-            end += packed_size(tensor)
+        *offsets, end = accumulate(map(packed_size, like), initial=0)
         self._memory = group.empty(end, dtype=torch.uint8, device=like[0].device if like else None)
         self._memory.zero_()  # the gaps are sent too
         self._views = [
@@ -106,8 +103,7 @@ _PLAIN_CLASSES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    unusual = tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or 0 in tensor.stride()
-    return not unusual
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or 0 in tensor.stride())
 
 
 def packed_size(tensor: torch.Tensor) -> int:
@@ -128,14 +124,6 @@ def views_in(memory: torch.Tensor, old: torch.Tensor, views: Sequence[torch.Tens
     """Return views of ``memory`` at the positions, and with the strides, that ``views`` have in ``old``."""
     shift = memory.storage_offset() - old.storage_offset()
     return [memory.as_strided(x.shape, x.stride(), x.storage_offset() + shift) for x in views]
-
-
-def by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split ``tensors`` by device, keeping their order."""
-    devices: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        devices.setdefault(tensor.device, []).append(tensor)
-    return list(devices.values())
 
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[torch.Tensor], root: int = 0) -> None:

@@ -119,11 +119,9 @@ class LowPrecision:
             return inputs
 
         def cast(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return leaf.to(dtype) if leaf.is_floating_point() else leaf
-            if isinstance(leaf, PackedSequence) and leaf.data.is_floating_point():
-                return leaf.to(dtype)
-            return leaf
+            tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
+            is_float = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+            return leaf.to(dtype) if is_float else leaf
 
         return map_leaves(cast, inputs, is_packed)
 

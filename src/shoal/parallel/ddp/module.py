@@ -392,12 +392,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             return Intent.REDUCE_AFTER_BUFFERS
         return Intent.REDUCE
 
-    def _scale(self, intents: Intents) -> float:
-        return 1.0 if self._divide_by_initial_world_size else self.group.size / intents.active
-
     def _found(self, intents: Callable[[], Intents]) -> tuple[int, float]:
         found = intents()
-        return found.first, self._scale(found)
+        divide_by_all = self._divide_by_initial_world_size
+        return found.first, 1.0 if divide_by_all else self.group.size / found.active
 
     def _end_of_batch(self) -> None:
         # For a pass that was not reduced, the intents of the other ranks are not checked yet.
@@ -408,7 +406,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Take part in the collectives of the other ranks in this step."""
         reducer = self._active_reducer()
         reducer.end_interrupted()
-        participants = Participants(lambda: (intents.first, self._scale(intents)))
+        participants = Participants(partial(self._found, lambda: intents))
         if intents.intent is Intent.REDUCE_AFTER_BUFFERS:
             self._refresh_buffers(participants)
         if intents.intent is not Intent.LOCAL:

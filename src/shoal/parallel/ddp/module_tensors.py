@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ...errors import UsageError
 from ...group import ProcessGroup
-from ..coalesced import CoalescedBroadcast, by_device
+from ..coalesced import CoalescedBroadcast, split_messages
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -164,7 +165,7 @@ class Mirror:
 
 
 class BufferSync:
-    """Broadcasts the buffers in ``members``, in one message for each device."""
+    """Broadcasts the buffers in ``members``, in few messages."""
 
     def __init__(self, group: ProcessGroup, members: ModuleTensors) -> None:
         self._group = group
@@ -197,7 +198,8 @@ class BufferSync:
         if len(tensors) != len(self._sent) or any(
             a is not b for a, b in zip(tensors, self._sent, strict=True)
         ):
-            self._broadcasts = [(CoalescedBroadcast(self._group, some), some) for some in by_device(tensors)]
+            messages = split_messages(tensors, attrgetter("device"))
+            self._broadcasts = [(CoalescedBroadcast(self._group, some), some) for some in messages]
             self._sent = tensors
         for broadcast, some in self._broadcasts:
             broadcast.run(some, root)

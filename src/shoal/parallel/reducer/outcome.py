@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...common.formatting import shortened
 from ...errors import OutOfStep, UnusedParameterError
 from ...future import Future
 from ...group import ProcessGroup
@@ -98,11 +99,11 @@ def raise_pass_error(
         )
     lines = []
     for rank, row in enumerate(rows):
-        without = [names[index] for index in range(len(names)) if row[index]]
+        without = shortened([names[index] for index in range(len(names)) if row[index]], _MAX_NAMES_SHOWN)
         if row[-2]:
-            lines.append(f"rank {rank}: an exception ended backward before {_listed(without)}")
+            lines.append(f"rank {rank}: an exception ended backward before {without}")
         elif without:
-            lines.append(f"rank {rank}: {_listed(without)}")
+            lines.append(f"rank {rank}: {without}")
     raise UnusedParameterError(
         f"backward ended without gradients for some parameters {seen}"
         + "\n  ".join(lines)
@@ -129,8 +130,3 @@ def unexpected_gradient_message(where: str, *, static: bool, tolerant: bool) -> 
         f"{where} arrived twice in one backward pass, because the parameter is used in several reentrant "
         f"checkpoints; {advice}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
-    return shown + (f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else "")

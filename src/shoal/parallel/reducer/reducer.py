@@ -689,12 +689,8 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 def outputs_with_graph(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``output``, a nested structure, that have a ``grad_fn``."""
-    if isinstance(output, torch.Tensor):  # the common case, faster than the search of structures
-        if output.grad_fn is not None:
-            yield output
-        return
-    yield from (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
+    """Return the tensors in ``output``, a nested structure, that have a ``grad_fn``."""
+    return (tensor for tensor in tensors(output) if tensor.grad_fn is not None)
 
 
 def reachable(outputs: Iterable[torch.Tensor], index_of: Mapping[int, int]) -> set[int]:

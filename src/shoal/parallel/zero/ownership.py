@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...common.formatting import shortened
 from ...errors import StateDiverged, StateLost, UsageError
 from ...future import Future
 from ...group import ProcessGroup
@@ -60,8 +61,9 @@ def holders(rank_states: Sequence[RankState], names: Sequence[str]) -> list[list
                 held[number].append(rank)
     lost = [name for name, ranks in zip(names, held, strict=True) if not ranks]
     if lost:
+        some = shortened(lost, _MAX_NAMES_SHOWN, "more parameters")
         raise StateLost(
-            f"the optimiser's state of {_some(lost)} is lost with all its owners, after {newest} steps.  "
+            f"the optimiser's state of {some} is lost with all its owners, after {newest} steps.  "
             "Load a checkpoint, in a new session; with larger copies= more simultaneous failures are survived"
         )
     for number, ranks in enumerate(held):
@@ -128,15 +130,6 @@ def transfer_state(
     for message in sent:
         message.wait()
     return received
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
-    return (
-        shown
-        if len(names) <= _MAX_NAMES_SHOWN
-        else f"{shown} and {len(names) - _MAX_NAMES_SHOWN} more parameters"
-    )
 
 
 class Ownership:
