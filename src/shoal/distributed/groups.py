@@ -12,30 +12,29 @@ from .. import config
 from ..backend.registry import NATIVE
 from ..errors import UsageError
 from ..group import ProcessGroup
-from ..group.group_argument import NON_GROUP_MEMBER, unwrap_group
+from ..group.group_argument import NON_GROUP_MEMBER
 from ..torch_terms.arguments import Duration, seconds
 from .backend import parse_backend, refuse_device
-from .state import GroupLike, default_group, is_non_member, not_a_group_error, state
+from .state import GroupLike, default_group, is_non_member, own_group, state
 
 
 def get_rank(group: GroupLike = None) -> int:
     """Return the rank of this process in a group; -1 if it is not a member."""
-    return -1 if is_non_member(group) else _member_group(group, "get_rank").rank
+    return -1 if is_non_member(group) else own_group(group, "get_rank").rank
 
 
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of members of a group; -1 if this process is not a member."""
-    return -1 if is_non_member(group) else _member_group(group, "get_world_size").size
+    return -1 if is_non_member(group) else own_group(group, "get_world_size").size
 
 
-def get_num_processes(group: GroupLike = None) -> int:
-    """Return :func:`get_world_size`; torch's first name for it."""
-    return get_world_size(group)
+#: Torch's first name of :func:`get_world_size`.
+get_num_processes = get_world_size
 
 
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
     """Return the global ranks of the members of a group, in order of group rank."""
-    return list(_member_group(group, "get_process_group_ranks").ranks)
+    return list(own_group(group, "get_process_group_ranks").ranks)
 
 
 def get_group_rank(group: GroupLike, global_rank: int) -> int:
@@ -44,7 +43,7 @@ def get_group_rank(group: GroupLike, global_rank: int) -> int:
     Raises:
         UsageError: that rank is not a member.
     """
-    return group_rank_of(_member_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
+    return group_rank_of(own_group(group, "get_group_rank"), "get_group_rank", "global_rank", global_rank)
 
 
 def get_global_rank(group: GroupLike, group_rank: int) -> int:
@@ -53,7 +52,7 @@ def get_global_rank(group: GroupLike, group_rank: int) -> int:
     Raises:
         UsageError: the group has no such rank.
     """
-    pg = _member_group(group, "get_global_rank")
+    pg = own_group(group, "get_global_rank")
     if not isinstance(group_rank, int) or not 0 <= group_rank < pg.size:
         raise UsageError(
             f"get_global_rank on rank {pg.rank}: group_rank must be from 0 to {pg.size - 1}, "
@@ -161,7 +160,7 @@ def new_subgroups(
     Raises:
         UsageError: ``group_size`` is missing or does not divide the size.
     """
-    pg = _member_group(group, "new_subgroups")
+    pg = own_group(group, "new_subgroups")
     if not isinstance(group_size, int) or group_size < 1 or pg.size % group_size:
         raise UsageError(
             f"new_subgroups on rank {pg.rank}: group_size must divide the size of the group, {pg.size}, "
@@ -219,7 +218,7 @@ def split_group(
     Raises:
         UsageError: there is no list, or a rank is not in the group or is in two lists.
     """
-    parent = _member_group(parent_pg, "split_group")
+    parent = own_group(parent_pg, "split_group")
     own = _subgroup_options("split_group", parent, backend, pg_options)
     lists = [list(ranks) for ranks in split_ranks or ()]
     if not lists or not all(lists):
@@ -233,15 +232,6 @@ def split_group(
     if mine is None:
         return None
     return parent.subgroup(sorted(mine), group_desc or "split", timeout=seconds(timeout), **own)
-
-
-def _member_group(group: GroupLike, operation: str) -> ProcessGroup:
-    """Return a group that this rank is a member of."""
-    if group is None:
-        return default_group(operation)
-    if (pg := unwrap_group(group)) is not None:
-        return pg
-    raise not_a_group_error(operation, group)
 
 
 def _check_members(operation: str, pg: ProcessGroup, ranks: Sequence[int]) -> None:

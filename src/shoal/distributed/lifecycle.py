@@ -132,7 +132,7 @@ def rebuild(
     if new is None:
         destroy_process_group()
     else:
-        state.replace(new)
+        state.world = new
 
 
 def _check_store_alone(init_method: str | None, rank: int, world_size: int) -> None:
@@ -207,9 +207,13 @@ def _number(what: str, argument: int, in_url: str | None) -> int | None:
         return None if argument == -1 else argument
     if argument != -1:
         raise UsageError(f"{what} is given twice: {argument} as an argument and {in_url} in the URL")
-    if not in_url.isdecimal():
-        raise UsageError(f"{what}={in_url!r} in the URL: expected a non-negative integer")
-    return int(in_url)
+    return _parsed(what, in_url, " in the URL")
+
+
+def _parsed(name: str, text: str, where: str = "") -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text!r}{where}: expected a non-negative integer")
+    return int(text)
 
 
 def _in_environment(
@@ -230,15 +234,9 @@ def _in_environment(
     size = _or_variable(size, environ, "WORLD_SIZE")
     if not address or not port or rank is None or size is None:
         return "env://", rank, size
-    if not port.isdecimal():
-        raise UsageError(f"MASTER_PORT={port!r}: expected an integer")
-    return tcp_url(address, int(port)), rank, size
+    return tcp_url(address, _parsed("MASTER_PORT", port)), rank, size
 
 
 def _or_variable(value: int | None, environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
-    if value is not None or not text:
-        return value
-    if not text.isdecimal():
-        raise UsageError(f"{name}={text!r}: expected a non-negative integer")
-    return int(text)
+    return value if value is not None or not text else _parsed(name, text)

@@ -25,7 +25,7 @@ class _DefaultGroup:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._changing = False
+        self._creation = threading.Lock()
         self.world: ProcessGroup | None = None
         #: name of the backend, as the user passed it
         self.backend = ""
@@ -35,32 +35,25 @@ class _DefaultGroup:
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
         """Context in which only this thread may create the default group."""
-        with self._lock:
-            if self.world is not None:
-                raise UsageError(
-                    f"init_process_group on rank {self.world.rank}: a default group exists already "
-                    f"({self.world!r}); call destroy_process_group() before creating another one"
-                )
-            if self._changing:
-                raise UsageError(
-                    "init_process_group: another thread of this process is creating the default group; "
-                    "one call creates it for all threads"
-                )
-            self._changing = True
+        if not self._creation.acquire(blocking=False):
+            raise UsageError(
+                "init_process_group: another thread of this process is creating the default group; "
+                "one call creates it for all threads"
+            )
         try:
+            if (world := self.world) is not None:
+                raise UsageError(
+                    f"init_process_group on rank {world.rank}: a default group exists already "
+                    f"({world!r}); call destroy_process_group() before creating another one"
+                )
             yield
         finally:
-            self._changing = False
+            self._creation.release()
 
     def set_world(self, world: ProcessGroup, backend: str) -> None:
         """Set the default group."""
         with self._lock:
             self.world, self.backend, self.groups = world, backend, 1
-
-    def replace(self, world: ProcessGroup) -> None:
-        """Set the successor of the default group."""
-        with self._lock:
-            self.world = world
 
     def count(self) -> None:
         """Count a newly created group."""
@@ -112,10 +105,8 @@ def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
 
     Raises UsageError if there is no default group, or ``group`` is not a group.
     """
-    if group is None:
+    if group is None:  # the common case, without further calls
         return default_group(operation)
-    if (pg := unwrap_group(group)) is not None:
-        return pg
     if is_non_member(group):
         warnings.warn(
             f"{operation} on global rank {default_group(operation).rank}: this rank is not in the given "
@@ -123,7 +114,17 @@ def member_group(group: GroupLike, operation: str) -> ProcessGroup | None:
             stacklevel=3,
         )
         return None
-    raise not_a_group_error(operation, group)
+    return own_group(group, operation)
+
+
+def own_group(group: GroupLike, operation: str) -> ProcessGroup:
+    """Return a group that this rank is a member of; raise UsageError for anything else."""
+    if group is None:
+        return default_group(operation)
+    if (pg := unwrap_group(group)) is not None:
+        return pg
+    where = "" if state.world is None else f" on rank {state.world.rank}"
+    raise not_a_shoal_group(group, f"{operation}{where}")
 
 
 def is_non_member(group: object) -> bool:
@@ -131,16 +132,7 @@ def is_non_member(group: object) -> bool:
     return isinstance(group, int) and group == NON_GROUP_MEMBER
 
 
-def not_a_group_error(operation: str, group: object) -> UsageError:
-    """Return the error for an argument that is not a group of shoal."""
-    return not_a_shoal_group(group, f"{operation}{_here()}")
-
-
 def _no_group(operation: str) -> UsageError:
     return UsageError(
         f"{operation}: this process has no default group; call shoal.distributed.init_process_group() first"
     )
-
-
-def _here() -> str:
-    return "" if state.world is None else f" on rank {state.world.rank}"
