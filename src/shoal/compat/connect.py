@@ -82,7 +82,11 @@ def _create(options: Any, backend_options: Mapping[str, Any] | Backend.Options |
     else:
         group = _connect(options, timeout.total_seconds(), dict(backend_options or {}))
     try:
-        return TorchProcessGroup(group, options.store, timeout, others(config_string, options))
+        others = {
+            device: _group(torch.device(device), name, options)
+            for device, name in other_backends(config_string).items()
+        }
+        return TorchProcessGroup(group, options.store, timeout, others)
     except BaseException:
         group.close(_CLOSE_TIMEOUT_S)
         raise
@@ -152,14 +156,8 @@ def _connect(options: Any, limit: float, extra: dict[str, Any]) -> ProcessGroup:
 _BackendType = dist.ProcessGroup.BackendType
 
 
-def others(backends: str, options: Any) -> dict[str, dist.ProcessGroup]:
-    """Create the groups for the devices other than the CPU in ``backends``, such as "device:name,..."."""
-    found = other_backends(backends)
-    return {device: _group(torch.device(device), name, options) for device, name in found.items()}
-
-
 def other_backends(backends: str) -> dict[str, str]:
-    """Return device type -> backend for the devices other than the CPU in ``backends``."""
+    """Return device type -> backend for devices other than the CPU in ``backends`` ("device:name,...")."""
     if ":" not in backends:
         return {}
     table = dict(pair.lower().split(":", 1) for pair in backends.split(","))

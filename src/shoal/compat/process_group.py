@@ -30,7 +30,7 @@ from ..torch_terms.arguments import CLOSE_TIMEOUT_S, reduction
 from ..torch_terms.arguments import limit as limit_of
 from ..torch_terms.coalesced import combine_futures
 from .hooks import Hook, NanCheck, OperationHooks
-from .routing import DispatchNotifier, hooked, routed
+from .routing import DispatchNotifier, routed
 from .tensor_arguments import (
     all_gather_tensors,
     all_reduce_sparse,
@@ -83,16 +83,13 @@ class TorchProcessGroup(dist.ProcessGroup):
         #: default timeout of an operation in seconds
         self._seconds = timeout.total_seconds()
         self._others = others or {}
+        self._hooks = OperationHooks()
         self._name = group.name
         self._description = ""
 
     def _use(self, group: ProcessGroup) -> None:
         self.group = group
         group._warns_of_gradients = False
-
-    @functools.cached_property
-    def _hooks(self) -> OperationHooks:
-        return OperationHooks()
 
     @functools.cached_property
     def _dispatch_notifier(self) -> DispatchNotifier:
@@ -607,7 +604,7 @@ class TorchProcessGroup(dist.ProcessGroup):
 
     # -- barriers ------------------------------------------------------------------------------
 
-    @hooked("BARRIER")
+    @routed("BARRIER")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         """Start a barrier, which completes when all ranks have called it."""
         if isinstance(opts, timedelta):

@@ -24,17 +24,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") -> Callable[[Method], Method]:
-    """Decorate a method with tensors; see :class:`~shoal.compat.hooks.HookedOperation` for the arguments.
+    """Decorate a method; see :class:`~shoal.compat.hooks.HookedOperation` for the arguments.
 
     A call with tensors of another backend's devices is forwarded to that backend's group.  Torch's dispatch
-    modes are notified of other calls.
+    modes are notified of other calls with tensors.  A method without tensors does its own routing.
     """
 
     def decorate(method: Method) -> Method:
         name = method.__name__
         operation = HookedOperation(method, hook, inputs, outputs, root)
 
-        def issue(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def route(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._others:
                 x = first_tensor((*args, *kwargs.values()))
                 if x is not None and x.device.type in self._others:
@@ -43,29 +43,14 @@ def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") ->
                 self._dispatch_notifier.notify(name, args, kwargs)
             return method(self, *args, **kwargs)
 
+        issue = route if inputs or outputs else method
+
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self._hooked:
                 return self._hooks.around(operation, issue, self, args, kwargs)
             if self._others or modes_active():
                 return issue(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
-
-        return cast(Method, call)
-
-    return decorate
-
-
-def hooked(hook: str) -> Callable[[Method], Method]:
-    """Decorate a method without tensors: its hooks are called; it does its own routing."""
-
-    def decorate(method: Method) -> Method:
-        operation = HookedOperation(method, hook)
-
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._hooked:
-                return self._hooks.around(operation, method, self, args, kwargs)
             return method(self, *args, **kwargs)
 
         return cast(Method, call)
