@@ -281,7 +281,7 @@ HOST_WAITS = {
     ("reducer/outcome.py", "self._future"): "flags on the host",
     ("reducer/outcome.py", "group.all_gather(own)"): "flags on the host",
     ("reducer/reducer.py", "self._outcome"): "flags on the host",
-    ("reducer/reducer.py", "sent"): "a SparseReduction, which waits without blocking",
+    ("reducer/reducer.py", "sparse"): "a SparseReduction, which waits without blocking",
     ("reducer/reducer.py", "reach"): "flags on the host",
     ("reducer/reducer.py", "self._group.broadcast(shown, root=self._participants.first)"): "on the host",
     ("reducer/sparse_gradients.py", "self._counts"): "numbers on the host",

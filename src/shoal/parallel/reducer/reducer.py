@@ -182,8 +182,9 @@ class Reducer:
         self._participants = Participants()
         #: Whether this pass has already checked for references to gradients of earlier passes.
         self._references_checked = False
-        #: The started reductions, by bucket.
-        self._sent: dict[int, Future[Any] | HookedReduction | SparseReduction] = {}
+        #: The started reductions, by bucket; those of sparse gradients, by parameter.
+        self._sent: dict[int, Future[Any] | HookedReduction] = {}
+        self._sent_sparse: dict[int, SparseReduction] = {}
 
     def _use_tail(self) -> None:
         plain = self._hook is None and not self._options.sparse
@@ -417,18 +418,20 @@ class Reducer:
         """Start the reduction of a bucket, or the exchange of the outcome."""
         if number == OUTCOME:
             self._outcome.send_flags(self._present)
-            for sent in self._sent.values():
-                if isinstance(sent, SparseReduction):
-                    sent.start()
+            for sparse in self._sent_sparse.values():
+                sparse.start()
             return
         self._streams.order()
         bucket = self.buckets[number]
         if bucket.sparse:
             (index,) = bucket.members
-            own = self._gradients.sparse(index)
-            like = self._parameters[index]
-            dimensions = self._options.sparse[index]
-            self._sent[number] = SparseReduction(self._group, own, like, dimensions, bucket.flat.dtype)
+            self._sent_sparse[index] = SparseReduction(
+                self._group,
+                self._gradients.sparse(index),
+                self._parameters[index],
+                self._options.sparse[index],
+                bucket.flat.dtype,
+            )
         elif self._hook is None:
             self._sent[number] = self._group.all_reduce(bucket.flat, op=AVG)
         else:
@@ -442,20 +445,18 @@ class Reducer:
         if number == OUTCOME:
             self._outcome.wait()
             return
-        sent = self._sent[number]
-        if isinstance(sent, SparseReduction):
+        if self.buckets[number].sparse:
             return  # deliver() waits, if the pass succeeded
-        wait_for(sent)
+        wait_for(self._sent[number])
         scale = self._participants.scale
         if scale != 1.0:
             self.buckets[number].body.mul_(scale)
 
     def deliver(self, used: Sequence[bool]) -> None:
         """Set the gradients of the parameters to the averages."""
-        for number, sent in self._sent.items():
-            (index, *_) = self.buckets[number].members
-            if isinstance(sent, SparseReduction) and used[index]:
-                gradient = sent.wait().mul_(self._participants.scale)
+        for index, sparse in self._sent_sparse.items():
+            if used[index]:
+                gradient = sparse.wait().mul_(self._participants.scale)
                 self._parameters[index].grad = gradient.to(self._parameters[index].dtype)
         self._gradients.deliver(used, gaps=self._pass.gaps)
 

@@ -252,11 +252,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The current group; None: no session has set it yet."""
         return self._ownership.present_group
 
-    @property
-    def has_all_parameters(self) -> bool:
-        """Whether this rank has all parameters of the newest update."""
-        return self._ownership.has_all_parameters
-
     def check_regroup(self) -> None:
         """Raise UsageError if :meth:`regroup` is not possible because there is only one copy of the state."""
         if self.copies == 1:
