@@ -288,6 +288,7 @@ class Reconfigurer:
             late = self._attempt is not attempt or self._closed
             before = self._connections
             if not late:
+                group._warns_of_gradients = False
                 self._attempt, self.current, self._connections = None, group, connections
         unused = [group] if late else []
         if connections is not before:
