@@ -6,6 +6,8 @@ models of the subgroups are averaged periodically by :class:`shoal.PeriodicModel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ...errors import UsageError
@@ -15,6 +17,7 @@ from .allreduce import allreduce_hook, noop_hook
 from .contract import GradBucket, checked_group
 
 
+@dataclass(eq=False, repr=False)
 class PostLocalSGDState:
     """The state of :func:`post_localSGD_hook`.
 
@@ -32,27 +35,23 @@ class PostLocalSGDState:
         UsageError: an argument is invalid.
     """
 
-    def __init__(
-        self,
-        process_group: ProcessGroup | None,
-        subgroup: ProcessGroup | None,
-        start_localSGD_iter: int,
-        post_local_gradient_allreduce: bool = True,
-    ) -> None:
-        self.process_group = checked_group(process_group, "process_group")
-        self.subgroup = checked_group(subgroup, "subgroup")
-        if not isinstance(start_localSGD_iter, int) or start_localSGD_iter < 0:
-            raise UsageError(
-                f"start_localSGD_iter is a number of backward passes, got {start_localSGD_iter!r}"
-            )
-        if post_local_gradient_allreduce and subgroup is None:
+    process_group: ProcessGroup | None
+    subgroup: ProcessGroup | None
+    start_localSGD_iter: int
+    post_local_gradient_allreduce: bool = True
+
+    def __post_init__(self) -> None:
+        self.process_group = checked_group(self.process_group, "process_group")
+        self.subgroup = checked_group(self.subgroup, "subgroup")
+        start = self.start_localSGD_iter
+        if not isinstance(start, int) or start < 0:
+            raise UsageError(f"start_localSGD_iter is a number of backward passes, got {start!r}")
+        if self.post_local_gradient_allreduce and self.subgroup is None:
             raise UsageError(
                 "post-local SGD needs a subgroup, the ranks over which gradients are averaged after "
-                f"{start_localSGD_iter} passes: for example subgroup=group.split(color), with one color per "
+                f"{start} passes: for example subgroup=group.split(color), with one color per "
                 "host; or post_local_gradient_allreduce=False to average none"
             )
-        self.start_localSGD_iter = start_localSGD_iter
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
 
 

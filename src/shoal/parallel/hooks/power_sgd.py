@@ -39,6 +39,7 @@ from .contract import GradBucket, checked_group
 _logger = logging.getLogger("shoal")
 
 
+@dataclass(eq=False, repr=False)
 class PowerSGDState:
     """The settings and state of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
@@ -72,43 +73,34 @@ class PowerSGDState:
         UsageError: an argument is invalid.
     """
 
-    def __init__(
-        self,
-        process_group: ProcessGroup | None = None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-    ) -> None:
-        self.process_group = checked_group(process_group, "process_group")
-        for name, value, least in (
-            ("matrix_approximation_rank", matrix_approximation_rank, 1),
-            ("start_powerSGD_iter", start_powerSGD_iter, 0),
-            ("random_seed", random_seed, 0),
-            ("compression_stats_logging_frequency", compression_stats_logging_frequency, 1),
+    process_group: ProcessGroup | None = None
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1_000
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    batch_tensors_with_same_shape: bool = False
+
+    def __post_init__(self) -> None:
+        self.process_group = checked_group(self.process_group, "process_group")
+        for name, least in (
+            ("matrix_approximation_rank", 1),
+            ("start_powerSGD_iter", 0),
+            ("random_seed", 0),
+            ("compression_stats_logging_frequency", 1),
         ):
+            value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not min_compression_rate > 0:
-            raise UsageError(f"min_compression_rate must be positive, got {min_compression_rate!r}")
-        if not orthogonalization_epsilon >= 0:
+        if not self.min_compression_rate > 0:
+            raise UsageError(f"min_compression_rate must be positive, got {self.min_compression_rate!r}")
+        if not self.orthogonalization_epsilon >= 0:
             raise UsageError(
-                f"orthogonalization_epsilon must not be negative, got {orthogonalization_epsilon!r}"
+                f"orthogonalization_epsilon must not be negative, got {self.orthogonalization_epsilon!r}"
             )
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
-        self.random_seed = random_seed
-        self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.iter = 0
         self.errors: dict[int, torch.Tensor] = {}
         self.factors: dict[int, torch.Tensor] = {}
