@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ MISMATCH = "passed different arguments to ZeroRedundancyOptimizer"
 
 
 def describe(
-    groups: Iterable[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     settings: Mapping[str, str],
     first: int = 0,
     *,
@@ -27,11 +27,11 @@ def describe(
 
     With ``shapes_only``, leave out options and ``requires_grad``, which may change between steps.
     """
+    describe_one = describe_tensor if shapes_only else describe_parameter
     items = [(f"option {name}", value) for name, value in settings.items()]
-    for index, group in enumerate(groups, first):
-        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
-            items.append((name, (describe_tensor if shapes_only else describe_parameter)(parameter)))
-        for name, value in sorted(group.items()) if not shapes_only else ():
+    items += [(name, describe_one(parameter)) for name, parameter in named_parameters(groups, first)]
+    for index, group in enumerate(groups, first) if not shapes_only else ():
+        for name, value in sorted(group.items()):
             if isinstance(value, (bool, int, float, str, tuple, type(None))):
                 items.append((f"option {name} of group {index}", repr(value)))
     return items
@@ -43,26 +43,26 @@ def check_can_be_sent(groups: Iterable[Mapping[str, Any]], first: int = 0) -> No
     Groups are numbered from ``first``.
     """
     lines = []
-    for index, group in enumerate(groups, first):
-        for name, parameter in zip(names_of(group, index), group["params"], strict=True):
-            reason = broadcast_obstacle(parameter)
-            if reason is None and writable_elements(parameter).shape != parameter.shape:
-                reason = "it is expanded, so no optimiser can write to it"
-            if reason is not None:
-                lines.append(f"  {name}: {reason}")
+    for name, parameter in named_parameters(groups, first):
+        reason = broadcast_obstacle(parameter)
+        if reason is None and writable_elements(parameter).shape != parameter.shape:
+            reason = "it is expanded, so no optimiser can write to it"
+        if reason is not None:
+            lines.append(f"  {name}: {reason}")
     if lines:
         raise UsageError(
             "ZeroRedundancyOptimizer cannot send these parameters to other ranks:\n" + "\n".join(lines)
         )
 
 
-def names_of(group: Mapping[str, Any], index: int) -> list[str]:
-    """Return names of the parameters of group ``index`` for messages."""
-    given = group.get("param_names")
-    return [
-        f"parameter {place if given is None else repr(given[place])} of group {index}"
-        for place in range(len(group["params"]))
-    ]
+def named_parameters(
+    groups: Iterable[Mapping[str, Any]], first: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of groups that are numbered from ``first``, with names for messages."""
+    for index, group in enumerate(groups, first):
+        given = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            yield f"parameter {place if given is None else repr(given[place])} of group {index}", parameter
 
 
 def checked_parameters(params: Iterable[Any], optimizer_class: type[Optimizer]) -> list[Any]:

@@ -18,7 +18,7 @@ from ...errors import StateDiverged, StateLost, UsageError
 from ...future import Future
 from ...group import ProcessGroup
 from ..consistency import Digest, check_same
-from .arguments import MISMATCH, describe, names_of
+from .arguments import MISMATCH, describe, named_parameters
 from .checkpoint import PER_PARAMETER, STATE_TAG, pack_state, part_of_group, receive_state
 from .exchange import Exchange, ParameterExchange
 from .partition import Partition, partition_of
@@ -236,8 +236,7 @@ class Ownership:
         rank_states: list[RankState] = group.all_gather_object(mine).wait()
         if any(each.form != rank_states[0].form for each in rank_states):
             check_same(group, MISMATCH, form)
-        names = [name for index, each in enumerate(groups) for name in names_of(each, index)]
-        held = holders(rank_states, names)
+        held = holders(rank_states, [name for name, _ in named_parameters(groups)])
         self._partition = partition_of(group, self._copies)
         self._partition.add(parameters, held, rank_states[0].trained)
         if group.size > 1 and not all_have_parameters(rank_states):
