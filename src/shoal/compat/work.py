@@ -58,9 +58,7 @@ class TorchWork(WorkMethods, dist.Work):
         self._waited = True
         return WorkMethods.wait(self, timeout)
 
-    def block_current_stream(self) -> None:
-        """Call :meth:`wait` without a timeout."""
-        self._future.wait(blocking=False)
+    block_current_stream = WorkMethods.synchronize
 
     def result(self) -> Any:
         """Wait, and return the list of output tensors."""

@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,6 +29,8 @@ from ..torch_terms.arguments import Duration, ReduceOpLike, reduction, seconds
 from .groups import rank_in_group
 from .state import GroupLike, member_group
 from .work import Work, WorkTensor, work_or_wait
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def all_reduce(
@@ -284,24 +287,19 @@ def _finished(future: Future[Any], value: Any, async_op: bool) -> Future[Any] | 
     return None
 
 
-def _all_gather_base(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: GroupLike = None, async_op: bool = False
-) -> Work | None:
-    """Deprecated name of :func:`all_gather_single`."""
-    _warn("_all_gather_base", "all_gather_single")
-    return all_gather_single(output_tensor, input_tensor, group, async_op)
+def _deprecated(name: str, function: Function) -> Function:
+    """Return ``function`` under the deprecated name ``name``."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _warn(name, function.__name__)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
 
 
-def _reduce_scatter_base(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    op: ReduceOpLike = SUM,
-    group: GroupLike = None,
-    async_op: bool = False,
-) -> Work | None:
-    """Deprecated name of :func:`reduce_scatter_single`."""
-    _warn("_reduce_scatter_base", "reduce_scatter_single")
-    return reduce_scatter_single(output, input, op, group, async_op)
+_all_gather_base = _deprecated("_all_gather_base", all_gather_single)
+_reduce_scatter_base = _deprecated("_reduce_scatter_base", reduce_scatter_single)
 
 
 class _ReduceOpNames:
