@@ -7,6 +7,7 @@ since the sizes of messages may be equal.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
 from typing import NoReturn
@@ -60,18 +61,13 @@ def check_same_model(
 
 def check_can_be_sent(group: ProcessGroup, members: ModuleTensors) -> None:
     """Raise UsageError, with reasons, unless all parameters and buffers can be sent and overwritten."""
-    devices: dict[torch.device, str | None] = {}
+    device_obstacle = cache(partial(_device_obstacle, group))
     lines = []
     named: list[tuple[str, torch.Tensor]] = []
     named += [(f"parameter {name!r}", tensor) for name, tensor in members.named_parameters()]
     named += [(f"buffer {name!r}", tensor) for name, tensor in members.named_buffers()]
     for name, tensor in named:
-        reason = broadcast_obstacle(tensor)
-        if reason is None:
-            if tensor.device not in devices:
-                devices[tensor.device] = _device_obstacle(group, tensor.device)
-            reason = devices[tensor.device]
-        if reason is not None:
+        if reason := broadcast_obstacle(tensor) or device_obstacle(tensor.device):
             lines.append(f"  {name}: {reason}")
     if lines:
         more = [f"  and {len(lines) - _MAX_NAMES_SHOWN} more"] if len(lines) > _MAX_NAMES_SHOWN else []

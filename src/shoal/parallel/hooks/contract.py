@@ -108,10 +108,10 @@ class GradBucket:
         Raises:
             OutOfSharedMemory: the tensor does not fit into shared memory.
         """
-        return self.kept(("memory", name, count, dtype), lambda: self._empty(count, dtype))
-
-    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.group.empty(count, dtype=dtype, device=self._buffer.device)
+        device = self._buffer.device
+        return self.kept(
+            ("memory", name, count, dtype), lambda: self.group.empty(count, dtype=dtype, device=device)
+        )
 
     def as_dtype(self, dtype: torch.dtype) -> GradBucket:
         """Return a bucket for the same parameters with another dtype, the same object in every step.

@@ -48,15 +48,13 @@ def gather_state(group: ProcessGroup, own: dict[Any, Any], to: int) -> dict[Any,
 
 def packed(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a state dictionary in the form of the inner optimiser, by ascending parameter numbers."""
-    numbers = sorted(key for key in state if isinstance(key, int))
+    keys = sorted(key for key in state if isinstance(key, int))
     others = [key for key in state if not isinstance(key, int)]
-    return {"state": {key: state[key] for key in (*numbers, *others)}, "param_groups": _pack_groups(groups)}
-
-
-def _pack_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups in the form of a state dictionary, with numbers as parameters."""
     numbers = count()
-    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+    return {
+        "state": {key: state[key] for key in (*keys, *others)},
+        "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups],
+    }
 
 
 def part_of_group(group: Mapping[str, Any], chosen: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
