@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -39,6 +40,17 @@ def all_of_them(context):
 
 def test_all_processes_can_be_members_and_can_stay_so(three):
     three.run(all_of_them)
+
+
+def sum_with_gradients(context):
+    with joined(context) as me, warnings.catch_warnings():
+        me.reconfigure(1, "gradients")
+        warnings.simplefilter("error")
+        dist.all_reduce(torch.ones(1, requires_grad=True))
+
+
+def test_operations_do_not_warn_of_gradients_as_in_any_group_of_torch(three):
+    three.run(sum_with_gradients)
 
 
 def shrink(context, out):
