@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...errors import GroupError, NodeLost, RpcError, ShoalError
 from ...future import Future
@@ -25,7 +25,10 @@ from .history import History, SegmentOrigins, describe_progress
 from .interrupts import call_without_interrupt, interruptible
 from .node_trace import NodeTrace
 from .origin import current_origin
-from .storage import Ordering
+
+if TYPE_CHECKING:
+    from ..tensor.stream_order import StreamOrder
+    from .space import Space
 
 #: commands in the log that trigger the first batch after a wait; each later batch needs twice as many
 FIRST_BATCH_COMMANDS = 32
@@ -45,28 +48,6 @@ _MAX_WAIT_S = 0.1
 MAX_UPLOAD_BYTES = 64 << 20
 #: maximum unacknowledged bytes of copies from other nodes before the program waits
 MAX_COPY_BYTES = 256 << 20
-
-
-class ConnectedLog(Protocol):
-    """The interface of a :class:`.space.Space` for its connections."""
-
-    freed: deque[Any]
-    calls: dict[Any, Any]
-    issued: int
-    node_determined: int
-    new_calls: Counter[str]
-    size: int
-
-    @property
-    def tensors(self) -> int: ...
-
-    def cut(self) -> None: ...
-
-    def next_segment_origins(self) -> SegmentOrigins: ...
-
-    def close_log(self) -> None: ...
-
-    def lose(self, why: ShoalError) -> None: ...
 
 
 class StreamConnection:
@@ -91,8 +72,8 @@ class StreamConnection:
         self.index = node.index
         self.stream = stream
         self._send = send
-        self.spaces: list[ConnectedLog] = []
-        self.open: ConnectedLog | None = None
+        self.spaces: list[Space] = []
+        self.open: Space | None = None
         self.batches: deque[SegmentBatch] = deque()
         self.history = History()
         self.sent = self.bytes = 0
@@ -288,7 +269,7 @@ class NodeConnection:
         epoch: int = 0,
         accelerators: int = 0,
         within: int = -1,
-        ordering: Ordering | None = None,
+        ordering: StreamOrder | None = None,
     ) -> None:
         self.index = index
         self.lock = lock

@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,26 +58,16 @@ from .connection import NodeConnection, StreamConnection
 from .history import MAKING, CallSignature, SegmentOrigins
 from .interrupts import call_without_interrupt
 from .origin import CallOrigin, current_origin
-from .storage import Ordering, Storage
+from .storage import Storage
+
+if TYPE_CHECKING:
+    from ..recording.recording import Recording
+    from ..tensor.stream_order import StreamOrder
 
 #: number of commands between two polls for acknowledgements
 POLL_INTERVAL_COMMANDS = 32
 #: no last call
 _NO_CALL: tuple[int, list[int]] = (-1, [])
-
-
-class CommandListener(Protocol):
-    """A listener for commands; see :class:`shoal.controller.recording.recording.Recording`."""
-
-    def issued(
-        self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
-    ) -> None: ...
-
-    def command_issued(self, space: Space, numbers: Sequence[int]) -> None: ...
-
-    def uploaded(self, space: Space, id: int, value: torch.Tensor) -> None: ...
-
-    def copy_expected(self, space: Space, bytes: int) -> None: ...
 
 
 class Space:
@@ -140,7 +130,7 @@ class Space:
         self._last = _NO_CALL
         self.issued = self.node_determined = self.size = 0
         self.new_calls: Counter[str] = Counter()
-        self.listener: CommandListener | None = None
+        self.listener: Recording | None = None
         self._open = False
         self._numbers = array("I")
         self._scalars = array("d")
@@ -154,7 +144,7 @@ class Space:
         self._next_id = self._cut_position = 0
         self.stream = 0
         self.home: Space = self if home is None else home
-        self.ordering: Ordering | None = connections[0].node.ordering
+        self.ordering: StreamOrder | None = connections[0].node.ordering
         self.releasing_ids: deque[tuple[int, list[tuple[StreamConnection, int]]]] = deque()
         self.reusable_ids: list[int] = []
         self.stream_logs: list[StreamLog] = []
@@ -631,7 +621,7 @@ def release_spaces(node: NodeConnection) -> None:
 
     The caller holds the master's lock.
     """
-    for space in cast("list[Space]", node.streams[0].spaces):
+    for space in node.streams[0].spaces:
         if not space.used():
             space.end()
     for stream in node.streams:
@@ -648,7 +638,7 @@ def forget_unused_lost_spaces(nodes: Sequence[NodeConnection]) -> None:
             for stream in node.streams:
                 stream.flush()  # sends the frees
             node.reap()
-    spaces = cast("list[Space]", [space for node in nodes for space in node.streams[0].spaces])
+    spaces = [space for node in nodes for space in node.streams[0].spaces]
     for space in {each for each in spaces if each.lost is not None and not each.used()}:
         space.end()
         connections = {connection for log in space.stream_logs for connection in log.connections}
@@ -660,6 +650,4 @@ def forget_unused_lost_spaces(nodes: Sequence[NodeConnection]) -> None:
                 for stream in ended:
                     stream.flusher.close(wait=False)
     for node in nodes:
-        node.streams[0].spaces = [
-            each for each in node.streams[0].spaces if not cast(Space, each).is_forgotten
-        ]
+        node.streams[0].spaces = [each for each in node.streams[0].spaces if not each.is_forgotten]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-#: :class:`.space.Space`, which imports this
-Space: TypeAlias = Any
+if TYPE_CHECKING:
+    from .space import Space
 
 
 class StorageUses:
@@ -50,7 +49,7 @@ class Storage:
 def merge_storages(storages: Sequence[Storage]) -> Storage:
     """Merge storages that may be the same memory into one.
 
-    All commands on them must precede later ones, as after :meth:`Ordering.apart`.
+    All commands on them must precede later ones, as after :meth:`.stream_order.StreamOrder.apart`.
     """
     first, *others = dict.fromkeys(storages)
     for each in others:
@@ -58,33 +57,3 @@ def merge_storages(storages: Sequence[Storage]) -> Storage:
         first.past.views.update(each.past.views)
         each.joined = first
     return first
-
-
-class Ordering(Protocol):
-    """The interface of the stream order for spaces and tensors; ``tensor/stream_order.py`` implements it."""
-
-    def free(self, home: Space) -> None: ...
-
-    def current(self, home: Space) -> Space: ...
-
-    def made(self, log: Space) -> Storage: ...
-
-    def ask(self, space: Space, command: int, id: int, storage: Storage) -> list[Any]: ...
-
-    def fence(self, log: Space) -> None: ...
-
-    def fenced(self, log: Space) -> None: ...
-
-    def apart(self, *homes: Space) -> AbstractContextManager[None]: ...
-
-    def by_default(self, homes: Iterable[Space]) -> AbstractContextManager[None]: ...
-
-    def generators(self, log: Space) -> list[Storage]: ...
-
-    def using(
-        self, log: Space, ids: Sequence[int], read: Sequence[Storage], written: Sequence[Storage]
-    ) -> AbstractContextManager[None]: ...
-
-    def share(self, id: int, storage: Storage, space: Space, part: Space) -> int: ...
-
-    def join(self, space: Space, given: Sequence[tuple[Space, int, Storage]]) -> tuple[int, Storage]: ...

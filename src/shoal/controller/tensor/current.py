@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import ForkedProcess, UsageError
-from ..commands.space import Space
+
+if TYPE_CHECKING:
+    from ..api.master import Master
 
 
-class MasterInterface(Protocol):
-    """The interface of a master for operators and the device module."""
-
-    name: str
-    strict: bool
-
-    @property
-    def count(self) -> int: ...
-
-    def space(self, index: int) -> Space: ...
-
-    def synchronize(self) -> None: ...
-
-    def seed(self, seed: int) -> None: ...
-
-    def streams(self) -> Any: ...  # stream_order.StreamOrder
-
-    def become_forked(self) -> None: ...
-
-
-_master: MasterInterface | None = None
+_master: Master | None = None
 _forked = False
 
 
-def master() -> MasterInterface:
+def master() -> Master:
     """The open master; raises `UsageError` or `ForkedProcess` if there is none."""
     if _master is None:
         if _forked:
@@ -42,12 +24,12 @@ def master() -> MasterInterface:
     return _master
 
 
-def opened() -> MasterInterface | None:
+def opened() -> Master | None:
     """The open master, or None."""
     return _master
 
 
-def set_master(master: MasterInterface | None) -> None:
+def set_master(master: Master | None) -> None:
     global _master
     _master = master
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from .autograd import of_thread, prepare_thread
 from .calls import NODE_DETERMINED, InternedCall, intern
 from .node_devices import NodeDevice, selected_device
 from .operator_call import OperatorCall
-from .stream_order import StreamOrder
 from .tensor import RemoteTensor, TensorHandle, new_tensor, rebind, wrap
 
 #: size in bytes from which a tensor of the master is sent without copying it first
@@ -64,7 +63,7 @@ def _issue(log: Space, call: InternedCall, operation: OperatorCall) -> Any:
     if streams is None:
         ids = log.issue(call.number, operation.ids, operation.scalars, call.count)
     else:
-        ids = cast(StreamOrder, streams).issue(log, call, operation)
+        ids = streams.issue(log, call, operation)
     if call.in_place:
         return operation.operands[0]
     if call.single and (streams is None or call.view_of is None):
