@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,8 +145,9 @@ def test_each_stream_is_a_track(master: Master, tmp_path: Path) -> None:
 
 def test_clocks_of_other_machines_are_measured(tmp_path: Path) -> None:
     ahead = 5_000_000_000
-    made = trace.Trace(tmp_path / "t.json", [], threading.RLock(), "", lambda index, now: now() + ahead)
-    offset, error = made._clock(0)
+    made = trace.Trace(tmp_path / "t.json", [], threading.RLock(), "")
+    node: Any = SimpleNamespace(ask=lambda now: now("") + ahead)
+    offset, error = made._clock(node)
     assert abs(offset - ahead) <= error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from ...errors import NodeLost, RemoteOpError, ShoalError
 from ..commands.connection import NodeConnection
 from ..commands.history import Maker, maker_of
 from ..commands.origin import format_origin
+from ..node import sessions
 from ..tensor.node_devices import device_label
 from ..tensor.tensor import RemoteTensor
 
@@ -67,12 +68,7 @@ class Explanation:
         return f"<shoal.controller.Explanation: {self}>"
 
 
-#: (node, space, id) -> the failure that poisons the tensor: its number, and the node and number of its cause
-#: if that is another node's failure; None: it is not poisoned
-AskPoison = Callable[[int, int, int], tuple[int, tuple[int, int] | None] | None]
-
-
-def explain(tensor: RemoteTensor, ask: AskPoison) -> Explanation:
+def explain(tensor: RemoteTensor) -> Explanation:
     """Return the explanation of a tensor."""
     handle, known = tensor.handle, tensor.handle.metadata
     space = handle.space
@@ -91,7 +87,7 @@ def explain(tensor: RemoteTensor, ask: AskPoison) -> Explanation:
     error: ShoalError | None = lost
     state = "lost" if lost is not None else "pending" if maker is not None and maker.pending else "executed"
     if state == "executed":
-        error = _find_error(nodes, space.number, handle.id, ask)
+        error = _find_error(nodes, space.number, handle.id)
         state = "executed" if error is None else "lost" if isinstance(error, NodeLost) else "poisoned"
     return Explanation(
         place=space.nodes,
@@ -115,10 +111,10 @@ def _choose_maker(makers: Sequence[tuple[int, Maker | None]]) -> tuple[int | Non
     return next((each for each in found if each[1].pending), found[0] if found else (None, None))
 
 
-def _find_error(nodes: Sequence[NodeConnection], space: int, id: int, ask: AskPoison) -> ShoalError | None:
+def _find_error(nodes: Sequence[NodeConnection], space: int, id: int) -> ShoalError | None:
     for node in nodes:
         try:
-            poison = ask(node.index, space, id)
+            poison = node.ask(sessions.poison_of, space, id)
         except ShoalError:
             with node.lock:
                 if node.lost is None:

@@ -45,8 +45,6 @@ from .trace import Trace
 _numbers = itertools.count()
 #: seconds for a node to finish issued operations when the master closes
 CLOSE_TIMEOUT_S = 5.0
-#: timeout in seconds for a node's reply about a tensor's state or its clock
-REPLY_TIMEOUT_S = 30.0
 
 
 def init_master_worker(
@@ -369,7 +367,7 @@ class Master:
         """
         if type(tensor) is not RemoteTensor:
             raise UsageError(f"explain takes a tensor on a node, and this one is on {tensor.device}")
-        return explain(tensor, self._poison_of)
+        return explain(tensor)
 
     def stats(self) -> list[dict[str, int]]:
         """Return counters of each node; ``docs/controller.md`` explains their names."""
@@ -385,7 +383,7 @@ class Master:
         """
         with self._lock:
             spaces = [self._spaces.space(index) for index in range(len(self._nodes))]
-        return Trace(path, spaces, self._lock, self.name, self._ask)
+        return Trace(path, spaces, self._lock, self.name)
 
     def close(self) -> None:
         """End the nodes, each after at most 5 seconds for issued operations; their tensors raise NodeLost.
@@ -435,12 +433,6 @@ class Master:
         self._roster.close()
         self._workers.close()
         return unseen
-
-    def _ask(self, index: int, fn: Callable[..., Any], *args: Any) -> Any:
-        return self._roster.peer(index).options(timeout=REPLY_TIMEOUT_S).call(fn, *args).wait()
-
-    def _poison_of(self, index: int, space: int, id: int) -> Any:
-        return self._ask(index, sessions.poison_of, self.name, space, id)
 
     @property
     def pids(self) -> list[int]:

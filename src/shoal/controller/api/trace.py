@@ -23,8 +23,8 @@ from ..commands.node_trace import NodeTrace
 from ..commands.origin import first_origin, format_origin
 from ..commands.space import Space
 from ..node import node_operators
-from ..node.history import Event, now
-from ..node.sessions import begin_timing, end_timing
+from ..node.history import Event
+from ..node.sessions import begin_timing, end_timing, now
 from .functions import PendingFunction, pickle_call
 
 #: number of calls to read a node's clock; the fastest one is used
@@ -43,7 +43,6 @@ class Trace:
     Args:
         path: path of the file.
         spaces, lock, session: the spaces of the nodes, the master's lock, the name of the session.
-        ask: ``ask(index, fn)`` calls a function on a node immediately, outside the order of the log.
     """
 
     def __init__(
@@ -52,13 +51,11 @@ class Trace:
         spaces: Sequence[Space],
         lock: threading.RLock,
         session: str,
-        ask: Callable[[int, Callable[[], int]], int],
     ) -> None:
         self._path = Path(path)
         self._spaces = [each for each in spaces if each.lost is None]
         self._lock = lock
         self._session = session
-        self._ask = ask
         self._traces: dict[NodeConnection, NodeTrace] = {}
 
     def __enter__(self) -> Trace:
@@ -70,9 +67,8 @@ class Trace:
             _running.release()
             raise UsageError(f"trace: {self._path} cannot be written: {error.strerror or error}") from None
         try:
-            self._clocks = {
-                each.connections[0].index: self._clock(each.connections[0].index) for each in self._spaces
-            }
+            nodes = [each.connections[0].node for each in self._spaces]
+            self._clocks = {node.index: self._clock(node) for node in nodes}
             begun = self._call_all(begin_timing)
             self._timeline = Timeline(time.monotonic_ns())
             for each in begun:
@@ -122,7 +118,7 @@ class Trace:
                     node.trace = self._traces.setdefault(node, NodeTrace(node.index))
         return pending
 
-    def _clock(self, index: int) -> tuple[int, int]:
+    def _clock(self, node: NodeConnection) -> tuple[int, int]:
         """Return how far a node's clock is ahead of this one, and the error of that, both in nanoseconds.
 
         An offset smaller than its error counts as 0: processes on one host share a clock.
@@ -131,7 +127,7 @@ class Trace:
         with contextlib.suppress(ShoalError):
             for _ in range(CLOCK_SAMPLES):
                 before = time.monotonic_ns()
-                there = self._ask(index, now)
+                there = node.ask(now)
                 after = time.monotonic_ns()
                 found.append(((after - before + 1) // 2, there - (before + after) // 2))
         error, offset = min(found, default=(0, 0))

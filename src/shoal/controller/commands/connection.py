@@ -44,6 +44,8 @@ FLUSH_DELAY_S, BUSY_FLUSH_DELAY_S = 0.001, 0.002
 _IDLE_ROUNDS = 64
 #: maximum seconds per wait of the flush thread for a busy node: it must end even if the node never replies
 _MAX_WAIT_S = 0.1
+#: timeout in seconds for a node's reply about a tensor's state or its clock
+REPLY_TIMEOUT_S = 30.0
 #: maximum unacknowledged bytes of uploaded tensors, unless it is a single one, before the program waits
 MAX_UPLOAD_BYTES = 64 << 20
 #: maximum unacknowledged bytes of copies from other nodes before the program waits
@@ -295,6 +297,10 @@ class NodeConnection:
     def call(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(session, *args)`` on the node, outside the log."""
         return self._peer.call(fn, self._session, *args)
+
+    def ask(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Like :meth:`call`, but wait for the result, at most ``REPLY_TIMEOUT_S``."""
+        return self._peer.options(timeout=REPLY_TIMEOUT_S).call(fn, self._session, *args).wait()
 
     def open_stream(self, number: int) -> Callable[..., Future[Any]]:
         """Open a further stream on the node; return what sends its batches. Raises `NodeLost`."""

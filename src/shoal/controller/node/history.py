@@ -176,11 +176,6 @@ class TimedCalls:
             self._timing.note(self._running, p, name, begun)
 
 
-def now() -> int:
-    """Return this process's clock in nanoseconds."""
-    return time.monotonic_ns()
-
-
 # -- replies -----------------------------------------------------------------------------------------
 
 

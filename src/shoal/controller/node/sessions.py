@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -193,6 +194,11 @@ def end_timing(session: str) -> tuple[list[Event], int]:
     """Stop collecting; return the commands with their times, and the number of dropped older ones."""
     timing = _sessions[session].time(None)
     return ([], 0) if timing is None else timing.collected()
+
+
+def now(session: str) -> int:
+    """Return this process's clock in nanoseconds."""
+    return time.monotonic_ns()
 
 
 def poison_of(session: str, space: int, id: int) -> tuple[int, tuple[int, int] | None] | None:

@@ -36,7 +36,8 @@ class Roster:
     """The workers of the nodes of `session`, called through `agent`.
 
     Attributes:
-        living: connections of the nodes that are not lost, by worker name.
+        surviving: connections of the nodes that are not lost, by worker name.
+        callbacks: called with the index of a lost node.
     """
 
     def __init__(self, session: str, agent: Agent) -> None:
@@ -57,10 +58,6 @@ class Roster:
         with self._lock:
             epoch = self._latest[index][1] + 1 if index in self._latest else 0
             return epoch, {each: (peer.name, of) for each, (peer, of) in self._latest.items()}
-
-    def peer(self, index: int) -> Peer:
-        """Return the latest worker of a node."""
-        return self._latest[index][0]
 
     def add(self, node: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
         """Add a new node, which knows the nodes `known`; return whether it has failed meanwhile."""
