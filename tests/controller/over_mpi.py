@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from shoal.controller import Place
-from shoal.controller.node import place_groups
+from shoal.controller.node import peers
 
 
 def results(place: Place) -> Iterator[torch.Tensor]:
@@ -38,7 +38,7 @@ def backends() -> list[str]:
     """On a node: the names of the backends of its places."""
     return [
         place.group._backend.name
-        for groups in place_groups._sessions.values()
-        for place in groups._groups.values()
+        for each in peers._sessions.values()
+        for place in each.groups._groups.values()
         if place.group is not None
     ]

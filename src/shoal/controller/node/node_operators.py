@@ -17,7 +17,7 @@ from ...group import ProcessGroup
 from ...spec import AVG, MAX, MIN, PRODUCT, SUM, ReduceOp
 from ..protocol.commands import Definition, Template
 from ..protocol.copies import owned
-from . import peers, place_groups
+from . import peers
 
 #: namespace of copies and collectives, and of checks
 NAMESPACE, CHECKS = "shoal_node", "shoal_check"
@@ -80,7 +80,7 @@ def _receivers(routes: Sequence[int], index: int) -> list[tuple[int, int]]:
 
 
 def _run(members: Sequence[int], epoch_sum: int, session: str, body: Callable[[ProcessGroup], Any]) -> Any:
-    return place_groups.of_session(session).run(members, epoch_sum, body)
+    return peers.of_session(session).groups.run(members, epoch_sum, body)
 
 
 @_operator(f"all_reduce_(Tensor(a!) x, str op, {_GROUP_SCHEMA}) -> Tensor(a!)")
@@ -174,7 +174,7 @@ def propagate_poison(definition: Definition, number: int, of: tuple[int, int] | 
         for to, channel in _receivers(given[1], mine.index):
             mine.send_poison(poison, to, channel)
     else:
-        place_groups.of_session(mine.session).run(given[-3], given[-2], lambda group: None, poison)
+        mine.groups.run(given[-3], given[-2], lambda group: None, poison)
 
 
 def _constant(template: Template) -> Any:

@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from ...rpc.peer import Peer
 from ..protocol.commands import LOST
 from ..protocol.copies import copy_to_send
 from ..protocol.workers import MASTER
+
+if TYPE_CHECKING:
+    from .place_groups import PlaceGroups
 
 #: maximum bytes of a tensor that the message has copied when the call returns
 MAX_INLINE_BYTES = 16 << 10
@@ -61,7 +64,10 @@ class Peers:
         session: name of the session.
         index, epoch: index and epoch of this node.
         agent: calls the other nodes.
+        groups: the groups of this node.
     """
+
+    groups: PlaceGroups
 
     def __init__(
         self, session: str, index: int, epoch: int, agent: Agent, members: Mapping[int, Member]
@@ -262,6 +268,7 @@ def leave(session: str) -> None:
     ended = _sessions.pop(session, None)
     if ended is not None:
         ended.close()
+        ended.groups.close()
 
 
 def of_session(session: str) -> Peers:

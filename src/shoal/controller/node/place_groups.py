@@ -262,23 +262,6 @@ class PlaceGroups:
         raise RendezvousError(reason)
 
 
-_sessions: dict[str, PlaceGroups] = {}
-
-
-def enter(peers: Peers, backend: str, options: dict[str, str]) -> None:
-    _sessions[peers.session] = PlaceGroups(peers, backend, options)
-
-
-def leave(session: str) -> None:
-    groups = _sessions.pop(session, None)
-    if groups is not None:
-        groups.close()
-
-
-def of_session(session: str) -> PlaceGroups:
-    return _sessions[session]
-
-
 def _publish_failure(store: Store, rank: int, error: BaseException) -> None:
     """Publish in the store why this member does not connect."""
     said = f"rank {rank} could not connect: {describe_error(error)}"

@@ -13,9 +13,10 @@ from ...errors import AgentClosed
 from ...rpc import current
 from ..protocol.commands import Segment
 from ..protocol.workers import import_all
-from . import accelerators, peers, place_groups
+from . import accelerators, peers
 from .execute import SpaceExecutor
 from .history import BatchReply, Event, Poison, Timing
+from .place_groups import PlaceGroups
 from .session_state import SessionEnded, SessionState
 
 #: the reply to a batch: requested values, and failures
@@ -133,8 +134,8 @@ def begin(
     if session in _sessions:  # the master was interrupted before it got the reply
         end(session)
     others = peers.Peers(session, index, epoch, current().agent, members)
+    others.groups = PlaceGroups(others, backend, options)
     peers.enter(others)
-    place_groups.enter(others, backend, options)
     begun = _sessions[session] = _Session(epoch)
     return begun.streams[0].mailbox, accelerators.count(), accelerators.chosen()
 
@@ -219,7 +220,6 @@ def end(session: str) -> None:
     """End a session and release its tensors."""
     _sessions.pop(session).end()
     peers.leave(session)
-    place_groups.leave(session)
 
 
 def end_all() -> None:
