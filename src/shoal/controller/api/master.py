@@ -212,8 +212,8 @@ class Master:
         if self._pid != os.getpid():
             raise self._forked()
         while True:
-            worker = take_worker(index, deadline)
-            peer = worker.peer.options(timeout=math.inf)
+            peer, arrival = take_worker(index, deadline)
+            peer = peer.options(timeout=math.inf)
             epoch, others = self._roster.members(index)
             try:
                 begun = peer.call(
@@ -226,7 +226,7 @@ class Master:
             except WorkerLost:
                 continue  # it failed before it became a node
             except BaseException:  # a Ctrl-C
-                self._workers.requeue(worker)
+                self._workers.requeue(arrival)
                 raise
         with self._lock:
             node = NodeConnection(
@@ -242,7 +242,7 @@ class Master:
                 self._spaces.ordering,
             )
             lost = self._spaces.add(node)
-            self._pids[index : index + 1] = [worker.arrival.pid]
+            self._pids[index : index + 1] = [arrival.pid]
             failed = self._roster.add(node, peer, others)
             self._spaces.begin(node, replaces=bool(lost))
         for each in lost:

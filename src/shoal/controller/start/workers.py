@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 from ... import rpc
 from ...backend.registry import MPI, backend_factory
@@ -26,12 +26,8 @@ from .processes import NodeProcesses
 _POLL_INTERVAL_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class NodeWorker:
-    """A worker that becomes a node; `peer` calls it, `arrival` is how it joined."""
-
-    peer: rpc.Peer
-    arrival: JoinedWorker
+#: a worker that becomes a node: what calls it, and how it joined
+NodeWorker: TypeAlias = tuple[rpc.Peer, JoinedWorker]
 
 
 class WorkerSource:
@@ -154,9 +150,9 @@ class WorkerSource:
         self._processes.start(index)
         return self.take_started(index, deadline)
 
-    def requeue(self, worker: NodeWorker) -> None:
+    def requeue(self, arrival: JoinedWorker) -> None:
         """Return a worker that did not become a node; it can be taken again."""
-        self._arrivals.add(worker.arrival)
+        self._arrivals.add(arrival)
 
     def close(self) -> None:
         """Close the agent and the store, and end the processes."""
@@ -172,10 +168,10 @@ class WorkerSource:
             arrival = self._arrivals.take(fits, min(_POLL_INTERVAL_S, deadline.remaining()))
             if arrival is not None:
                 with contextlib.suppress(UnknownWorker, WorkerLost):  # it failed meanwhile
-                    worker = NodeWorker(self.agent.peer(arrival.name), arrival)
+                    peer = self.agent.peer(arrival.name)
                     if started and self._processes is not None:
                         self._processes.mark_joined(index)
-                    return worker
+                    return peer, arrival
             elif started and self._processes is not None:
                 self._processes.raise_if_ended(index)
             if deadline.expired:
