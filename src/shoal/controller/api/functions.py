@@ -59,8 +59,10 @@ class PendingFunction:
         def take() -> None:  # not interruptible: an id without a handle would never be freed
             with space.lock:
                 for position, each in enumerate(described):
-                    id = space.take(TAKE, self._number, position)
+                    id = space.make(TAKE, self._number, position)
                     tensors.append(wrap(space, id, metadata(space.device, each)))
+                if space.ordering is not None:
+                    space.ordering.fenced(space)
 
         try:
             pickled, described = self._wait()

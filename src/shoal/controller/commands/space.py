@@ -39,12 +39,8 @@ from ...errors import ShoalError, UsageError
 from ..node import sessions
 from ..protocol.commands import (
     ASK,
-    DEFINE,
-    ERASE,
     FORGET,
     FREE,
-    KEEP,
-    PROGRAM,
     PUT,
     SEED,
     SHARE,
@@ -435,19 +431,10 @@ class Space:
         number, made = self._last
         return number in self.uninitialized_calls and made == [id]
 
-    def program(self, recipe: tuple[Any, ...]) -> None:
-        """Send the program of a recorded step."""
-        pickled = pickle.dumps(recipe)
-        self._command(PROGRAM, self._payload(pickled))
-
-    def erase(self, number: int) -> None:
-        """Erase the program of a recorded step on the nodes."""
-        self._command(ERASE, number)
-
-    def define(self, definition: tuple[Any, ...]) -> None:
-        """Send the definition of a call; pickling errors are raised before the log changes."""
+    def define(self, command: int, definition: tuple[Any, ...]) -> None:
+        """Send the definition of a call or a program; pickling errors are raised before the log changes."""
         pickled = pickle.dumps(definition)
-        self._command(DEFINE, self._payload(pickled))
+        self._command(command, self._payload(pickled))
 
     def forget(self) -> None:
         """Forget all interned calls, here and on the nodes."""
@@ -462,12 +449,6 @@ class Space:
         """Seed the random generator of each node."""
         with self._drawing():
             self._command(SEED, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
-
-    def keep(self, position: int) -> int:
-        """Keep a result of the last ASK; return its id."""
-        id = self.new_id()
-        self._command(KEEP, id, position, made=[id])
-        return id
 
     def share(self, id: int, other: Space) -> int:
         """Share a tensor of another space on the nodes of this one; return its id here."""
@@ -525,12 +506,10 @@ class Space:
         with self.lock:
             self._command(*command)
 
-    def take(self, command: int, *numbers: int) -> int:
+    def make(self, command: int, *numbers: int) -> int:
         """Append a command that makes a tensor; return its id."""
         id = self.new_id()
         self._command(command, id, *numbers, made=[id])
-        if self.ordering is not None:
-            self.ordering.fenced(self)
         return id
 
     def send_request(self, *command: int) -> list[tuple[StreamConnection, SegmentBatch]]:
@@ -599,13 +578,7 @@ class StreamLog(Space):
         self.stream = stream
         self.users = 0
         self.freed = home.freed
-        self.ordering = home.ordering
         home.stream_logs.append(self)
-
-    @property
-    def tensors(self) -> int:
-        """Zero: the tensors are counted in the home space."""
-        return 0
 
 
 def apart(*homes: Space) -> AbstractContextManager[None]:

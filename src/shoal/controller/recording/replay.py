@@ -23,7 +23,7 @@ from ..commands.interrupts import call_without_interrupt, defer_interrupt
 from ..commands.origin import Origin
 from ..commands.space import Space, apart
 from ..commands.storage import Storage, merge_storages
-from ..protocol.commands import FIRST, ProgramStep, Recipe
+from ..protocol.commands import ERASE, FIRST, PROGRAM, ProgramStep, Recipe
 from ..protocol.metadata import Metadata
 from ..tensor.dispatch import upload
 from ..tensor.tensor import RemoteTensor, TensorHandle
@@ -99,7 +99,7 @@ def erase_ended() -> None:
         space = part.space
         if part.is_interned:
             space.calls[part.key] = None  # reserves its number
-            space.erase(part.number)
+            space.send(ERASE, part.number)
 
 
 @refuses_copies("a recorded call", "a program at each node", "Record the function again")
@@ -362,7 +362,7 @@ class Replay:
             tuple(kept),
             tuple(taken),
         )
-        space.program(tuple(recipe))
+        space.define(PROGRAM, tuple(recipe))
         part = Part(
             space,
             ("program", object()),

@@ -15,7 +15,7 @@ from ...errors import DeviceMismatch
 from ..commands.batch import fresh_copy
 from ..commands.history import CallSignature
 from ..commands.space import Space
-from ..protocol.commands import FIRST, Definition
+from ..protocol.commands import DEFINE, FIRST, Definition
 from ..protocol.metadata import WireMetadata, metadata
 from .operator_call import OperatorCall
 
@@ -110,7 +110,7 @@ def intern(space: Space, operation: OperatorCall) -> InternedCall:
             call.number, op.name, args, kwargs, len(operands), predicted.paths, expected,
             list(predicted.mutated), call.written, op.aliasing, op.opaque is None or torch.is_grad_enabled(),
         )  # fmt: skip
-        space.define(tuple(definition))
+        space.define(DEFINE, tuple(definition))
         space.kinds[call.number] = CallSignature(
             op.name.replace("::", "."), len(operands), call.count, tuple(call.written)
         )

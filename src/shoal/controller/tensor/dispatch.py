@@ -11,6 +11,7 @@ from ...errors import DeviceMismatch, UsageError
 from ..commands.interrupts import defer_interrupt
 from ..commands.space import Space
 from ..commands.storage import Storage
+from ..protocol.commands import KEEP
 from ..protocol.metadata import metadata, wire_metadata
 from ..protocol.operators import operator
 from . import current, tensor
@@ -149,7 +150,7 @@ def _ask(space: Space, operation: OperatorCall) -> Any:
         kind, value = answer
         if kind == "tensor":
             position += 1
-            made = wrap(space.home, space.keep(position - 1), metadata(space.device, value))
+            made = wrap(space.home, space.make(KEEP, position - 1), metadata(space.device, value))
             if op.aliasing and operands:
                 made.handle.storage = operands[0].handle.memory()
             elif space.ordering is not None:
@@ -162,7 +163,7 @@ def _ask(space: Space, operation: OperatorCall) -> Any:
     for i, (target, (_, value)) in enumerate(zip(targets, changed, strict=True)):
         known = metadata(space.device, value)
         if known is not target.handle.metadata:
-            handle = TensorHandle(space.home, space.keep(i), known)
+            handle = TensorHandle(space.home, space.make(KEEP, i), known)
             handle.storage = target.handle.memory()
             rebind(target, handle)
     return rebuilt(result)
