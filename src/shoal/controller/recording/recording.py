@@ -77,7 +77,6 @@ class Recording:
         spaces: all recorded spaces, by number.
         forgotten: whether interned calls were discarded meanwhile.
         refusal: the error, if the call did something that cannot be replayed.
-        moved: the destination space of each uploaded tensor.
         awaited: number of bytes that each space receives from others.
         constants: values in the call's result other than tensors.
         generator: state of the CPU's random generator after the call, if the call changed it.
@@ -103,7 +102,6 @@ class Recording:
         self.forgotten = False
         self.refusal: RecordingMismatch | None = None
         self.awaited: Counter[int] = Counter()
-        self.moved: dict[Name, Space] = {}
         self.constants: list[Any] = []
         self.generator: torch.Tensor | None = None
         self.read: frozenset[int] = frozenset()
@@ -139,26 +137,13 @@ class Recording:
         self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
     ) -> None:
         """Record an interned call."""
-        numbers, first = [number, *ids, *made], 1 + len(ids)
-        self.command(space, numbers, range(1, first), range(first, first + len(made)), scalars, origin)
-
-    def command(
-        self,
-        space: Space,
-        numbers: Sequence[int],
-        operands: Sequence[int],
-        results: Sequence[int],
-        scalars: Sequence[float],
-        origin: Origin | None,
-    ) -> None:
-        """Record a command; `operands` and `results` are positions of ids among its numbers."""
         if threading.get_ident() != self._thread:
-            for at in results:  # the id may be one that this thread freed
-                self.names.pop((space.number, numbers[at]), None)
+            for id in made:  # may be one that this thread freed
+                self.names.pop((space.number, id), None)
             return
-        given = tuple((at, self.named(space.number, numbers[at])) for at in operands)
-        made = tuple((at, self._new(space.number, numbers[at])) for at in results)
-        self._add(space, numbers, given, made, scalars, origin)
+        operands = tuple((at, self.named(space.number, id)) for at, id in enumerate(ids, 1))
+        results = tuple((at, self._new(space.number, id)) for at, id in enumerate(made, 1 + len(ids)))
+        self._add(space, [number, *ids, *made], operands, results, scalars, origin)
 
     def _new(self, space: int, id: int) -> Name:
         name = self.names[space, id] = ("made", self._made)
@@ -219,7 +204,6 @@ class Recording:
             )
         self.names[space.number, id] = name
         self.homes[name] = space.number
-        self.moved[name] = space
 
     def _argument(self, value: torch.Tensor) -> tuple[int, Part | None] | None:
         """Return the position of the argument that contains this tensor, and the part of it."""
@@ -246,7 +230,7 @@ class Recording:
         if threading.get_ident() != self._thread or numbers[0] in _IGNORED_COMMANDS:
             return
         if numbers[0] == SEED:
-            self.command(space, numbers, (), (), (), current_origin())
+            self._add(space, numbers, (), (), (), current_origin())
         elif numbers[0] in (FETCH, ITEM):
             raise self._refused(
                 "item(), tolist(), cpu(), numpy(), bool(), float() or print waits for a tensor",

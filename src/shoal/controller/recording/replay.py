@@ -134,7 +134,11 @@ class Replay:
                 self._left.append((tensor, grad, handle))
         self._held = self._still_held(recording, results)
         used |= set(results.names)
-        self._uploads = [(name, space) for name, space in recording.moved.items() if name in used]
+        self._uploads = [
+            (name, recording.spaces[number])
+            for name, number in recording.homes.items()
+            if name[0] in ("upload", "number") and name in used
+        ]
         self._written, self._written_leaves = written
         self._generator = recording.generator
         self._awaited = [(recording.spaces[number], bytes) for number, bytes in recording.awaited.items()]
