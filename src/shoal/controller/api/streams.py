@@ -19,7 +19,7 @@ import torch
 from ...common.copy_refusal import refuses_copies
 from ...errors import UsageError, WorkerLost
 from ...future import Future
-from ..commands.batch import SegmentBatch, fresh_copy
+from ..commands.batch import SegmentBatch
 from ..commands.connection import StreamConnection
 from ..commands.space import Space
 from ..node import sessions
@@ -83,8 +83,7 @@ class Stream:
 
     def __enter__(self) -> Stream:
         _refuse_in_recording(self.log)
-        if self.log.lost is not None:
-            raise fresh_copy(self.log.lost)
+        self.log.raise_if_lost()
         self._streams.enter(self.log)
         return self
 
@@ -191,8 +190,7 @@ class Event:
         log, streams = given.log, given._streams
         _refuse_in_recording(log)
         with log.lock:
-            if log.lost is not None:
-                raise fresh_copy(log.lost)
+            log.raise_if_lost()
             if self._timing or any(connection.node.accelerators for connection in log.connections):
                 id = log.new_id()
                 with streams.using(log, [], []):
@@ -236,8 +234,7 @@ class Event:
             return True
         for connection, batch in self._recorded.batches:
             if not batch.future.done():
-                if connection.node.lost is not None:
-                    raise fresh_copy(connection.node.lost)
+                connection.node.raise_if_lost()
                 return False
         self._settle()
         return all(asked.wait() for asked in _query_gpus(self._recorded.log, self._mark, False))

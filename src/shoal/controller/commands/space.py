@@ -317,7 +317,7 @@ class Space:
             call_without_interrupt(self._open_on_connections)
         if self.lost is not None:  # checked again: lose() may run without the lock
             self._open = False
-            raise fresh_copy(self.lost)
+            self.raise_if_lost()
 
     def _open_on_connections(self) -> None:
         for connection in self.connections:
@@ -336,6 +336,11 @@ class Space:
         for connection in self.connections:
             if connection.open is self:
                 connection.open = None
+
+    def raise_if_lost(self) -> None:
+        """Raise the error if a node of the space is lost."""
+        if self.lost is not None:
+            raise fresh_copy(self.lost)
 
     def lose(self, why: ShoalError) -> None:
         """Mark the space as lost with one of its nodes; the caller need not hold the lock."""
@@ -452,8 +457,8 @@ class Space:
 
     def share(self, id: int, other: Space) -> int:
         """Share a tensor of another space on the nodes of this one; return its id here."""
-        if other.lost is not None and not set(self.connections) <= set(other.connections):
-            raise fresh_copy(other.lost)
+        if not set(self.connections) <= set(other.connections):
+            other.raise_if_lost()
         new = self.new_id()
         self._command(SHARE, other.number, id, self.number, new, made=[new])
         return new

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import DeviceMismatch
-from ..commands.batch import fresh_copy
 from ..commands.history import CallSignature
 from ..commands.space import Space
 from ..protocol.commands import DEFINE, FIRST, Definition
@@ -75,8 +74,7 @@ NODE_DETERMINED = InternedCall(0, torch.device("cpu"), None)
 def intern(space: Space, operation: OperatorCall) -> InternedCall:
     """Define the call of a new key, with torch's checks; the caller holds the master's lock."""
     op, operands = operation.op, operation.operands
-    if space.lost is not None:
-        raise fresh_copy(space.lost)
+    space.raise_if_lost()
     others = {each.device for each in operands} - {space.device}
     if others:
         elsewhere = ", ".join(sorted(map(str, others)))
@@ -85,8 +83,7 @@ def intern(space: Space, operation: OperatorCall) -> InternedCall:
             advice = f"take one node's part of the others, with .on({space.index})"
         raise DeviceMismatch(f"{op.name}: its tensors are on {space.device} and on {elsewhere}: {advice}")
     for each in operands:
-        if each.handle.space is not space and each.handle.space.lost is not None:
-            raise fresh_copy(each.handle.space.lost)  # the operand was on a node that has been replaced
+        each.handle.space.raise_if_lost()  # the operand was on a node that has been replaced
     args, kwargs = operation.templates()
     from .prediction import predict  # imported here because nodes do not need it
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ShoalError
 from ...future import Future, collect_all
-from ..commands.batch import SegmentBatch, fresh_copy
+from ..commands.batch import SegmentBatch
 from ..commands.connection import NodeConnection, StreamConnection
 from ..commands.interrupts import call_without_interrupt
 from ..commands.space import Space, StreamLog
@@ -87,8 +87,7 @@ class StreamOrder:
     def open(self, home: Space) -> StreamLog:
         """Return the log of an unused or the least used stream, or raise `NodeLost`. Needs the lock."""
         self._take_back()
-        if home.lost is not None:
-            raise fresh_copy(home.lost)
+        home.raise_if_lost()
         there = self._by_home.setdefault(home, [])
         log = min(there, key=lambda log: log.users, default=None)
         if log is None or (log.users and len(there) < MAX_STREAMS):
@@ -135,8 +134,8 @@ class StreamOrder:
     def current(self, home: Space) -> Space:
         """The log that receives this thread's commands for a space; `NodeLost` if its node is lost."""
         log = next((log for log in reversed(self._selected.logs) if log.index == home.index), home)
-        if log.home is not home and log.home.lost is not None:
-            raise fresh_copy(log.home.lost)
+        if log.home is not home:
+            log.home.raise_if_lost()
         return log
 
     def innermost(self) -> Space | None:

@@ -12,7 +12,6 @@ from torch import nn
 from ...common.never_compile import never_compile
 from ...errors import NodeLost, UnsupportedOperation, UsageError
 from ...future import Future, collect_all
-from ..commands.batch import fresh_copy
 from ..commands.interrupts import call_without_interrupt
 from ..commands.space import Space, apart
 from ..node.node_operators import NAMESPACE
@@ -177,8 +176,7 @@ def copy_between_nodes(tensor: RemoteTensor, space: Space) -> RemoteTensor:
     def both() -> None:  # never one without the other, or the counts of sends and receives would differ
         with space.lock:
             for each in (space, source):
-                if each.lost is not None:
-                    raise fresh_copy(each.lost)
+                each.raise_if_lost()
             space.expect(dense.nbytes)
             awaited = routes, session, list(dense.shape), list(dense.stride())
             with apart(source, space):
