@@ -13,6 +13,7 @@ from ..commands.connection import NodeConnection
 from ..commands.history import Maker, maker_of
 from ..commands.origin import format_origin
 from ..node import sessions
+from ..protocol.metadata import format_metadata
 from ..tensor.node_devices import device_label
 from ..tensor.tensor import RemoteTensor
 
@@ -49,9 +50,8 @@ class Explanation:
     error: ShoalError | None
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         where = f"{self.place} ({device_label(self.within)})" if self.within >= 0 else self.place
-        lines = [f"{dtype}[{', '.join(map(str, self.shape))}] on {where}: {self.state}"]
+        lines = [f"{format_metadata(self)} on {where}: {self.state}"]
         if self.operator:
             stream = f" on stream {self.stream}" if self.stream else ""
             lines.append(f"made by {self.operator}{stream}, {counted(self.age or 0, 'operation')} ago")

@@ -61,9 +61,8 @@ class Metadata:
             torch._C._set_neg(tensor, self.neg)
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         where = f"{self.device}" if self.within < 0 else f"GPU {self.within} of {self.device}"
-        return f"{dtype}[{', '.join(map(str, self.shape))}] on {where}"
+        return f"{format_metadata(self)} on {where}"
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
@@ -87,9 +86,9 @@ def forget_device(device: torch.device) -> None:
         _known.pop(key, None)
 
 
-def format_metadata(wire: WireMetadata) -> str:
-    """Format dtype and shape as ``float32[2, 3]``."""
-    return f"{str(wire.dtype).removeprefix('torch.')}{list(wire.shape)}"
+def format_metadata(tensor: Any) -> str:
+    """Format the dtype and shape of a tensor or its metadata as ``float32[2, 3]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def is_layout_of(given: WireMetadata, expected: WireMetadata) -> bool:

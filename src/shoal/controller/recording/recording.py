@@ -34,6 +34,7 @@ from ..protocol.commands import (
     SHARE,
     WAIT,
 )
+from ..protocol.metadata import format_metadata
 from ..tensor.tensor import TensorHandle
 from .effects import memory_of, version_of
 
@@ -196,9 +197,8 @@ class Recording:
             number = value.item()
             name = ("number", value.dtype, math.nan if number != number else number, self._uploaded)
         else:
-            dtype = str(value.dtype).removeprefix("torch.")
             raise self._refused(
-                f"{dtype}{list(value.shape)} of the master is moved to {space.device}",
+                f"{format_metadata(value)} of the master is moved to {space.device}",
                 "make it an argument of the function, which is moved in every call, or move it before the "
                 "function is called",
             )

@@ -12,7 +12,7 @@ from ..commands.interrupts import defer_interrupt
 from ..commands.space import Space
 from ..commands.storage import Storage
 from ..protocol.commands import KEEP
-from ..protocol.metadata import metadata, wire_metadata
+from ..protocol.metadata import format_metadata, metadata, wire_metadata
 from ..protocol.operators import operator
 from . import current, tensor
 from .autograd import of_thread, prepare_thread
@@ -225,9 +225,8 @@ def _with_uploaded_scalars(operation: OperatorCall) -> tuple[list[Any], dict[str
 
 def mismatch(operator: str, name: str, value: torch.Tensor, device: torch.device) -> DeviceMismatch:
     """The error for an argument that is on another device than the operator's other tensors."""
-    dtype = str(value.dtype).removeprefix("torch.")
     return DeviceMismatch(
-        f"{operator}: {name} is {dtype}{list(value.shape)} on {value.device}, and other tensors are "
+        f"{operator}: {name} is {format_metadata(value)} on {value.device}, and other tensors are "
         f"on {device}: move them to one device, with .to({str(device)!r}) or .cpu()"
     )
 
