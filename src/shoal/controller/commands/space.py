@@ -78,7 +78,6 @@ class Space:
         lock: the master's lock.
         freed: ids without handles that are not freed yet; with their storage if it may be shared.
         calls: interned calls by key.
-        uninitialized_calls: numbers of the calls that make tensors without elements.
         kinds: interned calls by number.
         lost: the error if a node is lost, otherwise None.
         is_forgotten: True if it is lost and the surviving nodes hold nothing of it.
@@ -100,7 +99,7 @@ class Space:
         "_origins", "_payloads", "_scalars", "_sync", "calls", "connections", "device", "freed", "home",
         "index", "is_forgotten", "issued", "kinds", "listener", "lock", "lost", "new_calls",
         "node_determined", "number", "ordering", "parts", "releasing_ids", "reusable_ids", "size", "stream",
-        "stream_logs", "uninitialized_calls", "within",
+        "stream_logs", "within",
     )  # fmt: skip
 
     def __init__(
@@ -122,7 +121,6 @@ class Space:
         self.lock = lock
         self.freed: deque[int | tuple[int, Storage]] = deque()
         self.calls: dict[Any, Any] = {}
-        self.uninitialized_calls: set[int] = set()
         self._last = _NO_CALL
         self.issued = self.node_determined = self.size = 0
         self.new_calls: Counter[str] = Counter()
@@ -434,7 +432,7 @@ class Space:
     def is_blank(self, id: int) -> bool:
         """Return whether the last command made this tensor, without elements."""
         number, made = self._last
-        return number in self.uninitialized_calls and made == [id]
+        return made == [id] and self.kinds[number].operator == "aten.empty_strided"
 
     def define(self, command: int, definition: tuple[Any, ...]) -> None:
         """Send the definition of a call or a program; pickling errors are raised before the log changes."""
@@ -444,7 +442,6 @@ class Space:
     def forget(self) -> None:
         """Forget all interned calls, here and on the nodes."""
         self.calls.clear()
-        self.uninitialized_calls.clear()
         call_without_interrupt(self.cut)  # the numbers will be reused for other calls
         self.kinds = {}
         self._origins = SegmentOrigins(self.number, self.kinds)

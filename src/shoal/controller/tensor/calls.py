@@ -111,8 +111,6 @@ def intern(space: Space, operation: OperatorCall) -> InternedCall:
         space.kinds[call.number] = CallSignature(
             op.name.replace("::", "."), len(operands), call.count, tuple(call.written)
         )
-        if op.name == "aten::empty_strided":
-            space.uninitialized_calls.add(call.number)
     space.calls[tuple(operation.key)] = call
     space.new_calls[op.name.replace("::", ".")] += 1
     return call
