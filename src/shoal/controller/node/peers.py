@@ -94,20 +94,16 @@ class Peers:
         key = self._next(to, channel)
         x = x.detach().resolve_conj().resolve_neg()
         if to == self.index:
-            self.deliver(key, x.to("cpu", copy=True))
-            return
-        x = x.cpu()
-        # A short one is copied while it is encoded.
-        sent_at_once = x.nbytes <= MAX_INLINE_BYTES and _is_dense(x)
-        self._deliver(to, key, x if sent_at_once else copy_to_send(x, self.agent))
+            x = x.to("cpu", copy=True)
+        else:
+            x = x.cpu()
+            if x.nbytes > MAX_INLINE_BYTES or not _is_dense(x):  # a short one is copied while it is encoded
+                x = copy_to_send(x, self.agent)
+        self._deliver(to, key, x)
 
     def send_poison(self, poison: tuple[int, int], to: int, channel: int) -> None:
         """Send the node and number of a failure instead of a tensor."""
-        key = self._next(to, channel)
-        if to == self.index:
-            self.deliver(key, poison)
-        else:
-            self._deliver(to, key, poison)
+        self._deliver(to, self._next(to, channel), poison)
 
     def _next(self, to: int, channel: int) -> _Key:
         count = self._sent[to, channel]
@@ -115,6 +111,9 @@ class Peers:
         return self.index, channel, count
 
     def _deliver(self, to: int, key: _Key, value: Any) -> None:
+        if to == self.index:
+            self.deliver(key, value)
+            return
         name = self.name(to, key[1] - self.epoch)
         if name is None:
             return
