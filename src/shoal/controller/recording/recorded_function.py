@@ -260,6 +260,6 @@ def _refusal(
                     "an argument and was not found among the objects that the function uses, or that is "
                     "created in every call: pass it as an argument"
                 )
-    if any(name[0] == "number" for name in recording.names.values() if name in results.names):
+    if any(name[0] == "number" for name in recording.names.values() if name in results.handles):
         return "it returns a number of the master that it moved to a node"
     return None

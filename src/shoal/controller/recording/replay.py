@@ -118,7 +118,11 @@ class Replay:
         self._guards = guards
         self._build = results.build
         self._handles = guards.handles
-        self._fixed = {i: each.handle for i, each in enumerate(leaves) if _is_one_of(each, self._handles)}
+        self._fixed = {
+            i: each.handle
+            for i, each in enumerate(leaves)
+            if type(each) is RemoteTensor and each.handle in self._handles
+        }
         self._pattern = _pattern(leaves)
         used = {name for each in recording.commands for _, name in each.operands}
         self._grads: list[_Grad] = []
@@ -133,7 +137,7 @@ class Replay:
             if grad is not had or (had is None and before is not None):
                 self._left.append((tensor, grad, handle))
         self._held = self._still_held(recording, results)
-        used |= set(results.names)
+        used |= set(results.handles)
         self._uploads = [
             (name, recording.spaces[number])
             for name, number in recording.homes.items()
@@ -385,10 +389,6 @@ class Replay:
             tuple(homes[name] for name in given),
         )
         return part
-
-
-def _is_one_of(leaf: Any, handles: set[TensorHandle]) -> bool:
-    return type(leaf) is RemoteTensor and leaf.handle in handles
 
 
 def _pattern(leaves: Sequence[Any]) -> list[tuple[int, int]]:

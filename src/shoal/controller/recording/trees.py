@@ -84,7 +84,7 @@ class Results:
     """The structure of a call's result.
 
     Attributes:
-        names: names of the result's tensors that the call created and that nothing else holds.
+        handles: handles, by name, of the result's tensors that the call created and that nothing else holds.
         constants: other values in the result.
     """
 
@@ -94,7 +94,6 @@ class Results:
         self._recording = recording
         self._static = static
         self._leaves = {id(each): i for i, each in enumerate(leaves)}
-        self.names: list[Name] = []
         self.constants: list[Any] = []
         self.handles: dict[Name, TensorHandle] = {}
         tree = Tree(result, self._is_leaf)
@@ -122,7 +121,6 @@ class Results:
             graph = value.grad_fn is not None
             if name[0] == "outside" or handle in self._static:
                 return (lambda made, leaves: _result(handle, True)) if graph else lambda made, leaves: value
-            self.names.append(name)
             self.handles[name] = handle
             return lambda made, leaves: _result(made[name], graph)
         self.constants.append(value)
