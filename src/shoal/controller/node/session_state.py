@@ -21,32 +21,27 @@ class SessionEnded(BaseException):
 class StreamProgress:
     """The position `done` that a stream has reached in one log."""
 
-    __slots__ = ("_reached", "_session", "_waiting", "done")
+    __slots__ = ("_session", "_waiting", "done")
 
     def __init__(self, session: SessionState) -> None:
         self.done = 0
         self._session = session
-        self._reached = threading.Condition()
         self._waiting = 0
 
     def reach(self, position: int) -> None:
         self.done = position
         if self._waiting:  # no lost wakeup: wait() increments it before it reads the position
-            self.wake()
-
-    def wake(self) -> None:
-        """Make all waiting threads check again."""
-        with self._reached:
-            self._reached.notify_all()
+            with self._session.changed:
+                self._session.changed.notify_all()
 
     def wait(self, position: int) -> None:
         """Wait until a position is reached; raises `SessionEnded` if the session ends first."""
         if self.done >= position:
             return
-        with self._reached:
+        with self._session.changed:
             self._waiting += 1
             try:
-                self._reached.wait_for(lambda: self.done >= position or self._session.ended)
+                self._session.changed.wait_for(lambda: self.done >= position or self._session.ended)
             finally:
                 self._waiting -= 1
         if self.done < position:
@@ -58,6 +53,7 @@ class SessionState:
 
     Attributes:
         lock: guards state that several streams change.
+        changed: notified when a stream has reached an awaited position, and of what `await_number` waits for.
         has_streams: whether there are streams other than the default one.
         node: index of the node, set once there are several streams.
         ended: whether the session has ended.
@@ -66,6 +62,7 @@ class SessionState:
 
     def __init__(self, epoch: int) -> None:
         self.lock = threading.Lock()
+        self.changed = threading.Condition()
         self.has_streams = False
         self.node = -1
         self.ended = False
@@ -74,8 +71,7 @@ class SessionState:
         self._progress: dict[tuple[int, int], StreamProgress] = {}
         self._cuda_streams: dict[int, list[Any]] = {}
         self._releases: dict[tuple[int, int], int] = {}
-        self._numbers: dict[int, bool] = {}
-        self._notified = threading.Condition()
+        self._numbers: set[int] = set()
 
     def tensors(self, space: int) -> list[Any]:
         return self._tensors.setdefault(space, [])
@@ -133,16 +129,17 @@ class SessionState:
 
     def notify(self, number: int) -> None:
         """Resume a stream that expects a number."""
-        with self._notified:
-            self._numbers[number] = True
-            self._notified.notify_all()
+        with self.changed:
+            self._numbers.add(number)
+            self.changed.notify_all()
 
     def await_number(self, number: int) -> None:
         """Wait until the master sends a number; raises `SessionEnded` if the session ends first."""
-        with self._notified:
-            self._notified.wait_for(lambda: number in self._numbers or self.ended)
-            if self._numbers.pop(number, None) is None:
+        with self.changed:
+            self.changed.wait_for(lambda: number in self._numbers or self.ended)
+            if number not in self._numbers:
                 raise SessionEnded
+            self._numbers.remove(number)
 
     def forget(self, space: int, streams: Sequence[int]) -> None:
         """Forget a space and streams that are no longer used or waited for."""
@@ -155,10 +152,6 @@ class SessionState:
 
     def end(self) -> None:
         """End all waits."""
-        self.ended = True
-        with self.lock:
-            waited = list(self._progress.values())
-        for each in waited:
-            each.wake()
-        with self._notified:
-            self._notified.notify_all()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
