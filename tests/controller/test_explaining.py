@@ -216,7 +216,7 @@ def test_an_id_that_another_stream_had_is_explained_by_its_last_maker(master: Ma
 def test_the_widths_of_commands_are_those_of_nodes() -> None:
     memory = SessionState(0)
     reply = BatchReply(0, memory.poisons, SpaceExecutor.run.__code__)
-    calls = SpaceExecutor(reply, memory, 0, 0).calls
+    calls = SpaceExecutor(reply, memory, 0).calls
     assert {number: width for number, (_, width, _) in calls.items()} == WIDTHS
     assert max(WIDTHS) < FIRST
 

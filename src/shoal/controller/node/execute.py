@@ -41,11 +41,11 @@ class PredictionMismatch(Exception):
 class SpaceExecutor:
     """The tensors of a space on this node, and the execution of one stream's log on them."""
 
-    def __init__(self, reply: BatchReply, session: SessionState, space: int, stream: int) -> None:
+    def __init__(self, reply: BatchReply, session: SessionState, space: int) -> None:
         self._reply = reply
         self._session = session
         self._space = space
-        self._progress = session.progress(space, stream)
+        self._progress = session.progress(space, reply.stream)
         self._tensors = session.tensors(space)
         self._definitions: dict[int, Definition] = {}
         #: calls whose results matched the prediction once
@@ -79,7 +79,7 @@ class SpaceExecutor:
         watched = self._session.has_streams  # a single stream need not report each command
         p = q = 0
         counted, count = 0, 0  # the position up to which interned calls are counted, and their number
-        end, timing = len(a), self._reply.timing
+        end, timing = len(a), self._session.timing
         calls: Any = self.calls
         if timing is not None:
             calls = TimedCalls(timing, self._reply, self.calls, self._definitions)

@@ -197,14 +197,12 @@ class BatchReply:
         stream, batch, segment: numbers of the stream and the batch, index of the running segment.
         poisons: numbers for failures.
         recent: the last commands.
-        timing: the times of commands while a trace is running, else None.
     """
 
     def __init__(self, stream: int, poisons: Iterator[int], code: CodeType) -> None:
         self.stream = stream
         self.poisons = poisons
         self.recent = RecentCommands(code)
-        self.timing: Timing | None = None
         self.begin(0)
 
     def add_poison(self, poison: Poison) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .history import Timing
+
 
 class SessionEnded(BaseException):
     """The session ended while a stream waited."""
@@ -57,6 +59,7 @@ class SessionState:
         has_streams: whether there are streams other than the default one.
         node: index of the node, set once there are several streams.
         ended: whether the session has ended.
+        timing: times of commands while a trace is running, else None.
         poisons: numbers for failures, different from those of earlier workers with the same index.
     """
 
@@ -66,6 +69,7 @@ class SessionState:
         self.has_streams = False
         self.node = -1
         self.ended = False
+        self.timing: Timing | None = None
         self.poisons = itertools.count(epoch << 32)
         self._tensors: dict[int, list[Any]] = {}
         self._progress: dict[tuple[int, int], StreamProgress] = {}

@@ -47,8 +47,7 @@ class _SessionStream:
             for reply.segment, (space, _, numbers, scalars, high, payloads) in enumerate(segments):
                 tensors = self._spaces.get(space)
                 if tensors is None:
-                    made = SpaceExecutor(reply, self._state, space, self._number)
-                    tensors = self._spaces[space] = made
+                    tensors = self._spaces[space] = SpaceExecutor(reply, self._state, space)
                 tensors.run(numbers, scalars, high, payloads)
         return reply.values, [tuple(failure) for failure in reply.failures]
 
@@ -67,28 +66,18 @@ class _Session:
     Attributes:
         state: state shared by the streams.
         streams: streams by number; 0 is the default stream.
-        timing: times of commands while a trace is running, else None.
     """
 
     def __init__(self, epoch: int) -> None:
         self.state = SessionState(epoch)
         self.streams: dict[int, _SessionStream] = {}
-        self.timing: Timing | None = None
         self.open(0)
         current().agent.recorder.extra_fields["nodes"] = _nodes
 
     def open(self, number: int) -> int:
         """Create a stream; return the number of its mailbox."""
         made = self.streams[number] = _SessionStream(number, self.state, current().agent)
-        made.reply.timing = self.timing
         return made.mailbox
-
-    def time(self, timing: Timing | None) -> Timing | None:
-        """Set the object that collects times of commands, or None; return the previous one."""
-        before, self.timing = self.timing, timing
-        for each in list(self.streams.values()):
-            each.reply.timing = timing
-        return before
 
     def end(self) -> None:
         self.state.end()
@@ -188,12 +177,13 @@ def _mark(session: str, space: int, id: int) -> accelerators.NodeEvent:
 
 def begin_timing(session: str) -> None:
     """Start to collect the times of the following commands of all streams."""
-    _sessions[session].time(Timing())
+    _sessions[session].state.timing = Timing()
 
 
 def end_timing(session: str) -> tuple[list[Event], int]:
     """Stop collecting; return the commands with their times, and the number of dropped older ones."""
-    timing = _sessions[session].time(None)
+    state = _sessions[session].state
+    timing, state.timing = state.timing, None
     return ([], 0) if timing is None else timing.collected()
 
 
