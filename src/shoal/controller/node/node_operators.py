@@ -24,7 +24,6 @@ NAMESPACE, CHECKS = "shoal_node", "shoal_check"
 #: reductions by their public names
 REDUCTIONS: dict[str, ReduceOp] = {"sum": SUM, "avg": AVG, "product": PRODUCT, "min": MIN, "max": MAX}
 
-_GROUP_SCHEMA = "int[] members, int epoch_sum, str session"
 _libraries = {name: torch.library.Library(name, "DEF") for name in (NAMESPACE, CHECKS)}  # type: ignore[no-untyped-call]
 Fn = Callable[..., Any]
 
@@ -79,68 +78,65 @@ def _receivers(routes: Sequence[int], index: int) -> list[tuple[int, int]]:
 # -- collectives -------------------------------------------------------------------------------------
 
 
-def _run(members: Sequence[int], epoch_sum: int, session: str, body: Callable[[ProcessGroup], Any]) -> Any:
-    return peers.of_session(session).groups.run(members, epoch_sum, body)
+def _collective(schema: str, returns: str) -> Callable[[Fn], Fn]:
+    """Decorate ``fn(group, *args)``, the part of a node in a collective, to define its operator."""
+
+    def mark(fn: Fn) -> Fn:
+        def collective(*args: Any) -> Any:
+            *given, members, epoch_sum, session = args
+            return peers.of_session(session).groups.run(members, epoch_sum, lambda group: fn(group, *given))
+
+        _operator(f"{schema}, int[] members, int epoch_sum, str session) -> {returns}")(collective)
+        return fn
+
+    return mark
 
 
-@_operator(f"all_reduce_(Tensor(a!) x, str op, {_GROUP_SCHEMA}) -> Tensor(a!)")
-def _all_reduce(
-    x: torch.Tensor, op: str, members: Sequence[int], epoch_sum: int, session: str
-) -> torch.Tensor:
-    _run(members, epoch_sum, session, lambda group: group.all_reduce(x, op=REDUCTIONS[op]).wait())
+@_collective("all_reduce_(Tensor(a!) x, str op", "Tensor(a!)")
+def _all_reduce(group: ProcessGroup, x: torch.Tensor, op: str) -> torch.Tensor:
+    group.all_reduce(x, op=REDUCTIONS[op]).wait()
     return x
 
 
-@_operator(f"average_(Tensor(a!)[] tensors, {_GROUP_SCHEMA}) -> ()")
-def _average(tensors: Sequence[torch.Tensor], members: Sequence[int], epoch_sum: int, session: str) -> None:
+@_collective("average_(Tensor(a!)[] tensors", "()")
+def _average(group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     """Use one all-reduce per dtype, in memory of the group that is reduced without copies."""
-
-    def body(group: ProcessGroup) -> None:
-        for dtype in dict.fromkeys(each.dtype for each in tensors):
-            alike = [each for each in tensors if each.dtype == dtype]
-            flat = group.empty(sum(each.numel() for each in alike), dtype=dtype)
-            parts = [
-                part.view(each.shape)
-                for part, each in zip(torch.split(flat, [each.numel() for each in alike]), alike, strict=True)
-            ]
-            torch._foreach_copy_(parts, alike)
-            group.all_reduce(flat, op=AVG).wait()
-            torch._foreach_copy_(alike, parts)
-
-    _run(members, epoch_sum, session, body)
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        flat = group.empty(sum(each.numel() for each in alike), dtype=dtype)
+        parts = [
+            part.view(each.shape)
+            for part, each in zip(torch.split(flat, [each.numel() for each in alike]), alike, strict=True)
+        ]
+        torch._foreach_copy_(parts, alike)
+        group.all_reduce(flat, op=AVG).wait()
+        torch._foreach_copy_(alike, parts)
 
 
-@_operator(f"broadcast_(Tensor(a!) x, int source, {_GROUP_SCHEMA}) -> Tensor(a!)")
-def _broadcast(
-    x: torch.Tensor, source: int, members: Sequence[int], epoch_sum: int, session: str
-) -> torch.Tensor:
-    _run(members, epoch_sum, session, lambda group: group.broadcast(x, source).wait())
+@_collective("broadcast_(Tensor(a!) x, int source", "Tensor(a!)")
+def _broadcast(group: ProcessGroup, x: torch.Tensor, source: int) -> torch.Tensor:
+    group.broadcast(x, source).wait()
     return x
 
 
-@_operator(f"all_gather(Tensor x, {_GROUP_SCHEMA}) -> Tensor")
-def _all_gather(x: torch.Tensor, members: Sequence[int], epoch_sum: int, session: str) -> torch.Tensor:
-    out = x.new_empty((len(members), *x.shape))
-    _run(members, epoch_sum, session, lambda group: group.all_gather_single(out, x.contiguous()).wait())
+@_collective("all_gather(Tensor x", "Tensor")
+def _all_gather(group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty((group.size, *x.shape))
+    group.all_gather_single(out, x.contiguous()).wait()
     return out
 
 
-@_operator(f"reduce_scatter(Tensor x, str op, {_GROUP_SCHEMA}) -> Tensor")
-def _reduce_scatter(
-    x: torch.Tensor, op: str, members: Sequence[int], epoch_sum: int, session: str
-) -> torch.Tensor:
-    out = x.new_empty((x.shape[0] // len(members), *x.shape[1:]))
-    _run(
-        members, epoch_sum, session,
-        lambda group: group.reduce_scatter_single(out, x.contiguous(), op=REDUCTIONS[op]).wait(),
-    )  # fmt: skip
+@_collective("reduce_scatter(Tensor x, str op", "Tensor")
+def _reduce_scatter(group: ProcessGroup, x: torch.Tensor, op: str) -> torch.Tensor:
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    group.reduce_scatter_single(out, x.contiguous(), op=REDUCTIONS[op]).wait()
     return out
 
 
-@_operator(f"mean(Tensor x, {_GROUP_SCHEMA}) -> Tensor")
-def _mean(x: torch.Tensor, members: Sequence[int], epoch_sum: int, session: str) -> torch.Tensor:
+@_collective("mean(Tensor x", "Tensor")
+def _mean(group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
     out = x.clone()
-    _run(members, epoch_sum, session, lambda group: group.all_reduce(out, op=AVG).wait())
+    group.all_reduce(out, op=AVG).wait()
     return out
 
 
