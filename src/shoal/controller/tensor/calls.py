@@ -85,10 +85,10 @@ def intern(space: Space, operation: OperatorCall) -> InternedCall:
     for each in operands:
         each.handle.space.raise_if_lost()  # the operand was on a node that has been replaced
     args, kwargs = operation.templates()
-    from .prediction import predict  # imported here because nodes do not need it
+    from .prediction import CallToPredict, predict  # imported here because nodes do not need it
 
     known = [each.handle.metadata for each in operands]
-    predicted = predict(op.func, args, kwargs, known, operation.scalars)
+    predicted = predict(CallToPredict(op.func, args, kwargs, known, operation.scalars))
     if predicted is None:
         call = NODE_DETERMINED
     else:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,21 @@ class Prediction(NamedTuple):
         return self._replace(results=results, mutated=mutated)
 
 
+class CallToPredict(NamedTuple):
+    """An operator, the templates of its arguments, the metadata of its operands, and its scalars."""
+
+    operator: Any
+    args: Sequence[Template]
+    kwargs: dict[str, Template]
+    operands: Sequence[Metadata]
+    scalars: Sequence[float]
+
+    def run(self, tensors: Iterable[torch.Tensor], device: Callable[[Template], torch.device]) -> Any:
+        """Run the operator on these tensors; `device` converts a device template."""
+        args, kwargs = fill_templates(self.args, self.kwargs, tensors, self.scalars, device)
+        return self.operator(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def _without_tangents() -> Iterator[None]:
     """Disable forward AD: otherwise torch looks for tangents of fake tensors to print them in errors."""
@@ -106,36 +121,30 @@ def _without_tangents() -> Iterator[None]:
 
 
 @defer_interrupt  # an exception at certain points leaves torch's fake tensors unusable
-def predict(
-    operator: Any,
-    args: Sequence[Template],
-    kwargs: dict[str, Template],
-    operands: Sequence[Metadata],
-    scalars: Sequence[float],
-) -> Prediction | None:
+def predict(call: CallToPredict) -> Prediction | None:
     """Predict the results of a call; None if only the node can determine them.
 
     Raises:
         DeviceMismatch: the tensors are on different devices within the node.
         Exception: any error that torch raises for these arguments.
     """
+    operator, operands = call.operator, call.operands
     # The program's modes, such as tracers, must not see the operators called here.
     with torch._C.DisableTorchFunction(), _disable_current_modes(), _without_tangents():
         in_halves = operator in _WRONG_METADATA_16BIT and any(each.dtype.itemsize == 2 for each in operands)
         if operator in _WRONG_METADATA or in_halves or _is_of_node_only(operator):
             return None
-        gpus = [each.within for each in operands if each.within >= 0] + _gpus((args, kwargs))
+        gpus = [each.within for each in operands if each.within >= 0] + _gpus((call.args, call.kwargs))
         if not gpus:
             try:
-                found = _predict(operator, args, kwargs, operands, scalars, True)
+                found = _predict(call, True)
             except Exception:
-                # raises the kernel's error
-                check_arguments(operator, args, kwargs, operands, scalars, exactly=True)
+                check_arguments(call, exactly=True)  # raises the kernel's error
                 raise
-            check_arguments(operator, args, kwargs, operands, scalars)
+            check_arguments(call)
             return found
         try:
-            return _predict(operator, args, kwargs, operands, scalars, False)
+            return _predict(call, False)
         except RuntimeError as error:
             if torch_features.is_device_mismatch(error):
                 raise DeviceMismatch(
@@ -143,7 +152,7 @@ def predict(
                     "with .cuda(k), or .within(-1) for the CPU"
                 ) from None
             # The error is from the arguments, or from a GPU kernel that a CPU build of torch lacks.
-            found = _predict(operator, args, kwargs, operands, scalars, True)
+            found = _predict(call, True)
             return None if found is None else found.on(gpus[-1])
 
 
@@ -165,15 +174,9 @@ def _gpus(template: Any) -> list[int]:
     return []
 
 
-def _predict(
-    operator: Any,
-    args: Sequence[Template],
-    kwargs: dict[str, Template],
-    operands: Sequence[Metadata],
-    scalars: Sequence[float],
-    on_processor: bool,
-) -> Prediction | None:
+def _predict(call: CallToPredict, on_processor: bool) -> Prediction | None:
     """Implement :func:`predict`; with `on_processor`, as if all tensors were on the node's CPU."""
+    operator, operands = call.operator, call.operands
 
     def device(within: int) -> torch.device:
         return torch.device("cpu") if on_processor or within < 0 else torch.device("cuda", within)
@@ -187,10 +190,9 @@ def _predict(
         def place(template: Template) -> torch.device:
             return device(template[1]) if len(template) > 1 else fakes[0].device if fakes else device(-1)
 
-        given, named = fill_templates(args, kwargs, fakes, scalars, place)
         try:
             with quiet():
-                result = torch_features.corrected_metadata(operator, operator(*given, **named))
+                result = torch_features.corrected_metadata(operator, call.run(fakes, place))
         except _NODE_DETERMINED_ERRORS:
             return None
         results: list[WireMetadata] = []
@@ -282,14 +284,7 @@ def _fake(known: Metadata, anywhere: bool, device: torch.device) -> torch.Tensor
 # -- checks of arguments -----------------------------------------------------------------------------
 
 
-def check_arguments(
-    operator: Any,
-    args: Sequence[Template],
-    kwargs: dict[str, Template],
-    operands: Sequence[Metadata],
-    scalars: Sequence[float],
-    exactly: bool = False,
-) -> None:
+def check_arguments(call: CallToPredict, exactly: bool = False) -> None:
     """Run a call on the master, if its success depends neither on values nor on random numbers.
 
     Large shapes are reduced so that equal lengths stay equal.
@@ -300,6 +295,7 @@ def check_arguments(
     Raises:
         Exception: any error that torch raises for these arguments.
     """
+    operator, operands = call.operator, call.operands
     tags, name = operator.tags, operator.overloadpacket.__name__.rstrip("_")
     if operator.namespace != "aten":
         return  # custom operators run on the node only
@@ -316,9 +312,7 @@ def check_arguments(
         lengths = {length for shape in shapes for length in shape if length > 1}
         short = {length: i for i, length in enumerate(sorted(lengths), 2)} | {0: 0, 1: 1}
         shapes = [tuple(short[length] for length in shape) for shape in shapes]
-    tensors = map(_sample_tensor, operands, shapes, strides)
-    given, named = fill_templates(args, kwargs, tensors, scalars, lambda template: torch.device("cpu"))
-    operator(*given, **named)
+    call.run(map(_sample_tensor, operands, shapes, strides), lambda template: torch.device("cpu"))
 
 
 def _reach(known: Metadata) -> int:
