@@ -4,7 +4,7 @@ The lock is held only briefly, so no wait of the program delays the notification
 for a node that itself waits for the lost one.
 
 Connections to other machines break when heartbeats are missing. Connections within a machine have no
-heartbeats, because a busy machine could delay them; there :class:`StoppedNodeMonitor` checks the processes.
+heartbeats, because a busy machine could delay them; there a thread checks the processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Roster:
         self._latest: dict[int, tuple[Peer, int]] = {}
         self.callbacks: list[Callable[[int], Any]] = []
         agent.on_lost(self.lose)
-        self._monitor = StoppedNodeMonitor(self, config.HEARTBEAT_TIMEOUT.get())
+        self._timeout_s = config.HEARTBEAT_TIMEOUT.get()
+        self._closing = threading.Event()
+        name = "shoal-master-stopped-nodes"
+        self._thread = threading.Thread(target=self._watch_stopped, name=name, daemon=True)
+        self._thread.start()
 
     def members(self, index: int) -> tuple[int, dict[int, peers.Member]]:
         """Return the epoch of the next worker of a node, and the present nodes."""
@@ -73,13 +77,6 @@ class Roster:
                     self._notify(peer, peers.lose_node, each, epoch)
             return peer.name in self._failed
 
-    def stopped(self) -> list[str]:
-        """Return the names of surviving workers on this machine that a signal has stopped."""
-        with self._lock:
-            names = list(self.surviving)
-        links = [(name, self._agent.connections.existing(name)) for name in names]
-        return [name for name, link in links if link is not None and link.worker.is_stopped()]
-
     def lose(self, name: str, why: str = _CONNECTION_LOST) -> None:
         """Mark a worker as lost; call the callbacks if it was a node that was not lost before."""
         with self._lock:
@@ -96,16 +93,36 @@ class Roster:
                 with contextlib.suppress(BaseException):  # a user's logging handler may raise
                     _logger.exception("a callback of Master.on_lost failed for node %d", node.index)
 
-    def give_up(self, name: str, why: str) -> None:
-        """Treat a worker as lost although the connection to it is open."""
-        self.lose(name, why)
-        link = self._agent.connections.existing(name)
-        if link is not None:  # dropping it ends all waits for the worker
-            self._agent.endpoint.post.drop(link.number, why)
-
     def close(self) -> None:
         """End the search for stopped nodes."""
-        self._monitor.close()
+        self._closing.set()
+        if threading.current_thread() is not self._thread:  # it runs callbacks, which may close the master
+            self._thread.join()
+
+    def _watch_stopped(self) -> None:
+        """Give up nodes of this machine that a signal, as of Ctrl-Z or SIGSTOP, has stopped for too long."""
+        since: dict[str, float] = {}
+        looked, pause = time.monotonic(), min(MAX_CHECK_INTERVAL_S, self._timeout_s / 4)
+        why = f"its process was stopped by a signal for {format_seconds(self._timeout_s)}"
+        while not self._closing.wait(pause):
+            now = time.monotonic()
+            if now - looked > self._timeout_s / 2:
+                since = {}  # this process was stopped too: restart the time of the others
+            looked = now
+            since = {each: since.get(each, now) for each in self._stopped()}
+            for name, begin in since.items():
+                if now - begin >= self._timeout_s:
+                    self.lose(name, why)
+                    link = self._agent.connections.existing(name)
+                    if link is not None:  # dropping it ends all waits for the worker
+                        self._agent.endpoint.post.drop(link.number, why)
+
+    def _stopped(self) -> list[str]:
+        """Return the names of surviving workers on this machine that a signal has stopped."""
+        with self._lock:
+            names = list(self.surviving)
+        links = [(name, self._agent.connections.existing(name)) for name in names]
+        return [name for name, link in links if link is not None and link.worker.is_stopped()]
 
     def _notify_others(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
         """Call ``fn(session, of, *args)`` on all nodes except `of`."""
@@ -118,37 +135,3 @@ class Roster:
         if self._agent.connections.existing(peer.name) is not None:
             with contextlib.suppress(ShoalError):
                 peer.post(fn, self._session, *args)
-
-
-class StoppedNodeMonitor:
-    """The thread that gives up nodes of this machine after `timeout_s` in which a signal, as of Ctrl-Z or
-    SIGSTOP, has stopped them.
-    """
-
-    def __init__(self, roster: Roster, timeout_s: float) -> None:
-        self._roster = roster
-        self._timeout_s = timeout_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="shoal-master-stopped-nodes", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closing.set()
-        if threading.current_thread() is not self._thread:  # it runs callbacks, which may close the master
-            self._thread.join()
-
-    def _watch(self) -> None:
-        since: dict[str, float] = {}
-        looked, pause = time.monotonic(), min(MAX_CHECK_INTERVAL_S, self._timeout_s / 4)
-        while not self._closing.wait(pause):
-            now = time.monotonic()
-            if now - looked > self._timeout_s / 2:
-                since = {}  # this process was stopped too: restart the time of the others
-            looked = now
-            since = {each: since.get(each, now) for each in self._roster.stopped()}
-            for name, begin in since.items():
-                if now - begin >= self._timeout_s:
-                    self._roster.give_up(
-                        name, f"its process was stopped by a signal for {format_seconds(self._timeout_s)}"
-                    )
