@@ -14,6 +14,8 @@ import torch
 
 import shoal
 from shoal.controller import Master
+from shoal.store import TCPStoreServer
+from tests.controller.nodes import SECRET
 from tests.support.quick_workers import nursery, quick_workers, start_at, start_python
 
 
@@ -67,6 +69,13 @@ def master(shared: Shared) -> Iterator[Master]:
     master = shared.master()
     yield master
     master.synchronize()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """The address of a store that outlives masters."""
+    with TCPStoreServer(secret=SECRET.encode()) as server:
+        yield server.url
 
 
 @pytest.fixture

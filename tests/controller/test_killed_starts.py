@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ import torch
 import shoal
 from shoal.controller.start import processes as node_processes
 from shoal.errors import LaunchError
-from shoal.store import TCPStoreServer
 from shoal.testing import no_leaks
 from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, SECRET, Program, programs, wait_until_gone, wait_until_lost
@@ -97,13 +96,6 @@ def test_a_start_in_which_a_process_is_killed_ends_or_its_node_is_lost(started: 
 @pytest.mark.stress
 def test_many_starts_in_which_a_process_is_killed(started: list[Any]) -> None:
     _kill_in_starts(started, 20 if SHORT else 100)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """The address of a store that outlives masters."""
-    with TCPStoreServer(secret=SECRET.encode()) as server:
-        yield server.url
 
 
 def _kill_who_joins(start: Start, url: str, trials: int) -> None:

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ import shoal
 from shoal.controller import Master
 from shoal.controller.node import sessions
 from shoal.errors import NodeLost
-from shoal.store import TCPStoreServer
 from shoal.testing import no_leaks
 from tests.controller import nodes
 from tests.controller.nodes import BACKSTOP, SECRET, Crew, Program, programs, wait_until_gone, wait_until_lost
@@ -123,12 +122,6 @@ class Trials:
             told = [ms[len(ms) // 2], ms[len(ms) * 99 // 100], ms[-1]]
             lines.append(f"{kind:18}{len(delays):6}" + "".join(f"{each:8.1f}" for each in told))
         return "\n".join(lines)
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with TCPStoreServer(secret=SECRET.encode()) as server:
-        yield server.url
 
 
 def _kill_nodes(start: Start, url: str, trials: int) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -31,13 +31,6 @@ from tests.support.waiting import until
 
 start = pytest.fixture(programs)
 Start = Callable[..., Program]
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    """Of a store that outlives masters."""
-    with TCPStoreServer(secret=SECRET.encode()) as server:
-        yield server.url
 
 
 def test_nobody_joins_a_master_without_a_url(master: Master) -> None:
