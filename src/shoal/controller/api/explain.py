@@ -124,9 +124,9 @@ def _find_error(nodes: Sequence[NodeConnection], space: int, id: int) -> ShoalEr
             number, of = poison
             while of is not None:
                 node, number = node.nodes[of[0]], of[1]
-                of = node.failures.cause(number)
+                of = node.failures.causes.get(number)
             with node.lock:
                 node.reap()
-                error = node.failures.error(number)
+                error = node.failures.errors.get(number)
             return error or RemoteOpError(f"node {node.index}: an operation failed", f"node{node.index}")
     return None

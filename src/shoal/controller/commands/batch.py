@@ -86,42 +86,35 @@ class SegmentBatch:
 
 
 class Failures:
-    """The failures of node `node` by number; changes need the master's lock."""
+    """The failures of node `node` by number; changes need the master's lock.
+
+    Attributes:
+        errors: the errors of the failures that happened here.
+        causes: the node and number of the failure that caused this one, if it happened on another node.
+        unseen: the failures that were not raised, oldest first.
+    """
 
     def __init__(self, node: int) -> None:
         self._node = node
-        self._errors: dict[int, RemoteOpError] = {}
-        #: for failures caused by another node's failure: that node, and the failure's number there
-        self._causes: dict[int, tuple[int, int]] = {}
-        self._unseen: deque[int] = deque(maxlen=MAX_STORED_ERRORS)
+        self.errors: dict[int, RemoteOpError] = {}
+        self.causes: dict[int, tuple[int, int]] = {}
+        self.unseen: deque[int] = deque(maxlen=MAX_STORED_ERRORS)
         self._without_results: deque[int] = deque(maxlen=MAX_STORED_ERRORS)
 
     def add(self, failure: OperationFailure, batch: SegmentBatch) -> None:
         """Add a failure that a batch reported; a repeated report is ignored."""
         number = failure.poison
-        if number in self._errors or number in self._causes:
+        if number in self.errors or number in self.causes:
             return
-        self._errors.pop(number - MAX_STORED_ERRORS, None)
-        self._causes.pop(number - MAX_STORED_ERRORS, None)
+        self.errors.pop(number - MAX_STORED_ERRORS, None)
+        self.causes.pop(number - MAX_STORED_ERRORS, None)
         if failure.of is not None:
-            self._causes[number] = failure.of
+            self.causes[number] = failure.of
             return
-        self._errors[number] = batch.error(self._node, failure)
-        self._unseen.append(number)
+        self.errors[number] = batch.error(self._node, failure)
+        self.unseen.append(number)
         if failure.alone:
             self._without_results.append(number)
-
-    def error(self, number: int) -> RemoteOpError | None:
-        """Return the error of a failure without marking it as seen; None if unknown."""
-        return self._errors.get(number)
-
-    def cause(self, number: int) -> tuple[int, int] | None:
-        """Return the node and number of the failure that caused this one; None if it happened here."""
-        return self._causes.get(number)
-
-    def unseen(self) -> list[int]:
-        """Return the failures that were not raised, oldest first."""
-        return list(self._unseen)
 
     def first_without_results(self) -> int | None:
         """Return the oldest failure that was not raised and poisoned no tensor."""
@@ -129,15 +122,15 @@ class Failures:
 
     def mark_all_seen(self) -> None:
         """Mark all failures as seen."""
-        self._unseen.clear()
+        self.unseen.clear()
         self._without_results.clear()
 
     def take(self, number: int, more: int = 0) -> RemoteOpError:
         """Mark a failure as seen and return its error, which mentions `more` other failures."""
-        for noted in (self._unseen, self._without_results):
+        for noted in (self.unseen, self._without_results):
             if number in noted:
                 noted.remove(number)
-        known = self._errors.get(number)
+        known = self.errors.get(number)
         if known is None:
             return RemoteOpError(
                 f"node {self._node}: an operation failed, and its error is no longer stored",

@@ -340,14 +340,14 @@ class NodeConnection:
         """Raise the oldest failure of the node that was not raised before, if any."""
         with self.lock:
             self.reap()
-            unseen = self.failures.unseen()
+            unseen = list(self.failures.unseen)
             if unseen:
                 self.failures.mark_all_seen()
                 raise self.failures.take(unseen[0], len(unseen) - 1)
 
     def unseen(self) -> list[str]:
         """Return the texts of the failures that were not raised, and mark them as seen."""
-        return [str(self.failures.take(each)) for each in self.failures.unseen()]
+        return [str(self.failures.take(each)) for each in list(self.failures.unseen)]
 
     def stats(self) -> dict[str, int]:
         """Return counters over all spaces of the node; the caller holds the lock."""
@@ -386,14 +386,14 @@ class NodeConnection:
         raise self._take_failure(failure.poison)
 
     def _take_failure(self, poison: int) -> ShoalError:
-        cause = self.failures.cause(poison)
+        cause = self.failures.causes.get(poison)
         if cause is None:
             return self.failures.take(poison)
         return self.nodes[cause[0]].failure_reported_by(self.index, cause[1])
 
     def failure_reported_by(self, other: int, poison: int) -> ShoalError:
         """Return a failure of this node that node `other` reported; waits until the master has it too."""
-        while poison != LOST and self.failures.error(poison) is None:
+        while poison != LOST and poison not in self.failures.errors:
             with self.lock:
                 self.reap()
                 stream = next((each for each in self.streams if each.batches), None)
@@ -401,7 +401,7 @@ class NodeConnection:
             if self.lost is not None or stream is None or batch is None:
                 break
             stream._wait_batch(batch)
-        if self.failures.error(poison) is not None or (self.lost is None and poison != LOST):
+        if poison in self.failures.errors or (self.lost is None and poison != LOST):
             return self._take_failure(poison)
         lost = f"node {self.index} was lost to node {other}: their connection broke"
         return fresh_copy(
