@@ -243,7 +243,7 @@ class Master:
             )
             lost = self._spaces.add(node)
             self._pids[index : index + 1] = [arrival.pid]
-            failed = self._roster.add(node, peer, others)
+            failed = self._roster.add(node, others)
             self._spaces.begin(node, replaces=bool(lost))
         for each in lost:
             each.close(each.lost or NodeLost("its process ended, or its connection broke"))

@@ -11,12 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import GroupError, NodeLost, RpcError, ShoalError
 from ...future import Future
-from ...rpc import Agent, Peer
+from ...rpc import Peer
 from ..node import sessions
 from ..protocol.commands import LOST, OperationFailure, Segment
 from ..protocol.workers import node_name
@@ -238,16 +239,17 @@ class StreamConnection:
                     return
 
 
+@dataclass(eq=False, repr=False)
 class NodeConnection:
     """The master's connection to one node.
 
     Args:
-        peer, session: the node's worker, and the session that it has with this master.
         run: sends a batch to the default stream: ``run(session, stream, segments)``.
 
     Attributes:
         index: index of the node.
         lock: the master's lock.
+        peer, session: the node's worker, and the session that it has with this master.
         nodes: the connections to all nodes, including this one.
         epoch: number of earlier workers with this index.
         accelerators: number of GPUs of the node.
@@ -260,59 +262,45 @@ class NodeConnection:
         trace: notified of batches and waits while a trace is running.
     """
 
-    def __init__(
-        self,
-        index: int,
-        lock: threading.RLock,
-        peer: Peer,
-        session: str,
-        run: Callable[..., Future[Any]],
-        nodes: list[NodeConnection],
-        epoch: int = 0,
-        accelerators: int = 0,
-        within: int = -1,
-        ordering: StreamOrder | None = None,
-    ) -> None:
-        self.index = index
-        self.lock = lock
-        self._peer = peer
-        self._session = session
-        self.nodes = nodes
-        self.epoch = epoch
-        self.accelerators = accelerators
-        self.within = within
-        self.ordering = ordering
-        self.failures = Failures(index)
-        self.lost: ShoalError | None = None
-        self.predecessor_error: ShoalError | None = None
-        self.trace: NodeTrace | None = None
-        self.streams: list[StreamConnection] = []
-        self.add_stream(0, run)
+    index: int
+    lock: threading.RLock
+    peer: Peer
+    session: str
+    run: InitVar[Callable[..., Future[Any]]]
+    nodes: list[NodeConnection]
+    epoch: int = 0
+    accelerators: int = 0
+    within: int = -1
+    ordering: StreamOrder | None = None
+    streams: list[StreamConnection] = field(default_factory=list, init=False)
+    failures: Failures = field(init=False)
+    lost: ShoalError | None = field(default=None, init=False)
+    predecessor_error: ShoalError | None = field(default=None, init=False)
+    trace: NodeTrace | None = field(default=None, init=False)
 
-    @property
-    def master(self) -> Agent:
-        """The worker of this process."""
-        return self._peer.caller
+    def __post_init__(self, run: Callable[..., Future[Any]]) -> None:
+        self.failures = Failures(self.index)
+        self.add_stream(0, run)
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(session, *args)`` on the node, outside the log."""
-        return self._peer.call(fn, self._session, *args)
+        return self.peer.call(fn, self.session, *args)
 
     def ask(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Like :meth:`call`, but wait for the result, at most ``REPLY_TIMEOUT_S``."""
-        return self._peer.options(timeout=REPLY_TIMEOUT_S).call(fn, self._session, *args).wait()
+        return self.peer.options(timeout=REPLY_TIMEOUT_S).call(fn, self.session, *args).wait()
 
     def open_stream(self, number: int) -> Callable[..., Future[Any]]:
         """Open a further stream on the node; return what sends its batches. Raises `NodeLost`."""
         try:
             mailbox = self.call(sessions.open_stream, number, self.index).wait()
-            return self._peer.bound_call(mailbox, sessions.run)
+            return self.peer.bound_call(mailbox, sessions.run)
         except (RpcError, GroupError) as error:
             raise self.mark_lost(error) from error
 
     def add_stream(self, number: int, run: Callable[..., Future[Any]]) -> StreamConnection:
         """Add the connection of a stream that was opened."""
-        self.streams.append(StreamConnection(self, number, partial(run, self._session, number)))
+        self.streams.append(StreamConnection(self, number, partial(run, self.session, number)))
         return self.streams[-1]
 
     @property

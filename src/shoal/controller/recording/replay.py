@@ -177,8 +177,8 @@ class Replay:
                 and leaf.handle in handles
             ):
                 return False
-        for i, handle in self._fixed.items():
-            if leaves[i].handle is not handle:
+        for i, fixed in self._fixed.items():
+            if leaves[i].handle is not fixed:
                 return False
         if len(leaves) > 1 and _pattern(leaves) != self._pattern:
             return False

@@ -47,8 +47,8 @@ class Roster:
         self._lock = threading.Lock()
         #: the last workers that failed
         self._failed: deque[str] = deque(maxlen=MAX_REMEMBERED_FAILURES)
-        #: the latest worker of each node, with its epoch
-        self._latest: dict[int, tuple[Peer, int]] = {}
+        #: the latest connection to each node
+        self._latest: dict[int, NodeConnection] = {}
         self.callbacks: list[Callable[[int], Any]] = []
         agent.on_lost(self.lose)
         self._timeout_s = config.HEARTBEAT_TIMEOUT.get()
@@ -60,22 +60,22 @@ class Roster:
     def members(self, index: int) -> tuple[int, dict[int, peers.Member]]:
         """Return the epoch of the next worker of a node, and the present nodes."""
         with self._lock:
-            epoch = self._latest[index][1] + 1 if index in self._latest else 0
-            return epoch, {each: (peer.name, of) for each, (peer, of) in self._latest.items()}
+            epoch = self._latest[index].epoch + 1 if index in self._latest else 0
+            return epoch, {each: (node.peer.name, node.epoch) for each, node in self._latest.items()}
 
-    def add(self, node: NodeConnection, peer: Peer, known: Mapping[int, peers.Member]) -> bool:
+    def add(self, node: NodeConnection, known: Mapping[int, peers.Member]) -> bool:
         """Add a new node, which knows the nodes `known`; return whether it has failed meanwhile."""
-        index = node.index
+        index, name = node.index, node.peer.name
         with self._lock:
-            self._latest[index] = peer, node.epoch
-            self.surviving[peer.name] = node
-            self._notify_others(peers.add_node, index, node.epoch, peer.name)
-            for each, (other, epoch) in self._latest.items():
-                if each != index and known.get(each) != (other.name, epoch):
-                    self._notify(peer, peers.add_node, each, epoch, other.name)
-                if each != index and other.name not in self.surviving:
-                    self._notify(peer, peers.lose_node, each, epoch)
-            return peer.name in self._failed
+            self._latest[index] = node
+            self.surviving[name] = node
+            self._notify_others(peers.add_node, index, node.epoch, name)
+            for each, other in self._latest.items():
+                if each != index and known.get(each) != (other.peer.name, other.epoch):
+                    self._notify(node.peer, peers.add_node, each, other.epoch, other.peer.name)
+                if each != index and other.peer.name not in self.surviving:
+                    self._notify(node.peer, peers.lose_node, each, other.epoch)
+            return name in self._failed
 
     def lose(self, name: str, why: str = _CONNECTION_LOST) -> None:
         """Mark a worker as lost; call the callbacks if it was a node that was not lost before."""
@@ -126,9 +126,9 @@ class Roster:
 
     def _notify_others(self, fn: Callable[..., Any], of: int, *args: Any) -> None:
         """Call ``fn(session, of, *args)`` on all nodes except `of`."""
-        for index, (peer, _) in self._latest.items():
+        for index, node in self._latest.items():
             if index != of:
-                self._notify(peer, fn, of, *args)
+                self._notify(node.peer, fn, of, *args)
 
     def _notify(self, peer: Peer, fn: Callable[..., Any], *args: Any) -> None:
         """Call ``fn(session, *args)`` on a node if it is connected, without waiting."""
