@@ -34,7 +34,7 @@ from ..tensor.autograd import restore_thread
 from ..tensor.calls import misses_of
 from ..tensor.stream_order import StreamOrder
 from ..tensor.tensor import RemoteTensor
-from ..tensor.transfer import ParameterSwapPatch, fetch_all
+from ..tensor.transfer import fetch_all, patch_module_moves
 from . import device
 from .explain import Explanation, explain
 from .functions import call, load
@@ -152,7 +152,7 @@ class Master:
         except BaseException:
             self._end()
             raise
-        self._swapping = ParameterSwapPatch()
+        self._unpatch_modules = patch_module_moves()
         atexit.register(self.close)
 
     @property
@@ -394,7 +394,7 @@ class Master:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._swapping.close()
+        self._unpatch_modules()
         if current.opened() is self:
             current.set_master(None)
             device.uninstall_dist_send()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -275,56 +276,49 @@ def register_location() -> None:
 _Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
-class ParameterSwapPatch:
-    """Patches ``nn.Module._apply`` to swap parameters that move to or from nodes, until :meth:`close`.
+def patch_module_moves() -> Callable[[], None]:
+    """Make ``nn.Module._apply`` swap parameters that move to or from nodes; return what undoes it.
 
     Parameters of the master and of nodes have different classes, so torch would replace them in the module.
     Swapped in place (``torch.utils.swap_tensors``) they stay the same objects, for optimizers and tied
     weights.
     """
+    apply = nn.Module._apply
 
-    def __init__(self) -> None:
-        self._apply = apply = nn.Module._apply
+    def apply_swapping(module: nn.Module, fn: _Fn, recurse: bool = True) -> nn.Module:
+        swapping = fn if isinstance(fn, partial) and fn.func is _swap else partial(_swap, fn)
+        return cast(nn.Module, apply(module, swapping, recurse))  # type: ignore[no-untyped-call]
 
-        def apply_swapping(module: nn.Module, fn: _Fn, recurse: bool = True) -> nn.Module:
-            swapped = fn if type(fn) is _SwapFn else _SwapFn(fn)
-            return cast(nn.Module, apply(module, swapped, recurse))  # type: ignore[no-untyped-call]
+    def undo() -> None:
+        nn.Module._apply = apply  # type: ignore[method-assign]
 
-        nn.Module._apply = apply_swapping  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        """Restore torch's ``_apply``."""
-        nn.Module._apply = self._apply  # type: ignore[method-assign]
+    nn.Module._apply = apply_swapping  # type: ignore[method-assign]
+    return undo
 
 
-class _SwapFn:
-    """Wraps the function given to ``_apply``; swaps parameters in place."""
-
-    def __init__(self, fn: _Fn) -> None:
-        self._fn = fn
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._fn(tensor)
-        if (type(made) is RemoteTensor) is (type(tensor) is RemoteTensor):
-            return made
-        if nn.parameter.is_lazy(tensor):
-            raise UsageError(
-                f"a parameter that is not initialized yet cannot move to {made.device}: give the lazy module "
-                "one input here first"
-            )
-        if not isinstance(tensor, nn.Parameter):
-            return made
-        gradient, tensor.grad = tensor.grad, None
-        try:
-            becomes = nn.Parameter(made, tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, becomes)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            tensor.grad = gradient
-            raise UsageError(
-                f"a parameter of shape {list(tensor.shape)} cannot move from {tensor.device} to "
-                f"{made.device} while a weak reference, a graph, or a TorchScript module holds it: move a "
-                f"module before its first forward pass and before compiling it with TorchScript ({error})"
-            ) from error
-        if gradient is not None:
-            tensor.grad = self._fn(gradient)
-        return tensor.data
+def _swap(fn: _Fn, tensor: torch.Tensor) -> torch.Tensor:
+    """Apply a function given to ``_apply`` to a tensor; swap a parameter in place."""
+    made = fn(tensor)
+    if (type(made) is RemoteTensor) is (type(tensor) is RemoteTensor):
+        return made
+    if nn.parameter.is_lazy(tensor):
+        raise UsageError(
+            f"a parameter that is not initialized yet cannot move to {made.device}: give the lazy module "
+            "one input here first"
+        )
+    if not isinstance(tensor, nn.Parameter):
+        return made
+    gradient, tensor.grad = tensor.grad, None
+    try:
+        becomes = nn.Parameter(made, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, becomes)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        tensor.grad = gradient
+        raise UsageError(
+            f"a parameter of shape {list(tensor.shape)} cannot move from {tensor.device} to "
+            f"{made.device} while a weak reference, a graph, or a TorchScript module holds it: move a "
+            f"module before its first forward pass and before compiling it with TorchScript ({error})"
+        ) from error
+    if gradient is not None:
+        tensor.grad = fn(gradient)
+    return tensor.data
