@@ -93,19 +93,15 @@ class Effects:
                 )
             if type(leaf) is not RemoteTensor and version_of(leaf) != version:
                 return f"it writes to tensor {i} among its arguments, a tensor of the master"
-        drawn = _drawn()
-        for name, state in drawn.items():
-            if self._drawn.get(name, state) != state:
-                return (
-                    f"it draws random numbers of {name}, and a replay would not draw new ones: draw them "
-                    "before the call and pass them, or draw on the node"
-                )
+        drawn = [name for name, state in _drawn().items() if self._drawn.get(name, state) != state]
         if now is not None and (before is None or not torch.equal(now, before)):
-            return (
-                "it draws random numbers of torch at the master, and a replay would not draw new ones: draw "
-                "them before the call and pass them, or draw on the node"
-            )
-        return None
+            drawn.append("torch at the master")
+        if not drawn:
+            return None
+        return (
+            f"it draws random numbers of {drawn[0]}, and a replay would not draw new ones: draw them before "
+            "the call and pass them, or draw on the node"
+        )
 
 
 def _identity(leaf: torch.Tensor) -> tuple[Any, ...]:
