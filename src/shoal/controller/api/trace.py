@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -184,7 +185,7 @@ class Trace:
         offset, _ = self._clocks[trace.index]
         batches = {(batch.stream, batch.number): batch for batch in trace.batches}
         lines: dict[tuple[int, int, int], dict[int, Any]] = {}
-        words: dict[Any, str] = {}
+        line_of = cache(lambda origin: encodable(format_origin(origin)))
         for stream, number, segment, position, name, begun, done in events:
             batch = batches.get((stream, number))
             origin: Any = None
@@ -194,9 +195,7 @@ class Trace:
                 origin = lines[stream, number, segment].get(position)
             args = {}
             if origin is not None:
-                if origin not in words:
-                    words[origin] = encodable(format_origin(origin))
-                args["line"] = words[origin]
+                args["line"] = line_of(origin)
             pid = 1 + trace.index
             yield self._timeline.slice(
                 name, _category(name), pid, stream, begun - offset, done - offset, args

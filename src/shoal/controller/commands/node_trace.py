@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..node.history import MAX_TRACE_EVENTS
 from .batch import SegmentBatch
@@ -13,17 +14,16 @@ from .history import SegmentOrigins
 from .origin import Origin, current_origin
 
 
+@dataclass(eq=False, slots=True)
 class _TracedBatch:
     """A batch of `size` commands, `sent` and `done` (acknowledged) at times in nanoseconds; 0: not yet."""
 
-    __slots__ = ("done", "issued", "number", "sent", "size", "stream")
-
-    def __init__(self, stream: int, batch: SegmentBatch, begun: int) -> None:
-        self.stream = stream
-        self.number = batch.number
-        self.issued: Sequence[SegmentOrigins] = batch.origins
-        self.size = batch.size
-        self.sent, self.done = begun, 0
+    stream: int
+    number: int
+    issued: Sequence[SegmentOrigins]
+    size: int
+    sent: int
+    done: int = 0
 
 
 class NodeTrace:
@@ -38,7 +38,8 @@ class NodeTrace:
 
     def sent(self, stream: int, batch: SegmentBatch, begun: int) -> None:
         """Note a batch sent to a stream; `begun` is the time before sending. The caller holds the lock."""
-        sent = self._open[batch] = _TracedBatch(stream, batch, begun)
+        sent = _TracedBatch(stream, batch.number, batch.origins, batch.size, begun)
+        self._open[batch] = sent
         self.batches.append(sent)
         self._size += sent.size
         while self._size - self.batches[0].size >= MAX_TRACE_EVENTS:
