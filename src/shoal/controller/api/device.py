@@ -68,12 +68,11 @@ class NodeModule:
     def _initialized(self) -> bool:
         return self.is_initialized()
 
-    def is_initialized(self) -> bool:
-        return current.opened() is not None
-
     def is_available(self) -> bool:
         """Return True if a master is open."""
         return current.opened() is not None
+
+    is_initialized = is_available
 
     def device_count(self) -> int:
         """The number of nodes."""

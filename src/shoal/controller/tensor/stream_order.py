@@ -75,12 +75,16 @@ class StreamOrder:
     def begin(self, home: Space) -> None:
         """Start to record the order of a space's commands."""
         if home.lost is None:
-            # This position follows everything issued to its nodes before, from any space.
-            home.append_command(WAIT, NO_NODE, 0, 0, 0, 0)
+            self._mark(home)
         self._begun[home] = home.position
         home.ordering = self
         for connection in home.connections:
             connection.node.ordering = self
+
+    @staticmethod
+    def _mark(home: Space) -> None:
+        """Append a command without effect: its position follows everything issued to the nodes before."""
+        home.append_command(WAIT, NO_NODE, 0, 0, 0, 0)
 
     # -- streams -----------------------------------------------------------------------------------
 
@@ -218,9 +222,7 @@ class StreamOrder:
             finally:
                 for home in homes:
                     with suppress(ShoalError):  # the space is lost, but perhaps not all of its nodes
-                        call_without_interrupt(
-                            partial(home.append_command, WAIT, NO_NODE, 0, 0, 0, 0)
-                        )  # after the commands of its nodes' other spaces
+                        call_without_interrupt(partial(self._mark, home))
                     self.fenced(home)
 
     @contextmanager
@@ -265,9 +267,7 @@ class StreamOrder:
                 part.give(each, space, id)
             joined.past.users |= storage.past.users
             joined.past.views.update(storage.past.views)
-        space.append_command(
-            WAIT, NO_NODE, 0, 0, 0, 0
-        )  # after what was sent on the default streams of its nodes
+        self._mark(space)
         joined.past.written = space, space.position
         joined.past.users.add(space)
         return id, joined
