@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from ..output.stdin import StdinPipe, StdinReader, run_in_callback_thread
+from ..output.stdin import StdinPipe, StdinReader, is_in_background
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
 from ..ranks.fork_server import ForkServer
 from ..ranks.guardian import Guardian
@@ -134,7 +134,7 @@ class LocalRankLauncher(RankLauncher):
     def start_initial(self, slot: int) -> JobProcess:
         cores = self._cores(slot)
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
-        relayed = slot == 0 and run_in_callback_thread()
+        relayed = slot == 0 and is_in_background()
         stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
         if self._fork_server is None and not self._threaded:
             prepare = self._guardian.preparation(cores)

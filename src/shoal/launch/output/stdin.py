@@ -59,28 +59,24 @@ class StdinReader:
     def _listen(self) -> None:
         if self._selector is None:
             return
-        self._retry_at = None
-        if not self._ended and run_in_callback_thread():
-            self._retry_at = time.monotonic() + POLL_INTERVAL_S
-            if self._is_listening:
-                self._selector.unregister(0)
-                self._is_listening = False
-            return
-        wanted = not self._ended and self._unacknowledged + MAX_CHUNK_BYTES <= STDIN_WINDOW_BYTES
-        while wanted and not self._is_listening:
+        in_background = not self._ended and is_in_background()
+        self._retry_at = time.monotonic() + POLL_INTERVAL_S if in_background else None
+        while not in_background and self._wants_more and not self._is_listening:
             try:
                 self._selector.register(0, selectors.EVENT_READ, self._read)
                 self._is_listening = True
             except (PermissionError, ValueError):  # a file, which is always ready
                 self._read()
-                wanted = not self._ended and self._unacknowledged + MAX_CHUNK_BYTES <= STDIN_WINDOW_BYTES
-        if self._is_listening and not wanted:
+        if self._is_listening and (in_background or not self._wants_more):
             self._selector.unregister(0)
             self._is_listening = False
 
+    @property
+    def _wants_more(self) -> bool:
+        return not self._ended and self._unacknowledged + MAX_CHUNK_BYTES <= STDIN_WINDOW_BYTES
+
     def _read(self) -> None:
-        data = b""
-        if run_in_callback_thread():
+        if is_in_background():
             self._listen()
             return
         # If the shell puts the job into the background now, reading would stop this process.
@@ -100,7 +96,7 @@ class StdinReader:
             self._listen()
 
 
-def run_in_callback_thread() -> bool:
+def is_in_background() -> bool:
     """Whether stdin is the terminal of this session, and another job is in the foreground."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
