@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from ... import config
 from ...errors import LaunchError, StoreError, UsageError, WireError
@@ -30,53 +32,32 @@ from ..ranks.environment import Job
 _STORE_TIMEOUT_S = 1.0
 
 
+@dataclass(frozen=True)
 class JobStore:
-    """The store of a job; ``url`` is the value of ``SHOAL_STORE`` for the ranks."""
+    """The store of a job.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    Attributes:
+        url: the value of ``SHOAL_STORE`` for the ranks.
+        connect: returns a connection for the launcher; its calls take at most one second.
+        server: the server in this process; None: ``--store`` names a store.
+    """
+
+    url: str
+    connect: Callable[[], Store]
+    server: TCPStoreServer | None = None
 
     def url_at(self, address: str) -> str:
         """The value of ``SHOAL_STORE`` on a host that reaches this machine at ``address``."""
-        return self.url
+        return self.url if self.server is None else tcp_url(address, self.server.port)
 
     def start(self) -> None:
         """Start serving.  Called after all ranks were forked, as it may start threads."""
-
-    def connect(self) -> Store:
-        """Return a connection for the launcher; its calls take at most one second."""
-        raise NotImplementedError
-
-
-class _ServedStore(JobStore):
-    def __init__(self, server: TCPStoreServer, secret: bytes) -> None:
-        super().__init__(server.url)
-        self._server = server
-        self._secret = secret
-
-    def url_at(self, address: str) -> str:
-        return tcp_url(address, self._server.port)
-
-    def start(self) -> None:
-        self._server.start()
-
-    def connect(self) -> Store:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._server.host, self._server.host)
-        return TCPStore(host, self._server.port, self._secret, timeout=_STORE_TIMEOUT_S)
-
-
-class _Named(JobStore):
-    def __init__(self, url: str, store: Store) -> None:
-        super().__init__(url)
-        self._store = store
-
-    def connect(self) -> Store:
-        self._store.timeout = _STORE_TIMEOUT_S
-        return self._store.clone()
+        if self.server is not None:
+            self.server.start()
 
 
 def job_store(
-    url: str | None, job: Job, addresses: Collection[str] = ("127.0.0.1",)
+    url: str | None, job: Job, addresses: Collection[str] = (LOOPBACK,)
 ) -> AbstractContextManager[JobStore]:
     """The store of ``job``: the one at ``url``, or a server in this process, at ``addresses``."""
     if url is not None:
@@ -91,10 +72,12 @@ def _served(job: Job, host: str) -> Iterator[JobStore]:
     if host == LOOPBACK and (trouble := loopback_error()):
         raise LaunchError(trouble)
     secret = job.secret.encode()
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     with closing(
         TCPStoreServer(host, secret=secret, records=job_record(job.size, job.ident, job.epoch))
     ) as server:
-        yield _ServedStore(server, secret)
+        connect = partial(TCPStore, local, server.port, secret, timeout=_STORE_TIMEOUT_S)
+        yield JobStore(server.url, connect, server)
 
 
 @contextmanager
@@ -109,7 +92,7 @@ def _named(url: str, job: Job) -> Iterator[JobStore]:
     store = venue.store
     try:
         store.multi_set(*zip(*job_record(job.size, job.ident, job.epoch).items(), strict=True))
-        yield _Named(url, store)
+        yield JobStore(url, partial(store.clone, _STORE_TIMEOUT_S))
     finally:
         # The job id is used only once: no other process will remove its keys.
         with suppress(StoreError, WireError):
