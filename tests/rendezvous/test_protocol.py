@@ -209,6 +209,8 @@ def test_a_foreign_value_under_our_keys_is_reported(store: MemoryStore) -> None:
     store.set("job/0/0/record", b"something else")
     with pytest.raises(StoreError, match="a MeetingRecord in the store cannot be read"):
         meet_in(store, 0, 2)
+    with pytest.raises(StoreError, match="a summary in the store cannot be read"):
+        records.decode_met(b"something else")
 
 
 @pytest.mark.concurrency

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
@@ -164,12 +164,16 @@ def rank_key(rank: int) -> str:
 encode = msgspec.json.Encoder().encode
 
 
-def decode(raw: bytes, kind: type[T]) -> T:
-    """Decode ``raw``, a record of type ``kind``. StoreError: another program uses the same keys."""
+def decode(raw: bytes, kind: type[T], what: str = "") -> T:
+    """Decode ``raw``, a record of type ``kind``. StoreError: another program uses the same keys.
+
+    ``what``: its name for the message; "": that of ``kind``.
+    """
     try:
         return from_json(raw, kind)
     except MalformedMessage as error:
-        raise StoreError(f"rendezvous: a {kind.__name__} in the store cannot be read: {error}") from error
+        name = what or kind.__name__
+        raise StoreError(f"rendezvous: a {name} in the store cannot be read: {error}") from error
 
 
 def decode_number(raw: bytes | str) -> int:
@@ -179,16 +183,18 @@ def decode_number(raw: bytes | str) -> int:
     return int(raw)
 
 
-def decode_member(raw: bytes) -> MemberDescription:
-    """Decode a member; RendezvousError if the meeting was cancelled, StoreError as of :func:`decode`."""
-    try:
-        kinds: Any = MemberDescription | Cancelled
-        found: MemberDescription | Cancelled = from_json(raw, kinds)
-    except MalformedMessage as error:
-        raise StoreError(f"rendezvous: a member in the store cannot be read: {error}") from error
+def _unless_cancelled(raw: bytes, kind: type[T], what: str) -> T:
+    """Like :func:`decode`, but raise RendezvousError if the meeting was cancelled."""
+    either: Any = kind | Cancelled
+    found = decode(raw, either, what)
     if isinstance(found, Cancelled):
         raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)
-    return found
+    return cast(T, found)
+
+
+def decode_member(raw: bytes) -> MemberDescription:
+    """Decode a member; RendezvousError if the meeting was cancelled, StoreError as of :func:`decode`."""
+    return _unless_cancelled(raw, MemberDescription, "member")
 
 
 #: key that decides whether the meeting has succeeded or was cancelled
@@ -254,11 +260,8 @@ def cancel(keys: Store, notice: Cancelled, members: Iterable[MemberDescription])
 
 
 def decode_met(raw: bytes) -> Summary:
-    """Decode the value of :data:`MET`, or of a :func:`host_key`; RendezvousError: it was cancelled."""
-    found: Summary | Cancelled = decode(raw, Summary | Cancelled)  # type: ignore[arg-type]
-    if isinstance(found, Cancelled):
-        raise (RendezvousTimeout if found.late else RendezvousError)(found.reason)
-    return found
+    """Decode the value of :data:`MET`, or of a :func:`host_key`; raises as :func:`decode_member`."""
+    return _unless_cancelled(raw, Summary, "summary")
 
 
 def host_key(host: str, machine: str) -> str:
