@@ -22,7 +22,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from .. import config
 from ..common.decoding import MalformedMessage, from_msgpack
 from ..common.formatting import format_seconds
 from ..common.mpi_library import check_world, mark_broken, mpi
@@ -32,6 +31,7 @@ from ..net import Deadline
 from ..store import MemoryStore
 from .addresses import LOOPBACK, address_on_route_to, is_local_address, is_loopback, resolve
 from .launcher_variables import DERIVED_PORTS, read_mpi, tcp_url
+from .point import named_interface
 from .schemes import ServerShare, share, tcp
 from .venue import Request, Venue
 
@@ -208,24 +208,13 @@ def _describe(request: Request) -> MpiRank:
 
 def _own_address(request: Request) -> str:
     """Return the address of this machine that ranks on other machines would use; "" if there is none."""
-    if (configured := _configured(request)) is not None:
+    if (configured := named_interface(request.environ)) is not None:
         return configured
     candidates = [address_on_route_to(LOOPBACK)]  # of the default route
     with contextlib.suppress(OSError):
         candidates += resolve(socket.gethostname(), 0)
     usable = (each for each in candidates if not is_loopback(each) and is_local_address(each))
     return next(usable, "")
-
-
-def _configured(request: Request) -> str | None:
-    """Return the address that ``SHOAL_INTERFACE`` names."""
-    name = config.INTERFACE.get(request.environ)
-    if name is None:
-        return None
-    try:
-        return resolve(name, 0)[0]
-    except OSError as error:
-        raise ConfigurationError(f"SHOAL_INTERFACE={name!r} is not an address: {error}") from error
 
 
 def _check_secrets(ranks: Sequence[MpiRank]) -> None:
@@ -261,7 +250,7 @@ def _address_for(request: Request, ranks: Sequence[MpiRank]) -> str:
     others = [each for each in ranks if each.machine != ranks[0].machine]
     if not others:
         return LOOPBACK
-    if (configured := _configured(request)) is not None:
+    if (configured := named_interface(request.environ)) is not None:
         return configured
     targets = [each.address for each in others if each.address]
     address = address_on_route_to(targets[0]) if targets else ranks[0].address

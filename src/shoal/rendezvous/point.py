@@ -136,21 +136,27 @@ class RendezvousPoint:
         self.close()
 
 
-def configured_interface(environ: Mapping[str, str]) -> str | None:
+def named_interface(environ: Mapping[str, str]) -> str | None:
     """Return the numeric address that ``SHOAL_INTERFACE`` names, or None.
 
     Raises:
-        ConfigurationError: it is not an address of this host.
+        ConfigurationError: it is not an address.
     """
-    configured = config.INTERFACE.get(environ)
-    if configured is None:
+    name = config.INTERFACE.get(environ)
+    if name is None:
         return None
     try:
-        address = resolve(configured, 0)[0]
+        return resolve(name, 0)[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address: {error}") from error
-    if not is_local_address(address):
-        raise ConfigurationError(f"SHOAL_INTERFACE={configured!r} is not an address of this host")
+        raise ConfigurationError(f"SHOAL_INTERFACE={name!r} is not an address: {error}") from error
+
+
+def configured_interface(environ: Mapping[str, str]) -> str | None:
+    """Like :func:`named_interface`; raises ConfigurationError also if it is not an address of this host."""
+    address = named_interface(environ)
+    if address is not None and not is_local_address(address):
+        name = config.INTERFACE.get(environ)
+        raise ConfigurationError(f"SHOAL_INTERFACE={name!r} is not an address of this host")
     return address
 
 
