@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from ...common.lines import LineSplitter
@@ -275,9 +275,6 @@ def _next_release(collapser: LineCollapser[_RankPipe]) -> float:
 #: the launcher, as an argument for a rank
 LAUNCHER = -1
 
-#: values instead of a descriptor
-_ENDED, _NOT_YET = -1, -2
-
 
 class Logs:
     """The files ``launcher.log``, ``rank0.log``, ``rank1.log`` and so on in a directory.
@@ -288,43 +285,43 @@ class Logs:
     """
 
     def __init__(self, directory: Path, size: int) -> None:
-        self._files: dict[int, int] = {}
+        self._directory = directory
+        #: None: the file could not be written
+        self._files: dict[int, FileIO | None] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.glob("rank*.log"):  # of an earlier, larger job
                 number = path.stem.removeprefix("rank")
                 if number.isdecimal() and int(number) >= size:
                     path.unlink()
-            self._directory = directory
             for writer in (LAUNCHER, *range(size)):
-                self._files[writer] = self._open(writer)
+                self._file_of(writer)
         except OSError as error:
             self.close()
             raise LaunchError(f"--log-dir {directory}: {error}") from error
 
     def write(self, writer: int, data: bytes) -> str | None:
         """Append to the file of a rank or of :data:`LAUNCHER`; close it on an error, which is returned."""
-        if self._files.setdefault(writer, _NOT_YET) == _ENDED:
-            return None
-        view = memoryview(data)
         try:
-            if self._files[writer] == _NOT_YET:
-                self._files[writer] = self._open(writer)
-            while view:
-                view = view[os.write(self._files[writer], view) :]
+            file = self._file_of(writer)
+            view = memoryview(data)
+            while file is not None and view:
+                view = view[file.write(view) :]
         except OSError as error:
-            if self._files[writer] >= 0:
-                os.close(self._files[writer])
-            self._files[writer] = _ENDED
+            if (failed := self._files.get(writer)) is not None:
+                failed.close()
+            self._files[writer] = None
             return error.strerror or str(error)
         return None
 
-    def _open(self, writer: int) -> int:
-        path = self._directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    def _file_of(self, writer: int) -> FileIO | None:
+        if writer not in self._files:
+            path = self._directory / ("launcher.log" if writer == LAUNCHER else f"rank{writer}.log")
+            self._files[writer] = FileIO(path, "w")
+        return self._files[writer]
 
     def close(self) -> None:
         for file in self._files.values():
-            if file >= 0:
-                os.close(file)
+            if file is not None:
+                file.close()
         self._files.clear()
