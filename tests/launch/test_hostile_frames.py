@@ -31,12 +31,10 @@ from shoal.launch.agent_protocol import (  # fmt: skip
     End,
     Exited,
     Hello,
-    NotStarted,
     ProcessOutput,
     Ready,
     Release,
     Reported,
-    RequestRefused,
     Signal,
     Start,
     Started,
@@ -187,7 +185,7 @@ STARTED = (HELLO, Ready(), Started(0, 10), Started(1, 11))
         (PREAMBLE + framed(HELLO, Ready(), Ready()), "it sent an unexpected Ready"),
         (PREAMBLE + framed(HELLO, Beat(1e9, 0.0)), "it replied to a heartbeat that was not sent"),
         (PREAMBLE + framed(HELLO, Beat(float("nan"), 0.0)), "it replied to a heartbeat that was not sent"),
-        (PREAMBLE + framed(HELLO, RequestRefused("no room")), "no room"),
+        (PREAMBLE + framed(HELLO, Ready("no room")), "no room"),
         (PREAMBLE + framed(msgspec.structs.replace(HELLO, version="7")), "it runs shoal 7 "),
         (PREAMBLE + framed(*STARTED, Started(0, 12)), "it sent an unexpected Started"),
         (PREAMBLE + framed(*STARTED, ProcessOutput(2, 1, b"x")), "it sent a frame about process 2, which"),
@@ -270,13 +268,13 @@ def test_nothing_is_due_at_once_while_an_agent_takes_long_to_answer(listener: Li
 
 def test_of_a_process_that_was_not_started_the_agent_is_told_no_more(listener: Listener) -> None:
     """It knows none, and the slot gets another one."""
-    listener.read(PREAMBLE + framed(HELLO, Ready(), NotStarted(0, "no"), Started(1, 11)))
+    listener.read(PREAMBLE + framed(HELLO, Ready(), Started(0, None, "no"), Started(1, 11)))
     assert listener.ranks[0].status == 127
     assert listener.ranks[0].is_released
 
 
 def test_what_an_agent_says_moves_no_cursor(listener: Listener) -> None:
-    assert listener.read(PREAMBLE + framed(HELLO, RequestRefused("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
+    assert listener.read(PREAMBLE + framed(HELLO, Ready("a\x1b[2Jb\nc"))).startswith("a?[2Jb?c")
 
 
 def test_mutated_frames_of_an_agent_end_in_words() -> None:
@@ -285,7 +283,7 @@ def test_mutated_frames_of_an_agent_end_in_words() -> None:
         lambda: ProcessOutput(dice.randrange(3), dice.randint(1, 2), dice.randbytes(dice.randrange(20))),
         lambda: Exited(dice.randrange(3), dice.randrange(-64, 256), 1.0, 1.0),
         lambda: Reported(dice.randrange(2), True, (Report("told", 1.0, (1,)),)),
-        lambda: NotStarted(dice.randrange(3), "no"),
+        lambda: Started(dice.randrange(3), None, "no"),
         lambda: StdinTaken(dice.randrange(5)),
         lambda: Bye(("x",)),
         lambda: Beat(0.0, 1.0),
@@ -430,7 +428,7 @@ def test_output_that_still_comes_keeps_an_ending_agent(
 def test_an_environment_that_cannot_be_is_an_answer_and_no_end(served: Served, bad: dict[str, str]) -> None:
     frame = msgspec.structs.replace(start(), variables=bad)
     assert "the connection has ended" in served.read(framed(BEGIN, frame))
-    assert b"NotStarted" in served.launcher.recv(1 << 16) or bad == {"": ""}
+    assert b"could not be started" in served.launcher.recv(1 << 16) or bad == {"": ""}
 
 
 def test_mutated_frames_of_a_launcher_end_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

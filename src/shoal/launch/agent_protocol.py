@@ -16,7 +16,7 @@ from ..errors import WireError
 from ..failure_report import Report
 
 #: version of the protocol, incremented when the meaning of a frame changes
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 #: written by an agent before its first frame, as the login shell may have written something before
 PREAMBLE: Final = b"\x89shoal agent\r\n\x00"
 #: maximum length of a frame in bytes
@@ -68,27 +68,17 @@ class Hello(_Frame, frozen=True):
 
 
 class Ready(_Frame, frozen=True):
-    """The agent has handled :class:`Begin`."""
+    """The agent has handled :class:`Begin`; ``error``: why it cannot."""
 
-
-class RequestRefused(_Frame, frozen=True):
-    """The agent cannot handle :class:`Begin`."""
-
-    text: _Words
+    error: _Words = ""
 
 
 class Started(_Frame, frozen=True):
-    """A process was started."""
+    """A process was started; ``error``: why it could not be."""
 
     index: _Index
-    pid: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class NotStarted(_Frame, frozen=True):
-    """A process could not be started."""
-
-    index: _Index
-    text: _Words
+    pid: Annotated[int, msgspec.Meta(ge=1)] | None
+    error: _Words = ""
 
 
 class ProcessOutput(_Frame, frozen=True):
@@ -247,19 +237,7 @@ class Beat(_Frame, frozen=True):
     agent: float = 0.0
 
 
-FromAgent = (
-    Hello
-    | Ready
-    | RequestRefused
-    | Started
-    | NotStarted
-    | ProcessOutput
-    | StdinTaken
-    | Reported
-    | Exited
-    | Bye
-    | Beat
-)
+FromAgent = Hello | Ready | Started | ProcessOutput | StdinTaken | Reported | Exited | Bye | Beat
 FromLauncher = Begin | Start | Taken | Close | Signal | StdinData | Release | End | Suspend | Beat
 
 

@@ -54,7 +54,7 @@ class AgentServer:
         port: a port that this process keeps free on its host.
         preamble: bytes that are sent first.
         ends: the addresses of the launcher's host and of this host; "" if unknown.
-        told: returns whether the processes already got a signal from elsewhere (Slurm).
+        already_sent: returns whether the processes already got a signal from elsewhere (Slurm).
     """
 
     def __init__(
@@ -158,18 +158,16 @@ class AgentServer:
             os.chdir(begin.directory)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            text = f"the directory {begin.directory} cannot be entered: {reason}"
-            self._link.send(frames.RequestRefused(text[:_MAX_ERROR_CHARACTERS]))
+            self._send_ready(f"the directory {begin.directory} cannot be entered: {reason}")
             return
         self._begin = begin
-        if begin.preload is None:
-            self._link.send(frames.Ready())
+        if (preload := begin.preload) is None:
+            self._send_ready()
             return
-        preload = begin.preload
         try:
             self._fork_server = ForkServer(preload.argv, preload.modules, self._environment(begin, {}))
         except LaunchError as error:
-            self._link.send(frames.RequestRefused(str(error)[:_MAX_ERROR_CHARACTERS]))
+            self._send_ready(str(error))
             return
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._preloaded)
 
@@ -179,9 +177,12 @@ class AgentServer:
         try:
             self._fork_server.wait_ready()
         except LaunchError as error:
-            self._link.send(frames.RequestRefused(str(error)[:_MAX_ERROR_CHARACTERS]))
+            self._send_ready(str(error))
         else:
-            self._link.send(frames.Ready())
+            self._send_ready()
+
+    def _send_ready(self, error: str = "") -> None:
+        self._link.send(frames.Ready(error[:_MAX_ERROR_CHARACTERS]))
 
     def _start(self, start: frames.Start) -> None:
         if self._begin is None or start.index in self._ranks or self._sweep is not None:
@@ -199,7 +200,7 @@ class AgentServer:
                 prepare=self._guardian.preparation(cores), fork=fork, newcomer=start.newcomer,
             )  # fmt: skip
         except (LaunchError, UsageError) as error:
-            self._link.send(frames.NotStarted(start.index, str(error)[:_MAX_ERROR_CHARACTERS]))
+            self._link.send(frames.Started(start.index, None, str(error)[:_MAX_ERROR_CHARACTERS]))
             return
         self._ranks[start.index] = rank
         if start.stdin:

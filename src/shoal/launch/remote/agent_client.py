@@ -298,16 +298,16 @@ class AgentClient:
             case frames.Beat():
                 self._set_clock(frame)
             case frames.Ready() if not self.is_ready:
+                if frame.error:
+                    raise WireError(frame.error)
                 self.is_ready = True
-            case frames.RequestRefused() if not self.is_ready:
-                raise WireError(frame.text)
-            case frames.Started() | frames.NotStarted() if frame.index in self._pending:
+            case frames.Started() if frame.index in self._pending:
                 self._pending.remove(frame.index)
                 rank = self.ranks[frame.index]
-                if isinstance(frame, frames.Started):
+                if frame.pid is not None:
                     rank.pid = frame.pid
                 elif self.watcher is not None:
-                    self.watcher.not_started(rank, printable(frame.text))
+                    self.watcher.not_started(rank, printable(frame.error))
                     rank.not_started()
             case _ if self.is_ready and isinstance(frame, _ABOUT_PROCESSES):
                 if self.is_queueing or self._queued:
