@@ -81,7 +81,7 @@ def pieces(seed: int, ident: str, wanted: int) -> Iterator[tuple[str, bytes]]:
         key, value, read = choose.choice(
             (
                 (SESSION, session, lambda raw: reader.decode(SESSION, raw, SessionRecord)),
-                (WANTED, wanted, reader.wanted),
+                (WANTED, wanted, lambda raw: reader.decode(WANTED, raw, candidates.Count)),
                 (f"{ident}/arrivals", 7, lambda raw: reader.number("", raw)),
                 (f"{ident}/candidate/{number}", candidate, decode_candidate),
             )

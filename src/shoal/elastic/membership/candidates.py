@@ -143,13 +143,13 @@ class ValueDecoder:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def wanted(self, raw: bytes) -> int | None:
-        """Decode the number of ranks that the launcher wants."""
-        count = self.decode(WANTED, raw, int)
-        if count is None or 1 <= count <= _MOST:
-            return count
-        self.warn_ignored(WANTED, f"{count} ranks")
-        return None
+    def session(self, store: Store, timeout: float = 0.0) -> tuple[bytes, SessionRecord | None]:
+        """Read the job's session, which must exist within ``timeout`` seconds; also return its raw value."""
+        try:
+            raw = store.get(SESSION, timeout)
+        except StoreTimeout:
+            return b"", None
+        return raw, self.decode(SESSION, raw, SessionRecord)
 
     def number(self, what: str, raw: bytes | str) -> int | None:
         """Decode a count, or the number in a key."""
@@ -168,7 +168,7 @@ class ValueDecoder:
     def decode(self, what: str, raw: bytes, kind: type[T]) -> T | None:
         """Decode the value of ``what``."""
         try:
-            return decode(raw, kind)
+            return decode(raw, kind, what)
         except StoreError as error:
             self.warn_ignored(what, error)
             return None
@@ -195,7 +195,7 @@ class InvitationWaiter:
         self.deadline = deadline
         self._can_start = may_start
         #: the session and its heartbeat as last read, and the time of their last change
-        self._seen: tuple[bytes, bytes] | None = None
+        self._seen: tuple[bytes, bytes | None] | None = None
         self._since = 0.0
         #: identifier of a session of which this process has seen a heartbeat
         self._live_session = ""
@@ -232,13 +232,9 @@ class InvitationWaiter:
             pause = min(2 * pause, MAX_RETRY_DELAY_S)
 
     def poll(self, store: Store) -> Invitation | StartedSession | None:
-        """Find the session, register as a candidate, and wait for the invitation for up to LOOK seconds."""
-        raw, session = b"", None
-        with contextlib.suppress(StoreTimeout):
-            raw = store.get(
-                SESSION, 0.0 if self._can_start else min(self.deadline.remaining(), POLL_TIMEOUT_S)
-            )
-            session = self._reader.decode(SESSION, raw, SessionRecord)
+        """Find the session, register as a candidate, and wait up to POLL_TIMEOUT_S for the invitation."""
+        timeout = 0.0 if self._can_start else min(self.deadline.remaining(), POLL_TIMEOUT_S)
+        raw, session = self._reader.session(store, timeout)
         if session is not None and session.void:
             self._live_session = self._ident = ""
         if self._can_start:
@@ -290,10 +286,7 @@ class InvitationWaiter:
 
     def _seconds_since_heartbeat(self, store: Store, raw: bytes, session: SessionRecord | None) -> float:
         """Return the seconds since the last heartbeat of the session, or since this process came."""
-        beat = b""
-        if session is not None:
-            with contextlib.suppress(StoreTimeout):
-                beat = store.get(heartbeat_key(session.ident), 0.0)
+        beat = None if session is None else store.peek([heartbeat_key(session.ident)])[0]
         now = time.monotonic()
         if self._seen is None or self._seen != (raw, beat):
             if self._seen is not None and session is not None:
@@ -325,12 +318,9 @@ class InvitationWaiter:
 
     def _is_registered(self, store: Store) -> bool:
         """Whether this process is registered; a restarted store has lost the registration."""
-        if self._number is not None:
-            with contextlib.suppress(StoreTimeout):
-                if store.get(candidate_key(self._ident, self._number), 0.0) == self._me:
-                    return True
+        if self._number is not None and store.peek([candidate_key(self._ident, self._number)]) != [self._me]:
             self._number = None
-        return False
+        return self._number is not None
 
     def _check_deadline(self) -> None:
         if self.deadline.expired:
@@ -443,16 +433,14 @@ class CandidateRegistry:
         self._thread = None
         if over or void:
             with contextlib.suppress(*_LOST), open_keys(self._place) as store:
-                found = self._session(store)
-                session = self._reader.decode(SESSION, found, SessionRecord) if found else None
+                found, session = self._reader.session(store)
                 if session is not None and not self.ident and not (session.over or session.void):
                     self.ident = int(session.ident, 16)  # the thread had not read it yet
                 if session is None or session.ident == self._name:  # another session may have replaced it
                     ended = SessionRecord(self._name, over=over, void=void)
                     store.compare_set(SESSION, found, msgspec.json.encode(ended))
-                for key in store.list_keys(start := candidate_key(self._name)):
-                    if (number := self._reader.number("candidate", key.removeprefix(start))) is not None:
-                        store.compare_set(invitation_key(self._name, number), b"", b"")
+                for number in self._numbers(store):
+                    store.compare_set(invitation_key(self._name, number), b"", b"")
 
     @property
     def _name(self) -> str:
@@ -513,17 +501,13 @@ class CandidateRegistry:
 
     def _announce(self, store: Store) -> None:
         """Publish the session, also in a store that was restarted or holds invalid values."""
+        found, session = self._reader.session(store)
         if self._begins:
-            with contextlib.suppress(StoreTimeout):
-                before = self._reader.decode(SESSION, store.get(SESSION, 0.0), SessionRecord)
-                if before is not None:
-                    store.delete_prefix(f"{before.ident}/")
+            if session is not None:
+                store.delete_prefix(f"{session.ident}/")
             store.set(SESSION, msgspec.json.encode(SessionRecord(self._name)))
             self._begins = False
-            return
-        found = self._session(store)
-        session = self._reader.decode(SESSION, found, SessionRecord) if found else None
-        if session is None or session.over or session.void:
+        elif session is None or session.over or session.void:
             self.ident = self.ident or secrets.randbits(62)
             store.compare_set(SESSION, found, msgspec.json.encode(SessionRecord(self._name)))
         elif not self.ident:
@@ -535,21 +519,14 @@ class CandidateRegistry:
                 "join this one any more, and both are training: end one of them",
             )
 
-    def _session(self, store: Store) -> bytes:
-        with contextlib.suppress(StoreTimeout):
-            return store.get(SESSION, 0.0)
-        return b""
-
     def _refresh_wanted(self, store: Store) -> None:
         if self.wanted is None:
             return
-        try:
-            said = store.get(WANTED, 0.0)
-        except StoreTimeout:
+        (said,) = store.peek([WANTED])
+        if said is None:
             if self._wanted_raw:
                 store.compare_set(WANTED, b"", self._wanted_raw)  # lost with the store
-            return
-        if (wanted := self._reader.wanted(said)) is not None:
+        elif (wanted := self._reader.decode(WANTED, said, Count)) is not None:  # type: ignore[arg-type]
             self.wanted, self._wanted_raw = wanted, said
 
     def _numbers(self, store: Store) -> list[int]:
@@ -560,9 +537,8 @@ class CandidateRegistry:
 
     def _arrivals(self, store: Store, seen: set[int]) -> int:
         """Return the number of registered candidates; repair an invalid count, which blocks all others."""
-        try:
-            raw = store.get(key := arrivals_key(self._name), 0.0)
-        except StoreTimeout:
+        (raw,) = store.peek([key := arrivals_key(self._name)])
+        if raw is None:
             return 0
         count = self._reader.number("arrivals", raw)
         if count is None:
@@ -571,12 +547,13 @@ class CandidateRegistry:
         return count
 
     def _read(self, store: Store, number: int) -> None:
-        with contextlib.suppress(StoreTimeout):  # the key has been deleted
-            raw = store.get(candidate_key(self._name, number), 0.0)
-            candidate = self._reader.decode("candidate", raw, ProcessIdentity)
-            if candidate is None or store.check([invitation_key(self._name, number)]):
-                return
-            with self._lock:
-                for other in [n for n, each in self._waiting.items() if each.process == candidate.process]:
-                    del self._waiting[other]  # the process has registered again
-                self._waiting[number] = candidate
+        raw, invitation = store.peek([candidate_key(self._name, number), invitation_key(self._name, number)])
+        if raw is None or invitation is not None:
+            return  # deleted, or invited already
+        candidate = self._reader.decode("candidate", raw, ProcessIdentity)
+        if candidate is None:
+            return
+        with self._lock:
+            for other in [n for n, each in self._waiting.items() if each.process == candidate.process]:
+                del self._waiting[other]  # the process has registered again
+            self._waiting[number] = candidate
