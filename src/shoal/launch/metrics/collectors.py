@@ -31,6 +31,30 @@ _MAX_JOB_BYTES = 63
 _MAX_UNSEEN_GROUPS = 1000
 #: labels of ranks.  Not "job", which Prometheus sets to the name of the scrape configuration.
 _LABELS = ("job_name", "rank")
+_RANK_COUNTERS = {
+    "operations": "Completed operations.",
+    "failed_operations": "Failed operations.",
+    "operation_bytes": "Bytes of completed operations: for each the longer of input and output.",
+    "waited_seconds": "Time that operations of this rank waited for other ranks.",
+    "awaited_seconds": "Time that operations of the ranks on this machine waited for this rank, as a sum.",
+    "cpu_seconds": "CPU time of the process of a rank.",
+}
+_RANK_GAUGES = {
+    "pending_operations": "Pending operations.",
+    "pending_operation_age_seconds": "Time since the submission of the oldest pending operation; 0 if none "
+    "is pending.",
+    "resident_memory_bytes": "Resident memory of the process of a rank.",
+    "shared_memory_bytes": "Shared memory that a rank uses.",
+}
+#: attributes of JobCounters
+_JOB_COUNTERS = {
+    "started_processes": "Processes started: ranks, spares and later ones.",
+    "failures": "Processes that failed, without those that the first failure ended.",
+    "joins": "Processes that have joined the ranks after their start.",
+    "rebuilds": "Times that a process went on without lost ranks; each one counts.",
+    "evictions": "Processes that the other ranks evicted and the launcher ended.",
+    "restarts": "Restarts of the whole job.",
+}
 
 
 class RankCollector(Collector):
@@ -66,40 +90,18 @@ class RankCollector(Collector):
         return [sample for _, sample in sorted(latest.items())]
 
     def _families(self, samples: Sequence[tuple[RankRow, RankTotals]]) -> Iterator[Metric]:
-        operations = CounterMetricFamily("shoal_operations", "Completed operations.", labels=_LABELS)
-        failed = CounterMetricFamily("shoal_failed_operations", "Failed operations.", labels=_LABELS)
-        moved = CounterMetricFamily(
-            "shoal_operation_bytes",
-            "Bytes of completed operations: for each the longer of input and output.",
-            labels=_LABELS,
-        )
-        waited = CounterMetricFamily(
-            "shoal_waited_seconds",
-            "Time that operations of this rank waited for other ranks.",
-            labels=_LABELS,
-        )
-        awaited = CounterMetricFamily(
-            "shoal_awaited_seconds",
-            "Time that operations of the ranks on this machine waited for this rank, as a sum.",
-            labels=_LABELS,
-        )
+        counters = {
+            name: CounterMetricFamily(f"shoal_{name}", text, labels=_LABELS)
+            for name, text in _RANK_COUNTERS.items()
+        }
+        gauges = {
+            name: GaugeMetricFamily(f"shoal_{name}", text, labels=_LABELS)
+            for name, text in _RANK_GAUGES.items()
+        }
         latency = HistogramMetricFamily(
             "shoal_operation_latency_seconds",
             "Time from submission to completion of operations.",
             labels=_LABELS,
-        )
-        pending = GaugeMetricFamily("shoal_pending_operations", "Pending operations.", labels=_LABELS)
-        age = GaugeMetricFamily(
-            "shoal_pending_operation_age_seconds",
-            "Time since the submission of the oldest pending operation; 0 if none is pending.",
-            labels=_LABELS,
-        )
-        cpu = CounterMetricFamily("shoal_cpu_seconds", "CPU time of the process of a rank.", labels=_LABELS)
-        resident = GaugeMetricFamily(
-            "shoal_resident_memory_bytes", "Resident memory of the process of a rank.", labels=_LABELS
-        )
-        shared = GaugeMetricFamily(
-            "shoal_shared_memory_bytes", "Shared memory that a rank uses.", labels=_LABELS
         )
         states: dict[str, Counter[str]] = defaultdict(Counter)
         if self._job is not None:
@@ -112,35 +114,37 @@ class RankCollector(Collector):
             values[key] = max(value, self._values.get(key, 0.0))
             return values[key]
 
-        def count(family: CounterMetricFamily, row: RankRow, started: int, value: float) -> None:
-            family.add_metric(_labels(row), grown(family.name, row, started, value))
-
         awaited_s = self._awaited(samples)
         for row, totals in samples:
             states[row.job][row.state] += 1
-            count(operations, row, totals.started, totals.completed)
-            count(moved, row, totals.started, totals.bytes)
-            count(waited, row, totals.started, totals.waited)
-            count(awaited, row, 0, awaited_s[row.job, row.rank])
-            age.add_metric(_labels(row), row.age_s or 0.0)
-            shared.add_metric(_labels(row), row.shared_memory)
+            counts: dict[str, float] = {
+                "operations": totals.completed,
+                "operation_bytes": totals.bytes,
+                "waited_seconds": totals.waited,
+            }
+            levels: dict[str, float] = {
+                "pending_operation_age_seconds": row.age_s or 0.0,
+                "shared_memory_bytes": row.shared_memory,
+            }
             if not row.remote:
-                count(failed, row, totals.started, row.failed or 0)
-                count(cpu, row, totals.started, totals.cpu_s)
+                counts |= {"failed_operations": row.failed or 0, "cpu_seconds": totals.cpu_s}
+                levels |= {"pending_operations": row.pending or 0, "resident_memory_bytes": row.memory or 0}
                 ends = [(str(end), below) for end, below in histogram_of(totals.latencies)]
                 ends.append(("+Inf", sum(totals.latencies)))
                 buckets = [(end, grown(end, row, totals.started, below)) for end, below in ends]
                 latency.add_metric(_labels(row), buckets, None)
-                pending.add_metric(_labels(row), row.pending or 0)
-                resident.add_metric(_labels(row), row.memory or 0)
+            for name, value in counts.items():
+                counters[name].add_metric(_labels(row), grown(name, row, totals.started, value))
+            awaited = grown("awaited_seconds", row, 0, awaited_s[row.job, row.rank])
+            counters["awaited_seconds"].add_metric(_labels(row), awaited)
+            for name, value in levels.items():
+                gauges[name].add_metric(_labels(row), value)
         self._values = values
         ranks = GaugeMetricFamily("shoal_ranks", "Ranks in this state.", labels=("job_name", "state"))
-        for job, counts in states.items():
+        for job, numbers in states.items():
             for state in STATES:
-                ranks.add_metric((job, state), counts[state])
-        yield from (
-            ranks, operations, failed, moved, waited, awaited, latency, pending, age, cpu, resident, shared
-        )  # fmt: skip
+                ranks.add_metric((job, state), numbers[state])
+        yield from (ranks, latency, *counters.values(), *gauges.values())
 
     def _awaited(self, samples: Sequence[tuple[RankRow, RankTotals]]) -> dict[tuple[str, int], float]:
         """The seconds for which each rank of each job was waited for, also by ranks that have ended since."""
@@ -185,32 +189,9 @@ class JobCollector(Collector):
         )
         running.add_metric((self._job,), counters.running)
         yield running
-        for name, text, value in (
-            (
-                "started_processes",
-                "Processes started: ranks, spares and later ones.",
-                len(counters.processes),
-            ),
-            (
-                "failures",
-                "Processes that failed, without those that the first failure ended.",
-                counters.failures,
-            ),
-            ("joins", "Processes that have joined the ranks after their start.", counters.joins),
-            (
-                "rebuilds",
-                "Times that a process went on without lost ranks; each one counts.",
-                counters.rebuilds,
-            ),
-            (
-                "evictions",
-                "Processes that the other ranks evicted and the launcher ended.",
-                counters.evictions,
-            ),
-            ("restarts", "Restarts of the whole job.", counters.restarts),
-        ):
+        for name, text in _JOB_COUNTERS.items():
             family = CounterMetricFamily(f"shoal_{name}", text, labels=("job_name",))
-            family.add_metric((self._job,), value)
+            family.add_metric((self._job,), getattr(counters, name))
             yield family
 
 

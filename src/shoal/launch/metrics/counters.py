@@ -20,6 +20,11 @@ class JobCounters:
         self.failures = self.evictions = self.restarts = 0
 
     @property
+    def started_processes(self) -> int:
+        """Number of processes that were started."""
+        return len(self.processes)
+
+    @property
     def running(self) -> int:
         """Number of running processes."""
         return sum(process.status is None for process in self.processes)
