@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -29,9 +29,13 @@ from ..agent_protocol import (
     STDOUT,
 )
 from ..ranks.rank import LOST, JobProcess
-from .connection import AgentConnection, Carrier
+from .connection import AgentConnection
 from .hosts import Host
 from .output_relay import OutputRelay, RelayQueue
+
+if TYPE_CHECKING:
+    from ..slurm.srun import SrunConnection
+    from .ssh import SshProcess
 
 #: timeout in seconds for an agent to report the end of a killed process, or to send Bye
 _REPLY_TIMEOUT_S = 10.0
@@ -44,29 +48,6 @@ _SSH_EXIT_TIMEOUT_S = 0.2
 
 #: frames that come while processes run
 _ABOUT_PROCESSES = frames.ProcessOutput, frames.Reported, frames.Exited, frames.StdinTaken, frames.Bye
-
-
-class AgentTransport(Protocol):
-    """The program that connects to a host.
-
-    Attributes:
-        name: name of the program.
-        carrier: the connection to the agent.
-        stderr_tail: the last lines of stderr of the program or the agent.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def carrier(self) -> Carrier: ...
-    @property
-    def stderr_tail(self) -> list[str]: ...
-
-    def watch(self, selector: selectors.BaseSelector | None) -> None:
-        """Read stderr in the loop of ``selector``; None: in no loop."""
-
-    def end(self, timeout: float) -> int | None:
-        """End the program after its connection, within ``timeout`` seconds; return its exit code if known."""
 
 
 @dataclass
@@ -102,7 +83,7 @@ class AgentClient:
     #: time after which the loop may wait again for the exit of a program that connects to an agent
     _waits_at: ClassVar[float] = 0.0
 
-    def __init__(self, host: Host, transport: AgentTransport) -> None:
+    def __init__(self, host: Host, transport: SshProcess | SrunConnection) -> None:
         self.host = host
         self.transport = transport
         self.watcher: AgentCallbacks | None = None
@@ -148,10 +129,6 @@ class AgentClient:
     @property
     def is_usable(self) -> bool:
         return self.is_ready and not self.failure and self.killed is None
-
-    def suspend(self) -> None:
-        """Tell the agent that this process is about to be suspended, and will be silent."""
-        self.send_frame(frames.Suspend())
 
     @property
     def is_flushed(self) -> bool:

@@ -10,7 +10,7 @@ import os
 import selectors
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...common.decoding import MalformedMessage, Raw
 from ...errors import WireError
@@ -26,31 +26,12 @@ _MAX_FRAMES_PER_TURN = 256
 _MAX_NOISE_BYTES = 1 << 16
 
 
-class Carrier(Protocol):
-    """A byte stream whose calls do not block.
+class DescriptorCarrier:
+    """A carrier that owns two descriptors, or one; its methods are those of :class:`shoal.net.ByteStream`.
 
     Attributes:
-        reading, writing: the descriptors to wait for; they may be the same.
+        reading, writing: the descriptors to wait for.
     """
-
-    reading: int
-    writing: int
-
-    def recv_into(self, view: memoryview, /) -> int:
-        """See :class:`shoal.net.ByteStream`."""
-
-    def send(self, data: memoryview, /) -> int:
-        """See :class:`shoal.net.ByteStream`."""
-
-    def pending(self) -> bool:
-        """See :class:`shoal.net.ByteStream`."""
-
-    def close(self) -> None:
-        """Close the descriptors."""
-
-
-class DescriptorCarrier:
-    """A carrier that owns two descriptors, or one."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.reading, self.writing = reading, writing
@@ -72,12 +53,15 @@ class DescriptorCarrier:
 
 
 class StreamCarrier:
-    """A carrier that is an authenticated stream of :mod:`shoal.net`."""
+    """A carrier that owns an authenticated stream of :mod:`shoal.net`."""
 
     def __init__(self, stream: ByteStream) -> None:
         self.reading = self.writing = stream.fileno()
         self.recv_into, self.send = stream.recv_into, stream.send
         self.pending, self.close = stream.pending, stream.close
+
+
+Carrier = DescriptorCarrier | StreamCarrier
 
 
 class AgentConnection(Generic[F]):

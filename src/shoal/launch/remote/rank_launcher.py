@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError, ShoalError
-from ..agent_protocol import End, Start, StdinData
+from ..agent_protocol import End, Start, StdinData, Suspend
 from ..job.rank_launcher import Cleanup, HostLost, RankLauncher
 from ..output import summary
 from ..output.stdin import StdinReader
@@ -164,7 +164,7 @@ class RemoteRankLauncher(RankLauncher):
     def suspend(self) -> None:
         end = time.monotonic() + _SUSPEND_S
         for agent in self._agents:
-            agent.suspend()
+            agent.send_frame(Suspend())
         while not all(agent.is_flushed for agent in self._agents) and time.monotonic() < end:
             time.sleep(_POLL_INTERVAL_S)
             for agent in self._agents:

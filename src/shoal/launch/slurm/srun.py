@@ -123,7 +123,7 @@ class Srun:
 
 
 class SrunConnection:
-    """The connection of an agent that srun has started; a ``AgentTransport`` of an ``AgentClient``."""
+    """The connection of an agent that srun has started; see :class:`SshProcess`."""
 
     name = "srun"
 
