@@ -10,6 +10,7 @@ from shoal import ConfigurationError, MemoryStore, StoreError, UsageError
 from shoal.rendezvous import Venue, open_point, rendezvous_at
 from shoal.rendezvous.addresses import LOOPBACK, is_local_address
 from shoal.rendezvous.point import RendezvousPoint
+from shoal.rendezvous.records import ROUND
 
 from .together import all_well, release_all, request, together
 
@@ -20,7 +21,7 @@ def test_a_place_is_open_to_processes_without_rank_and_size(tmp_path: Path) -> N
         one.store.set("who", b"me")
         assert two.store.get("who") == b"me"
         assert one.secret() == two.secret() != b""
-        assert (one.job, one.epoch, one.round) == ("rpc", 0, 0)
+        assert (one.job, one.epoch) == ("rpc", 0)
         assert is_local_address(one.interface())
         assert one.interface({"this machine"}) == LOOPBACK
         with open_point(url, job="other", timeout=20) as another:
@@ -34,7 +35,7 @@ def test_ranks_meet_at_a_place_that_others_use_too(tmp_path: Path) -> None:
         visitor.store.set("visitor", b"here")
         for room in range(2):
             places = [open_point(url, rank=rank, size=2, timeout=20) for rank in range(2)]
-            assert [place.round for place in places] == [room, room]
+            assert [place.store.add(ROUND, 0) for place in places] == [room, room]
             members = all_well(together(*(lambda place=place: rendezvous_at(place) for place in places)))
             assert [member.rank for member in members] == [0, 1]
             release_all(members)

@@ -22,7 +22,7 @@ from ..net import Deadline
 from ..store import Store
 from ..store.external.url import redacted
 from .addresses import LOOPBACK, address_on_route_to, is_local_address, is_loopback, resolve
-from .records import job_keys, round_number
+from .records import job_keys
 from .user_files import user_secret
 from .venue import Request, Venue, caller_venue, open_venue, parse_url
 
@@ -68,11 +68,6 @@ class RendezvousPoint:
     def store(self) -> Store:
         """The keys of this epoch of the job, shared by all its processes."""
         return job_keys(self.venue.store, self.job, self.epoch)
-
-    @property
-    def round(self) -> int:
-        """The number of the round in which the next ranks meet, which counts the groups formed here."""
-        return round_number(self.store)
 
     @property
     def given_secret(self) -> bytes:

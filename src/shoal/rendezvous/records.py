@@ -145,11 +145,6 @@ def job_keys(store: Store, job: str, epoch: int) -> Store:
     return PrefixStore(f"{quote(job, safe='')}/{epoch}", store)
 
 
-def round_number(root: Store) -> int:
-    """Return the number of the current round."""
-    return root.add(ROUND, 0)
-
-
 def round_keys(root: Store, number: int) -> Store:
     """Return the keys of the round ``number``."""
     return PrefixStore(str(number), root)

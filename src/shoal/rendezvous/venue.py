@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 from urllib.parse import SplitResult
 
 from .. import config
@@ -93,11 +92,8 @@ class Venue:
     close: Callable[[], None] = nothing
 
 
-class Handler(Protocol):
-    """Opens the venue of a URL."""
-
-    def __call__(self, request: Request, /) -> Venue: ...
-
+#: opens the venue of a URL
+Handler = Callable[[Request], Venue]
 
 _handlers: dict[str, Handler] = {}
 
