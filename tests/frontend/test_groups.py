@@ -17,6 +17,7 @@ import pytest
 
 from shoal.errors import LaunchError
 from shoal.launch.cli import invoke
+from shoal.launch.ranks.guardian import Guardian
 from shoal.launch.ranks.process import LocalRank
 from shoal.testing import no_leaks
 from shoal.tracing import spool
@@ -129,8 +130,11 @@ def test_nothing_is_left_if_the_launcher_cannot_start_a_helper(monkeypatch: pyte
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("shoal.launch.ranks.process.RankHelper", fail)
-    with no_leaks(), pytest.raises(LaunchError, match="Too many open files"):
-        LocalRank(0, 0, 0, 1, ["true"], {"SHOAL_CONNECT": "1"})
+    with no_leaks(), Guardian() as guardian, pytest.raises(LaunchError, match="Too many open files"):
+        LocalRank(
+            0, 0, 0, 1, ["true"], {"SHOAL_CONNECT": "1"}, guardian=guardian, cores=None, fork_server=None,
+            stdin=None, threaded=True, newcomer=False,
+        )  # fmt: skip
 
 
 def test_the_launcher_names_the_killed_rank_and_returns_its_code(program: Path) -> None:

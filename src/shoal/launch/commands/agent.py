@@ -191,13 +191,13 @@ class AgentServer:
         if self._begin.bind:
             dealt = divide_cores(usable_cores(), max(1, self._begin.ranks))
             cores = dealt[start.place % len(dealt)]
-        fork = None if self._fork_server is None else partial(self._fork_server.fork, self._guardian, cores)
         try:
             rank = LocalRank(
                 start.index, start.slot, start.restart, start.size, start.argv,
                 self._environment(self._begin, start.variables),
+                guardian=self._guardian, cores=cores, fork_server=self._fork_server,
                 stdin=subprocess.PIPE if start.stdin else subprocess.DEVNULL,
-                prepare=self._guardian.preparation(cores), fork=fork, newcomer=start.newcomer,
+                threaded=False, newcomer=start.newcomer,
             )  # fmt: skip
         except (LaunchError, UsageError) as error:
             self._link.send(frames.Started(start.index, None, str(error)[:_MAX_ERROR_CHARACTERS]))

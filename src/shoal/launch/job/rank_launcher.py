@@ -7,8 +7,7 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..output.stdin import StdinPipe, StdinReader, is_in_background
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
@@ -132,15 +131,10 @@ class LocalRankLauncher(RankLauncher):
         self._pipe: StdinPipe | None = None
 
     def start_initial(self, slot: int) -> JobProcess:
-        cores = self._cores(slot)
         environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
         relayed = slot == 0 and is_in_background()
         stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
-        if self._fork_server is None and not self._threaded:
-            prepare = self._guardian.preparation(cores)
-            rank = LocalRank(slot, slot, 0, self.size, self._argv, environment, stdin=stdin, prepare=prepare)
-        else:
-            rank = self._start(slot, slot, 0, cores, environment, stdin=stdin)
+        rank = self._start(slot, slot, 0, environment, stdin=stdin, threaded=self._threaded, newcomer=False)
         if relayed:
             self._relay_stdin(rank)
         return rank
@@ -156,26 +150,17 @@ class LocalRankLauncher(RankLauncher):
     def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
         environment = {k: v for k, v in self._environment.items() if k not in INITIAL_RANK_VARIABLES}
         environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
-        return self._start(index, slot, restart, self._cores(slot), environment, newcomer=True)
+        stdin = subprocess.DEVNULL
+        return self._start(index, slot, restart, environment, stdin=stdin, threaded=True, newcomer=True)
 
     def _start(
-        self,
-        index: int,
-        slot: int,
-        restart: int,
-        cores: Sequence[int] | None,
-        environment: Mapping[str, str],
-        *,
-        stdin: int | None = subprocess.DEVNULL,
-        newcomer: bool = False,
+        self, index: int, slot: int, restart: int, environment: Mapping[str, str], **options: Any
     ) -> LocalRank:
-        """Start a process though this one may have threads."""
-        start = partial(LocalRank, index, slot, restart, self.size, stdin=stdin, newcomer=newcomer)
-        if self._fork_server is not None:
-            fork = partial(self._fork_server.fork, self._guardian, cores)
-            return start(self._argv, environment, fork=fork)
-        argv = self._guardian.wrapped(self._argv, cores)
-        return start(argv, environment, inherits=[self._guardian.pipe])
+        return LocalRank(
+            index, slot, restart, self.size, self._argv, environment, guardian=self._guardian,
+            cores=None if self._bound is None else self._bound[slot % len(self._bound)],
+            fork_server=self._fork_server, **options,
+        )  # fmt: skip
 
     def wait_started(self) -> None:
         if self._stdin is not None and self._selector is not None:
@@ -200,6 +185,3 @@ class LocalRankLauncher(RankLauncher):
         if self._stdin is not None and self._pipe is not None:
             self._stdin.close()
             self._pipe.close()
-
-    def _cores(self, slot: int) -> Sequence[int] | None:
-        return None if self._bound is None else self._bound[slot % len(self._bound)]

@@ -18,7 +18,8 @@ import psutil
 from ... import config
 from ...errors import LaunchError
 from ...failure_report import STACKS, Report
-from .fork_server import ForkedRank
+from .fork_server import ForkedRank, ForkServer
+from .guardian import Guardian
 from .program import flaw_of_script, reason_of
 from .rank import JobProcess
 from .rank_helper import RankHelper
@@ -27,11 +28,6 @@ from .source import Pipe
 
 #: seconds to wait for the end of a process after SIGKILL; it may be blocked in the kernel
 _KILL_TIMEOUT_S = 2.0
-
-
-#: forks a rank with an environment, standard input, and inherited descriptors by variable: a part of
-#: :meth:`ForkServer.fork`
-ForkRank = Callable[[Mapping[str, str], int | None, Mapping[str, int]], ForkedRank]
 
 
 class LocalRank(JobProcess):
@@ -47,10 +43,11 @@ class LocalRank(JobProcess):
         index, slot, restart, newcomer: see :class:`JobProcess`.
         size: number of ranks of the job.
         argv, environment: command and environment.
+        guardian: the rank announces itself to it before its program runs.
+        cores: the cores to bind it to; None: all.
+        fork_server: forks the rank, and has the command already; None: execute ``argv``.
         stdin: see :class:`subprocess.Popen`.
-        prepare: called between fork and exec.
-        inherits: descriptors to inherit.
-        fork: forks the rank, instead of executing ``argv``; it has that command already.
+        threaded: whether this process may have threads, so that no Python code may run between fork and exec.
 
     Attributes:
         pidfd: readable once the process has ended.
@@ -65,11 +62,12 @@ class LocalRank(JobProcess):
         argv: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdin: int | None = subprocess.DEVNULL,
-        prepare: Callable[[], None] | None = None,
-        inherits: Sequence[int] = (),
-        fork: ForkRank | None = None,
-        newcomer: bool = False,
+        guardian: Guardian,
+        cores: Sequence[int] | None,
+        fork_server: ForkServer | None,
+        stdin: int | None,
+        threaded: bool,
+        newcomer: bool,
     ) -> None:
         super().__init__(index, slot, restart, newcomer=newcomer)
         if flaw := flaw_of_script(argv[0], environment):
@@ -89,19 +87,19 @@ class LocalRank(JobProcess):
                 given |= self._helper.variables
                 passed[config.HELPER_FD.name] = self._helper.inherited
             self._process: subprocess.Popen[bytes] | ForkedRank
-            if fork is not None:
-                self._process = fork(given, stdin, passed)
+            if fork_server is not None:
+                self._process = fork_server.fork(guardian, cores, given, stdin, passed)
             else:
                 self._process = subprocess.Popen(
-                    argv,
+                    guardian.wrapped(argv, cores) if threaded else argv,
                     bufsize=0,
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env=given,
                     start_new_session=True,
-                    preexec_fn=prepare,
-                    pass_fds=[*passed.values(), *inherits],
+                    preexec_fn=None if threaded else guardian.preparation(cores),
+                    pass_fds=[*passed.values(), *([guardian.pipe] if threaded else [])],
                 )
         except LaunchError as error:
             self._close_unstarted()
