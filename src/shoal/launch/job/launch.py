@@ -21,19 +21,10 @@ STOP_GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of a job, on this machine or on other hosts.
+    """The options of a job, on this machine or on other hosts: those of ``shoal run`` with the same names.
 
-    Attributes:
-        min_ranks: minimum number of ranks that go on when others fail; None: the first failure ends the job.
-        max_ranks: maximum number of processes for ``shoal scale``; None: ``shoal scale`` is refused.
-        respawn: start a new process for a failed rank while others go on.
-        restarts: maximum number of restarts of the whole job after a failure.
-        grace: seconds from a SIGINT or SIGTERM that is passed on to SIGKILL.
-        line_format: the prefixes of lines of output, and whether equal lines are merged.
-        log_dir: directory for one log file per rank.
-        store: URL of the job's store; None: the launcher hosts one.
-        summary: print at the end what the ranks did, and for whom they waited.
-        metrics: host and port to serve metrics at; None: they are not served.
+    ``restarts`` is ``--max-restarts``.  Without ``min_ranks`` the first failure ends the job, and without
+    ``max_ranks`` it cannot be scaled.  ``metrics`` is a host and a port.
     """
 
     min_ranks: int | None = None
