@@ -7,6 +7,7 @@ import random
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -48,7 +49,7 @@ from shoal.launch.ranks.source import Pipe
 from shoal.launch.remote.agent_client import AgentCallbacks, AgentClient, RemoteRank
 from shoal.launch.remote.connection import DescriptorCarrier
 from shoal.launch.remote.hosts import Host
-from shoal.launch.remote.output_relay import RelayQueue
+from shoal.launch.remote.output_relay import OutputRelay
 from shoal.launch.remote.ssh import SshProcess
 from shoal.net import build_version, frame_header
 from tests.support.waiting import until
@@ -122,11 +123,9 @@ class Listener:
         )
         self.selector = selectors.DefaultSelector()
         self.agent.watch(self.selector)
-        self.relay_queue = RelayQueue()
+        self.relays: deque[OutputRelay] = deque()
         self.ranks = [
-            RemoteRank(
-                index, index, 0, agent=self.agent, relay_queue=self.relay_queue, size=2, newcomer=False
-            )
+            RemoteRank(index, index, 0, agent=self.agent, relays=self.relays, size=2, newcomer=False)
             for index in range(2)
         ]
         for rank in self.ranks:
@@ -303,7 +302,8 @@ class Served:
     def __init__(self) -> None:
         mine, self.launcher = socket.socketpair()
         self.guardian = Guardian()
-        self.agent = AgentServer(DescriptorCarrier(*[mine.detach()] * 2), self.guardian, 1)
+        carrier = DescriptorCarrier(*[mine.detach()] * 2)
+        self.agent = AgentServer(carrier, self.guardian, 1, ("", ""), lambda number: False)
 
     def read(self, data: bytes) -> str:
         """Send ``data`` as the launcher and then hang up; why the agent ends."""

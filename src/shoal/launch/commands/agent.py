@@ -41,10 +41,6 @@ _BYE_TIMEOUT_S = 5.0
 _MAX_ERROR_CHARACTERS = 2000
 
 
-def _never(number: int) -> bool:
-    return False
-
-
 class AgentServer:
     """A server of processes for one launcher, until its connection ends.
 
@@ -52,7 +48,6 @@ class AgentServer:
         carrier: the connection.
         guardian: the guardian of this process.
         port: a port that this process keeps free on its host.
-        preamble: bytes that are sent first.
         ends: the addresses of the launcher's host and of this host; "" if unknown.
         already_sent: returns whether the processes already got a signal from elsewhere (Slurm).
     """
@@ -62,10 +57,8 @@ class AgentServer:
         carrier: Carrier,
         guardian: Guardian,
         port: int,
-        *,
-        preamble: bytes = b"",
-        ends: tuple[str, str] = ("", ""),
-        already_sent: Callable[[int], bool] = _never,
+        ends: tuple[str, str],
+        already_sent: Callable[[int], bool],
     ) -> None:
         self._selector = selectors.DefaultSelector()
         self._guardian = guardian
@@ -85,8 +78,7 @@ class AgentServer:
             carrier, frames.decode_from_launcher, self._received, self._lost
         )
         self._link.watch(self._selector)
-        if preamble:
-            self._link.write(preamble)
+        self._link.write(PREAMBLE)
         self._already_sent = already_sent
         self._link.send(frames.Hello(build_version(), PROTOCOL, launcher=ends[0], address=ends[1], port=port))
 
@@ -319,14 +311,12 @@ class AgentServer:
         self._link.send(frames.StdinTaken(amount))
 
 
-def serve(carrier: Carrier, ends: tuple[str, str], already_sent: Callable[[int], bool] = _never) -> int:
+def serve(carrier: Carrier, ends: tuple[str, str], already_sent: Callable[[int], bool]) -> int:
     """Serve the launcher at the other end of ``carrier``; return the exit code.  See :class:`AgentServer`."""
     with ExitStack() as steps:
         port = steps.enter_context(closing(ReservedPort("")))
         guardian = steps.enter_context(Guardian())
-        server = AgentServer(
-            carrier, guardian, port.number, preamble=PREAMBLE, ends=ends, already_sent=already_sent
-        )
+        server = AgentServer(carrier, guardian, port.number, ends, already_sent)
         why = steps.enter_context(closing(server)).run()
     if why:
         print(f"shoal agent: {why}; all its processes were killed", file=sys.stderr, flush=True)
@@ -362,4 +352,4 @@ def agent(stdio: bool, connect: str | None) -> int:
         os.close(reading)
         os.close(writing)
         return _serve_connected(connect)
-    return serve(DescriptorCarrier(reading, writing), _ends_of_ssh())
+    return serve(DescriptorCarrier(reading, writing), _ends_of_ssh(), lambda number: False)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -31,7 +32,7 @@ from ..agent_protocol import (
 from ..ranks.rank import LOST, JobProcess
 from .connection import AgentConnection
 from .hosts import Host
-from .output_relay import OutputRelay, RelayQueue
+from .output_relay import OutputRelay
 
 if TYPE_CHECKING:
     from ..slurm.srun import SrunConnection
@@ -342,7 +343,7 @@ class RemoteRank(JobProcess):
 
     Args:
         agent: the client of the agent of its host.
-        turns: the queue for its output.
+        relays: see :class:`OutputRelay`.
         size: number of ranks of the job.
     """
 
@@ -353,7 +354,7 @@ class RemoteRank(JobProcess):
         restart: int,
         *,
         agent: AgentClient,
-        relay_queue: RelayQueue,
+        relays: deque[OutputRelay],
         size: int,
         newcomer: bool,
     ) -> None:
@@ -366,14 +367,13 @@ class RemoteRank(JobProcess):
         self._reported: Callable[[], None] | None = None
         self._notices: tuple[Report, ...] = ()
         self.was_killed = False
-        stdout = OutputRelay(
-            relay_queue, agent.consumed, lambda: self._send_frame(frames.Close(index, STDOUT))
-        )
-        stderr = OutputRelay(
-            relay_queue, agent.consumed, lambda: self._send_frame(frames.Close(index, STDERR))
-        )
-        self.stdout, self.stderr = stdout, stderr
-        self._relays = {STDOUT: stdout, STDERR: stderr}
+        self._relays = {
+            stream: OutputRelay(
+                relays, agent.consumed, partial(self._send_frame, frames.Close(index, stream))
+            )
+            for stream in (STDOUT, STDERR)
+        }
+        self.stdout, self.stderr = self._relays.values()
 
     # -- frames of the agent -------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from types import FrameType
 from typing import Annotated, Any
 
@@ -116,5 +115,4 @@ class StepSignalFilter:
 def remove_variables(names: tuple[str, ...]) -> None:
     """Remove the secret and ``names`` from the environment of this process, and thus of its ranks."""
     for name in (config.SECRET.name, *names):
-        with suppress(KeyError):
-            del os.environ[name]
+        os.environ.pop(name, None)

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import selectors
-import time
 from collections import deque
 from collections.abc import Callable
 
 from ...errors import WireError
 
 
-class RelayQueue:
-    """A queue of relays that have output to write.
-
-    Writing short lines takes longer than receiving them, and must not delay exits and heartbeats.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[OutputRelay] = deque()
-
-    def add(self, relay: OutputRelay) -> None:
-        if relay not in self._queue:
-            self._queue.append(relay)
-
-    def take(self, until: float) -> None:
-        """Write one chunk of each relay in turn, until the time ``until``."""
-        while self._queue:
-            self._queue.popleft().turn()
-            if time.monotonic() >= until:
-                break
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
-
-
 class OutputRelay:
     """stdout or stderr of a rank on another host.
 
     Args:
-        turns: the queue for relays that have output.
+        queue: the relays that have output to write, which take turns.
         taken: called with the number of bytes that were consumed.
         closed: called when the reader closes the relay before the end of the output.
     """
 
     def __init__(
-        self, relay_queue: RelayQueue, taken: Callable[[int], None], closed: Callable[[], None]
+        self, queue: deque[OutputRelay], taken: Callable[[int], None], closed: Callable[[], None]
     ) -> None:
-        self._relay_queue, self._taken, self._closed = relay_queue, taken, closed
+        self._queue, self._taken, self._closed = queue, taken, closed
         self._chunks: deque[bytes] = deque()
         self._ready: Callable[[], object] | None = None
         self._is_closed = False
@@ -91,10 +66,12 @@ class OutputRelay:
                 self._closed()
 
     def turn(self) -> None:
+        """Write one chunk, and wait for the next turn if there are more."""
         if self._ready is not None and (self._chunks or self.ended):
             self._ready()
             self._offer()
 
     def _offer(self) -> None:
-        if self._ready is not None and (self._chunks or self.ended):
-            self._relay_queue.add(self)
+        has_output = self._ready is not None and (self._chunks or self.ended)
+        if has_output and self not in self._queue:
+            self._queue.append(self)

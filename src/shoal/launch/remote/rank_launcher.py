@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import selectors
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from ...errors import LaunchError, ShoalError
@@ -16,7 +17,7 @@ from ..ranks.environment import Job
 from ..ranks.rank import JobProcess
 from .agent_client import AgentCallbacks, AgentClient, RemoteRank
 from .agent_pool import START_TIMEOUT_S, AgentPool, describe_failure
-from .output_relay import RelayQueue
+from .output_relay import OutputRelay
 
 #: maximum time in seconds to write output before the loop handles other events
 _POLL_INTERVAL_S = 0.05
@@ -50,7 +51,8 @@ class RemoteRankLauncher(RankLauncher):
         self._agents = pool.agents
         self._argv = tuple(argv)
         self._stores, self._master, self._master_port = stores, master, master_port
-        self._relay_queue = RelayQueue()
+        #: Writing short lines takes longer than receiving them, and must not delay exits and heartbeats.
+        self._relays: deque[OutputRelay] = deque()
         self._stdin = StdinReader(lambda data: self._agents[0].send_frame(StdinData(data)))
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
@@ -101,7 +103,7 @@ class RemoteRankLauncher(RankLauncher):
             slot,
             restart,
             agent=agent,
-            relay_queue=self._relay_queue,
+            relays=self._relays,
             size=self.size,
             newcomer=newcomer,
         )
@@ -149,7 +151,7 @@ class RemoteRankLauncher(RankLauncher):
         return _ByeWaiter(self._agents)
 
     def next_at(self) -> float | None:
-        if self._relay_queue:
+        if self._relays:
             return 0.0
         look_at = self._stdin.next_at()
         found = min(agent.next_at() for agent in self._agents)
@@ -158,7 +160,10 @@ class RemoteRankLauncher(RankLauncher):
     def tick(self, now: float) -> None:
         for agent in self._agents:
             agent.tick(now)
-        self._relay_queue.take(now + _POLL_INTERVAL_S)
+        while self._relays:
+            self._relays.popleft().turn()
+            if time.monotonic() >= now + _POLL_INTERVAL_S:
+                break
         self._stdin.tick(now)
 
     def suspend(self) -> None:
