@@ -96,12 +96,9 @@ class StdinTaken(_Frame, frozen=True):
 
 
 class Reported(_Frame, frozen=True):
-    """The reports of a process; times are in the agent's CLOCK_MONOTONIC.
+    """The reports of a process: all of failures so far, and notices since the last frame; see ``reports.py``.
 
-    Attributes:
-        reports: all its reports of failures so far.
-        notices: its reports of meetings, evictions and summaries since the last frame.
-        rebuilds: how often it has reported that it goes on in a group without failed ranks.
+    Times are in the agent's CLOCK_MONOTONIC.
     """
 
     index: _Index
@@ -112,12 +109,9 @@ class Reported(_Frame, frozen=True):
 
 
 class Exited(_Frame, frozen=True):
-    """A process has ended.
+    """A process has ended: its exit code or minus the number of the signal, when, and its run time.
 
-    Attributes:
-        status: exit code, or minus the number of the signal.
-        at: time of the end, in the agent's CLOCK_MONOTONIC.
-        seconds: run time.
+    ``at`` is in seconds of the agent's CLOCK_MONOTONIC.
     """
 
     index: _Index

@@ -45,8 +45,6 @@ class AgentServer:
     """A server of processes for one launcher, until its connection ends.
 
     Args:
-        carrier: the connection.
-        guardian: the guardian of this process.
         port: a port that this process keeps free on its host.
         ends: the addresses of the launcher's host and of this host; "" if unknown.
         already_sent: returns whether the processes already got a signal from elsewhere (Slurm).

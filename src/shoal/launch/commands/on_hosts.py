@@ -49,7 +49,6 @@ class HostPlan:
     Attributes:
         hosts: the hosts that have a slot.
         python: the interpreter of the agents.
-        directory: working directory of the ranks.
         environment: variables of the ranks, in addition to those of their host.
         bind: bind each slot to its own cores.
         by_srun: start the agents by srun; the hosts are the nodes of the allocation.

@@ -141,11 +141,7 @@ class ExitNotifier:
 def demand_tls(store: str | None) -> None:
     """Set ``SHOAL_TLS=1`` for this process and its children.
 
-    Args:
-        store: URL of the store given on the command line, if any.
-
-    Raises:
-        UsageError: TLS of that store is requested by another scheme of its URL.
+    Raises UsageError if TLS of the given store, a URL, is requested by another scheme.
     """
     scheme = "" if store is None else store.partition("://")[0]
     if f"{scheme}s" in EXTERNAL_SCHEMES:

@@ -45,9 +45,6 @@ class JobStart:
 
     Attributes:
         job: its values; each restart increments ``epoch``.
-        options: the options of the job.
-        signals: signals of the launcher.
-        logs: log files, if any.
         counters: counters of the job, of all of its starts.
         metrics: serves the metrics; the supervisor starts it after the initial ranks.
         restart: a message to print if this start fails and the job is restarted; "": it is not restarted.

@@ -35,8 +35,7 @@ class RankLauncher(ABC):
     later process has no rank until it has joined the others.
 
     Attributes:
-        size, spares, max_ranks: number of initial ranks, number of spares, and maximum number of ranks.
-        slots: number of slots.
+        size, spares, max_ranks, slots: numbers of initial ranks, spares, ranks at most, and slots.
     """
 
     def __init__(self, job: Job, max_ranks: int, slots: int) -> None:
@@ -95,10 +94,8 @@ class LocalRankLauncher(RankLauncher):
     """Starts one program on the slots of a job, all on this machine.
 
     Args:
-        argv: the command of each process.
         environment: of all processes, in addition to the variables that ``job`` sets for each.
-        store: URL of the job's store.
-        master_port: port for rank 0 to listen on.
+        store, master_port: see :meth:`Job.variables`.
         guardian: every process announces itself to it before its program runs.
         max_ranks: maximum number of ranks; each of them, and each spare, has a slot.
         bound: the cores of the first slots, which later slots share; None: all run on all cores.

@@ -69,10 +69,7 @@ class _Phase(enum.Enum):
 class Supervisor:
     """Runs one start of a job until all its processes have ended.
 
-    Args:
-        start: the start, with the options of the job and the signals of the launcher, which are passed on.
-        rank_launcher: starts the ranks.
-        notes: publishes the ranks that end while others run, and the wanted number of ranks.
+    ``notes`` publishes the ranks that end while others run, and the wanted number of ranks.
 
     Call :meth:`start` before this process has threads, :meth:`run` once, and :meth:`close` in any case.
     """

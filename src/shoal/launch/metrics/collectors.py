@@ -58,11 +58,7 @@ _JOB_COUNTERS = {
 
 
 class RankCollector(Collector):
-    """Reads the status pages of the ranks of this machine at each scrape.
-
-    Args:
-        job: export only the ranks of the job with this name; None: of all jobs.
-    """
+    """Reads the status pages of the ranks of this machine at each scrape: of one job, or of all (None)."""
 
     def __init__(self, job: str | None) -> None:
         self._job = None if job is None else job.encode()[:_MAX_JOB_BYTES].decode(errors="ignore")

@@ -90,12 +90,7 @@ class LineCollapser(Generic[SourceT]):
             del self._queues[source]
 
     def put(self, source: SourceT, stamp: bytes, text: bytes, end: bytes | None) -> None:
-        """Take a line of a source.
-
-        Args:
-            stamp: the time at which it was read, as a prefix.
-            end: the line end; ``\\r`` for an update of a progress bar, None for an unfinished line.
-        """
+        """Take a line of a source, with the attributes of :class:`HeldLine`."""
         queue = self._queues[source]
         is_open = end is None or end == b"\r"
         mergeable = not is_open and source not in self._drawing

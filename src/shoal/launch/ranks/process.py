@@ -40,9 +40,7 @@ class LocalRank(JobProcess):
     the id of the process and of its group.
 
     Args:
-        index, slot, restart, newcomer: see :class:`JobProcess`.
         size: number of ranks of the job.
-        argv, environment: command and environment.
         guardian: the rank announces itself to it before its program runs.
         cores: the cores to bind it to; None: all.
         fork_server: forks the rank, and has the command already; None: execute ``argv``.
@@ -224,11 +222,7 @@ def members(groups: Sequence[int]) -> list[psutil.Process]:
 
 
 class GroupCleanup:
-    """Ends the processes that ended ranks left behind in their process groups.
-
-    Args:
-        ranks: the ranks.
-        linger: seconds for these processes to exit by themselves.
+    """Ends the processes that ended ranks left behind in their process groups, after ``linger`` seconds.
 
     Attributes:
         killed: names and process ids of the processes that were killed.

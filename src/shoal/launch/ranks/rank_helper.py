@@ -23,11 +23,7 @@ _PROGRAM = (
 
 
 class RankHelper:
-    """A helper for a rank that is started next.
-
-    Args:
-        environment: environment of the rank.
-        inherits: descriptors to inherit, which the environment names.
+    """A helper for a rank that is started next, with its environment and the descriptors named there.
 
     Attributes:
         inherited: descriptor that the rank must inherit; closed by :meth:`started`.

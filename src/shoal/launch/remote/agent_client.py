@@ -67,10 +67,7 @@ class AgentCallbacks:
 
 
 class AgentClient:
-    """The launcher's client of the agent of one host.
-
-    Args:
-        transport: the program that connects to the host.
+    """The launcher's client of the agent of one host; ``transport``: the program that connects to it.
 
     Attributes:
         watcher: callbacks; may be set later.
@@ -339,13 +336,7 @@ class AgentClient:
 
 
 class RemoteRank(JobProcess):
-    """A process that an agent has started, or is about to start.
-
-    Args:
-        agent: the client of the agent of its host.
-        relays: see :class:`OutputRelay`.
-        size: number of ranks of the job.
-    """
+    """A process that an agent has started, or is about to start, in a job of ``size`` ranks."""
 
     def __init__(
         self,

@@ -54,8 +54,7 @@ class Host:
 def parse_hosts(text: str) -> list[Host]:
     """The hosts of ``h1:4,h2:4``; a host without a number has one slot.
 
-    Raises:
-        UsageError: an entry is not a host; ssh could take it for an option.
+    UsageError: an entry is not a host; ssh could take it for an option.
     """
     return _placed([_entry(each.strip(), "--hosts") for each in text.split(",")], "--hosts")
 
@@ -63,8 +62,7 @@ def parse_hosts(text: str) -> list[Host]:
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file with lines ``h1 slots=4`` or ``h1:4``; ``#`` begins a comment.
 
-    Raises:
-        UsageError: the file cannot be read, or a line is not a host.
+    UsageError: the file cannot be read, or a line is not a host.
     """
     try:
         lines = path.read_text().splitlines()

@@ -30,10 +30,8 @@ class RemoteRankLauncher(RankLauncher):
 
     Args:
         pool: the agents of the hosts, which are ready.
-        argv: the command of each process.
         stores: URL of the job's store, for each host.
-        master, master_port: address for rank 0 to listen on.
-        max_ranks: maximum number of ranks.
+        master, master_port: see :meth:`Job.variables`.
     """
 
     def __init__(

@@ -36,14 +36,7 @@ _FROM_ANYWHERE = "0.0.0.0"
 
 
 class SrunAgentPool(AgentPool):
-    """The agents of the nodes of an allocation.
-
-    Args:
-        hosts: the nodes that have ranks, or may get some.
-        python: the interpreter that runs the agents.
-        signals: signals of the launcher; a stop signal cancels the start.
-        hidden: variables of this process that are not passed to agents.
-    """
+    """The agents of the nodes of an allocation; ``hidden``: variables that are not passed to them."""
 
     def __init__(
         self, hosts: Sequence[Host], python: str, signals: Signals, *, hidden: Collection[str]
