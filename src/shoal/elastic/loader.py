@@ -30,13 +30,7 @@ from .step import Step
 
 
 class BatchRequest(NamedTuple):
-    """A request for the samples of one rank in one step.
-
-    Attributes:
-        serial: serial number of the request, ascending.
-        seed: seed of the random generators while the samples are read.
-        indices: indices of the samples.
-    """
+    """A request for the samples of one rank in one step; ``seed``: of the generators while they are read."""
 
     serial: int
     seed: int
@@ -44,13 +38,7 @@ class BatchRequest(NamedTuple):
 
 
 class BatchResponse(NamedTuple):
-    """The response to a :class:`BatchRequest`.
-
-    Attributes:
-        serial: serial number of the request.
-        data: the collated samples; None if the request was dropped or failed.
-        error: the exception of a failed request.
-    """
+    """The response to a :class:`BatchRequest`; ``data``: None if it was dropped or failed."""
 
     serial: int
     data: Any

@@ -20,14 +20,7 @@ from .step import Step
 
 
 class ShardedOptimizer:
-    """The sharded optimiser of a session.
-
-    Attributes:
-        optimizer: the ``ZeroRedundancyOptimizer`` among the session's optimisers, or None.
-
-    Raises:
-        UsageError: there are several.
-    """
+    """The ``ZeroRedundancyOptimizer`` of a session, or none; raises UsageError if there are several."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         found = [each for each in optimizers if isinstance(each, ZeroRedundancyOptimizer)]
@@ -69,12 +62,7 @@ class ShardedOptimizer:
         return None if self.optimizer is None else self.optimizer.copies - 1
 
     def settle(self) -> None:
-        """Redistribute the optimiser's state over the ranks.  Collective.
-
-        Raises:
-            GroupError: a rank is lost.
-            StateLost: all owners of a parameter are lost.
-        """
+        """Redistribute the optimiser's state over the ranks; collective.  Raises GroupError and StateLost."""
         if self.optimizer is not None:
             self.optimizer.settle()
 

@@ -16,11 +16,7 @@ _SIGNAL_SPREAD_S = 5.0
 
 
 class LeaveRequest:
-    """A request to leave the session, made by a signal or by the program.
-
-    Attributes:
-        requested: whether this process was asked to leave.
-    """
+    """A request to leave the session, made by a signal or by the program, which sets ``requested``."""
 
     def __init__(self, can_wait: Callable[[], bool]) -> None:
         self.requested = False

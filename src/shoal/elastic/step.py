@@ -31,9 +31,6 @@ class BlockPhase(enum.Enum):
 class Step:
     """One step, from ``session.steps()``; its block is repeated if a rank is lost before the commit.
 
-    Args:
-        session: its session.
-
     Attributes:
         number: the number of the step, from 0.
         position: its index among all steps and blocks of ``attempts()`` of the session.
@@ -179,9 +176,6 @@ def seed_generators(seed: int) -> None:
 @refuses_copies("an Attempt", "its place in a session", "Copy what the block computes")
 class Attempt:
     """One run of a block, from ``session.attempts()``; it is repeated if a rank is lost.
-
-    Args:
-        session: its session.
 
     Attributes:
         counts: whether all ranks have completed the block.

@@ -23,11 +23,7 @@ _MIN_EXCESS_S = 0.02  # seconds; smaller differences per step are not reported
 
 
 class Stragglers:
-    """Detector of ranks that compute for longer than the others.
-
-    Attributes:
-        found: the stragglers of the last 20 steps that were compared, ascending.
-    """
+    """Detector of ranks that compute for longer than the others; ``found``: those of the last 20 steps."""
 
     def __init__(self) -> None:
         self.found: tuple[int, ...] = ()

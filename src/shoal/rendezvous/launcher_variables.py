@@ -114,11 +114,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
 
 
 def job_name(environ: Mapping[str, str]) -> str:
-    """Return the name of the job, like :func:`read`, but also if the launcher's variables are incomplete.
-
-    Raises:
-        ConfigurationError: ``SHOAL_JOB`` is malformed.
-    """
+    """Return the name of the job, like :func:`read`, but also if the launcher's variables are incomplete."""
     if job := _chosen_job(environ):
         return job
     with contextlib.suppress(ConfigurationError):
@@ -138,12 +134,9 @@ def _chosen_job(environ: Mapping[str, str]) -> str:
 
 
 def read_mpi(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launch by mpiexec or srun; None if neither started this process.
+    """Return the launch by mpiexec or srun; None if neither started this process.  Raises as :func:`read`.
 
     It need not name a place where the ranks meet.
-
-    Raises:
-        ConfigurationError: a variable is malformed or missing; the message names it.
     """
     parsers = (_open_mpi, _mpich, _slurm)
     return next((found for parse in parsers if (found := parse(environ)) is not None), None)

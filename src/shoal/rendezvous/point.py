@@ -52,8 +52,7 @@ class RendezvousPoint:
     def at(cls, venue: Venue, request: Request) -> RendezvousPoint:
         """Return the point at ``venue`` for the job that the request, venue or environment name.
 
-        Raises:
-            UsageError: the job's name is invalid.
+        Raises UsageError if the job's name is invalid.
         """
         environ = request.environ
         identity = ProcessIdentity.current()
@@ -132,11 +131,7 @@ class RendezvousPoint:
 
 
 def named_interface(environ: Mapping[str, str]) -> str | None:
-    """Return the numeric address that ``SHOAL_INTERFACE`` names, or None.
-
-    Raises:
-        ConfigurationError: it is not an address.
-    """
+    """Return the numeric address that ``SHOAL_INTERFACE`` names, or None; ConfigurationError: it is none."""
     name = config.INTERFACE.get(environ)
     if name is None:
         return None

@@ -108,9 +108,7 @@ ROUND = "room"
 def job_record(size: int, job: str = "default", epoch: int = 0) -> dict[str, bytes]:
     """Return the keys for the starter of a job's store to set, so that ranks need not know the size.
 
-    Args:
-        size: number of ranks in the job.
-        job, epoch: the ranks' ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
+    ``job`` and ``epoch`` are the ranks' ``SHOAL_JOB`` and ``SHOAL_EPOCH``.
     """
     with MemoryStore() as store:
         keys = round_keys(job_keys(store, job, epoch), 0)

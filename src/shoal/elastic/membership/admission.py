@@ -163,9 +163,7 @@ class AdmissionController:
 class JoiningProcess:
     """A process that joins a session; it has a group of size 1 until it is admitted, to make its models.
 
-    Attributes:
-        may_start: whether it starts a session if there is none.
-        started_session: identifier of the session that it has started; 0: it joins a running session.
+    With ``may_start`` it starts a session if there is none, whose identifier is then ``started_session``.
     """
 
     def __init__(self, *, may_start: bool = False) -> None:

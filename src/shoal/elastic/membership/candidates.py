@@ -85,9 +85,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
     Attributes:
         meeting: name of the rendezvous, for :func:`shoal.rendezvous.rendezvous_again_at`.
-        rank, size: rank of the candidate in the new group, and its size.
-        epoch: epoch of the old group.
-        name, timeout, concurrency, algorithm, backend, options: properties of the new group.
+        epoch: epoch of the old group; all else is of the new one.
         within: seconds within which all must be connected.
     """
 

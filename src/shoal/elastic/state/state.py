@@ -118,11 +118,7 @@ class State:
     # -- a step --------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Save buffers and plain values for :meth:`put_back`.
-
-        Raises:
-            UsageError: a plain value contains something that cannot be loaded.
-        """
+        """Save buffers and plain values for :meth:`put_back`; raises UsageError as :meth:`content` does."""
         self._held.take()
         self.__dict__["_values"] = {
             name: value if isinstance(value, _IMMUTABLE) else _checked_copy(name, value)
@@ -131,11 +127,7 @@ class State:
         }
 
     def put_back(self, *, gradients: bool = True) -> None:
-        """Restore the buffers and plain values saved by :meth:`hold`; drop all gradients.
-
-        Args:
-            gradients: False: keep the gradients.
-        """
+        """Restore the buffers and plain values saved by :meth:`hold`, and drop all ``gradients``."""
         self._held.put_back()
         self._parts.update(self.__dict__["_values"])
         self.__dict__["_values"] = {}
@@ -222,10 +214,7 @@ class State:
         }
 
     def take_over(self, content: dict[str, Any], source: str) -> None:
-        """Take over ``content``, the result of :meth:`content` of another state.
-
-        Args:
-            source: name of the other state in messages.
+        """Take over ``content``, the result of :meth:`content` of another state, called ``source``.
 
         Raises:
             UsageError: the other state has other parts, or a part refuses its new state.

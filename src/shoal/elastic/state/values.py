@@ -41,12 +41,9 @@ _ARRAY, _SCALAR = "shoal.numpy.ndarray", "shoal.numpy.generic"
 def encode(value: Any, name: str) -> Any:
     """Return ``value``, or a copy of its containers in which tensors replace numpy values.
 
-    Args:
-        name: name of the value in the error message.
-
     Raises:
-        UsageError: the value contains something that cannot be loaded; the message names it and a
-            replacement.
+        UsageError: the value, called ``name``, contains something that cannot be loaded; the message names it
+            and a replacement.
     """
     try:
         return _Encoder().encode(value, key=False)
@@ -58,11 +55,7 @@ def encode(value: Any, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the argument of :func:`encode` from its result.
-
-    Raises:
-        UsageError: the value contains a numpy value, and numpy is not installed.
-    """
+    """Return the argument of :func:`encode` from its result; UsageError: it needs numpy, which is missing."""
     return _decoded(value, {})
 
 

@@ -60,8 +60,7 @@ class HeldLine(Generic[SourceT]):
 class LineCollapser(Generic[SourceT]):
     """Merges the lines of one stream, stdout or stderr, of all ranks.
 
-    Args:
-        write: writes one line of the given sources.  Its other arguments are those of :meth:`put`.
+    ``write`` writes one line of the given sources; its other arguments are those of :meth:`put`.
     """
 
     def __init__(self, write: Callable[[Sequence[SourceT], bytes, bytes, bytes | None], None]) -> None:

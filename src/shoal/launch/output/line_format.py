@@ -18,13 +18,7 @@ _BOLD = 1
 
 @dataclass(frozen=True)
 class LineFormat:
-    """The options for lines of output.
-
-    Attributes:
-        label: whether lines are prefixed with the rank.
-        collapse: whether equal lines of several ranks are merged into one line with all ranks.
-        timestamps: whether lines are prefixed with the time.
-    """
+    """The options for lines of output: ``--collapse``, ``--timestamps``, and not ``--no-prefix``."""
 
     label: bool = True
     collapse: bool = False

@@ -107,8 +107,6 @@ class RankOutput:
         selector: the selector of the loop, which calls the data of ready keys.
         wake: makes the loop call :meth:`resume`; called on other threads.
         size: number of processes of the job, for the width of prefixes.
-        line_format: the prefixes of lines, and whether equal lines are merged.
-        logs: log files to which the lines of each rank are written too.
     """
 
     def __init__(

@@ -100,8 +100,7 @@ class WaitingTable:
     def _own_waiting(self, index: int, seconds: float, names: dict[int, str]) -> str:
         """The end of the line of a rank that itself waited: it may be late because of another one.
 
-        Args:
-            seconds: in which the rank was in a world.
+        It was in a world for ``seconds``.
         """
         waited = 0.0
         late: dict[int, float] = defaultdict(float)

@@ -64,13 +64,7 @@ class ForkedRank:
 
 
 class ForkServer:
-    """The launcher's side.
-
-    Args:
-        argv: the command of each rank: a Python interpreter and its arguments.
-        modules: names of the modules to import.
-        environment: of the server; each rank gets its own.
-    """
+    """The launcher's side: ``argv`` is the command of each rank, a Python interpreter and its arguments."""
 
     def __init__(self, argv: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._modules = ", ".join(modules)
