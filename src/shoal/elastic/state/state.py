@@ -20,7 +20,6 @@ from .values import decode, encode
 
 #: Format 2 can contain numpy values, which readers of format 1 would load as dicts.
 _FORMAT, _READABLE = 2, (1, 2)
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 
 class State:
@@ -49,6 +48,7 @@ class State:
     """
 
     _parts: dict[str, Any]
+    _samples: Samples | None
     _steps: int
 
     def __init__(self, *, samples: Samples | None = None, **parts: Any) -> None:
@@ -65,8 +65,7 @@ class State:
     @property
     def samples(self) -> Samples | None:
         """The order of the samples."""
-        found: Samples | None = self.__dict__["_samples"]
-        return found
+        return self._samples
 
     @property
     def steps(self) -> int:
@@ -120,11 +119,10 @@ class State:
     def hold(self) -> None:
         """Save buffers and plain values for :meth:`put_back`; raises UsageError as :meth:`content` does."""
         self._held.take()
-        self.__dict__["_values"] = {
-            name: value if isinstance(value, _IMMUTABLE) else _checked_copy(name, value)
-            for name, value in self._parts.items()
-            if _is_plain(value)
-        }
+        plain = {name: value for name, value in self._parts.items() if _is_plain(value)}
+        for name, value in plain.items():
+            encode(value, name)  # raises if it cannot be saved
+        self.__dict__["_values"] = copy.deepcopy(plain)
 
     def put_back(self, *, gradients: bool = True) -> None:
         """Restore the buffers and plain values saved by :meth:`hold`, and drop all ``gradients``."""
@@ -299,11 +297,6 @@ def _writable_view(buffer: torch.Tensor) -> torch.Tensor:
 def _can_copy_into(copy: torch.Tensor, other: torch.Tensor) -> bool:
     alike = copy.shape == other.shape and copy.dtype == other.dtype and copy.device == other.device
     return alike and broadcast_obstacle(copy) is None
-
-
-def _checked_copy(name: str, value: Any) -> Any:
-    encode(value, name)  # raises if it cannot be saved
-    return copy.deepcopy(value)
 
 
 def _is_plain(part: Any) -> bool:
