@@ -242,7 +242,11 @@ class InvitationWaiter:
             if is_over or self._may_start(store, raw, session):
                 return self._start_session(store, raw)
         if session is None or session.void:
-            self._check_deadline()
+            if self.deadline.expired:
+                raise RendezvousTimeout(
+                    f"job {self._place.job!r}: within {format_seconds(self.deadline.timeout)} no session "
+                    "began here that this process (SHOAL_JOIN=1) could join"
+                )
             time.sleep(MIN_RETRY_DELAY_S)  # the session writes it again
             return None
         if session.over:
@@ -319,13 +323,6 @@ class InvitationWaiter:
         if self._number is not None and store.peek([candidate_key(self._ident, self._number)]) != [self._me]:
             self._number = None
         return self._number is not None
-
-    def _check_deadline(self) -> None:
-        if self.deadline.expired:
-            raise RendezvousTimeout(
-                f"job {self._place.job!r}: within {format_seconds(self.deadline.timeout)} no session began "
-                "here that this process (SHOAL_JOIN=1) could join"
-            )
 
 
 _LOST = (StoreError, WireError)
@@ -524,7 +521,7 @@ class CandidateRegistry:
         if said is None:
             if self._wanted_raw:
                 store.compare_set(WANTED, b"", self._wanted_raw)  # lost with the store
-        elif (wanted := self._reader.decode(WANTED, said, Count)) is not None:  # type: ignore[arg-type]
+        elif (wanted := self._reader.decode(WANTED, said, Count)) is not None:
             self.wanted, self._wanted_raw = wanted, said
 
     def _numbers(self, store: Store) -> list[int]:

@@ -71,7 +71,7 @@ class AgentServer:
         #: the sources of output (also those that are paused by the window) -> index of the process, stream
         self._sources: dict[OutputSource, tuple[int, int]] = {}
         self._unread = 0
-        self._stdin = StdinPipe(self._selector, self._stdin_taken)
+        self._stdin = StdinPipe(self._selector, lambda amount: self._link.send(frames.StdinTaken(amount)))
         self._link: AgentConnection[frames.FromLauncher] = AgentConnection(
             carrier, frames.decode_from_launcher, self._received, self._lost
         )
@@ -304,9 +304,6 @@ class AgentServer:
             for key, _ in self._selector.select(min((end or self._silent_at) - now, SILENCE_TIMEOUT_S)):
                 key.data()
         return "" if self._link.sent else self._why
-
-    def _stdin_taken(self, amount: int) -> None:
-        self._link.send(frames.StdinTaken(amount))
 
 
 def serve(carrier: Carrier, ends: tuple[str, str], already_sent: Callable[[int], bool]) -> int:

@@ -27,7 +27,7 @@ def cause(ranks: Sequence[JobProcess]) -> int | None:
     found = [
         _origin_of(ranks, rank)
         for rank in ranks
-        if _failed_by_itself(rank) or (rank.status != 0 and _reports_failure(rank))
+        if _failed_by_itself(rank) or (rank.status != 0 and any(r.kind == "failed" for r in rank.reports))
     ]
     return min(found)[1] if found else None
 
@@ -57,10 +57,6 @@ def exit_code(ranks: Sequence[JobProcess], first: int) -> int:
 def shell_code(status: int) -> int:
     """A status as a shell gives it: 128 plus the signal number for a killed rank."""
     return status if status >= 0 else 128 - status
-
-
-def _reports_failure(rank: JobProcess) -> bool:
-    return any(report.kind == "failed" for report in rank.reports)
 
 
 def _failed_by_itself(rank: JobProcess) -> bool:

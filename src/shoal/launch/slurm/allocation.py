@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -77,11 +78,8 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
             "--srun: neither SLURM_TASKS_PER_NODE nor SLURM_JOB_CPUS_PER_NODE has a number for each of the "
             f"{len(names)} nodes: request tasks by sbatch --ntasks-per-node=N"
         )
-    hosts: list[Host] = []
-    first = 0
-    for name, count in zip(names, counts, strict=True):
-        hosts.append(Host(name, count, first))
-        first += count
+    first_slots = itertools.accumulate(counts, initial=0)
+    hosts = [Host(*each) for each in zip(names, counts, first_slots, strict=False)]
     kept = {name: environ[name] for name in _FOR_RANKS if name in environ}
     return Allocation(hosts, _number(environ, "SLURM_RESTART_COUNT", 0), kept)
 
