@@ -132,7 +132,6 @@ class Listener:
             self.agent.add(rank)
             for relay in (rank.stdout, rank.stderr):
                 relay.listen(self.selector, lambda: None)
-        self.agent.is_queueing = False
 
     def read(self, data: bytes) -> str:
         """Send ``data`` as the agent and then hang up; the trouble that the launcher has with it."""

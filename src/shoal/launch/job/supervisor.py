@@ -106,6 +106,8 @@ class Supervisor:
         scalable = options.max_ranks is not None
         self._control = ControlServer(self._selector, self._scale) if scalable else None
         self._output: RankOutput | None = None
+        #: messages before there is an output: ranks on other hosts may fail while others are started
+        self._early_messages: list[bytes] = []
         self._sweeping = self._closing = self._stop_now = False
         #: a host was lost before it had sent all output of its ranks
         self._host_output_lost = False
@@ -142,6 +144,8 @@ class Supervisor:
             line_format=self._job_start.options.line_format,
             logs=self._job_start.logs,
         )
+        for text in self._early_messages:
+            output.say(text)
         for rank in self._ranks:
             output.attach(rank)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signalled)
@@ -228,12 +232,14 @@ class Supervisor:
             self._on_left(rank)
         elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
             self._on_failed(rank)
-        elif self._phase is _Phase.RUNNING and rank.evicted and self._output is not None:
+        elif self._phase is _Phase.RUNNING and rank.evicted:
             self._print(summary.ended_evicted(rank, self._plan_restart(rank.slot, rank.seconds)))
         self._stop_restarts_if_over()
 
     def _print(self, text: bytes) -> None:
-        if self._output is not None:
+        if self._output is None:
+            self._early_messages.append(text)
+        else:
             self._output.say(text)
 
     def _host_lost(self, host: str, why: str, ranks: Sequence[JobProcess]) -> None:

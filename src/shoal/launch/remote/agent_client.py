@@ -75,7 +75,6 @@ class AgentClient:
         is_ready: the agent has handled :class:`Begin`.
         failure: why the agent cannot be used any more; "" while it can.
         killed: the processes that the agent killed at the end; None before Bye has come.
-        is_queueing: frames about processes are queued, because the supervisor does not run yet.
     """
 
     #: time after which the loop may wait again for the exit of a program that connects to an agent
@@ -89,10 +88,8 @@ class AgentClient:
         self.is_ready = False
         self.failure = ""
         self.killed: tuple[str, ...] | None = None
-        self.is_queueing = True
         self.ranks: dict[int, RemoteRank] = {}
         self._pending: set[int] = set()
-        self._queued: deque[frames.FromAgent] = deque()
         self._last_frame_at = self._beat_at = time.monotonic()
         self._began = self._last_frame_at
         self._reply_due_at = math.inf
@@ -152,16 +149,12 @@ class AgentClient:
     def next_at(self) -> float:
         if self.failure or self.killed is not None:
             return math.inf
-        if self._queued and not self.is_queueing:
-            return 0.0
         # Before Hello, the caller has a timeout of its own.
         silent_at = math.inf if self.hello is None else self._last_frame_at + SILENCE_TIMEOUT_S
         return min(self._beat_at, silent_at, self._reply_due_at)
 
     def tick(self, now: float) -> None:
         """Send a heartbeat if one is due, and check timeouts of the agent."""
-        while self._queued and not self.is_queueing and not self.failure:
-            self._guarded(self._queued.popleft())
         if self.failure or self.killed is not None:
             return
         if now >= self._beat_at:
@@ -251,12 +244,6 @@ class AgentClient:
 
     # -- frames --------------------------------------------------------------------------------
 
-    def _guarded(self, frame: frames.FromAgent) -> None:
-        try:
-            self._handle(frame)
-        except WireError as error:
-            self.mark_lost(str(error))
-
     def _received(self, frame: frames.FromAgent) -> None:
         self._last_frame_at = time.monotonic()
         if isinstance(frame, frames.Hello) != (self.hello is None):
@@ -285,27 +272,17 @@ class AgentClient:
                     self.watcher.not_started(rank, printable(frame.error))
                     rank.not_started()
             case _ if self.is_ready and isinstance(frame, _ABOUT_PROCESSES):
-                if self.is_queueing or self._queued:
-                    self._queued.append(frame)
-                    self._count(frame)
-                else:
-                    self._count(frame)
-                    self._handle(frame)
+                self._handle(frame)
             case _:
                 raise WireError(f"it sent an unexpected {type(frame).__name__}")
-
-    def _count(self, frame: frames.FromAgent) -> None:
-        if isinstance(frame, frames.ProcessOutput):
-            self._output_came = True
-            self._unread += len(frame.data)
-            if self._unread + self._unacknowledged > OUTPUT_WINDOW_BYTES + MAX_CHUNK_BYTES:
-                raise WireError("it sent more output than the window allows")
-        elif len(self._queued) > 10_000:
-            raise WireError("it sent too many frames")
 
     def _handle(self, frame: frames.FromAgent) -> None:
         match frame:
             case frames.ProcessOutput():
+                self._output_came = True
+                self._unread += len(frame.data)
+                if self._unread + self._unacknowledged > OUTPUT_WINDOW_BYTES + MAX_CHUNK_BYTES:
+                    raise WireError("it sent more output than the window allows")
                 self._rank(frame.index).wrote(frame)
             case frames.Reported():
                 self._rank(frame.index).reported(frame)

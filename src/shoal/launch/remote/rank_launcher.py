@@ -51,17 +51,18 @@ class RemoteRankLauncher(RankLauncher):
         self._stores, self._master, self._master_port = stores, master, master_port
         #: Writing short lines takes longer than receiving them, and must not delay exits and heartbeats.
         self._relays: deque[OutputRelay] = deque()
+        self._has_started = False
         self._stdin = StdinReader(lambda data: self._agents[0].send_frame(StdinData(data)))
 
     def watch(self, selector: selectors.BaseSelector, say: Callable[[bytes], None], lost: HostLost) -> None:
         super().watch(selector, say, lost)
 
         def gone(agent: AgentClient, ranks: Sequence[RemoteRank]) -> None:
-            if not agent.is_queueing:
+            if self._has_started:
                 lost(agent.host.name, agent.failure, ranks)
 
         def not_started(rank: RemoteRank, text: str) -> None:
-            if rank.agent.is_queueing:
+            if not self._has_started:
                 raise LaunchError(f"host {rank.host}: {text}")
             say(summary.not_started(LaunchError(f"host {rank.host}: {text}"), ""))
 
@@ -131,8 +132,7 @@ class RemoteRankLauncher(RankLauncher):
                     agent.mark_lost(f"its agent has not started all processes in {START_TIMEOUT_S:.0f} s")
                 if agent.failure:
                     raise LaunchError(describe_failure(agent))
-        for agent in self._agents:
-            agent.is_queueing = False
+        self._has_started = True
         self._stdin.watch(self._selector)
 
     def can_start(self, slot: int) -> bool:
