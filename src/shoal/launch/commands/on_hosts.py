@@ -89,7 +89,7 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
         found["SHOAL_SECRET"] = secret.decode()
     found = {**extra, **found}
     for name, value in found.items():
-        if not (name + value).isascii() and _undecodable(name + value):
+        if encodable(name + value) != name + value:
             raise UsageError(f"the variable {name} is not UTF-8, and cannot be passed on to other hosts")
     return found
 
@@ -97,17 +97,9 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
 def directory(chdir: str | None) -> str:
     """The working directory of ranks on other hosts; raises UsageError if its path is not UTF-8."""
     found = os.getcwd() if chdir is None else os.path.join(os.getcwd(), chdir)
-    if _undecodable(found):
+    if encodable(found) != found:
         raise UsageError(f"the directory {encodable(found)} is not UTF-8: name another one by --chdir")
     return found
-
-
-def _undecodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def fit_to_hosts(

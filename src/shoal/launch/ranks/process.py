@@ -167,19 +167,19 @@ class LocalRank(JobProcess):
         return False
 
     def send_group(self, number: int) -> None:
-        if not self._released:
+        if not self.is_released:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def release(self) -> None:
-        if not self._released:
+        if not self.is_released:
             self._process.wait()
             if self._helper is not None:
                 self._helper.close()
             os.close(self.pidfd)
             self._ignore_reports()
             self._reports.close()
-            self._released = True
+            self.is_released = True
 
     def reap(self) -> None:
         self.release()

@@ -35,6 +35,7 @@ class JobProcess(ABC):
         rebuilds: how often it has reported that it goes on in a group without failed ranks.
         sent_reports: the reports of failures that were read, the earliest first, as sent by the rank.
         stdout, stderr: sources of its output.
+        is_released: only its attributes are left, see :meth:`release`.
     """
 
     stdout: OutputSource
@@ -52,7 +53,7 @@ class JobProcess(ABC):
         self.joined = False
         self.rebuilds = 0
         self.sent_reports: Sequence[Report] = ()
-        self._released = False
+        self.is_released = False
 
     # -- abstract methods ----------------------------------------------------------------------
 
@@ -121,11 +122,6 @@ class JobProcess(ABC):
     def counts(self) -> bool:
         """Whether it counts for ``--min`` while it runs and after it has finished."""
         return self.is_member and not self.leaving and not self.evicted
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it was released: only its attributes are left."""
-        return self._released
 
     @property
     def stopped(self) -> bool:

@@ -372,7 +372,7 @@ class RemoteRank(JobProcess):
         self._end(frame.status, self._moment(frame.at))
 
     def not_started(self) -> None:
-        self._released = True
+        self.is_released = True
         if self.status is None:
             self._end(127, time.monotonic())
         for relay in self._relays.values():
@@ -411,20 +411,20 @@ class RemoteRank(JobProcess):
             self._send_frame(frames.Signal(self.index, int(number), False))
 
     def send_group(self, number: int) -> None:
-        if not self._released:
+        if not self.is_released:
             self._send_frame(frames.Signal(self.index, int(number), True))
             if number == signal.SIGKILL and self.status is None:
                 self.was_killed = True
                 self.agent.expect_exit()
 
     def release(self) -> None:
-        if not self._released:
-            self._released = True
+        if not self.is_released:
+            self.is_released = True
             self._send_frame(frames.Release(self.index))
 
     def reap(self) -> None:
         """Mark it as released; its agent reaps it."""
-        self._released = True
+        self.is_released = True
 
     def read_reports(self) -> None:
         """Do nothing: the agent sends reports as they come."""
