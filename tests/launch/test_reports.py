@@ -108,7 +108,12 @@ def test_neither_a_forked_child_nor_an_executed_one_speaks_for_the_rank() -> Non
     reports = Reports(2)
     ran = subprocess.run(
         [sys.executable, "-c", SPEAKERS],
-        env={**os.environ, **reports.variables, "SHOAL_RANK": "0", "SHOAL_SIZE": "2"},
+        env={
+            **os.environ,
+            "SHOAL_REPORT_FD": failure_report.descriptor_name(reports.inherited),
+            "SHOAL_RANK": "0",
+            "SHOAL_SIZE": "2",
+        },
         pass_fds=[reports.inherited],
         stdout=subprocess.PIPE,
         check=True,
@@ -149,7 +154,7 @@ def test_a_number_that_means_another_file_by_now_is_not_written_to() -> None:
     script = "import os, sys; from shoal import failure_report; os.dup2(2, {}); failure_report.left()"
     ran = subprocess.run(
         [sys.executable, "-c", script.format(reports.inherited)],
-        env={**os.environ, **reports.variables},
+        env={**os.environ, "SHOAL_REPORT_FD": failure_report.descriptor_name(reports.inherited)},
         pass_fds=[reports.inherited],
         stderr=subprocess.PIPE,
         check=True,

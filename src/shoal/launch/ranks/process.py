@@ -17,7 +17,7 @@ import psutil
 
 from ... import config
 from ...errors import LaunchError
-from ...failure_report import STACKS, Report
+from ...failure_report import STACKS, Report, descriptor_name
 from .fork_server import ForkedRank, ForkServer
 from .guardian import Guardian
 from .program import flaw_of_script, reason_of
@@ -77,13 +77,13 @@ class LocalRank(JobProcess):
             self._reports = Reports(size)
         except OSError as error:
             raise LaunchError(f"rank {self.name} could not be started: {error}") from error
-        given = {config.PYTHON.name: sys.executable, **environment, **self._reports.variables}
         passed = {config.REPORT_FD.name: self._reports.inherited}
+        given = {config.PYTHON.name: sys.executable, **environment, **_named(passed)}
         try:
             if environment.get(config.CONNECT.name) == "1":
-                self._helper = RankHelper(given, [self._reports.inherited])
-                given |= self._helper.variables
+                self._helper = RankHelper(given, passed.values())
                 passed[config.HELPER_FD.name] = self._helper.inherited
+                given |= _named(passed)
             self._process: subprocess.Popen[bytes] | ForkedRank
             if fork_server is not None:
                 self._process = fork_server.fork(guardian, cores, given, stdin, passed)
@@ -206,6 +206,11 @@ class LocalRank(JobProcess):
     @property
     def seconds(self) -> float:
         return self.ended_at - self._started
+
+
+def _named(descriptors: Mapping[str, int]) -> dict[str, str]:
+    """The variables that name descriptors for a rank, which inherits them."""
+    return {name: descriptor_name(fd) for name, fd in descriptors.items()}
 
 
 def members(groups: Sequence[int]) -> list[psutil.Process]:

@@ -10,10 +10,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-
-from ... import config
-from ...failure_report import descriptor_name
+from collections.abc import Iterable, Mapping
 
 #: seconds for the helper to end after the rank has ended, which closes its socket
 _END_TIMEOUT_S = 2.0
@@ -25,17 +22,12 @@ _PROGRAM = (
 class RankHelper:
     """A helper for a rank that is started next, with its environment and the descriptors named there.
 
-    Attributes:
-        inherited: descriptor that the rank must inherit; closed by :meth:`started`.
-        variables: names it for the rank.
-
-    Raises OSError if it cannot be started.
+    The rank must inherit the descriptor ``inherited``.  Raises OSError if the helper cannot be started.
     """
 
-    def __init__(self, environment: Mapping[str, str], inherits: Sequence[int]) -> None:
+    def __init__(self, environment: Mapping[str, str], inherits: Iterable[int]) -> None:
         self._theirs, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.inherited = self._theirs.fileno()
-        self.variables = {config.HELPER_FD.name: descriptor_name(self.inherited)}
         with mine:
             try:
                 self._process = subprocess.Popen(

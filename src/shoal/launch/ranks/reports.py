@@ -12,7 +12,7 @@ import time
 import msgspec
 
 from ...common.decoding import MalformedMessage, from_msgpack
-from ...failure_report import MAX_REPORT_BYTES, Report, descriptor_name
+from ...failure_report import MAX_REPORT_BYTES, Report
 
 #: maximum number of reports to read from one rank until it reports that it has rebuilt a group
 _MAX_REPORTS = 24
@@ -41,11 +41,6 @@ class Reports:
         self.joined = False
         self.rebuilds = self.changes = 0
         self._notices: list[Report] = []
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The variable with the name of the descriptor for the rank."""
-        return {"SHOAL_REPORT_FD": descriptor_name(self.inherited)}
 
     def started(self) -> None:
         """Close the rank's end here, after the rank has inherited it."""
