@@ -99,8 +99,7 @@ class Rendezvous:
     def __init__(self, place: RendezvousPoint, check: Callable[[], None] = nothing) -> None:
         identity = place.identity
         self._root, self._name = place.store, place.meeting
-        self._where = f"job {place.job!r}, epoch {place.epoch}"
-        self._prefix = f"rendezvous ({self._where}): "
+        self._prefix = f"rendezvous (job {place.job!r}, epoch {place.epoch}): "
         self._rank, self._size = place.venue.rank, place.venue.size
         named, token = self._rank is not None, secrets.token_hex(8)
         self._me = MemberDescription(identity.machine, identity.process, place.host, named, token, at=now())
@@ -324,7 +323,7 @@ class Rendezvous:
             return self._round.store.get("record", self._deadline.remaining())
         except StoreTimeout:
             raise RendezvousTimeout(
-                f"rendezvous ({self._where}): within {format_seconds(self._deadline.timeout)} no process "
+                f"{self._prefix}within {format_seconds(self._deadline.timeout)} no process "
                 "wrote the job's record, which contains its size; start the store with `shoal run` or "
                 "`shoal store --size N`, or give every rank the size"
             ) from None
@@ -335,7 +334,7 @@ class Rendezvous:
             if self._round.is_ending():
                 return False
             raise VersionMismatch(
-                f"rendezvous ({self._where}): the job runs shoal {record.version} (rendezvous protocol "
+                f"{self._prefix}the job runs shoal {record.version} (rendezvous protocol "
                 f"{record.protocol}), this process runs {build_version()} (protocol {PROTOCOL}); install the "
                 "same version everywhere"
             )
@@ -409,7 +408,7 @@ class Rendezvous:
             if self._deadline.expired:
                 ended = {rank for rank, each in members.items() if each.left or each.is_dead()}
                 raise RendezvousTimeout(
-                    f"rendezvous ({self._where}): an earlier job in this store is ending, but its "
+                    f"{self._prefix}an earlier job in this store is ending, but its "
                     f"{ranks_named(members.keys() - ended)} did not leave it within "
                     f"{format_seconds(self._deadline.timeout)}; end them, or use {_ANOTHER_PLACE}"
                 )
@@ -442,7 +441,7 @@ class Rendezvous:
         gave_up = set(map(decode_number, those)) - {*here}
         missing = [rank for rank in range(self.size) if rank not in here and rank not in gave_up]
         text = (
-            f"rendezvous ({self._where}): rank {self.rank} of {self.size} waited "
+            f"{self._prefix}rank {self.rank} of {self.size} waited "
             f"{format_seconds(self._deadline.timeout)} for {ranks_named([*missing, *gave_up])}"
         )
         if missing:
@@ -458,7 +457,7 @@ class Rendezvous:
     def _refused_error(self, reason: str) -> RendezvousError:
         """Return the error to raise here; waiting ranks report the reason if they time out."""
         self._round.store.set(f"refused/{self._me.token}", f"{self._me}: {reason}".encode())
-        return RendezvousError(f"rendezvous ({self._where}): {reason}")
+        return RendezvousError(f"{self._prefix}{reason}")
 
     def _failed_error(self, reason: str, ranks: Collection[int] = ()) -> RendezvousError:
         """Return the error of a meeting that failed because of other ranks (``ranks``, if known)."""

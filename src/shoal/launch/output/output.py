@@ -147,10 +147,11 @@ class RankOutput:
         """Write ``--- text ---`` into the log of a slot."""
         self._log(slot, self._line_format.time() + f"--- {text} ---\n".encode())
 
-    def _log(self, slot: int, data: bytes) -> None:
-        trouble = None if self._logs is None else self._logs.write(slot, data)
+    def _log(self, writer: int, data: bytes) -> None:
+        trouble = None if self._logs is None else self._logs.write(writer, data)
         if trouble is not None:
-            self.say(f"shoal: the log of rank {slot} ends here: {trouble}".encode())
+            name = "the launcher" if writer == LAUNCHER else f"rank {writer}"
+            self.say(f"shoal: the log of {name} ends here: {trouble}".encode())
 
     def tail(self, rank: JobProcess) -> Sequence[bytes]:
         """The last lines of a rank's stderr, even if another process has its slot now."""
@@ -163,10 +164,7 @@ class RankOutput:
         lines = text.splitlines()
         for line in lines:
             self._err.line(self, stamp, line, b"\n")
-        if self._logs is not None:
-            trouble = self._logs.write(LAUNCHER, b"".join(stamp + line + b"\n" for line in lines))
-            if trouble is not None:
-                self.say(f"shoal: the log of the launcher ends here: {trouble}".encode())
+        self._log(LAUNCHER, b"".join(stamp + line + b"\n" for line in lines))
 
     def next_show(self) -> float | None:
         """The time of the next :meth:`show`, if any."""
