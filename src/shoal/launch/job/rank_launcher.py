@@ -7,7 +7,7 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..output.stdin import StdinPipe, StdinReader, is_in_background
 from ..ranks.environment import INITIAL_RANK_VARIABLES, Job
@@ -48,12 +48,11 @@ class RankLauncher(ABC):
         self._selector = selector
 
     @abstractmethod
-    def start_initial(self, slot: int) -> JobProcess:
-        """Start an initial rank, before this process has threads; raises LaunchError."""
+    def start(self, index: int, slot: int, restart: int, *, newcomer: bool) -> JobProcess:
+        """Start a process, restart ``restart`` of its slot; raises LaunchError.
 
-    @abstractmethod
-    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
-        """Start a process that joins the ranks, restart ``restart`` of its slot; raises LaunchError."""
+        Initial ranks are started before this process has threads; a ``newcomer`` joins them.
+        """
 
     @abstractmethod
     def wait_started(self) -> None:
@@ -127,11 +126,22 @@ class LocalRankLauncher(RankLauncher):
         self._stdin: StdinReader | None = None
         self._pipe: StdinPipe | None = None
 
-    def start_initial(self, slot: int) -> JobProcess:
-        environment = {**self._environment, **self._job.variables(slot, *self._meeting)}
-        relayed = slot == 0 and is_in_background()
-        stdin = subprocess.PIPE if relayed else None if slot == 0 else subprocess.DEVNULL
-        rank = self._start(slot, slot, 0, environment, stdin=stdin, threaded=self._threaded, newcomer=False)
+    def start(self, index: int, slot: int, restart: int, *, newcomer: bool) -> JobProcess:
+        hidden = INITIAL_RANK_VARIABLES if newcomer else ()
+        environment = {k: v for k, v in self._environment.items() if k not in hidden}
+        local = slot, self.slots if newcomer else self.size
+        environment |= self._job.variables(slot, *self._meeting, local=local, newcomer=newcomer)
+        is_first = slot == 0 and not newcomer
+        relayed = is_first and is_in_background()
+        rank = LocalRank(
+            index, slot, restart, self.size, self._argv, environment,
+            guardian=self._guardian,
+            cores=None if self._bound is None else self._bound[slot % len(self._bound)],
+            fork_server=self._fork_server,
+            stdin=subprocess.PIPE if relayed else None if is_first else subprocess.DEVNULL,
+            threaded=newcomer or self._threaded,
+            newcomer=newcomer,
+        )  # fmt: skip
         if relayed:
             self._relay_stdin(rank)
         return rank
@@ -143,21 +153,6 @@ class LocalRankLauncher(RankLauncher):
         pipe = StdinPipe(self._selector, stdin.taken)
         pipe.attach(rank.take_stdin())
         self._stdin, self._pipe = stdin, pipe
-
-    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
-        environment = {k: v for k, v in self._environment.items() if k not in INITIAL_RANK_VARIABLES}
-        environment |= self._job.newcomer(slot, *self._meeting, local=(slot, self.slots))
-        stdin = subprocess.DEVNULL
-        return self._start(index, slot, restart, environment, stdin=stdin, threaded=True, newcomer=True)
-
-    def _start(
-        self, index: int, slot: int, restart: int, environment: Mapping[str, str], **options: Any
-    ) -> LocalRank:
-        return LocalRank(
-            index, slot, restart, self.size, self._argv, environment, guardian=self._guardian,
-            cores=None if self._bound is None else self._bound[slot % len(self._bound)],
-            fork_server=self._fork_server, **options,
-        )  # fmt: skip
 
     def wait_started(self) -> None:
         if self._stdin is not None and self._selector is not None:

@@ -119,9 +119,9 @@ class Supervisor:
         """Start the initial ranks and the spares; raises LaunchError."""
         size = self._rank_launcher.size
         for slot in range(size):
-            self._add(self._rank_launcher.start_initial(slot))
+            self._add(self._rank_launcher.start(slot, slot, 0, newcomer=False))
         for slot in range(size, size + self._rank_launcher.spares):
-            self._add(self._rank_launcher.start_joining(slot, slot, 0))
+            self._add(self._rank_launcher.start(slot, slot, 0, newcomer=True))
         self._rank_launcher.wait_started()
 
     def _add(self, rank: JobProcess) -> None:
@@ -295,7 +295,7 @@ class Supervisor:
             self._rank_launcher.release(before)
         restart = 0 if before is None else before.restart + 1
         try:
-            rank = self._rank_launcher.start_joining(len(self._ranks), slot, restart)
+            rank = self._rank_launcher.start(len(self._ranks), slot, restart, newcomer=True)
         except LaunchError as error:
             self._print(summary.not_started(error, self._plan_restart(slot, 0.0)))
             return False

@@ -41,6 +41,7 @@ class Job:
         *,
         master: str = "127.0.0.1",
         local: tuple[int, int] | None = None,
+        newcomer: bool = False,
     ) -> dict[str, str]:
         """The variables of ``rank``.
 
@@ -49,12 +50,14 @@ class Job:
             master_port: port for rank 0 to listen on if the program uses ``torch.distributed``.
             master: address of rank 0's host.
             local: its number on its host, and the number of ranks there; None: there is one host.
+            newcomer: it is the slot of a process that joins the ranks later and has no rank yet, so the
+                variables in :data:`INITIAL_RANK_VARIABLES` must not be in its environment.
 
         The second half are variables of torchrun, which ``torch.distributed`` and libraries based on it read
         for any backend.
         """
         here, count = (rank, self.size) if local is None else local
-        return {
+        found = {
             "SHOAL_STORE": store,
             "SHOAL_RANK": str(rank),
             "SHOAL_SIZE": str(self.size),
@@ -71,17 +74,9 @@ class Job:
             "MASTER_ADDR": master,
             "MASTER_PORT": master_port,
         }
-
-    def newcomer(
-        self, slot: int, store: str, master_port: str, *, local: tuple[int, int], master: str = "127.0.0.1"
-    ) -> dict[str, str]:
-        """The variables of a process that joins the ranks later, and has no rank yet.
-
-        The variables in :data:`INITIAL_RANK_VARIABLES` must not be in its environment.  ``local`` is the
-        number of its slot on its host, and the number of slots there.
-        """
-        variables = self.variables(slot, store, master_port, master=master, local=local)
-        return {k: v for k, v in variables.items() if k not in INITIAL_RANK_VARIABLES} | {"SHOAL_JOIN": "1"}
+        if not newcomer:
+            return found
+        return {k: v for k, v in found.items() if k not in INITIAL_RANK_VARIABLES} | {"SHOAL_JOIN": "1"}
 
 
 class ReservedPort:

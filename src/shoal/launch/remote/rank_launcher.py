@@ -70,41 +70,17 @@ class RemoteRankLauncher(RankLauncher):
             agent.watcher = AgentCallbacks(gone, not_started, self._stdin.taken)
             agent.watch(selector)
 
-    def start_initial(self, slot: int) -> JobProcess:
+    def start(self, index: int, slot: int, restart: int, *, newcomer: bool) -> JobProcess:
         agent, store = self._place(slot)
         host = agent.host
-        local = slot - host.first, host.initial_ranks(self.size)
-        variables = self._job.variables(slot, store, self._master_port, master=self._master, local=local)
-        return self._start(agent, slot, slot, 0, variables, newcomer=False)
-
-    def start_joining(self, index: int, slot: int, restart: int) -> JobProcess:
-        agent, store = self._place(slot)
-        host = agent.host
-        if not agent.is_usable:
+        if newcomer and not agent.is_usable:
             raise LaunchError(f"rank {slot} could not be started: host {host.name} is lost")
-        local = slot - host.first, host.slots
-        variables = self._job.newcomer(slot, store, self._master_port, master=self._master, local=local)
-        return self._start(agent, index, slot, restart, variables, newcomer=True)
-
-    def _start(
-        self,
-        agent: AgentClient,
-        index: int,
-        slot: int,
-        restart: int,
-        variables: dict[str, str],
-        *,
-        newcomer: bool,
-    ) -> JobProcess:
-        host = agent.host
+        local = slot - host.first, host.slots if newcomer else host.initial_ranks(self.size)
+        variables = self._job.variables(
+            slot, store, self._master_port, master=self._master, local=local, newcomer=newcomer
+        )
         rank = RemoteRank(
-            index,
-            slot,
-            restart,
-            agent=agent,
-            relays=self._relays,
-            size=self.size,
-            newcomer=newcomer,
+            index, slot, restart, agent=agent, relays=self._relays, size=self.size, newcomer=newcomer
         )
         agent.add(rank)
         start = Start(
