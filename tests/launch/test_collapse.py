@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import textwrap
 import time
@@ -37,7 +38,7 @@ class Lines:
             self.collapser.put(rank, b"", text.encode(), end)
 
     def release_all(self) -> None:
-        while self.collapser.next_release() is not None:
+        while self.collapser.next_release() < math.inf:
             self.collapser.release_oldest()
 
     def take(self) -> list[str]:
@@ -55,11 +56,10 @@ def test_a_line_that_every_rank_has_written_is_written_at_once() -> None:
     lines.put("b", "loss 1")
     assert lines.take() == ["abc: loss 1"]
     before = lines.collapser.next_release()
-    assert before is not None
     assert before <= time.monotonic() + HOLD_S
     lines.collapser.release_oldest()
     assert lines.take() == ["a: loss 2"]
-    assert lines.collapser.next_release() is None
+    assert lines.collapser.next_release() == math.inf
 
 
 def test_a_line_after_lines_that_differ_is_merged_too() -> None:
@@ -116,7 +116,7 @@ def test_ranks_that_have_ended_are_not_waited_for_and_keep_their_lines() -> None
     lines.put("b", "last", "more")
     assert lines.take() == ["ab: last", "b: more"]
     lines.collapser.end("b")
-    assert lines.collapser.next_release() is None
+    assert lines.collapser.next_release() == math.inf
 
 
 def test_a_flood_of_lines_is_released_before_it_fills_the_memory() -> None:

@@ -121,12 +121,12 @@ def signals(grace: float, process: Process, until: float = 100.0) -> Iterator[tu
     evictions = Evictions(grace, lambda rank: None, lambda rank, report: None)
     evictions.add(process, 10.0)  # type: ignore[arg-type]
     evictions.add(process, 10.5)  # type: ignore[arg-type]
-    while (at := evictions.next_at()) is not None and at < until:
+    while (at := evictions.next_at()) < until:
         evictions.tick(at)
         yield round(at - 10.0, 3), list(process.sent)
     process.status = 0
     evictions.tick(until)
-    assert evictions.next_at() is None
+    assert evictions.next_at() == math.inf
 
 
 @pytest.mark.parametrize("grace", [2.0, math.inf])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -320,12 +321,12 @@ def test_waits_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> No
     for _ in range(8):
         wait = slots.failed(3, 0.0, now)
         assert wait is not None
-        assert slots.next() == now + wait
+        assert slots.next_at() == now + wait
         assert slots.due(now + 0.99 * wait) == []
         now += wait
         waits.append(wait)
         assert slots.due(now) == [3]
-        assert slots.next() is None
+        assert slots.next_at() == math.inf
         now += 100.0
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
     assert slots.failed(3, RESET_AFTER_S, now) == 1

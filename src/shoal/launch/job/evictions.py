@@ -9,6 +9,7 @@ SIGKILL.
 from __future__ import annotations
 
 import enum
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -72,9 +73,9 @@ class Evictions:
         if rank.status is None and rank not in self._stages and not (rank.evicted or _has_left(rank, now)):
             self._stages[rank] = _Stage.WAITS, now + EXIT_TIMEOUT_S
 
-    def next_at(self) -> float | None:
-        """The time of the next :meth:`tick`, if any."""
-        return min((at for _, at in self._stages.values()), default=None)
+    def next_at(self) -> float:
+        """The time of the next :meth:`tick`; infinity: there is none."""
+        return min((at for _, at in self._stages.values()), default=math.inf)
 
     def tick(self, now: float) -> None:
         for rank, (stage, at) in list(self._stages.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
 import subprocess
@@ -71,8 +72,8 @@ class RankLauncher(ABC):
         """Kill the process groups of the ended ``ranks`` after ``linger`` seconds."""
 
     @abstractmethod
-    def next_at(self) -> float | None:
-        """The time of the next :meth:`tick`, if any."""
+    def next_at(self) -> float:
+        """The time of the next :meth:`tick`; infinity: there is none."""
 
     @abstractmethod
     def tick(self, now: float) -> None:
@@ -166,8 +167,8 @@ class LocalRankLauncher(RankLauncher):
     def sweep(self, ranks: Sequence[JobProcess], linger: float) -> Cleanup:
         return GroupCleanup(ranks, linger)
 
-    def next_at(self) -> float | None:
-        return None if self._stdin is None else self._stdin.next_at()
+    def next_at(self) -> float:
+        return math.inf if self._stdin is None else self._stdin.retry_at
 
     def tick(self, now: float) -> None:
         if self._stdin is not None:

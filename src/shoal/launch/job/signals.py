@@ -102,7 +102,7 @@ class CtrlCFilter:
 
     def __init__(self) -> None:
         self._first_at = -math.inf
-        self.remind_at: float | None = None
+        self.remind_at = math.inf
 
     def is_first(self, now: float) -> bool:
         """Record a SIGINT; return whether it is the first one."""

@@ -92,12 +92,13 @@ class Supervisor:
         self._fatal_rank: JobProcess | None = None
         self._stop_signal = 0
         self._ctrl_c = CtrlCFilter()
-        self._kill_at: float | None = None
-        #: the time to look for ranks that exited without leaving a group; None: not planned, or warned
-        self._early_exit_at: float | None = None
+        #: times of actions that are due; infinity: not planned
+        self._kill_at = math.inf
+        #: the time to look for ranks that exited without leaving a group
+        self._early_exit_at = math.inf
         self._warned_of_early_exits = False
         #: the time until which the culprit may exit by itself
-        self._culprit_deadline: float | None = None
+        self._culprit_deadline = math.inf
         #: wanted number of ranks, without spares
         self._wanted = rank_launcher.size
         #: number of processes to start as soon as others have left
@@ -153,7 +154,7 @@ class Supervisor:
         if metrics is not None and metrics.start():
             output.say(f"shoal: metrics: {metrics.url}".encode())
         while any(rank.status is None for rank in self._ranks):
-            self._run_once(None)
+            self._run_once()
         self._sweep(output)
         output.drain()
         code = self._conclude(output)
@@ -186,33 +187,30 @@ class Supervisor:
 
     # -- the loop ------------------------------------------------------------------------------
 
-    def _run_once(self, timeout: float | None) -> None:
+    def _run_once(self, timeout: float = math.inf) -> None:
         """Handle ready descriptors; wait for at most ``timeout`` seconds or until the next deadline."""
         assert self._output is not None
         now = time.monotonic()
-        moments = (
-            self._kill_at, self._culprit_deadline, self._ctrl_c.remind_at,
-            self._early_exit_at, self._evictions.next_at(), self._rank_launcher.next_at(),
-        )  # fmt: skip
         restarts = self._respawn if self._phase is _Phase.RUNNING else None
-        restart_at = None if restarts is None else restarts.next()
-        deadlines = [at - now for at in (*moments, restart_at, self._output.next_show()) if at is not None]
-        if timeout is not None:
-            deadlines.append(timeout)
-        for key, _ in self._selector.select(max(0.0, min(deadlines)) if deadlines else None):
+        due_at = min(
+            now + timeout, self._kill_at, self._culprit_deadline, self._ctrl_c.remind_at, self._early_exit_at,
+            self._evictions.next_at(), self._rank_launcher.next_at(), self._output.next_show(),
+            math.inf if restarts is None else restarts.next_at(),
+        )  # fmt: skip
+        for key, _ in self._selector.select(None if due_at == math.inf else max(0.0, due_at - now)):
             key.data()
         self._output.show()
         now = time.monotonic()
         self._rank_launcher.tick(now)
         self._evictions.tick(now)
-        if (at := self._ctrl_c.remind_at) is not None and now >= at:
+        if now >= self._ctrl_c.remind_at:
             self._print_waiting(now)
-        if self._early_exit_at is not None and now >= self._early_exit_at:
+        if now >= self._early_exit_at:
             self._warn_of_early_exits()
-        if self._kill_at is not None and now >= self._kill_at:
+        if now >= self._kill_at:
             self._kill()
-        if self._culprit_deadline is not None and now >= self._culprit_deadline:
-            self._culprit_deadline = None
+        if now >= self._culprit_deadline:
+            self._culprit_deadline = math.inf
             self._end_all()
         if restarts is not None and self._phase is _Phase.RUNNING:
             for slot in restarts.due(now):
@@ -224,10 +222,10 @@ class Supervisor:
         # Notes are read by the initial ranks, and use their numbers, which a newcomer does not have.
         if not rank.newcomer and any(other.status is None for other in self._ranks):
             self._notes.ended(rank.slot, summary.describe(status))
-        if status == 0 and self._early_exit_at is None and not self._warned_of_early_exits:
+        if status == 0 and self._early_exit_at == math.inf and not self._warned_of_early_exits:
             self._early_exit_at = time.monotonic() + EARLY_EXIT_WARNING_S
         if rank is self._culprit:
-            self._culprit_deadline = None
+            self._culprit_deadline = math.inf
         if self._phase is _Phase.RUNNING and rank.leaving:
             self._on_left(rank)
         elif self._phase is _Phase.RUNNING and status != 0 and not rank.dismissed:
@@ -346,7 +344,7 @@ class Supervisor:
         self._deferred_starts = 0
         self._respawn.cancel(self._respawn.waiting)
         newcomers = [rank for rank in self._ranks if rank.status is None and not rank.evicted]
-        if newcomers and self._phase is _Phase.RUNNING and self._kill_at is None:
+        if newcomers and self._phase is _Phase.RUNNING and self._kill_at == math.inf:
             self._kill_at = time.monotonic() + FAILURE_GRACE_S
             for rank in newcomers:
                 rank.dismissed = True
@@ -357,7 +355,7 @@ class Supervisor:
 
         The launcher cannot know whether the others wait for them, as in torch's init_process_group.
         """
-        self._early_exit_at = None
+        self._early_exit_at = math.inf
         self._read_reports()
         finished = [rank for rank in self._ranks if rank.status == 0 and rank.is_member]
         early = [rank for rank in finished if not (rank.reports or rank.leaving)]
@@ -390,7 +388,7 @@ class Supervisor:
                 rank.send(signal.SIGTERM)
 
     def _may_exit_by_itself(self, rank: JobProcess) -> bool:
-        return rank is self._culprit and self._culprit_deadline is not None
+        return rank is self._culprit and self._culprit_deadline < math.inf
 
     def _signalled(self) -> None:
         assert self._output is not None
@@ -412,8 +410,8 @@ class Supervisor:
                 self._stop(number)
             elif self._phase is _Phase.STOPPING:
                 self._stop(number)
-            elif self._culprit_deadline is not None:
-                self._culprit_deadline = None
+            elif self._culprit_deadline < math.inf:
+                self._culprit_deadline = math.inf
                 self._end_all()
         self._output.resume()
 
@@ -430,8 +428,8 @@ class Supervisor:
         for rank in running:
             rank.send_group(signal.SIGCONT)
         stopped = time.monotonic() - began
-        self._kill_at = None if self._kill_at is None else self._kill_at + stopped
-        self._culprit_deadline = None if self._culprit_deadline is None else self._culprit_deadline + stopped
+        self._kill_at += stopped
+        self._culprit_deadline += stopped
 
     def _is_repeated_stop(self, number: int) -> bool:
         """Whether a signal is a repeated request to stop, after a signal or a failure has ended all ranks."""
@@ -447,9 +445,9 @@ class Supervisor:
             self._kill()
 
     def _print_waiting(self, now: float) -> None:
-        self._ctrl_c.remind_at = None
+        self._ctrl_c.remind_at = math.inf
         left = [rank for rank in self._ranks if rank.status is None]
-        if left and self._kill_at is not None:
+        if left and self._kill_at < math.inf:
             self._print(summary.waiting(self._kill_at - now, left))
 
     def _send(self, number: int) -> None:
@@ -465,7 +463,7 @@ class Supervisor:
                 rank.send(number)
 
     def _kill(self) -> None:
-        self._kill_at = None
+        self._kill_at = math.inf
         for rank in self._ranks:
             if not self._may_exit_by_itself(rank):
                 rank.send_group(signal.SIGKILL)
@@ -473,7 +471,7 @@ class Supervisor:
     # -- the end -------------------------------------------------------------------------------
 
     def _sweep(self, output: RankOutput) -> None:
-        self._kill_at = None
+        self._kill_at = math.inf
         self._sweeping = True
         orderly = self._phase is _Phase.RUNNING
         sweep = self._rank_launcher.sweep(self._ranks, _LINGER_S if orderly else 0.0)

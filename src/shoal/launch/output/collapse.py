@@ -15,6 +15,7 @@ them can be written up to :data:`HOLD_S` later than a line that the rank wrote a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -112,9 +113,9 @@ class LineCollapser(Generic[SourceT]):
         while self._held_bytes > MAX_HELD_BYTES:
             self.release_oldest()
 
-    def next_release(self) -> float | None:
-        """The time to call :meth:`release_oldest`; None: no line is held."""
-        return self._held[0].release_at if self._held else None
+    def next_release(self) -> float:
+        """The time to call :meth:`release_oldest`; infinity: no line is held."""
+        return self._held[0].release_at if self._held else math.inf
 
     def release_oldest(self) -> None:
         """Release the oldest line, and the lines that must come before it."""

@@ -38,27 +38,27 @@ class _RankPipe:
         self._line_format = line_format
         self._log = log
         self.lines = LineSplitter()
-        #: the time to show an unfinished line; None: there is none
-        self.show_at: float | None = None
+        #: the time to show an unfinished line; infinity: there is none
+        self.show_at = math.inf
 
     def take(self, data: bytes) -> None:
         for text, end in self.lines.feed(data):
             self._put(text, end)
         if not (self.stream.sink.terminal and self.lines.partial):
-            self.show_at = None
+            self.show_at = math.inf
         elif self.lines.redrawing:
             self.show_at = 0.0
-        elif self.show_at is None:
+        elif self.show_at == math.inf:
             self.show_at = time.monotonic() + _IDLE_FLUSH_S
 
     def show(self) -> None:
-        self.show_at = None
+        self.show_at = math.inf
         self.stream.put(self, self._line_format.time(), self.lines.partial, None)
 
     def end(self) -> None:
         for text, end in self.lines.close():
             self._put(text, end)
-        self.show_at = None
+        self.show_at = math.inf
         self.source.close()
         self.stream.end(self)
 
@@ -166,26 +166,24 @@ class RankOutput:
             self._err.line(self, stamp, line, b"\n")
         self._log(LAUNCHER, b"".join(stamp + line + b"\n" for line in lines))
 
-    def next_show(self) -> float | None:
-        """The time of the next :meth:`show`, if any."""
+    def next_show(self) -> float:
+        """The time of the next :meth:`show`; infinity: there is none."""
         held = (collapser.next_release() for collapser in self._collapsers)
-        unfinished = (pipe.show_at for pipe in self._pipes)
-        return min((at for at in (*held, *unfinished) if at is not None), default=None)
+        return min((*held, *(pipe.show_at for pipe in self._pipes)), default=math.inf)
 
     def show(self) -> None:
         """Show the unfinished lines and release the held lines that are due."""
         now = time.monotonic()
         for pipe in self._pipes:
-            if pipe.show_at is not None and pipe.show_at <= now:
+            if pipe.show_at <= now:
                 pipe.show()
         self._release(now)
 
     def _release(self, until: float) -> None:
-        """Write the lines that are held for ``--collapse`` until this time or a shorter one, in order."""
+        """Write the lines that are held for ``--collapse`` to a time before this one, in order."""
         while self._collapsers:
-            collapser = min(self._collapsers, key=_next_release)
-            at = collapser.next_release()
-            if at is None or at > until:
+            collapser = min(self._collapsers, key=LineCollapser.next_release)
+            if collapser.next_release() >= until:
                 break
             collapser.release_oldest()
 
@@ -261,11 +259,6 @@ class RankOutput:
         pipe.source.ignore()
         self._pipes.remove(pipe)
         pipe.end()
-
-
-def _next_release(collapser: LineCollapser[_RankPipe]) -> float:
-    at = collapser.next_release()
-    return math.inf if at is None else at
 
 
 #: the launcher, as an argument for a rank

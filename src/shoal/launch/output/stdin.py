@@ -6,6 +6,7 @@ was started in the background of a terminal, where rank 0 would take the input o
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -30,7 +31,8 @@ class StdinReader:
         self._selector: selectors.BaseSelector | None = None
         self._unacknowledged = 0
         self._ended = self._is_listening = False
-        self._retry_at: float | None = None
+        #: the time to call :meth:`tick`; infinity: not needed
+        self.retry_at = math.inf
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -43,13 +45,9 @@ class StdinReader:
         self._unacknowledged -= amount
         self._listen()
 
-    def next_at(self) -> float | None:
-        """The time of the next :meth:`tick`, if any."""
-        return self._retry_at
-
     def tick(self, now: float) -> None:
         """Read the terminal again once this job is in the foreground."""
-        if self._retry_at is not None and now >= self._retry_at:
+        if now >= self.retry_at:
             self._listen()
 
     def close(self) -> None:
@@ -60,7 +58,7 @@ class StdinReader:
         if self._selector is None:
             return
         in_background = not self._ended and is_in_background()
-        self._retry_at = time.monotonic() + POLL_INTERVAL_S if in_background else None
+        self.retry_at = time.monotonic() + POLL_INTERVAL_S if in_background else math.inf
         while not in_background and self._wants_more and not self._is_listening:
             try:
                 self._selector.register(0, selectors.EVENT_READ, self._read)

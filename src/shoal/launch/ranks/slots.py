@@ -93,9 +93,9 @@ class Respawn:
         found.due = now + found.delay
         return found.delay
 
-    def next(self) -> float | None:
-        due = min((slot.due for slot in self._slots.values()), default=math.inf)
-        return None if due == math.inf else due
+    def next_at(self) -> float:
+        """The time of the next restart; infinity: none is scheduled."""
+        return min((slot.due for slot in self._slots.values()), default=math.inf)
 
     @property
     def waiting(self) -> set[int]:

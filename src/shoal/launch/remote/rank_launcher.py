@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import selectors
 import time
 from collections import deque
@@ -124,12 +123,10 @@ class RemoteRankLauncher(RankLauncher):
             agent.expect_bye(linger)
         return _ByeWaiter(self._agents)
 
-    def next_at(self) -> float | None:
+    def next_at(self) -> float:
         if self._relays:
             return 0.0
-        look_at = self._stdin.next_at()
-        found = min(agent.next_at() for agent in self._agents)
-        return look_at if found == math.inf else found if look_at is None else min(found, look_at)
+        return min(self._stdin.retry_at, *(agent.next_at() for agent in self._agents))
 
     def tick(self, now: float) -> None:
         for agent in self._agents:
