@@ -121,8 +121,10 @@ class RankOutput:
         self._selector = selector
         self._line_format = line_format
         self._logs = logs
-        self._out, self._err = open_sinks(wake)
-        self._stdout, self._stderr = (_OutputStream(s, line_format, size) for s in (self._out, self._err))
+        out, err = open_sinks(wake)
+        #: the same sink twice if both are the same file
+        self._sinks = {"stdout": out, "stderr": err}
+        self._stdout, self._stderr = (_OutputStream(sink, line_format, size) for sink in (out, err))
         self._collapsers = [s.collapser for s in (self._stdout, self._stderr) if s.collapser is not None]
         self._pipes: list[_RankPipe] = []
         self._paused: list[_RankPipe] = []
@@ -163,7 +165,7 @@ class RankOutput:
         stamp = self._line_format.time()
         lines = text.splitlines()
         for line in lines:
-            self._err.line(self, stamp, line, b"\n")
+            self._sinks["stderr"].line(self, stamp, line, b"\n")
         self._log(LAUNCHER, b"".join(stamp + line + b"\n" for line in lines))
 
     def next_show(self) -> float:
@@ -209,19 +211,18 @@ class RankOutput:
         """Accept no more lines; queued lines are still written."""
         self._closed = True
         self._release(math.inf)
-        self._out.close()
-        if self._err is not self._out:
-            self._err.close()
+        for sink in set(self._sinks.values()):
+            sink.close()
 
     @property
     def ended(self) -> bool:
         """Whether, after :meth:`close`, all lines have been written."""
-        return self._out.writer.join(0.0) and self._err.writer.join(0.0)
+        return all(sink.writer.join(0.0) for sink in self._sinks.values())
 
     def new_troubles(self) -> list[bytes]:
         """Messages on files that cannot be written any more, each once."""
         found = []
-        for name, sink in (("stdout", self._out), ("stderr", self._err)):
+        for name, sink in self._sinks.items():
             trouble = sink.writer.trouble
             if trouble and sink not in self._troubled:
                 self._troubled.append(sink)
@@ -231,7 +232,7 @@ class RankOutput:
 
     @property
     def lost(self) -> bool:
-        return bool(self._out.writer.trouble or self._err.writer.trouble)
+        return any(sink.writer.trouble for sink in self._sinks.values())
 
     def _listen(self, pipe: _RankPipe) -> None:
         pipe.source.listen(self._selector, partial(self._read, pipe))

@@ -87,15 +87,15 @@ class Srun:
             self.stderr_tail.watch(selector)
             selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
-    def add_connection(self, connection: SrunConnection, selector: selectors.BaseSelector) -> None:
-        """Add a connection that is used in the loop of ``selector``: it is shut down when srun ends."""
-        self._connections.add(connection)
-        self.watch(selector)
-
-    def remove_connection(self, connection: SrunConnection) -> None:
-        self._connections.discard(connection)
-        if not self._connections:
-            self.watch(None)
+    def use(self, connection: SrunConnection, selector: selectors.BaseSelector | None) -> None:
+        """Shut ``connection`` down when srun ends, in the loop of ``selector``; None: it is not used now."""
+        if selector is not None:
+            self._connections.add(connection)
+            self.watch(selector)
+        else:
+            self._connections.discard(connection)
+            if not self._connections:
+                self.watch(None)
 
     def end(self) -> None:
         """Wait for srun to exit, after all connections are closed; then send SIGTERM, then SIGKILL."""
@@ -134,10 +134,7 @@ class SrunConnection:
 
     def watch(self, selector: selectors.BaseSelector | None) -> None:
         """Read stderr of srun, once for all connections, in the loop of ``selector``; None: in no loop."""
-        if selector is None:
-            self._srun.remove_connection(self)
-        else:
-            self._srun.add_connection(self, selector)
+        self._srun.use(self, selector)
 
     def shut_down(self) -> None:
         """Shut down the connection without closing it."""
@@ -151,5 +148,5 @@ class SrunConnection:
 
     def end(self, timeout: float) -> int | None:
         """Stop to use srun, which serves the other agents; return its exit code if it has ended."""
-        self._srun.remove_connection(self)
+        self._srun.use(self, None)
         return self._srun.code
