@@ -57,13 +57,6 @@ class Guardian:
         finally:
             os.close(reader)
 
-    def preparation(self, cores: Sequence[int] | None) -> Callable[[], None]:
-        """A function for a rank to call between fork and exec, after it has become a group leader.
-
-        It announces the rank, and binds it to ``cores``.
-        """
-        return preparation(os.getpid(), self.pipe, cores)
-
     def wrapped(self, argv: Sequence[str], cores: Sequence[int] | None) -> list[str]:
         """A command that announces its process, binds it to ``cores``, and executes ``argv``."""
         bound = ",".join(map(str, cores or ()))
@@ -127,7 +120,10 @@ def begin(launcher: int, pipe: int, cores: str, argv: list[str]) -> NoReturn:
 
 
 def preparation(launcher: int, pipe: int, cores: Sequence[int] | None) -> Callable[[], None]:
-    """A function for a child of ``launcher``: see :meth:`Guardian.preparation`."""
+    """A function for a rank to call between fork and exec, after it has become a group leader.
+
+    It announces the rank, a child of ``launcher``, to the guardian, and binds it to ``cores``.
+    """
     # Imported here: between fork and exec only simple calls are safe.
     import ctypes
 

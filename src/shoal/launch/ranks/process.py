@@ -19,7 +19,7 @@ from ... import config
 from ...errors import LaunchError
 from ...failure_report import STACKS, Report, descriptor_name
 from .fork_server import ForkedRank, ForkServer
-from .guardian import Guardian
+from .guardian import Guardian, preparation
 from .program import flaw_of_script, reason_of
 from .rank import JobProcess
 from .rank_helper import RankHelper
@@ -96,7 +96,7 @@ class LocalRank(JobProcess):
                     stderr=subprocess.PIPE,
                     env=given,
                     start_new_session=True,
-                    preexec_fn=None if threaded else guardian.preparation(cores),
+                    preexec_fn=None if threaded else preparation(os.getpid(), guardian.pipe, cores),
                     pass_fds=[*passed.values(), *([guardian.pipe] if threaded else [])],
                 )
         except LaunchError as error:
