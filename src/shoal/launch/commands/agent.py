@@ -195,16 +195,7 @@ class AgentServer:
         self._ranks[start.index] = rank
         if start.stdin:
             self._stdin.attach(rank.take_stdin())
-        reported = 0
-
-        def tell_reports() -> None:
-            nonlocal reported
-            if rank.report_changes != reported:
-                reported = rank.report_changes
-                reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
-                self._link.send(frames.Reported(rank.index, rank.joined, reports, notices, rank.rebuilds))
-
-        rank.watch(self._selector, lambda: self._exited(rank), tell_reports)
+        rank.watch(self._selector, lambda: self._exited(rank), lambda: self._reported(rank))
         for stream, source in ((STDOUT, rank.stdout), (STDERR, rank.stderr)):
             self._sources[source] = (start.index, stream)
         self._link.send(frames.Started(start.index, rank.pid))
@@ -244,6 +235,10 @@ class AgentServer:
             rank.release()
 
     # -- events of processes -------------------------------------------------------------------
+
+    def _reported(self, rank: LocalRank) -> None:
+        reports, notices = tuple(rank.sent_reports), tuple(rank.take_notices())
+        self._link.send(frames.Reported(rank.index, rank.joined, reports, notices, rank.rebuilds))
 
     def _exited(self, rank: LocalRank) -> None:
         assert rank.status is not None

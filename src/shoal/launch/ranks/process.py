@@ -200,10 +200,6 @@ class LocalRank(JobProcess):
         return self._reports.take_notices()
 
     @property
-    def report_changes(self) -> int:
-        return self._reports.changes
-
-    @property
     def seconds(self) -> float:
         return self.ended_at - self._started
 

@@ -26,7 +26,6 @@ class Reports:
         received: reports of failures since the last rebuild of a group, the earliest first.
         joined: whether it has reported that it joined a world.
         rebuilds: number of reports that it goes on in a group without failed ranks.
-        changes: number of accepted reports.
     """
 
     def __init__(self, size: int) -> None:
@@ -39,7 +38,7 @@ class Reports:
         self.inherited = self._theirs.fileno()
         self.received: list[Report] = []
         self.joined = False
-        self.rebuilds = self.changes = 0
+        self.rebuilds = 0
         self._notices: list[Report] = []
 
     def started(self) -> None:
@@ -96,7 +95,6 @@ class Reports:
             return
         if report.summary is not None and len(report.summary.late) != len(report.ranks):
             return
-        self.changes += 1
         if report.kind == "rebuilt":
             self._is_rebuilt = True
             self.rebuilds += 1
