@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import sys
 from typing import Any
 
@@ -32,7 +33,10 @@ def test_the_binding_calls_the_installed_library() -> None:
     except ConfigurationError as error:
         pytest.skip(str(error))
     assert nccl.version() >= LEAST_VERSION
-    assert len(nccl.unique_id()) == UNIQUE_ID_BYTES
+    unique_id = nccl.unique_id()
+    assert len(unique_id) == UNIQUE_ID_BYTES
+    # ncclBootstrapHandle: a magic number, and the address of the root, an IPv4 or IPv6 socket
+    assert int.from_bytes(unique_id[8:10], sys.byteorder) in (socket.AF_INET, socket.AF_INET6)
     assert nccl.error_string(Result.IN_PROGRESS) == "NCCL operation in progress"
     if not torch.cuda.is_available():
         with pytest.raises(Exception, match="UnhandledCudaError"):
@@ -58,6 +62,22 @@ def test_the_configuration_of_a_communicator_is_passed_to_the_binding() -> None:
     for (size, ident, rank, config), max_ctas in zip(given, (default, 8), strict=True):
         assert (size, rank, config.blocking, config.max_ctas) == (4, 3, 0, max_ctas)
         assert ctypes.string_at(ident.ptr, UNIQUE_ID_BYTES) == unique_id
+
+
+def test_a_unique_id_is_read_from_memory_that_is_still_there() -> None:
+    bindings = pytest.importorskip("nccl.bindings.nccl", reason="nccl4py is not installed")
+    expected = bytes(range(1, UNIQUE_ID_BYTES + 1))
+
+    class Bindings:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bindings, name)
+
+        def get_unique_id(self) -> Any:
+            made = bindings.UniqueId()
+            ctypes.memmove(made.ptr, expected, UNIQUE_ID_BYTES)
+            return made
+
+    assert BoundNccl(Bindings()).unique_id() == expected  # type: ignore[arg-type]
 
 
 def test_a_library_that_is_too_old_or_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,8 @@ class BoundNccl:
         self.recv = bindings.recv
 
     def unique_id(self) -> bytes:
-        return ctypes.string_at(self._bindings.get_unique_id().ptr, UNIQUE_ID_BYTES)
+        made = self._bindings.get_unique_id()  # has the memory, so it must live until that is copied
+        return ctypes.string_at(made.ptr, UNIQUE_ID_BYTES)
 
     def init(self, size: int, unique_id: bytes, rank: int, max_ctas: int | None) -> Any:
         if len(unique_id) != UNIQUE_ID_BYTES:
