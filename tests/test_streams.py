@@ -34,6 +34,7 @@ import time
 import weakref
 from collections import OrderedDict, UserList, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -283,6 +284,32 @@ def test_captured_work_that_no_stream_waits_for_is_an_error_of_the_simulated_dev
         capture()
     with pytest.raises(RuntimeError, match="uncaptured work"), simulated.capture(META):
         simulated.wait_event(simulated.current_stream(META), simulated.record(side))
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_only_a_prepared_thread_may_ask_for_events_during_a_capture_of_another_one(
+    simulated: FakeRuntime, mode: str
+) -> None:
+    simulated.release()
+    event = simulated.record(simulated.current_stream(META))
+
+    def ask(*, prepared: bool) -> bool:
+        if prepared:
+            simulated.prepare_thread(META)
+        return simulated.query(event)
+
+    with simulated.capture(META, mode), ThreadPoolExecutor(1) as thread:
+        thread.submit(ask, prepared=True).result(30)
+
+    def unprepared() -> None:
+        with simulated.capture(META, mode), ThreadPoolExecutor(1) as thread:
+            assert (thread.submit(ask, prepared=False).exception(30) is not None) == (mode == "global")
+
+    if mode == "global":
+        with pytest.raises(RuntimeError, match="the capture was ended by a question of ThreadPool"):
+            unprepared()
+    else:
+        unprepared()
 
 
 # -- callbacks ---------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _SPIN, _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 10e-6, 1e-3
 
 #: maximum time in seconds of one blocking wait; Ctrl-C is handled between two waits
 _SLICE_S = 0.1
+
+_logger = logging.getLogger("shoal")
 
 #: ``cudaStreamCaptureModeRelaxed``
 _CAPTURE_MODE_RELAXED = 2
@@ -163,10 +166,19 @@ class CudaRuntime(StreamRuntime):
 
     def prepare_thread(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
-        # Otherwise queries of events in this thread invalidate captures of all others.
-        with suppress(OSError, AttributeError):
-            runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
-            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+        # Otherwise queries of events in this thread invalidate captures of all others.  Torch has loaded the
+        # library already, so that its name suffices; torch for HIP has none of that name.
+        if torch.version.cuda is None:
+            return
+        try:
+            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+            code = runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            problem = f"cudaThreadExchangeStreamCaptureMode: error {code}" if code else ""
+        except (OSError, AttributeError) as error:
+            problem = str(error)
+        if problem:
+            _logger.warning("captures of CUDA graphs may fail while operations run: %s", problem)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
         tensor.record_stream(stream)
@@ -251,6 +263,11 @@ class DeviceEvents:
         self._recorded: list[tuple[torch.device, Any, Any]] = []
         for device in self._devices:
             runtime_of(device)
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """The devices of the work."""
+        return tuple(self._devices)
 
     def record(self, streams: Mapping[torch.device, Any]) -> None:
         """Record an event on each of ``streams``, on which all work for the value is enqueued."""

@@ -407,10 +407,10 @@ def test_random_operations_with_delays_are_right() -> None:
 
 
 @contextmanager
-def capture() -> Iterator[Callable[[], object]]:
+def capture(mode: str = "global") -> Iterator[Callable[[], object]]:
     """A context in which the current stream captures; gives a function that replays the graph."""
     runtime, device = fake()._runtime, torch.device("pretend", 0)
-    with runtime.capture(device) as graph:
+    with runtime.capture(device, mode) as graph:
         yield lambda: graph.replay(runtime.current_stream(device))
 
 
@@ -446,7 +446,7 @@ def test_captures_take_no_number_and_other_threads_may_call_meanwhile() -> None:
         def eager() -> list[float]:
             return group.all_reduce(full(4, 2.0)).wait().tolist()
 
-        with capture() as replay, ThreadPoolExecutor(1) as thread:
+        with capture("thread_local") as replay, ThreadPoolExecutor(1) as thread:
             group.all_reduce(x).wait(blocking=False)
             if group.rank == 1:
                 assert thread.submit(eager).result() == [4.0] * 4

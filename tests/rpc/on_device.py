@@ -406,6 +406,14 @@ def a_storm_of_calls_leaves_nothing(a: Agent, b: Peer) -> None:
     assert b.call(kinds, big).wait(PATIENCE) == ["pretend"], "there is no room for it"
 
 
+def copies_do_not_disturb_captures_of_graphs(a: Agent, b: Peer) -> None:
+    held, streams = held_call(lambda: b.call(double, on_device(1, 2)))
+    with runtime.capture(pretend_device.DEVICE):
+        release(streams)
+        eventually(held.done)
+    assert held.wait(PATIENCE).tolist() == [2, 4]
+
+
 SCENES: list[Callable[[Agent, Peer], None]] = [
     tensors_arrive_on_the_device_that_the_map_says,
     tensors_are_what_they_were,
@@ -414,6 +422,7 @@ SCENES: list[Callable[[Agent, Peer], None]] = [
     a_tensor_without_a_map_is_refused_with_the_map_to_add,
     a_map_to_a_device_that_is_not_there_is_refused_by_the_callee,
     a_call_returns_before_its_tensors_are_copied_and_others_pass_it,
+    copies_do_not_disturb_captures_of_graphs,
     calls_of_an_actor_stay_in_order,
     letters_of_two_held_calls_go_in_the_order_of_the_calls,
     a_broken_copy_fails_its_call_alone,

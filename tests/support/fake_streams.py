@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -222,6 +223,15 @@ class FakeStream:
             del work
 
 
+@dataclass(eq=False)
+class _Capture:
+    """A capture that has begun; ``thread``: the one that may not ask for events, None: all may not."""
+
+    thread: int | None
+    #: the name of a thread that has asked
+    asked_by: str = ""
+
+
 class FakeRuntime(StreamRuntime):
     """Streams by name.
 
@@ -242,6 +252,8 @@ class FakeRuntime(StreamRuntime):
         self.blocked = 0
         self._held = held
         self._streams: list[FakeStream] = []
+        self._captures: list[_Capture] = []
+        #: of each thread: its current streams, and whether it is prepared
         self._current = threading.local()
 
     def stream(self, device: torch.device, name: str) -> FakeStream:
@@ -268,10 +280,16 @@ class FakeRuntime(StreamRuntime):
             self._held = False
 
     @contextmanager
-    def capture(self, device: torch.device) -> Iterator[FakeGraph]:
-        """A context in which a new current stream captures its work, as in ``torch.cuda.graph``."""
+    def capture(self, device: torch.device, mode: str = "global") -> Iterator[FakeGraph]:
+        """A context in which a new current stream captures its work, as in ``torch.cuda.graph``.
+
+        Whoever asks for an event meanwhile gets an error and ends the capture, except in prepared threads;
+        with the mode "thread_local", only this thread may not.
+        """
         stream = self.stream(device, "capture")
         graph = FakeGraph(stream)
+        capture = _Capture(None if mode == "global" else threading.get_ident())
+        self._captures.append(capture)
         with self.use(stream):
             try:
                 yield graph
@@ -279,7 +297,11 @@ class FakeRuntime(StreamRuntime):
                 with suppress(RuntimeError):
                     graph.end()
                 raise
+            finally:
+                self._captures.remove(capture)
             graph.end()
+            if capture.asked_by:
+                raise RuntimeError(f"the capture was ended by a question of {capture.asked_by} for an event")
 
     def broken(self) -> list[str]:
         """The streams that failed, and with what."""
@@ -342,10 +364,23 @@ class FakeRuntime(StreamRuntime):
     def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
         stream.wait_event(event)
 
+    def prepare_thread(self, device: torch.device) -> None:
+        self._current.prepared = True
+
     def query(self, event: FakeEvent) -> bool:
+        self._refuse_during_captures()
         return event.wait(0.0)
 
+    def _refuse_during_captures(self) -> None:
+        if getattr(self._current, "prepared", False):
+            return
+        for capture in list(self._captures):
+            if capture.thread in (None, threading.get_ident()):
+                capture.asked_by = threading.current_thread().name
+                raise RuntimeError("operation not permitted when stream is capturing")
+
     def synchronize(self, event: FakeEvent, timeout: float | None = None) -> bool:
+        self._refuse_during_captures()
         self.blocked += 1
         return event.wait(timeout)
 

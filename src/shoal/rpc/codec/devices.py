@@ -47,6 +47,8 @@ class EventWatcher:
         self._waiting: list[tuple[DeviceEvents, Callable[[Exception | None], None]]] = []
         self._polling = False
         self._closed = False
+        #: those for which the endpoint's thread is prepared
+        self._prepared: set[torch.device] = set()
 
     def close(self) -> None:
         """Discard all functions; the endpoint, which would call them, has ended."""
@@ -71,7 +73,7 @@ class EventWatcher:
         begun = time.monotonic()
         with self._lock:
             asked, self._waiting = self._waiting, []
-        left = [each for each in asked if not _call_if_occurred(*each)]
+        left = [each for each in asked if not self._call_if_occurred(*each)]
         with self._lock:
             self._waiting[:0] = left if not self._closed else ()
             self._polling = bool(self._waiting)
@@ -81,19 +83,22 @@ class EventWatcher:
         spent = time.monotonic() - begun
         self._endpoint.after(max(pause, 4 * spent), partial(self._poll, pause))
 
-
-def _call_if_occurred(events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
-    failure = None
-    try:
-        if not events.synchronize(None, 0.0):
-            return False
-    except Exception as error:
-        failure = error.with_traceback(None)
-    try:
-        fn(failure)
-    except Exception:
-        _logger.exception("a callback after copies from a device raised")
-    return True
+    def _call_if_occurred(self, events: DeviceEvents, fn: Callable[[Exception | None], None]) -> bool:
+        failure = None
+        try:
+            for device in events.devices:
+                if device not in self._prepared:
+                    runtime_of(device).prepare_thread(device)
+                    self._prepared.add(device)
+            if not events.synchronize(None, 0.0):
+                return False
+        except Exception as error:
+            failure = error.with_traceback(None)
+        try:
+            fn(failure)
+        except Exception:
+            _logger.exception("a callback after copies from a device raised")
+        return True
 
 
 # -- sending ------------------------------------------------------------------------------------
@@ -184,8 +189,7 @@ def reply(
         else:
             fail(RpcError(f"the device failed before the result was ready: {describe_error(failure)}"))
 
-    if not _call_if_occurred(done, go):
-        connection.agent.watch.when(done, go)
+    connection.agent.watch.when(done, go)
 
 
 def _staged(encoded: EncodedValue, events: DeviceEvents) -> DeviceEvents:
