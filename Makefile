@@ -46,8 +46,8 @@ matrix: $(DONE)/shoal  ## tests with other releases of torch, an hour; TORCH=2.1
 	PYTHONPATH=. $(BIN)/python -m tools.matrix $(TORCH) $(ARGS)
 
 # It uses the torch of PYTHON, not .venv: on a machine with a GPU that is the one with CUDA.
-gpu:  ## the tests for a GPU, with the torch of PYTHON; WHEELS=folder where there is no network
-	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+gpu:  ## the tests for a GPU, with the torch of PYTHON; WHEELS=folder without a network; NCCL=libnccl.so.2
+	$(PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(NCCL),--nccl $(NCCL)) $(ARGS)
 
 nightly: stress chaos sanitize  ## everything that is too long for `make test`, three hours
 

@@ -6,21 +6,27 @@ Uses the torch of ``PYTHON``, which must see a GPU. Builds shoal from this check
 wheels from the folder ``WHEELS`` for missing packages (default: from pip's index). Runs the tests marked
 ``gpu``, and trains with ``init_process_group("cpu:shoal,cuda:nccl")`` and one rank per GPU, and with
 ``"cpu:shoal,cuda:gloo"`` and two ranks, which may share a GPU (NCCL refuses that). Measures the backend
-"nccl" (``gpu_nccl.py``). Writes ``benchmarks/results/gpu-<card>.json``.
+"nccl" (``gpu_nccl.py``). Writes ``benchmarks/results/gpu-<card>.json`` after each part.
+
+``NCCL=libnccl.so.2`` of NCCL 2.30 or newer also tests collectives of two and three ranks on one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,51 +37,67 @@ NEEDS = {
     "click": "click", "msgspec": "msgspec", "psutil": "psutil", "rich": "rich",
     "nccl4py": "nccl", "cuda-pathfinder": "cuda.pathfinder", "cloudpickle": "cloudpickle",
 }  # fmt: skip
+#: exit codes of pytest
+PASSED, FAILED, NO_TESTS = 0, 1, 5
 #: timeout of a step in seconds
-LIMIT_S = 240
+LIMIT_S = 200.0
+#: seconds that one test may take; then its process writes the stacks of all threads and ends
+TEST_S = 60
+#: maximum number of processes for one file: after a test that hangs, the others run in a new one
+MOST_STARTS = 6
+#: maximum number of characters of a failure in the results
+MOST_OUTPUT = 6000
+#: files that have not run on a GPU yet come first, because a run may end early
+FIRST = ("tests/backend/test_nccl_gpu.py", "tests/test_streams.py")
+
+Record = dict[str, Any]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__)
     parser.add_argument("--wheels", help="folder of wheels, to download nothing")
     parser.add_argument("--results", default=ROOT / "benchmarks" / "results", type=Path, help="folder")
+    parser.add_argument("--nccl", help="libnccl.so.2 of 2.30 or newer, for two ranks on one GPU")
+    parser.add_argument("--seconds", default=540.0, type=float, help="for everything")
     given = parser.parse_args()
+    deadline = time.monotonic() + given.seconds
     import torch
 
     if not torch.cuda.is_available():
         print(f"shoal's GPU tests need a GPU, and torch {torch.__version__} sees none", file=sys.stderr)
         return 1
-    built = _build(given.wheels)
-    environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    record: dict[str, Any] = {
-        "machine": _machine(),
-        "built_seconds": built,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    cards = torch.cuda.device_count()
-    record["tests"] = _tests(environment)
-    record["nccl"] = _checks(cards, "nccl", environment)
-    # FSDP2 gathers several tensors at once. Gloo (torch 2.11) copies GPU tensors as if they were in host
-    # memory, which crashes the process. Accelerate and Lightning need a GPU for each rank.
-    without = ("fsdp2", "accelerate", "lightning")
-    record["gloo"] = _checks(max(2, cards), "gloo", environment, without=without)
-    record["shoal nccl"] = _program(cards, "gpu_nccl.py", (), environment)
     given.results.mkdir(parents=True, exist_ok=True)
     card = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
     path = given.results / f"gpu-{card}.json"
-    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    record: Record = {"machine": _machine(), "date": time.strftime("%Y-%m-%d")}
+
+    def save(name: str, part: Any) -> None:  # after each part: a later one may hang
+        record[name] = part
+        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+    save("built_seconds", _build(given.wheels))
+    environment = {"NCCL_DEBUG": "WARN", **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = f"{SITE}{os.pathsep}{ROOT}"
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    runner = Runner(environment, deadline)
+    runner.tests(_files(), lambda part: save("tests", part))
+    if given.nccl:
+        shared = {
+            **environment,
+            "LD_PRELOAD": str(Path(given.nccl).resolve()),
+            "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8",
+            "NCCL_ALGO": "RING", "NCCL_PROTO": "Simple",  # a small build of NCCL has no others
+        }  # fmt: skip
+        Runner(shared, deadline).tests(FIRST[:1], lambda part: save("two ranks", part))
+    cards = torch.cuda.device_count()
+    save("shoal nccl", runner.program(cards, "gpu_nccl.py"))
+    save("nccl", runner.checks(cards, "nccl"))
+    # FSDP2 gathers several tensors at once. Gloo (torch 2.11) copies GPU tensors as if they were in host
+    # memory, which crashes the process. Accelerate and Lightning need a GPU for each rank.
+    save("gloo", runner.checks(max(2, cards), "gloo", without=("fsdp2", "accelerate", "lightning")))
     print(json.dumps(record, indent=1, sort_keys=True))
-    failed = [
-        name for part in ("nccl", "gloo") for name, each in record[part]["checks"].items() if each == "failed"
-    ]
-    good = (
-        record["tests"]["code"] == 0
-        and not failed
-        and not record["nccl"]["code"]
-        and not record["gloo"]["code"]
-        and not record["shoal nccl"]["code"]
-    )
+    parts = [part for part in record.values() if isinstance(part, dict)]
+    good = not any(part.get("code") or "failed" in part.get("checks", {}).values() for part in parts)
     print(f"{'passed' if good else 'FAILED'}; results: {path}", flush=True)
     return 0 if good else 1
 
@@ -120,62 +142,109 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _tests(environment: dict[str, str]) -> dict[str, Any]:
-    """Run the marked tests; only their files are collected, because others need more packages."""
-    files = sorted(
+def _files() -> list[str]:
+    """The files with marked tests; only they are collected, because others need more packages."""
+    files = [
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
         if "pytest.mark.gpu" in path.read_text()
-    )
-    sys.path.insert(0, str(ROOT))
-    from tools import retry
-
-    result = retry.run(
-        ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-p", "no:benchmark"], files, environment=environment
-    )
-    outcomes = {f"{case.module}::{case.name}": case.outcome for case in result.cases.values()}
-    failures = {f"{case.module}::{case.name}": case.output[-3000:] for case in result.flaky}
-    failures |= {
-        f"{case.module}::{case.name}": case.output[-3000:]
-        for case in result.cases.values()
-        if case.outcome == "failed"
-    }
-    return {"code": result.code, "outcomes": outcomes, "failures": failures}
+    ]
+    return sorted(files, key=lambda name: (name not in FIRST, name))
 
 
-def _program(
-    ranks: int, script: str, arguments: Sequence[str], environment: dict[str, str]
-) -> dict[str, Any]:
-    """Run a program; its figures are the JSON object that rank 0 prints."""
-    program = [str(ROOT / "benchmarks" / script), *arguments]
-    command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), *program]
-    print("+", " ".join(command), flush=True)
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-        code, text, errors = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as expired:
-        code, text, errors = 124, _text(expired.stdout), _text(expired.stderr)
-    print(text, errors, sep="\n", flush=True)
-    figures: dict[str, Any] = {}
-    for line in text.splitlines():
-        if (start := line.find('{"')) >= 0:
-            figures = json.loads(line[start:])
-    return {"ranks": ranks, "code": code, "figures": figures, "stderr": errors[-2000:]}
+@dataclass
+class Runner:
+    """Runs tests and programs until a deadline, on the clock of :func:`time.monotonic`."""
 
+    environment: dict[str, str]
+    deadline: float
 
-def _checks(
-    ranks: int, engine: str, environment: dict[str, str], without: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Run the checks of gpu_programs.py except those in ``without``."""
-    arguments = ["--engine", engine, *(["--without", *without] if without else [])]
-    record = _program(ranks, "gpu_programs.py", arguments, environment)
-    return {**record, "checks": {name: each["outcome"] for name, each in record["figures"].items()}}
+    def tests(self, files: Sequence[str], save: Callable[[Record], None]) -> None:
+        """Run the marked tests of each file in processes of its own; ``save`` is called after each file."""
+        record: Record = {"code": 0, "outcomes": {}, "seconds": {}, "failures": {}}
+        for file in files:
+            self.test_file(file, record)
+            save(record)
 
+    def test_file(self, file: str, record: Record) -> None:
+        """Add the outcomes of a file's tests to ``record``; after one that hangs or dies, run the others."""
+        ended: set[str] = set()
+        for _ in range(MOST_STARTS):
+            code, output, lines = self._pytest(file, ended)
+            begun = {line["test"] for line in lines}
+            for line in lines:
+                name, outcome = line["test"], line.get("outcome")
+                if outcome is None or record["outcomes"].get(name) == "failed":
+                    continue
+                ended.add(name)
+                record["outcomes"][name], record["seconds"][name] = outcome, line["seconds"]
+                if outcome == "failed":
+                    record["failures"][name] = line["output"]
+            died = begun - ended
+            for name in died:
+                record["outcomes"][name] = "failed"
+                record["failures"][name] = f"the process ended with code {code}\n{output}"
+            ended |= died
+            if code not in (PASSED, NO_TESTS):
+                record["code"] = 1
+            if not died:
+                if code not in (PASSED, FAILED, NO_TESTS):
+                    record["failures"][file] = f"pytest ended with code {code}\n{output}"
+                return
 
-def _text(captured: bytes | str | None) -> str:
-    return captured.decode(errors="replace") if isinstance(captured, bytes) else captured or ""
+    def _pytest(self, file: str, ended: Iterable[str]) -> tuple[int, str, list[Record]]:
+        """Run the tests of a file without those that have ended; return what the plugin has written, too."""
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report"
+            report.touch()
+            command = [
+                sys.executable, "-m", "pytest", "-m", "gpu", "-v",
+                "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "benchmarks.gpu_report",
+                "-o", f"faulthandler_timeout={TEST_S}", file,
+                *(f"--deselect={name}" for name in sorted(ended)),
+            ]  # fmt: skip
+            code, text, errors = self._run(command, SHOAL_GPU_REPORT=str(report))
+            lines = [json.loads(line) for line in report.read_text().splitlines()]
+        return code, (text + errors)[-MOST_OUTPUT:], lines
+
+    def program(self, ranks: int, script: str, *arguments: str) -> Record:
+        """Run a program; its figures are the JSON object that rank 0 prints."""
+        program = [str(ROOT / "benchmarks" / script), *arguments]
+        command = [sys.executable, "-m", "shoal", "run", "-n", str(ranks), *program]
+        print("+", " ".join(command), flush=True)
+        code, text, errors = self._run(command)
+        figures: Record = {}
+        for line in text.splitlines():
+            if (start := line.find('{"')) >= 0:
+                figures = json.loads(line[start:])
+        return {"ranks": ranks, "code": code, "figures": figures, "stderr": errors[-MOST_OUTPUT:]}
+
+    def checks(self, ranks: int, engine: str, without: Sequence[str] = ()) -> Record:
+        """Run the checks of gpu_programs.py except those in ``without``."""
+        options = ["--without", *without] if without else []
+        record = self.program(ranks, "gpu_programs.py", "--engine", engine, *options)
+        return {**record, "checks": {name: each["outcome"] for name, each in record["figures"].items()}}
+
+    def _run(self, command: list[str], **variables: str) -> tuple[int, str, str]:
+        """Run a program for a limited time; end its children too, which would keep the GPU."""
+        seconds = min(LIMIT_S, max(1.0, self.deadline - time.monotonic()))
+        environment = {**self.environment, **variables}
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            program = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
+            try:
+                code = program.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = 124
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            out.seek(0)
+            err.seek(0)
+            text, errors = out.read(), err.read()
+        print(text, errors, sep="\n", flush=True)
+        return code, text, errors
 
 
 if __name__ == "__main__":
