@@ -71,6 +71,10 @@ class Executor:
         self._inbox.open(mailbox)
         self._spawn(self._other_threads, self._serve, mailbox, None)
 
+    def release(self, mailbox: int) -> None:
+        """End the thread of ``mailbox``, to which no worker sends any more."""
+        self._inbox.release(mailbox)
+
     def thread_count(self) -> int:
         """Return the number of threads, including those of mailboxes."""
         return len(self._call_threads) + len(self._other_threads)

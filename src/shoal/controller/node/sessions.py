@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import AgentClosed
-from ...rpc import current
+from ...rpc import Agent, current
 from ..protocol.commands import Segment
 from ..protocol.workers import import_all
 from . import accelerators, peers
@@ -26,14 +26,14 @@ Reply = tuple[list[Any], list[tuple[Any, ...]]]
 class _SessionStream:
     """One stream of a session, with its own `mailbox`; the mailbox's thread runs the batches in order."""
 
-    def __init__(self, number: int, state: SessionState, agent: Any) -> None:
+    def __init__(self, number: int, state: SessionState, agent: Agent) -> None:
         self._number = number
         self._state = state
         self._spaces: dict[int, SpaceExecutor] = {}
         self.reply = BatchReply(number, state.poisons, SpaceExecutor.run.__code__)
         self._batches = 0
         self._executor = agent.executor
-        self.mailbox: int = agent.references.objects.new_mailbox()
+        self.mailbox = agent.references.objects.new_mailbox()
         self._executor.start_mailbox(self.mailbox)
 
     def run(self, segments: Sequence[Segment]) -> Reply:
