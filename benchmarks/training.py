@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from training_timeline import median_step
 
 import shoal
 from shoal.tools.bench.result import description, machine
-from shoal.tools.signals import cleaning_up, installed
+from shoal.tools.signals import cleaning_up
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Settings of glibc that keep freed memory in the process. Otherwise the gradients of a model alone may be
@@ -110,7 +111,7 @@ def main() -> int:
     # Files and pipes have no width; this one fits a table.
     console = Console() if sys.stdout.isatty() else Console(width=132)
     options = ["--keep"] if arguments.keep else []
-    if not (pictures := installed("matplotlib")):
+    if not (pictures := find_spec("matplotlib") is not None):
         if arguments.timeline:
             parser.error("--timeline draws a picture, and matplotlib is not installed")
         console.print("matplotlib is not installed: no picture will be drawn", style="yellow")

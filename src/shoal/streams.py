@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .common.containers import tensors
+from .common.torch_features import cuda_runtime_library
 from .errors import UnsupportedOperation, UsageError
 
 #: seconds of polling an event without a pause, and then the first and the longest pause
@@ -167,11 +168,11 @@ class CudaRuntime(StreamRuntime):
     def prepare_thread(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
         # Otherwise queries of events in this thread invalidate captures of all others.  Torch has loaded the
-        # library already, so that its name suffices; torch for HIP has none of that name.
-        if torch.version.cuda is None:
+        # library already, so that its name suffices.
+        if (library := cuda_runtime_library()) is None:
             return
         try:
-            runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+            runtime = ctypes.CDLL(library)
             mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
             code = runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             problem = f"cudaThreadExchangeStreamCaptureMode: error {code}" if code else ""

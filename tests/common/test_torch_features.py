@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from shoal.common import torch_features
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "shoal"
 #: the module for differences between releases, and the one that checks the release
@@ -131,3 +134,11 @@ def test_questions_are_found(source: str) -> None:
 )
 def test_other_code_is_not(source: str) -> None:
     assert not list(queries(source))
+
+
+@pytest.mark.parametrize(("release", "library"), [("13.0", "libcudart.so.13"), (None, None)])
+def test_the_library_of_cuda_is_named_by_the_release(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, library: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", release)
+    assert torch_features.cuda_runtime_library() == library

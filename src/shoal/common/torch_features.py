@@ -79,6 +79,14 @@ def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size
     return made
 
 
+def cuda_runtime_library() -> str | None:
+    """Return the file name of torch's CUDA runtime; None: torch is built without CUDA, or for HIP."""
+    import torch
+
+    release: str | None = torch.version.cuda
+    return release and f"libcudart.so.{release.partition('.')[0]}"
+
+
 def keep_flight_recorder_off() -> None:
     """Keep torch from attaching its own flight recorder to groups of shoal, from torch 2.15 on.
 
