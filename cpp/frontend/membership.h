@@ -39,7 +39,7 @@ struct Member {
   int local_rank = 0;
   double timeout = 0;            // seconds
   Agreements::Rules agreements;  // of all groups
-  // Of the first group.
+  // The identity and the properties of the first group:
   std::uint64_t ident = 0;
   std::string name;
   int lanes = 1, algorithm = 0;

@@ -148,9 +148,6 @@ def test_closing_frees_the_memory_of_the_device(group: shoal.ProcessGroup) -> No
     assert torch.cuda.memory_allocated() <= before
 
 
-# -- two ranks on one GPU ------------------------------------------------------------------------
-
-
 def test_a_prepared_thread_may_ask_for_events_while_another_one_captures() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     runtime = runtime_of(device)
@@ -178,6 +175,9 @@ def test_a_prepared_thread_may_ask_for_events_while_another_one_captures() -> No
     assert found == [True]
     replay()
     assert y.tolist() == [2.0] * 4
+
+
+# -- two ranks on one GPU ------------------------------------------------------------------------
 
 
 def test_messages_go_through_host_memory() -> None:
@@ -214,7 +214,8 @@ def test_two_ranks_that_share_a_gpu_get_the_error_of_nccl() -> None:
 
 
 needs_shared = pytest.mark.skipif(not MAY_SHARE, reason="needs NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1")
-#: processes, as memory that one rank frees waits for all kernels of its process, also those that wait for it
+#: Processes, because a rank that frees memory waits for all kernels of its process, and a kernel of another
+#: rank there may wait for it.
 POOL = RankPool(3)
 
 
@@ -225,12 +226,7 @@ def _pool_ends() -> Iterator[None]:
 
 
 @needs_shared
-class TestNcclOnSeveralRanks(BackendConformance):
-    backend = "nccl"
-    devices = ("cuda", "cpu")
-    completes = "early"
-    rounding = "per hop"
-
+class TestNcclOnSeveralRanks(TestNcclOnOneRank):
     def run(self, fn: Callable[..., Any], size: int, *args: Any, **options: Any) -> list[Any]:
         if size > POOL.size:
             pytest.skip("more ranks may exhaust the GPU")
