@@ -10,6 +10,8 @@ namespace {
 
 // Larger than MPI_Status and MPI_MAX_ERROR_STRING of any library.
 constexpr std::size_t kStatusBytes = 256, kErrorBytes = 8192;
+// The tag of all messages: a communicator belongs to a lane, whose operations follow one another.
+constexpr int kTag = 0;
 
 template <typename Function>
 Function* look_up(const Library::Functions& functions, const std::string& name) {
@@ -31,10 +33,11 @@ Counts starts_of(const Counts& counts) {
   return starts;
 }
 
-const std::vector<std::string>& Library::collectives() {
-  static const std::vector<std::string> names{
-      "MPI_Iallreduce", "MPI_Ireduce",   "MPI_Ibcast",          "MPI_Iallgather", "MPI_Iallgatherv",
-      "MPI_Igatherv",   "MPI_Iscatterv", "MPI_Ireduce_scatter", "MPI_Ialltoall",  "MPI_Ialltoallv"};
+const std::vector<std::string>& Library::with_counts() {
+  static const std::vector<std::string> names{"MPI_Iallreduce", "MPI_Ireduce",         "MPI_Ibcast",
+                                              "MPI_Iallgather", "MPI_Iallgatherv",     "MPI_Igatherv",
+                                              "MPI_Iscatterv",  "MPI_Ireduce_scatter", "MPI_Ialltoall",
+                                              "MPI_Ialltoallv", "MPI_Isend",           "MPI_Irecv"};
   return names;
 }
 
@@ -62,70 +65,78 @@ class LibraryOf final : public Library {
     get(reduce_scatter_, "MPI_Ireduce_scatter" + c);
     get(all_to_all_, "MPI_Ialltoall" + c);
     get(all_to_all_parts_, "MPI_Ialltoallv" + c);
+    get(send_, "MPI_Isend" + c);
+    get(receive_, "MPI_Irecv" + c);
     get(test_, "MPI_Test");
     get(probe_, "MPI_Iprobe");
     get(error_string_, "MPI_Error_string");
   }
 
   void all_reduce(const Whole& x, Handle op, Handle comm, Call& call) override {
-    begin(call, all_reduce_(constants_.in_place, x.data, number(x.count), h(x.type), h(op), h(comm),
-                            request(call)));
+    begin(call, all_reduce_, constants_.in_place, x.data, number(x.count), h(x.type), h(op), h(comm));
   }
   void reduce(const Whole& x, Handle op, int root, bool at_root, Handle comm, Call& call) override {
-    begin(call, reduce_(at_root ? constants_.in_place : x.data, at_root ? x.data : nullptr, number(x.count),
-                        h(x.type), h(op), root, h(comm), request(call)));
+    begin(call, reduce_, at_root ? constants_.in_place : x.data, at_root ? x.data : nullptr, number(x.count),
+          h(x.type), h(op), root, h(comm));
   }
   void broadcast(const Whole& x, int root, Handle comm, Call& call) override {
-    begin(call, broadcast_(x.data, number(x.count), h(x.type), root, h(comm), request(call)));
+    begin(call, broadcast_, x.data, number(x.count), h(x.type), root, h(comm));
   }
-  void all_gather(const Whole& from, void* to, Handle comm, Call& call) override {
-    const N count = number(from.count);
-    begin(call, all_gather_(from.data, count, h(from.type), to, count, h(from.type), h(comm), request(call)));
-  }
-  void all_gather_parts(const Whole* from, const Parts& to, Handle comm, Call& call) override {
-    begin(call, all_gather_parts_(from != nullptr ? from->data : constants_.in_place,
-                                  from != nullptr ? number(from->count) : 0, h(to.type), to.data,
-                                  counts(call, to.counts), starts(call, to.starts), h(to.type), h(comm),
-                                  request(call)));
+  void all_gather(const Parts& parts, Handle comm, Call& call) override {
+    const H type = h(parts.type);
+    const bool equal = std::ranges::count(parts.counts, parts.counts[0]) == std::ssize(parts.counts);
+    if (equal)
+      begin(call, all_gather_, constants_.in_place, N{0}, type, parts.data, number(parts.counts[0]), type,
+            h(comm));
+    else
+      begin(call, all_gather_parts_, constants_.in_place, N{0}, type, parts.data, counts(call, parts.counts),
+            starts(call, parts.starts), type, h(comm));
   }
   void gather_parts(const Whole* from, const Parts* to, int root, Handle comm, Call& call) override {
     const H type = h(from != nullptr ? from->type : to->type);
-    begin(call,
-          gather_parts_(
-              from != nullptr ? from->data : constants_.in_place, from != nullptr ? number(from->count) : 0,
-              type, to != nullptr ? to->data : nullptr, to != nullptr ? counts(call, to->counts) : nullptr,
-              to != nullptr ? starts(call, to->starts) : nullptr, type, root, h(comm), request(call)));
+    begin(call, gather_parts_, from != nullptr ? from->data : constants_.in_place,
+          number(from != nullptr ? from->count : 0), type, to != nullptr ? to->data : nullptr,
+          to != nullptr ? counts(call, to->counts) : nullptr,
+          to != nullptr ? starts(call, to->starts) : nullptr, type, root, h(comm));
   }
   void scatter_parts(const Parts* from, const Whole& to, int root, Handle comm, Call& call) override {
-    begin(call, scatter_parts_(from != nullptr ? from->data : nullptr,
-                               from != nullptr ? counts(call, from->counts) : nullptr,
-                               from != nullptr ? starts(call, from->starts) : nullptr, h(to.type), to.data,
-                               number(to.count), h(to.type), root, h(comm), request(call)));
+    begin(call, scatter_parts_, from != nullptr ? from->data : nullptr,
+          from != nullptr ? counts(call, from->counts) : nullptr,
+          from != nullptr ? starts(call, from->starts) : nullptr, h(to.type), to.data, number(to.count),
+          h(to.type), root, h(comm));
   }
   void reduce_scatter(const void* from, const Whole& to, const Counts& parts, Handle op, Handle comm,
                       Call& call) override {
-    begin(call,
-          reduce_scatter_(from, to.data, counts(call, parts), h(to.type), h(op), h(comm), request(call)));
+    begin(call, reduce_scatter_, from, to.data, counts(call, parts), h(to.type), h(op), h(comm));
   }
   void all_to_all(const void* from, void* to, Handle type, Handle comm, Call& call) override {
-    begin(call, all_to_all_(from, 1, h(type), to, 1, h(type), h(comm), request(call)));
+    begin(call, all_to_all_, from, N{1}, h(type), to, N{1}, h(type), h(comm));
   }
   void all_to_all_parts(const Parts& from, const Parts& to, Handle comm, Call& call) override {
-    begin(call, all_to_all_parts_(from.data, counts(call, from.counts), starts(call, from.starts),
-                                  h(from.type), to.data, counts(call, to.counts), starts(call, to.starts),
-                                  h(to.type), h(comm), request(call)));
+    begin(call, all_to_all_parts_, from.data, counts(call, from.counts), starts(call, from.starts),
+          h(from.type), to.data, counts(call, to.counts), starts(call, to.starts), h(to.type), h(comm));
+  }
+  void exchange(const Parts& from, const Parts& to, Handle comm, Call& call) override {
+    for (std::size_t rank = 0; rank < to.counts.size(); ++rank)
+      if (to.counts[rank] > 0)
+        begin(call, receive_, to.of(rank).data, number(to.counts[rank]), h(to.type), static_cast<int>(rank),
+              kTag, h(comm));
+    for (std::size_t rank = 0; rank < from.counts.size(); ++rank)
+      if (from.counts[rank] > 0)
+        begin(call, send_, from.of(rank).data, number(from.counts[rank]), h(from.type),
+              static_cast<int>(rank), kTag, h(comm));
   }
 
   bool complete(Call& call) override {
-    if (!call.pending) return true;
-    alignas(16) std::byte status[kStatusBytes];
-    int done = 0;
-    if (const int code = test_(request(call), &done, status); code != 0) {
-      call.failure = text_of(code);
-      return true;
+    while (!call.requests.empty()) {
+      alignas(16) std::byte status[kStatusBytes];
+      int done = 0;
+      const int code = test_(reinterpret_cast<Request>(&call.requests.back()), &done, status);
+      if (code != 0) call.failure = text_of(code);
+      if (code != 0 || done == 0) return code != 0;
+      call.requests.pop_back();
     }
-    if (done != 0) call.pending = false;
-    return done != 0;
+    return true;
   }
 
   void progress() override {
@@ -143,7 +154,6 @@ class LibraryOf final : public Library {
     else
       return static_cast<H>(handle);
   }
-  static Request request(Call& call) { return reinterpret_cast<Request>(call.request); }
 
   template <typename T>
   static T fitted(std::uint64_t value) {
@@ -165,12 +175,12 @@ class LibraryOf final : public Library {
   static const N* counts(Call& call, const Counts& values) { return array<N>(call, values); }
   static const D* starts(Call& call, const Counts& values) { return array<D>(call, values); }
 
-  void begin(Call& call, int code) {
-    check(code);
-    call.pending = true;
-  }
-  void check(int code) const {
-    if (code != 0) throw MoverFailed(text_of(code));
+  template <typename Function, typename... Arguments>
+  void begin(Call& call, Function function, Arguments... arguments) const {
+    const int code = function(arguments..., reinterpret_cast<Request>(&call.requests.emplace_back()));
+    if (code == 0) return;
+    call.requests.pop_back();
+    throw MoverFailed(text_of(code));
   }
   std::string text_of(int code) const {
     std::string text(kErrorBytes, '\0');
@@ -191,6 +201,8 @@ class LibraryOf final : public Library {
   int (*reduce_scatter_)(const void*, void*, const N*, H, H, H, Request);
   int (*all_to_all_)(const void*, N, H, void*, N, H, H, Request);
   int (*all_to_all_parts_)(const void*, const N*, const D*, H, void*, const N*, const D*, H, H, Request);
+  int (*send_)(const void*, N, H, int, int, H, Request);
+  int (*receive_)(void*, N, H, int, int, H, Request);
   int (*test_)(Request, int*, void*);
   int (*probe_)(int, int, H, int*, void*);
   int (*error_string_)(int, char*, int*);
@@ -199,7 +211,7 @@ class LibraryOf final : public Library {
 std::shared_ptr<Library> Library::make(const Functions& functions, std::size_t handle_bytes,
                                        const Constants& constants) {
   bool large = true;
-  for (const std::string& name : collectives()) large &= functions.contains(name + "_c");
+  for (const std::string& name : with_counts()) large &= functions.contains(name + "_c");
   if (handle_bytes != sizeof(int) && handle_bytes != sizeof(void*))
     throw std::invalid_argument("handles of MPI have " + std::to_string(handle_bytes) + " bytes");
   if (handle_bytes == sizeof(int)) {

@@ -1,4 +1,4 @@
-// The nonblocking collectives of an MPI library that the process has loaded.
+// The nonblocking operations of an MPI library that the process has loaded.
 //
 // Libraries differ in the type of handles (an int in MPICH, a pointer in Open MPI) and have counts of 64 bits
 // since MPI 4.  Here handles are their bits, and counts have 64 bits; a library without large counts refuses
@@ -31,12 +31,12 @@ void keep_forever(T object) {
   kept->push_back(std::move(object));
 }
 
-// A call on its way.  Destroyed before it is complete, it abandons its operation: MPI then keeps using the
-// memory that was passed to it.
+// A call on its way, of one or more operations of MPI.  Destroyed before it is complete, it abandons its
+// operation: MPI then keeps using the memory that was passed to it.
 struct Call {
   explicit Call(Operation& op) : op(op) {}
   ~Call() {
-    if (!pending) return;
+    if (requests.empty()) return;
     op.abandon();
     keep_forever(std::move(arrays));
   }
@@ -45,8 +45,7 @@ struct Call {
 
   Operation& op;
   std::string failure;                            // why it failed, if it did
-  bool pending = false;                           // it was passed to the library, and is not complete
-  alignas(8) std::byte request[8] = {};           // of the library
+  std::vector<std::uint64_t> requests;            // of the library, for what is not complete
   std::vector<std::vector<std::int64_t>> arrays;  // counts and displacements in the types of the library
 };
 
@@ -58,6 +57,11 @@ struct Parts {
   void* data;
   Counts counts, starts;
   Handle type;
+  std::size_t item;  // bytes of an element
+
+  Span of(std::size_t rank) const {
+    return {static_cast<std::byte*>(data) + starts[rank] * item, counts[rank] * item};
+  }
 };
 struct Whole {
   void* data;
@@ -74,10 +78,10 @@ class Library : public MovingLibrary {
     int any_source, any_tag;
     Handle self;  // MPI_COMM_SELF
   };
-  // The addresses of MPI's functions by name; functions of MPI 4 with large counts end with _c.
+  // The addresses of MPI's functions by name; in MPI 4 those with large counts also exist, and end with _c.
   using Functions = std::unordered_map<std::string, std::uintptr_t>;
   // Names of the functions, without _c.
-  static const std::vector<std::string>& collectives();
+  static const std::vector<std::string>& with_counts();
   static const std::vector<std::string>& others();
   // Throws std::invalid_argument if a function is missing.
   static std::shared_ptr<Library> make(const Functions& functions, std::size_t handle_bytes,
@@ -87,11 +91,9 @@ class Library : public MovingLibrary {
   // In place at the root.
   virtual void reduce(const Whole& x, Handle op, int root, bool at_root, Handle comm, Call& call) = 0;
   virtual void broadcast(const Whole& x, int root, Handle comm, Call& call) = 0;
-  // `to` has a part like `from` for each rank.
-  virtual void all_gather(const Whole& from, void* to, Handle comm, Call& call) = 0;
-  // `from`: null, if this rank's part is in its place.
-  virtual void all_gather_parts(const Whole* from, const Parts& to, Handle comm, Call& call) = 0;
-  // `to`: of the root.  `from`: null at the root, if its part is in its place.
+  // Each rank's part is in its place.
+  virtual void all_gather(const Parts& parts, Handle comm, Call& call) = 0;
+  // `to`: of the root, whose part is in its place.  `from`: of the others.
   virtual void gather_parts(const Whole* from, const Parts* to, int root, Handle comm, Call& call) = 0;
   virtual void scatter_parts(const Parts* from, const Whole& to, int root, Handle comm, Call& call) = 0;
   virtual void reduce_scatter(const void* from, const Whole& to, const Counts& counts, Handle op, Handle comm,
@@ -99,6 +101,8 @@ class Library : public MovingLibrary {
   // One element for each rank.
   virtual void all_to_all(const void* from, void* to, Handle type, Handle comm, Call& call) = 0;
   virtual void all_to_all_parts(const Parts& from, const Parts& to, Handle comm, Call& call) = 0;
+  // The same by a message for each part that is not empty; this rank's own part must be.
+  virtual void exchange(const Parts& from, const Parts& to, Handle comm, Call& call) = 0;
 
   // Advances a call; whether it is complete or has failed.
   virtual bool complete(Call& call) = 0;

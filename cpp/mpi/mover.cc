@@ -10,8 +10,9 @@
 namespace shoal::mpi {
 namespace {
 
-// Bytes up to which every rank receives the inputs of all others and reduces them.
-constexpr std::uint64_t kSmallBytes = 64 << 10;
+// Bytes up to which a rank receives the inputs of all others and reduces them; and those in an all-reduce by
+// messages, whose two steps cost less than two collectives.
+constexpr std::uint64_t kSmallBytes = 64 << 10, kSmallByMessages = 16 << 10;
 // Bytes of each rank's part that are reduced at a time.
 constexpr std::size_t kPieceBytes = 1 << 20;
 // Maximum bytes of temporary memory that a lane keeps for its next operation.
@@ -70,10 +71,11 @@ class MpiMover::Joined {
   Joined(Operation& op, LaneState* lane, const std::vector<Span>& spans, std::size_t ranks, Handle type)
       : spans_(spans), room_(op, lane, spans.size() > 1 ? total(spans) : 0) {
     std::byte* const data = spans.size() == 1 ? spans[0].data : room_.data();
+    const std::size_t item = item_of(op.request());
     Counts counts;
     for (const Span& part : collectives::parts_of(spans, static_cast<int>(ranks)))
-      counts.push_back(part.bytes / item_of(op.request()));
-    parts_ = {data, counts, starts_of(counts), type};
+      counts.push_back(part.bytes / item);
+    parts_ = {data, counts, starts_of(counts), type, item};
   }
   const Parts& parts() const { return parts_; }
   void pack() { copy_all(true); }
@@ -132,7 +134,8 @@ Task MpiMover::move(Operation& op) {
 Task MpiMover::all_reduce(Operation& op, LaneState& lane) {
   const Request& request = op.request();
   const Span x = request.out[0];
-  const std::uint64_t count = x.bytes / item_of(request);
+  const std::size_t item = item_of(request);
+  const std::uint64_t count = x.bytes / item;
   if (const MpiReduction* reduction = reduction_of(request)) {
     Call call(op);
     library_->all_reduce({x.data, count, reduction->type}, reduction->op, lane.comm, call);
@@ -141,21 +144,22 @@ Task MpiMover::all_reduce(Operation& op, LaneState& lane) {
     divide(request, *reduction, x.data, count);
     co_return;
   }
-  if (is_small(x.bytes)) {
+  if (is_small(x.bytes, options_.exchanges ? kSmallByMessages : kSmallBytes)) {
     Scratch gathered(op, &lane, x.bytes * size_);
+    const Counts counts(size_, count);
     Call call(op);
-    library_->all_gather({x.data, count, type_of(request)}, gathered.data(), lane.comm, call);
+    begin_all_gather(lane, x, {gathered.data(), counts, starts_of(counts), type_of(request), item}, call);
     auto done = finished(op, *library_, call);
     co_await done;
     reduce_gathered(request, gathered.data(), x);
     co_return;
   }
-  const Counts counts = shares(count, item_of(request));
-  const Parts parts{x.data, counts, starts_of(counts), type_of(request)};
-  Task reduced = reduce_scatter_into(op, lane, x, counts, x.data + parts.starts[self_] * item_of(request));
+  const Counts counts = shares(count, item);
+  const Parts parts{x.data, counts, starts_of(counts), type_of(request), item};
+  Task reduced = reduce_scatter_into(op, lane, x, counts, x.data + parts.starts[self_] * item);
   co_await reduced;
   Call call(op);
-  library_->all_gather_parts(nullptr, parts, lane.comm, call);
+  begin_all_gather(lane, parts.of(self_), parts, call);
   auto done = finished(op, *library_, call);
   co_await done;
 }
@@ -176,13 +180,12 @@ Task MpiMover::reduce(Operation& op, LaneState& lane) {
     co_return;
   }
   const Handle type = type_of(request);
-  if (is_small(x.bytes)) {
+  if (is_small(x.bytes, kSmallBytes)) {
     Scratch gathered(op, &lane, at_root ? x.bytes * size_ : 0);
     const Counts counts(size_, count);
-    const Parts to{gathered.data(), counts, starts_of(counts), type};
-    const Whole whole{x.data, count, type};
+    const Parts to{gathered.data(), counts, starts_of(counts), type, item};
     Call call(op);
-    library_->gather_parts(&whole, at_root ? &to : nullptr, root, lane.comm, call);
+    begin_gather(lane, x, to, root, call);
     auto done = finished(op, *library_, call);
     co_await done;
     if (!at_root) co_return;
@@ -190,15 +193,14 @@ Task MpiMover::reduce(Operation& op, LaneState& lane) {
     co_return;
   }
   const Counts counts = shares(count, item);
-  const Parts parts{x.data, counts, starts_of(counts), type};
+  const Parts parts{x.data, counts, starts_of(counts), type, item};
   // Only the root's tensor may change.
   Scratch part(op, nullptr, at_root ? 0 : counts[self_] * item);
   std::byte* mine = at_root ? x.data + parts.starts[self_] * item : part.data();
   Task reduced = reduce_scatter_into(op, lane, x, counts, mine);
   co_await reduced;
-  const Whole whole{mine, counts[self_], type};
   Call call(op);
-  library_->gather_parts(at_root ? nullptr : &whole, at_root ? &parts : nullptr, root, lane.comm, call);
+  begin_gather(lane, {mine, counts[self_] * item}, parts, root, call);
   auto done = finished(op, *library_, call);
   co_await done;
 }
@@ -214,10 +216,9 @@ Task MpiMover::broadcast(Operation& op, LaneState& lane) {
 
 Task MpiMover::all_gather(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const Whole from{request.in[0].data, request.in[0].bytes / item_of(request), type_of(request)};
-  Joined to(op, &lane, request.out, size_, from.type);
+  Joined to(op, &lane, request.out, size_, type_of(request));
   Call call(op);
-  library_->all_gather_parts(&from, to.parts(), lane.comm, call);
+  begin_all_gather(lane, request.in[0], to.parts(), call);
   auto done = finished(op, *library_, call);
   co_await done;
   to.unpack();
@@ -225,14 +226,12 @@ Task MpiMover::all_gather(Operation& op, LaneState& lane) {
 
 Task MpiMover::gather(Operation& op, LaneState& lane) {
   const Request& request = op.request();
-  const bool at_root = rank_ == request.root;
-  const Whole from{request.in[0].data, request.in[0].bytes / item_of(request), type_of(request)};
-  Joined to(op, &lane, request.out, size_, from.type);
+  Joined to(op, &lane, request.out, size_, type_of(request));
   Call call(op);
-  library_->gather_parts(&from, at_root ? &to.parts() : nullptr, request.root, lane.comm, call);
+  begin_gather(lane, request.in[0], to.parts(), request.root, call);
   auto done = finished(op, *library_, call);
   co_await done;
-  if (at_root) to.unpack();
+  to.unpack();
 }
 
 Task MpiMover::scatter(Operation& op, LaneState& lane) {
@@ -277,9 +276,16 @@ Task MpiMover::all_to_all(Operation& op, LaneState& lane) {
   Scratch sizes(op, &lane, 2 * size_ * sizeof(std::uint64_t));
   auto* sent = reinterpret_cast<std::uint64_t*>(sizes.data());
   std::ranges::copy(from.parts().counts, sent);
+  sent[size_ + self_] = sent[self_];  // which an exchange does not send
   {
+    const Counts one(size_, 1), starts = starts_of(one);
+    const Handle of_size = options_.types.at(sizeof *sent);
     Call call(op);
-    library_->all_to_all(sent, sent + size_, options_.types.at(sizeof *sent), lane.comm, call);
+    if (options_.exchanges)
+      begin_all_to_all(lane, {sent, one, starts, of_size, sizeof *sent},
+                       {sent + size_, one, starts, of_size, sizeof *sent}, call);
+    else
+      library_->all_to_all(sent, sent + size_, of_size, lane.comm, call);
     auto done = finished(op, *library_, call);
     co_await done;
   }
@@ -297,7 +303,8 @@ Task MpiMover::all_to_all(Operation& op, LaneState& lane) {
   }
   from.pack();
   Call call(op);
-  library_->all_to_all_parts(from.parts(), to.parts(), lane.comm, call);
+  begin_all_to_all(lane, from.parts(), to.parts(), call);
+  collectives::copy(to.parts().of(self_), from.parts().of(self_));
   auto done = finished(op, *library_, call);
   co_await done;
   to.unpack();
@@ -315,17 +322,17 @@ Task MpiMover::reduce_scatter_into(Operation& op, LaneState& lane, Span x, const
   for (std::uint64_t at = 0; at < longest; at += step) {
     auto piece_of = [&](std::size_t rank) { return std::min(step, std::max(counts[rank], at) - at); };
     const std::uint64_t own = piece_of(self_);
-    Parts from{x.data, {}, {}, type_of(request)};
+    Parts from{x.data, {}, {}, type_of(request), item};
     for (std::size_t rank = 0; rank < size_; ++rank) {
-      from.counts.push_back(rank == self_ ? 0 : piece_of(rank));
+      from.counts.push_back(piece_of(rank));
       from.starts.push_back(starts[rank] + std::min(at, counts[rank]));
     }
-    Parts to{gathered.data(), Counts(size_, own), {}, from.type};
+    Parts to{gathered.data(), Counts(size_, own), {}, from.type, item};
     to.counts[self_] = 0;
     to.starts = starts_of(to.counts);
     {
       Call call(op);
-      library_->all_to_all_parts(from, to, lane.comm, call);
+      begin_all_to_all(lane, from, to, call);
       auto done = finished(op, *library_, call);
       co_await done;
     }
@@ -337,6 +344,49 @@ Task MpiMover::reduce_scatter_into(Operation& op, LaneState& lane, Span x, const
   }
 }
 
+// Sends part i of `from` to rank i, and receives part i of `to` from it; not this rank's own.
+void MpiMover::begin_all_to_all(LaneState& lane, Parts from, Parts to, Call& call) const {
+  from.counts[self_] = to.counts[self_] = 0;
+  if (options_.exchanges)
+    library_->exchange(from, to, lane.comm, call);
+  else
+    library_->all_to_all_parts(from, to, lane.comm, call);
+}
+
+// Sends this rank's part to all others, and receives theirs; copies its own into its place.
+void MpiMover::begin_all_gather(LaneState& lane, Span own, const Parts& parts, Call& call) const {
+  const Span place = parts.of(self_);
+  if (options_.exchanges) {
+    Parts from{own.data, Counts(size_, parts.counts[self_]), Counts(size_, 0), parts.type, parts.item};
+    begin_all_to_all(lane, std::move(from), parts, call);
+    collectives::copy(place, own);
+  } else {
+    collectives::copy(place, own);
+    library_->all_gather(parts, lane.comm, call);
+  }
+}
+
+// Sends this rank's part to the root, which copies its own into its place; `parts` are those of the root.
+void MpiMover::begin_gather(LaneState& lane, Span own, const Parts& parts, int root, Call& call) const {
+  const Parts none{nullptr, Counts(size_, 0), Counts(size_, 0), parts.type, parts.item};
+  const std::uint64_t count = own.bytes / parts.item;
+  if (rank_ == root) {
+    collectives::copy(parts.of(self_), own);
+    if (options_.exchanges)
+      begin_all_to_all(lane, none, parts, call);
+    else
+      library_->gather_parts(nullptr, &parts, root, lane.comm, call);
+  } else if (options_.exchanges) {
+    Parts from = none;
+    from.data = own.data;
+    from.counts[static_cast<std::size_t>(root)] = count;
+    begin_all_to_all(lane, std::move(from), none, call);
+  } else {
+    const Whole from{own.data, count, parts.type};
+    library_->gather_parts(&from, nullptr, root, lane.comm, call);
+  }
+}
+
 const MpiReduction* MpiMover::reduction_of(const Request& request) const {
   auto found = options_.reductions.find(
       {static_cast<int>(request.reduction.dtype), static_cast<int>(request.reduction.op)});
@@ -345,7 +395,9 @@ const MpiReduction* MpiMover::reduction_of(const Request& request) const {
 
 Handle MpiMover::type_of(const Request& request) const { return options_.types.at(item_of(request)); }
 
-bool MpiMover::is_small(std::uint64_t bytes) const { return bytes * (size_ - 1) <= kSmallBytes; }
+bool MpiMover::is_small(std::uint64_t bytes, std::uint64_t limit) const {
+  return bytes * (size_ - 1) <= limit;
+}
 
 // The number of elements that each rank reduces.
 Counts MpiMover::shares(std::uint64_t count, std::size_t item) const {

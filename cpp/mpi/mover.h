@@ -1,10 +1,12 @@
 // Moves the data of a group's collectives by an MPI library.
 //
 // Data is passed to MPI as elements of a size.  Reductions are computed by shoal's kernels, in the order of
-// the ranks and rounded once: MPI has no bfloat16, and does not promise equal bits on all ranks.  An
-// all-reduce is Ialltoallv, the reduction of one part on each rank, and Iallgatherv; a small one is
-// Iallgather, and the reduction of all inputs on each rank.  On request, MPI computes the reductions that it
-// has.
+// the ranks and rounded once: MPI has no bfloat16, and does not promise equal bits on all ranks.  In an
+// all-reduce each rank reduces a part, and sends the result to the others; in a small one each rank reduces
+// all inputs.  On request, MPI computes the reductions that it has.
+//
+// In a small group, parts are passed by single messages, which is faster than the nonblocking collectives of
+// MPI libraries.  In a larger one they are passed by collectives, because the library knows the network.
 #pragma once
 
 #include <array>
@@ -32,6 +34,7 @@ class MpiMover final : public Mover {
     std::map<std::size_t, Handle> types;  // by the bytes of an element
     // By dtype and reduction; shoal computes all others.
     std::map<std::pair<int, int>, MpiReduction> reductions;
+    bool exchanges = true;  // parts are passed by single messages; the same on all members
   };
   MpiMover(std::shared_ptr<Library> library, Options options);
 
@@ -57,9 +60,13 @@ class MpiMover final : public Mover {
   Task all_to_all(Operation& op, LaneState& lane);
   Task reduce_scatter_into(Operation& op, LaneState& lane, Span x, const Counts& counts, std::byte* mine);
 
+  void begin_all_to_all(LaneState& lane, Parts from, Parts to, Call& call) const;
+  void begin_all_gather(LaneState& lane, Span own, const Parts& parts, Call& call) const;
+  void begin_gather(LaneState& lane, Span own, const Parts& parts, int root, Call& call) const;
+
   const MpiReduction* reduction_of(const Request& request) const;
   Handle type_of(const Request& request) const;
-  bool is_small(std::uint64_t bytes) const;
+  bool is_small(std::uint64_t bytes, std::uint64_t limit) const;
   Counts shares(std::uint64_t count, std::size_t item) const;
   void reduce_gathered(const Request& request, const std::byte* gathered, Span to) const;
   void reduce_parts(const Request& request, const std::vector<const void*>& parts, void* to,

@@ -28,17 +28,19 @@ void bind_mpi(nb::module_& m) {
           },
           nb::arg("functions"), nb::arg("handle_bytes"), nb::arg("in_place"), nb::arg("any_source"),
           nb::arg("any_tag"), nb::arg("comm_self"))
-      .def_static("names", [] { return std::pair(mpi::Library::collectives(), mpi::Library::others()); });
+      .def_static("names", [] { return std::pair(mpi::Library::with_counts(), mpi::Library::others()); });
   m.def(
       "move_by_mpi",
       [](Group& group, std::shared_ptr<mpi::Library> library, std::vector<mpi::Handle> comms,
-         std::map<std::size_t, mpi::Handle> types, const Reductions& reductions) {
+         std::map<std::size_t, mpi::Handle> types, const Reductions& reductions, bool exchanges) {
         if (static_cast<int>(comms.size()) != group.lane_count())
           throw std::invalid_argument("a group needs a communicator for each lane");
-        mpi::MpiMover::Options options{group.rank(), group.size(), std::move(comms), std::move(types), {}};
+        mpi::MpiMover::Options options{group.rank(),     group.size(), std::move(comms),
+                                       std::move(types), {},           exchanges};
         for (const auto& [key, value] : reductions)
           options.reductions[key] = {std::get<0>(value), std::get<1>(value), std::get<2>(value)};
         group.set_mover(std::make_shared<mpi::MpiMover>(std::move(library), std::move(options)));
       },
-      nb::arg("group"), nb::arg("library"), nb::arg("comms"), nb::arg("types"), nb::arg("reductions"));
+      nb::arg("group"), nb::arg("library"), nb::arg("comms"), nb::arg("types"), nb::arg("reductions"),
+      nb::arg("exchanges"));
 }

@@ -20,9 +20,7 @@ std::vector<std::byte> bytes_at(const void* data, std::uint64_t count, Handle ty
   return count == 0 ? std::vector<std::byte>() : std::vector<std::byte>(from, from + count * type);
 }
 
-std::byte* part(const Parts& parts, std::size_t index) {
-  return static_cast<std::byte*>(parts.data) + parts.starts[index] * parts.type;
-}
+std::byte* part(const Parts& parts, std::size_t index) { return parts.of(index).data; }
 
 }  // namespace
 
@@ -31,6 +29,7 @@ void FakeMpi::connect(Group& group) {
   options.rank = group.rank();
   options.size = group.size();
   for (std::size_t bytes : {1, 2, 4, 8, 16}) options.types[bytes] = bytes;
+  options.exchanges = Random(group.ident())() % 2 == 0;
   {
     std::lock_guard lock(mutex_);
     for (int lane = 0; lane < group.lane_count(); ++lane) {
@@ -44,16 +43,23 @@ void FakeMpi::connect(Group& group) {
   group.set_mover(std::make_shared<mpi::MpiMover>(shared_from_this(), std::move(options)));
 }
 
+void FakeMpi::fail_at_start() {
+  Failure start = Failure::kAtStart;
+  if (failure_.compare_exchange_strong(start, Failure::kNone)) throw MoverFailed("the double fails there");
+}
+
+std::uint64_t FakeMpi::add_request(Comm& comm, Call& call) {
+  call.requests.push_back(++comm.requests);
+  return comm.requests;
+}
+
 void FakeMpi::post(const char* name, Member& member, std::vector<Bytes> sent, std::vector<Receive> receives,
                    Call& call) {
   Comm& comm = *member.comm;
-  Failure start = Failure::kAtStart;
-  if (failure_.compare_exchange_strong(start, Failure::kNone)) throw MoverFailed("the double fails there");
-  const std::uint64_t number = member.next++;
-  std::memcpy(call.request, &number, sizeof number);
+  fail_at_start();
   call.arrays.push_back({reinterpret_cast<std::int64_t>(&member)});
-  call.pending = true;
   std::lock_guard lock(comm.mutex);
+  const std::uint64_t number = member.next++;
   Collective& collective = comm.collectives[number];
   if (collective.name == nullptr) {
     collective.name = name;
@@ -61,17 +67,18 @@ void FakeMpi::post(const char* name, Member& member, std::vector<Bytes> sent, st
   }
   check(std::string(collective.name) == name, "ranks call different functions of MPI");
   Posted& mine = collective.ranks[member.rank];
-  mine = {true, std::move(sent), std::move(receives), false};
-  deliver(collective);
+  mine = {add_request(comm, call), std::move(sent), std::move(receives), false};
+  deliver(comm, collective);
+  if (collective.delivered == comm.size) comm.collectives.erase(number);
 }
 
 // Delivers to each rank for which all sources have posted.
-void FakeMpi::deliver(Collective& collective) {
+void FakeMpi::deliver(Comm& comm, Collective& collective) {
   for (std::size_t rank = 0; rank < collective.ranks.size(); ++rank) {
     Posted& mine = collective.ranks[rank];
-    if (!mine.posted || mine.delivered) continue;
+    if (mine.request == 0 || mine.delivered) continue;
     bool there = true;
-    for (const Receive& receive : mine.receives) there &= collective.ranks[receive.source].posted;
+    for (const Receive& receive : mine.receives) there &= collective.ranks[receive.source].request != 0;
     if (!there) continue;
     for (const Receive& receive : mine.receives) {
       const auto& sent = collective.ranks[receive.source].sent;
@@ -80,26 +87,57 @@ void FakeMpi::deliver(Collective& collective) {
       if (!bytes.empty()) std::memcpy(receive.to, bytes.data(), bytes.size());
     }
     mine.delivered = true;
+    ++collective.delivered;
+    comm.complete.insert(mine.request);
   }
 }
 
+void FakeMpi::exchange(const Parts& from, const Parts& to, Handle handle, Call& call) {
+  Member& member = member_of(handle);
+  Comm& comm = *member.comm;
+  check(from.counts[member.rank] == 0 && to.counts[member.rank] == 0, "a message to its sender");
+  call.arrays.push_back({reinterpret_cast<std::int64_t>(&member)});
+  std::lock_guard lock(comm.mutex);
+  for (int rank = 0; rank < static_cast<int>(comm.size); ++rank) {
+    if (to.counts[rank] == 0) continue;
+    Messages& messages = comm.messages[{rank, member.rank}];
+    messages.receives.push_back({add_request(comm, call), to.of(rank)});
+    match(comm, messages);
+  }
+  for (int rank = 0; rank < static_cast<int>(comm.size); ++rank) {
+    if (from.counts[rank] == 0) continue;
+    fail_at_start();
+    Messages& messages = comm.messages[{member.rank, rank}];
+    messages.sends.push_back({add_request(comm, call), from.of(rank)});
+    match(comm, messages);
+  }
+}
+
+// Delivers the message that two ranks have posted.
+void FakeMpi::match(Comm& comm, Messages& messages) {
+  if (messages.sends.empty() || messages.receives.empty()) return;
+  const Message sent = messages.sends.front(), received = messages.receives.front();
+  check(sent.data.bytes == received.data.bytes, "a message and its receiver have different sizes");
+  std::memcpy(received.data.data, sent.data.data, sent.data.bytes);
+  comm.complete.insert({sent.request, received.request});
+  messages.sends.pop_front();
+  messages.receives.pop_front();
+}
+
 bool FakeMpi::complete(Call& call) {
-  if (!call.pending) return true;
+  if (call.requests.empty()) return true;
   Failure later = Failure::kLater;
   if (failure_.compare_exchange_strong(later, Failure::kNone)) {
     call.failure = "the double fails there";
     return true;
   }
-  std::uint64_t number;
-  std::memcpy(&number, call.request, sizeof number);
   Member& member = *reinterpret_cast<Member*>(call.arrays.at(0).at(0));
-  if (chance(member.random, 3)) return false;
   Comm& comm = *member.comm;
   std::lock_guard lock(comm.mutex);
-  Collective& collective = comm.collectives.at(number);
-  if (!collective.ranks[member.rank].delivered) return false;
-  call.pending = false;
-  if (++collective.completed == comm.size) comm.collectives.erase(number);
+  while (!call.requests.empty()) {
+    if (chance(member.random, 3) || comm.complete.erase(call.requests.back()) == 0) return false;
+    call.requests.pop_back();
+  }
   return true;
 }
 
@@ -121,21 +159,16 @@ void FakeMpi::broadcast(const Whole& x, int root, Handle comm, Call& call) {
   post("broadcast", member, std::move(sent), std::move(receives), call);
 }
 
-void FakeMpi::all_gather(const Whole& from, void* to, Handle comm, Call& call) {
-  const Counts counts(member_of(comm).comm->size, from.count);
-  all_gather_parts(&from, {to, counts, mpi::starts_of(counts), from.type}, comm, call);
-}
-
-void FakeMpi::all_gather_parts(const Whole* from, const Parts& to, Handle comm, Call& call) {
+void FakeMpi::all_gather(const Parts& parts, Handle comm, Call& call) {
   Member& member = member_of(comm);
-  const auto self = static_cast<std::size_t>(member.rank);
   std::vector<Bytes> sent;
-  sent.push_back(from != nullptr ? bytes_at(from->data, from->count, from->type)
-                                 : bytes_at(part(to, self), to.counts[self], to.type));
   std::vector<Receive> receives;
-  for (std::size_t rank = 0; rank < to.counts.size(); ++rank)
-    if (from != nullptr || rank != self)
-      receives.push_back({static_cast<int>(rank), part(to, rank), to.counts[rank] * to.type});
+  for (int rank = 0; rank < static_cast<int>(parts.counts.size()); ++rank) {
+    if (rank == member.rank)
+      sent.push_back(bytes_at(part(parts, rank), parts.counts[rank], parts.type));
+    else
+      receives.push_back({rank, part(parts, rank), parts.counts[rank] * parts.type});
+  }
   post("all_gather", member, std::move(sent), std::move(receives), call);
 }
 
@@ -162,7 +195,8 @@ void FakeMpi::scatter_parts(const Parts* from, const Whole& to, int root, Handle
 void FakeMpi::all_to_all(const void* from, void* to, Handle type, Handle comm, Call& call) {
   const Counts counts(member_of(comm).comm->size, 1);
   const Counts starts = mpi::starts_of(counts);
-  all_to_all_parts({const_cast<void*>(from), counts, starts, type}, {to, counts, starts, type}, comm, call);
+  all_to_all_parts({const_cast<void*>(from), counts, starts, type, type}, {to, counts, starts, type, type},
+                   comm, call);
 }
 
 void FakeMpi::all_to_all_parts(const Parts& from, const Parts& to, Handle comm, Call& call) {

@@ -1,14 +1,18 @@
-// The collectives of MPI among the ranks of this process, for the movers of cpp/mpi.
+// MPI among the ranks of this process, for the movers of cpp/mpi.
 //
 // The data of a call is delivered by the thread of the rank that sends the last part of it, also after the
-// call was abandoned: memory that was freed too early is found by the address sanitizer.
+// call was abandoned: memory that was freed too early is found by the address sanitizer.  So is that of a
+// sender whose message is received later.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "engine/group.h"
@@ -29,9 +33,7 @@ class FakeMpi final : public mpi::Library, public std::enable_shared_from_this<F
   void reduce(const mpi::Whole& x, mpi::Handle op, int root, bool at_root, mpi::Handle comm,
               mpi::Call& call) override;
   void broadcast(const mpi::Whole& x, int root, mpi::Handle comm, mpi::Call& call) override;
-  void all_gather(const mpi::Whole& from, void* to, mpi::Handle comm, mpi::Call& call) override;
-  void all_gather_parts(const mpi::Whole* from, const mpi::Parts& to, mpi::Handle comm,
-                        mpi::Call& call) override;
+  void all_gather(const mpi::Parts& parts, mpi::Handle comm, mpi::Call& call) override;
   void gather_parts(const mpi::Whole* from, const mpi::Parts* to, int root, mpi::Handle comm,
                     mpi::Call& call) override;
   void scatter_parts(const mpi::Parts* from, const mpi::Whole& to, int root, mpi::Handle comm,
@@ -41,6 +43,7 @@ class FakeMpi final : public mpi::Library, public std::enable_shared_from_this<F
   void all_to_all(const void* from, void* to, mpi::Handle type, mpi::Handle comm, mpi::Call& call) override;
   void all_to_all_parts(const mpi::Parts& from, const mpi::Parts& to, mpi::Handle comm,
                         mpi::Call& call) override;
+  void exchange(const mpi::Parts& from, const mpi::Parts& to, mpi::Handle comm, mpi::Call& call) override;
   bool complete(mpi::Call& call) override;
   void progress() override {}
 
@@ -53,21 +56,32 @@ class FakeMpi final : public mpi::Library, public std::enable_shared_from_this<F
   };
   // The call of one rank.
   struct Posted {
-    bool posted = false;
-    std::vector<Bytes> sent;  // for each rank; for all of them if it is one
+    std::uint64_t request = 0;  // 0: not posted
+    std::vector<Bytes> sent;    // for each rank; for all of them if it is one
     std::vector<Receive> receives;
     bool delivered = false;
   };
   struct Collective {
     const char* name = nullptr;
     std::vector<Posted> ranks;
-    std::size_t completed = 0;  // number of ranks
+    std::size_t delivered = 0;  // number of ranks
+  };
+  struct Message {
+    std::uint64_t request;
+    Span data;
+  };
+  // Between two ranks; one of these is empty.
+  struct Messages {
+    std::deque<Message> sends, receives;
   };
   struct Comm {
     explicit Comm(std::size_t size) : size(size) {}
     const std::size_t size;
     std::mutex mutex;
     std::map<std::uint64_t, Collective> collectives;
+    std::map<std::pair<int, int>, Messages> messages;  // by source and destination
+    std::uint64_t requests = 0;
+    std::set<std::uint64_t> complete;  // requests
   };
   struct Member {
     std::shared_ptr<Comm> comm;
@@ -79,7 +93,11 @@ class FakeMpi final : public mpi::Library, public std::enable_shared_from_this<F
   static Member& member_of(mpi::Handle comm) { return *reinterpret_cast<Member*>(comm); }
   void post(const char* name, Member& member, std::vector<Bytes> sent, std::vector<Receive> receives,
             mpi::Call& call);
-  static void deliver(Collective& collective);
+  static void deliver(Comm& comm, Collective& collective);
+  static void match(Comm& comm, Messages& messages);
+  // Remembers a new request in `call`.  Requires the mutex of `comm`.
+  static std::uint64_t add_request(Comm& comm, mpi::Call& call);
+  void fail_at_start();
 
   std::atomic<Failure> failure_{Failure::kNone};
   std::mutex mutex_;

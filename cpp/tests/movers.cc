@@ -21,7 +21,7 @@ void fail_once(const World& world, std::uint64_t ident, FakeMpi::Failure failure
     Plan plan;
     plan.kind = Kind::kAllReduce;
     plan.how = {DType::kFloat32, RedOp::kSum, 2};
-    plan.count = 1000;
+    plan.count = ident % 4 < 2 ? 1000 : 10'000;  // reduced in one step or in two
     const Taste taste{};
     check(Call(group, plan, taste, 0, desk, tally).finish(), "the first operation fails");
     both.arrive_and_wait();
@@ -44,8 +44,10 @@ void fail_once(const World& world, std::uint64_t ident, FakeMpi::Failure failure
 void failing_movers(Watchdog& watchdog) {
   const World world(std::vector<int>{0, 0});
   Tally tally;
-  fail_once(world, 1, FakeMpi::Failure::kAtStart, watchdog, tally);
-  fail_once(world, 2, FakeMpi::Failure::kLater, watchdog, tally);
+  // The groups pass parts by messages or collectives.
+  for (std::uint64_t ident = 1; ident <= 16; ++ident)
+    fail_once(world, ident, ident % 2 ? FakeMpi::Failure::kAtStart : FakeMpi::Failure::kLater, watchdog,
+              tally);
   for (int rank = 0; rank < 2; ++rank) world.at(rank).close(now_ns() + kSecond);
 }
 

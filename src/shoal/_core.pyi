@@ -527,7 +527,7 @@ class MpiLibrary:
 
     @staticmethod
     def names() -> tuple[list[str], list[str]]:
-        """Names of collectives, which may have a variant with the suffix _c, and of other functions."""
+        """Names of functions that may have a variant with the suffix _c, and of other functions."""
 
 def move_by_mpi(
     group: Group,
@@ -535,6 +535,7 @@ def move_by_mpi(
     comms: list[int],
     types: dict[int, int],
     reductions: dict[tuple[int, int], tuple[int, int, bool]],
+    exchanges: bool,
 ) -> None:
     """Let MPI move the data of a group.
 
@@ -543,6 +544,8 @@ def move_by_mpi(
         types: datatypes by the bytes of an element.
         reductions: datatype, operation, and whether the core divides by the number of ranks, by the codes of
             dtype and reduction; the core computes all others.
+        exchanges: whether members pass parts by single messages, and not by collectives of MPI; the same on
+            all members.
     """
 
 # -- cpp/python/packed.cc ---------------------------------------------------------------------------

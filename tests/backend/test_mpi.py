@@ -17,13 +17,19 @@ import torch
 
 import shoal
 from shoal import Future, ProcessGroup, RendezvousError, UsageError, _core
-from shoal.backend.mpi import library
+from shoal.backend.mpi import channel, library
 from shoal.backend.mpi.channel import MpiBackend, checked_addresses
 from shoal.backend.native.channel import NativeBackend
 from shoal.common import mpi_library
 from shoal.store import PrefixStore
 from shoal.testing import RankPool
-from shoal.testing.conformance.cases import all_cases, check_cases, run_cases
+from shoal.testing.conformance.cases import (
+    CollectiveCase,
+    TensorBytes,
+    all_cases,
+    check_cases,
+    run_cases,
+)  # fmt: skip
 from tests.support.mpi import Mpi
 
 from . import test_training
@@ -99,8 +105,8 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
         """As those of MPI 3; the other test runs use the functions with large counts where there are some."""
 
         def small(group: ProcessGroup) -> None:
-            collectives, others = _core.MpiLibrary.names()
-            known = SimpleNamespace(names=lambda: ([], collectives + others), make=_core.MpiLibrary.make)
+            counting, others = _core.MpiLibrary.names()
+            known = SimpleNamespace(names=lambda: ([], counting + others), make=_core.MpiLibrary.make)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(library, "_core", SimpleNamespace(MpiLibrary=known))
                 store = PrefixStore("inner", group.store)
@@ -113,6 +119,24 @@ class TestMpi(SlowConformance):  # ranks of MPI wait busily, and keep the cores 
             group.barrier().wait()
 
         self.run(small, 2)
+
+    @pytest.mark.parametrize("messages", [True, False], ids=["messages", "collectives"])
+    def test_parts_are_passed_by_messages_and_in_larger_groups_by_collectives(self, messages: bool) -> None:
+        def moved(group: ProcessGroup, cases: list[CollectiveCase]) -> list[list[TensorBytes] | None]:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(channel, "_MAX_EXCHANGING", group.size if messages else group.size - 1)
+                store = PrefixStore("inner", group.store)
+                with shoal.init(backend="mpi", store=store, rank=group.rank, size=group.size) as inner:
+                    return run_cases(inner, cases)
+
+        # Reduced in one step, in two, and sent by another protocol of MPI.
+        cases = [
+            case
+            for count in (5, 9000, 60_000)
+            for case in all_cases(count, messages=False)
+            if case.dtype in (torch.float32, torch.bfloat16) and case.op in ("", "sum", "max")
+        ]
+        check_cases(cases, self.run(moved, 4, cases))
 
     def test_operations_in_callbacks_and_subgroups(self) -> None:
         def chains(group: ProcessGroup) -> None:

@@ -29,6 +29,10 @@ from . import library
 _ADDRESS = struct.Struct("<II?")
 #: operations whose data MPI does not move
 _NATIVE_KINDS = frozenset({OpKind.BARRIER, OpKind.SEND, OpKind.RECV})
+#: Maximum size of a group whose members pass parts by single messages, each to all others at once.  On one
+#: host they are faster than the nonblocking collectives of MPI libraries.  In larger groups libraries know
+#: better what to send first, and along which links.
+_MAX_EXCHANGING = 8
 #: seconds for which that thread waits for the other members at a time
 _SLICE_S = 0.1
 #: seconds that a thread which makes communicators gets when its group has failed
@@ -147,7 +151,10 @@ class MpiChannel(NativeChannel):
                 self._communicators = made
                 if not self._closed:
                     handles = [library.handle(backend.mpi, communicator) for communicator in made]
-                    _core.move_by_mpi(core, backend.library, handles, backend.datatypes, backend.reductions)
+                    _core.move_by_mpi(
+                        core, backend.library, handles, backend.datatypes, backend.reductions,
+                        len(spec.ranks) <= _MAX_EXCHANGING,
+                    )  # fmt: skip
         except Exception as error:
             if not core.broken():
                 backend.mpi_broke()

@@ -20,9 +20,9 @@ def core_library(mpi: ModuleType) -> _core.MpiLibrary:
     linked to the one that it has found.
     """
     symbols = ctypes.CDLL(mpi.__file__)  # with those of the libraries to which the module is linked
-    collectives, others = _core.MpiLibrary.names()
+    counting, others = _core.MpiLibrary.names()
     functions = {}
-    for name in (*collectives, *(f"{name}_c" for name in collectives), *others):
+    for name in (*counting, *(f"{name}_c" for name in counting), *others):
         if hasattr(symbols, name):
             functions[name] = ctypes.cast(getattr(symbols, name), ctypes.c_void_p).value or 0
     return _core.MpiLibrary.make(
