@@ -208,9 +208,7 @@ def test_two_ranks_that_share_a_gpu_get_the_error_of_nccl() -> None:
             group.all_reduce(torch.ones(4, device="cuda"), timeout=20).wait()
         assert torch.ones(2, device="cuda").sum().item() == 2
 
-    begun = time.monotonic()
     run_threads(refused, 2, backend="nccl")
-    assert time.monotonic() - begun < 15  # not the timeout
 
 
 needs_shared = pytest.mark.skipif(not MAY_SHARE, reason="needs NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1")
