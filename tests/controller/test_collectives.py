@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import os
+import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -115,6 +117,35 @@ def test_a_failure_at_one_node_is_that_of_all_and_the_group_stays(master: Master
     master.synchronize()
     place.all_reduce_(good)
     assert good.on(2).tolist() == [6, 9]
+
+
+def _limit_memory(size: int | None) -> None:
+    """Let this process allocate at most ``size`` more bytes; None: as many as before."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard if size is None else psutil.Process().memory_info().vms + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"), [("all_gather", 6 << 20), ("reduce_scatter", 3 << 24), ("mean", 1 << 24)]
+)
+def test_a_collective_whose_result_one_node_cannot_allocate_fails_at_all_and_the_next_one_works(
+    no_master: None, name: str, elements: int
+) -> None:
+    with shoal.init_master_worker(workers=3) as master:
+        place = master.nodes
+        x = torch.ones(1, device=place.device).expand(elements)  # the result has at least 64 MB
+        y = _different(place, 1)
+        place.mean(y)  # the nodes have a group
+        master.call(1, _limit_memory, 32 << 20)
+        getattr(place, name)(x)
+        place.all_reduce_(y)
+        master.call(1, _limit_memory, None)
+        assert y.on(1).tolist() == [6]  # first, because the other nodes may still wait
+        for _ in place:  # the failure of the next node
+            with pytest.raises(shoal.RemoteOpError, match=f"shoal_node.{name}.*allocate memory"):
+                master.synchronize()
+        assert [each.tolist() for each in _parts(place, y)] == [[6]] * 3
 
 
 def test_collectives_and_copies_in_any_order_do_not_wait_for_each_other(master: Master) -> None:
