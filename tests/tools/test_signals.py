@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 
@@ -40,5 +41,24 @@ def test_a_ctrl_c_comes_after_what_is_undisturbed_and_what_was_ignored_stays_so(
     try:
         assert interrupted(signal.SIGHUP) == ["the block", "what follows"]
         assert interrupted(signal.SIGHUP, signal.SIGINT) == ["the block", "KeyboardInterrupt()"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_installed_by_c_before_python_started_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    handler = ctypes.cast(libc.abs, ctypes.c_void_p).value  # does nothing when it is called
+    before = signal.getsignal(signal.SIGHUP)
+    getsignal = signal.getsignal
+    # Python looks for such handlers when it starts.
+    monkeypatch.setattr(signal, "getsignal", lambda n: None if n == signal.SIGHUP else getsignal(n))
+    try:
+        libc.signal(signal.SIGHUP, handler)
+        with cleaning_up(), signals_deferred():
+            pass  # an error here must come before a signal does
+        with cleaning_up():
+            assert interrupted(signal.SIGHUP) == ["the block", "what follows"]
+        assert libc.signal(signal.SIGHUP, handler) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
