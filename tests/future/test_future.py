@@ -307,6 +307,24 @@ def test_an_error_passed_on_through_callbacks_keeps_nothing_alive() -> None:
     assert [reference() for reference in references] == [None, None, None]
 
 
+@pytest.mark.usefixtures("without_collector")
+def test_an_error_of_a_callback_keeps_nothing_alive() -> None:
+    def fails(future: Future[None]) -> None:
+        raise Boom
+
+    def failed() -> weakref.ref[torch.Tensor]:
+        kept = torch.ones(2)  # of a frame of the traceback
+        future: Future[None] = Future()
+        future.set_result(None)
+        with pytest.raises(Boom):
+            future.then(fails).wait(10)
+        return weakref.ref(kept)
+
+    reference = failed()
+    assert pool.shutdown(10)
+    assert reference() is None
+
+
 def test_a_forked_child_can_use_futures_of_its_own() -> None:
     occupied, leave = threading.Event(), threading.Event()
     blocker: Future[None] = Future()

@@ -314,6 +314,7 @@ def _run_callback(
         # The future's own error must not reference the future through the callback's frame.
         passed_on = error is future._error
         child.set_exception(drop_outer_frames(error, None if passed_on else 2))
+        del child  # the frames of ``fn`` reference this one, and the error references them
     finally:
         callback_scope.reset(token)
 
