@@ -116,6 +116,12 @@ def _steps(
     def exchanged(x: torch.Tensor) -> list[torch.Tensor]:
         return group.all_to_all(rooms(x), parts(x)).wait(blocking=False)
 
+    def exchanged_unevenly(x: torch.Tensor) -> list[torch.Tensor]:
+        sent, received = [to + 1 for to in range(size)], [rank + 1] * size
+        out = torch.empty(sum(received), dtype=x.dtype, device=device)
+        given = x.flatten()[: sum(sent)]
+        return [group.all_to_all_single(out, given, received, sent).wait(blocking=False)]
+
     for op in ("sum", "min", "max", "avg", ReduceOp.premul_sum(0.5)):
         yield torch.float32, reduced(op)
     yield torch.int16, reduced("sum")
@@ -129,6 +135,7 @@ def _steps(
     yield torch.float32, scattered("min")
     yield torch.int16, scattered("bor")
     yield torch.float32, exchanged
+    yield torch.int16, exchanged_unevenly
 
 
 def what_a_capture_cannot_have_is_refused(
@@ -162,8 +169,25 @@ def what_a_capture_cannot_have_is_refused(
         future.wait()
 
 
+def a_callback_can_compute_but_not_call_a_collective(
+    group: ProcessGroup, device: torch.device, capture: Capture
+) -> None:
+    x = torch.zeros(4, device=device)
+    group.all_reduce(x).wait()
+    with capture() as replay:
+        future = group.all_reduce(x + 1)
+        y = future.then(lambda f: f.value() * 2).wait(blocking=False)
+        with pytest.raises(UsageError, match="in a callback cannot be captured into a graph"):
+            future.then(lambda f: group.all_reduce(f.value())).wait(blocking=False)
+    for value in (1.0, 2.0):
+        x.fill_(value)
+        replay()
+        assert y.tolist() == [2 * group.size * (value + 1)] * 4
+
+
 BODIES = (
     replays_have_the_results_of_eager_calls,
     every_collective_can_be_captured,
     what_a_capture_cannot_have_is_refused,
+    a_callback_can_compute_but_not_call_a_collective,
 )

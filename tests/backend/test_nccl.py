@@ -423,21 +423,6 @@ def test_graphs(body: Callable[..., None], size: int) -> None:
     run(play, size)
 
 
-def test_a_callback_can_compute_in_a_capture_but_not_call_a_collective() -> None:
-    def called_back(group: ProcessGroup) -> None:
-        x = full(4, 1.0)
-        group.all_reduce(full(4, 1.0)).wait()
-        with capture() as replay:
-            future = group.all_reduce(x)
-            y = future.then(lambda f: f.value() * 2).wait(blocking=False)
-            with pytest.raises(UsageError, match="in a callback cannot be captured into a graph"):
-                future.then(lambda f: group.all_reduce(f.value())).wait(blocking=False)
-        replay()
-        assert y.tolist() == [4.0] * 4
-
-    run(called_back, 2)
-
-
 def test_captures_take_no_number_and_other_threads_may_call_meanwhile() -> None:
     def in_another_order(group: ProcessGroup) -> None:
         x, y = full(4, 1.0), full(4, 1.0)
