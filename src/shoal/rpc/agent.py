@@ -126,7 +126,7 @@ class Agent:
         self.service = Service(self, serve, handlers)
         self.recorder = CallRecorder(self, job)
         self.executor = self.service.executor
-        self.references = ReferenceTable(self, self.executor.release)
+        self.references: ReferenceTable = ReferenceTable(self, self.executor.release)
         try:
             self.executor.start()
             self.executor.start_mailbox(HOLDS)

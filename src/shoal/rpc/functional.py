@@ -179,13 +179,12 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
         UnknownWorker: no worker has joined under that name.
     """
     agent = default_agent("get_worker_info")
-    info: WorkerInfo = agent.peer(agent.name if worker_name is None else worker_name, timeout=0.0)
-    return info
+    return agent.peer(agent.name if worker_name is None else worker_name, timeout=0.0)
 
 
 def get_rpc_timeout() -> float:
     """Return the default timeout of calls in seconds; 0: no limit."""
-    timeout: float = default_agent("get_rpc_timeout").timeout
+    timeout = default_agent("get_rpc_timeout").timeout
     return 0.0 if timeout == math.inf else timeout
 
 
@@ -285,7 +284,7 @@ def _kwargs(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     raise UsageError(f"kwargs={kwargs!r}: expected a dict of arguments by name")
 
 
-def _peer(operation: str, to: object, func: object, timeout: float | None) -> Peer:
+def _peer(operation: str, to: str | int | WorkerInfo, func: object, timeout: float | None) -> Peer:
     agent = default_agent(operation)
     if isinstance(func, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         compiled = getattr(func, "name", type(func).__name__)
@@ -298,5 +297,4 @@ def _peer(operation: str, to: object, func: object, timeout: float | None) -> Pe
     if type(name) is int and agent is state.agent() and state.meeting is not None:
         names = state.meeting.names
         name = names[name] if 0 <= name < len(names) else name
-    peer: Peer = agent.peer(name, timeout=0.0)
-    return peer.options(timeout=seconds)
+    return agent.peer(name, timeout=0.0).options(timeout=seconds)

@@ -224,4 +224,6 @@ class Peer(WorkerInfo):
 
 def _arrived(name: str, timeout: float, id: int) -> Peer:
     """Rebuild a peer at the worker that receives it."""
-    return Peer(codec.current_route().agent, name, timeout, id)
+    route = codec.current_route()
+    assert route is not None  # only a call or a result contains a peer
+    return Peer(route.agent, name, timeout, id)

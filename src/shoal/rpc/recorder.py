@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import config
 from ..common.copy_refusal import refuses_copies
@@ -23,6 +23,9 @@ from ..common.formatting import counted, file_name_part, text_of
 from ..common.text_table import text_table
 from ..errors import CallTimeout
 from ..group.diagnostics import dumps
+
+if TYPE_CHECKING:
+    from .agent import Agent
 
 _logger = logging.getLogger("shoal")
 
@@ -75,7 +78,7 @@ class Served:
 class CallRecorder:
     """Lists the calls of one agent.  Thread-safe."""
 
-    def __init__(self, agent: Any, job: str) -> None:
+    def __init__(self, agent: Agent, job: str) -> None:
         self._agent = agent
         self._job = job
         self._summary = ""

@@ -15,12 +15,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...common.arguments import checked_seconds
 from ...errors import UsageError
 from ..connection.endpoint import Message
 from ..connection.meeting import WorkerMeeting
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 #: torch's value for "use the timeout of the agent"
 UNSET = -1.0
@@ -37,7 +40,7 @@ class Current:
 
     __slots__ = ("_message", "agent", "caller", "peer")
 
-    def __init__(self, agent: Any, caller: str, message: Message) -> None:
+    def __init__(self, agent: Agent, caller: str, message: Message) -> None:
         self.agent = agent
         self.caller = caller
         self.peer = message.peer
@@ -89,12 +92,12 @@ class _DefaultAgent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._agent: Any = None
+        self._agent: Agent | None = None
         self.meeting: WorkerMeeting | None = None
         self._pid = 0
         self._changing = False
 
-    def agent(self) -> Any:
+    def agent(self) -> Agent | None:
         """Return the agent; None: there is none, or it belongs to the parent of this forked process."""
         return self._agent if self._pid == os.getpid() else None
 
@@ -112,7 +115,7 @@ class _DefaultAgent:
         finally:
             self._changing = False
 
-    def set(self, agent: Any, meeting: WorkerMeeting | None = None) -> None:
+    def set(self, agent: Agent | None, meeting: WorkerMeeting | None = None) -> None:
         """Set the default agent."""
         self._agent, self.meeting = agent, meeting
 
@@ -120,7 +123,7 @@ class _DefaultAgent:
 state = _DefaultAgent()
 
 
-def default_agent(operation: str) -> Any:
+def default_agent(operation: str) -> Agent:
     """Return the agent whose call this thread serves, else the default agent; raise UsageError if none."""
     try:
         return current().agent

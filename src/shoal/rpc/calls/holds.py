@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ...common.formatting import counted, describe_error
@@ -26,6 +26,9 @@ from ..connection.worker_connection import WorkerConnection
 from .call import HAS_REFERENCES
 from .context import current
 from .objects import LEASE_S, ObjectTable, OwnedObject
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 #: mailbox of the messages about holds
 HOLDS = 1
@@ -71,9 +74,9 @@ class OwnerHolds:
 class ReferenceTable:
     """The objects that one agent owns for other workers, and its holds of their objects."""
 
-    def __init__(self, agent: Any, release: Callable[[int], None]) -> None:
+    def __init__(self, agent: Agent, release: Callable[[int], None]) -> None:
         self._agent = agent
-        self._me: str = agent.worker.incarnation
+        self._me = agent.worker.incarnation
         self.objects = ObjectTable(release)
         self._held: dict[str, ObjectHold] = {}
         #: by the incarnation of the owner

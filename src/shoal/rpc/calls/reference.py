@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ...common.formatting import describe_error
 from ...common.never_compile import never_compile
@@ -31,6 +31,10 @@ from .context import call_timeout, current, default_agent
 from .holds import ObjectHold
 from .objects import OwnedObject
 from .serving import FutureResult, async_execution, deferred
+
+if TYPE_CHECKING:
+    from ..agent import Agent
+    from ..peer import Peer
 
 T = TypeVar("T")
 
@@ -50,11 +54,11 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_agent", "_held", "_ident", "_owned", "_owner")
 
-    _agent: Any
+    _agent: Agent
     _held: ObjectHold | None
     _owned: OwnedObject | None
 
-    def __init__(self, value: T, agent: Any = None) -> None:
+    def __init__(self, value: T, agent: Agent | None = None) -> None:
         agent = default_agent("RRef(value)") if agent is None else agent
         references = agent.references
         self._begin(agent, agent.worker, references.new_ident())
@@ -62,13 +66,13 @@ class RRef(Generic[T]):
         owned.value.set_result(value)
 
     @classmethod
-    def _to(cls, agent: Any, owner: Worker, ident: str) -> RRef[Any]:
+    def _to(cls, agent: Agent, owner: Worker, ident: str) -> RRef[Any]:
         """Create a reference of this process to an existing or requested object."""
         made = cls.__new__(cls)
         made._begin(agent, owner, ident)
         return made
 
-    def _begin(self, agent: Any, owner: Worker, ident: str) -> None:
+    def _begin(self, agent: Agent, owner: Worker, ident: str) -> None:
         self._agent, self._owner, self._ident = agent, owner, ident
         self._owned, self._held = agent.references.begin(owner, ident)
 
@@ -120,7 +124,7 @@ class RRef(Generic[T]):
             )
         return self._value().wait()
 
-    def owner(self) -> Any:
+    def owner(self) -> Peer:
         """Return the owner of the object, a :class:`Peer`."""
         return self._agent.peer_of(self._owner)
 
@@ -181,12 +185,11 @@ class RRef(Generic[T]):
         mailbox: int = 0,
     ) -> Future[Any]:
         peer = self._agent.peer_of(self._owner, timeout)
-        future: Future[Any] = peer._call(mailbox, fn, args, kwargs, owner=self._owner)
-        return future
+        return peer._call(mailbox, fn, args, kwargs, owner=self._owner)
 
 
 def request_object(
-    agent: Any, owner: Worker, ask: Callable[[str, str], Future[Any]]
+    agent: Agent, owner: Worker, ask: Callable[[str, str], Future[Any]]
 ) -> tuple[RRef[Any], Future[Any]]:
     """Return a reference to an object that ``owner`` creates, and the call that creates it.
 
@@ -253,7 +256,9 @@ class Actor:
 
 def rebuild_reference(owner: Worker, ident: str) -> RRef[Any]:
     """Rebuild a received reference, and register its hold with the owner."""
-    agent = codec.current_route().agent
+    route = codec.current_route()
+    assert route is not None  # only a call or a result contains a reference
+    agent = route.agent
     ref = RRef._to(agent, owner, ident)
     if ref._held is not None:
         agent.references.confirm(ident, ref._held)
@@ -349,7 +354,7 @@ def create_actor(
     _complete_object(
         owned.value, result if future is None else _wait_within_call(future, made), devices.handler_events()
     )
-    mailbox: int = references.objects.mailbox(ident, owned, executor.start_mailbox)
+    mailbox = references.objects.mailbox(ident, owned, executor.start_mailbox)
     if not mailbox:
         raise RpcError(f"{made}, was created after its last holder had released it")
     return mailbox

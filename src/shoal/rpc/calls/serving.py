@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,9 +21,8 @@ from ...errors import AgentClosed, RpcError, UsageError
 from ...future import Future
 from ..codec import devices, plain
 from ..codec.pickled import EncodedValue, decode, encode
-from ..connection.endpoint import Endpoint, Message
+from ..connection.endpoint import Message
 from ..connection.function_table import MAX_FUNCTIONS
-from ..connection.manager import ConnectionManager
 from ..connection.worker_connection import WorkerConnection
 from ..executor import CALLS, Executor
 from .call import (
@@ -38,6 +37,9 @@ from .call import (
 )
 from .context import Current, current_call
 from .holds import HOLDS
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,12 +86,12 @@ class Service:
         handlers: maximum number of calls served at once.
     """
 
-    def __init__(self, agent: Any, served: Mapping[str, Callable[..., Any]] | None, handlers: int) -> None:
+    def __init__(self, agent: Agent, served: Mapping[str, Callable[..., Any]] | None, handlers: int) -> None:
         self._agent = agent
-        self._name: str = agent.name
-        self._host: str = agent.worker.hostname
-        self._endpoint: Endpoint = agent.endpoint
-        self._connections: ConnectionManager = agent.connections
+        self._name = agent.name
+        self._host = agent.worker.hostname
+        self._endpoint = agent.endpoint
+        self._connections = agent.connections
         self._served = served or {}
         self.executor = Executor(self._endpoint.post, self.handle, handlers, self._name)
 

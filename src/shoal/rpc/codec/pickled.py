@@ -63,7 +63,7 @@ class EncodedValue:
 
 
 class _PicklerLocal(threading.local):
-    current_route: Any = None
+    current_route: WorkerConnection | None = None
     references: list[Any] | None = None
 
 
@@ -76,7 +76,7 @@ def note_reference(obj: object) -> None:
         _local.references.append(obj)
 
 
-def current_route() -> Any:
+def current_route() -> WorkerConnection | None:
     """Return the route of the value that this thread is pickling or unpickling; None: it does neither."""
     return _local.current_route
 
@@ -86,7 +86,7 @@ class _PicklingContext:
 
     __slots__ = ("_before", "_route")
 
-    def __init__(self, route: Any) -> None:
+    def __init__(self, route: WorkerConnection | None) -> None:
         self._route = route
 
     def __enter__(self) -> list[Any]:

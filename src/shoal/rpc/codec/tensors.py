@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import UsageError
 from ...streams import runtime_of
+
+if TYPE_CHECKING:
+    from ..connection.worker_connection import WorkerConnection
 
 #: memory to send: its address and its size in bytes
 Part = tuple[int, int]
@@ -55,7 +58,7 @@ class TensorCollector:
         route: the connection, which maps devices; None: tensors on devices are refused.
     """
 
-    def __init__(self, route: Any = None) -> None:
+    def __init__(self, route: WorkerConnection | None = None) -> None:
         self._route = route
         self._maps_cpu = route is not None and route.devices is not None and route.devices.maps_cpu
         #: address of a storage, or (device, address) -> its number

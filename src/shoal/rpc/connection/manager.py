@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ... import net as wire
@@ -37,8 +37,10 @@ from ...future import pool
 from ...net import Connection, Deadline, PeerConnection
 from .device_maps import DeviceMap, inverse
 from .directory import Directory, Worker
-from .endpoint import Endpoint
 from .worker_connection import WorkerConnection, WorkerHello, main_program
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 _logger = logging.getLogger("shoal")
 
@@ -64,14 +66,14 @@ class ConnectionManager:
 
     def __init__(
         self,
-        agent: Any,
+        agent: Agent,
         place: str,
         restricted: bool,
         device_maps: dict[str, DeviceMap],
         lost: Callable[[WorkerConnection], None],
     ) -> None:
         self._agent = agent
-        self._endpoint: Endpoint = agent.endpoint
+        self._endpoint = agent.endpoint
         self._place = place
         self._restricted = restricted
         self._device_maps = device_maps

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -18,6 +18,9 @@ from ...errors import UsageError
 from .device_maps import DeviceMap, unmapped
 from .directory import Worker
 from .function_table import SentFunctions
+
+if TYPE_CHECKING:
+    from ..agent import Agent
 
 
 class WorkerHello(msgspec.Struct):
@@ -63,7 +66,7 @@ class WorkerConnection:
         hello_number: ``nth`` of the other end's hello; orders the connections that it has made.
     """
 
-    agent: Any
+    agent: Agent
     worker: Worker
     shares_main: bool
     restricted: bool
