@@ -29,7 +29,7 @@ from .spec import AVG, PREMUL_SUM, SUM, ReduceOp, ReduceOpLike
 __all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "reduce_scatter"]
 
 
-def all_reduce(x: torch.Tensor, op: ReduceOpLike = SUM, *, group: Any = None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: ReduceOpLike = SUM, *, group: object = None) -> torch.Tensor:
     """The reduction of ``x`` over all ranks.
 
     Args:
@@ -47,7 +47,7 @@ def all_reduce(x: torch.Tensor, op: ReduceOpLike = SUM, *, group: Any = None) ->
     return _apply(_AllReduce, x, resolve_group(group, "functional.all_reduce"), _linear(op, "all_reduce"))
 
 
-def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...]:
+def all_gather(x: torch.Tensor, *, group: object = None) -> tuple[torch.Tensor, ...]:
     """The tensors of all ranks, in the order of the ranks.
 
     Args:
@@ -61,7 +61,7 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> tuple[torch.Tensor, ...
 
 
 def reduce_scatter(
-    inputs: Sequence[torch.Tensor], op: ReduceOpLike = SUM, *, group: Any = None
+    inputs: Sequence[torch.Tensor], op: ReduceOpLike = SUM, *, group: object = None
 ) -> torch.Tensor:
     """The reduction of ``inputs[r]`` over all ranks, on rank *r*.
 
@@ -81,7 +81,7 @@ def reduce_scatter(
     return _apply(_ReduceScatter, resolve_group(group, "functional.reduce_scatter"), reduction, *inputs)
 
 
-def broadcast(x: torch.Tensor, root: int = 0, *, group: Any = None) -> torch.Tensor:
+def broadcast(x: torch.Tensor, root: int = 0, *, group: object = None) -> torch.Tensor:
     """A copy of ``x`` of rank ``root``.
 
     Args:
@@ -96,7 +96,7 @@ def broadcast(x: torch.Tensor, root: int = 0, *, group: Any = None) -> torch.Ten
     return _apply(_Broadcast, x, resolve_group(group, "functional.broadcast"), root)
 
 
-def all_to_all(inputs: Sequence[torch.Tensor], *, group: Any = None) -> tuple[torch.Tensor, ...]:
+def all_to_all(inputs: Sequence[torch.Tensor], *, group: object = None) -> tuple[torch.Tensor, ...]:
     """Send ``inputs[r]`` to rank *r*, and return the tensors that all ranks send to this one.
 
     Args:
@@ -115,7 +115,7 @@ def all_to_all_single(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
     *,
-    group: Any = None,
+    group: object = None,
 ) -> torch.Tensor:
     """Split ``x`` along its first dimension, send part *r* to rank *r*, and concatenate the received parts.
 

@@ -12,7 +12,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ import torch.distributed as dist
 from ..common import torch_features
 from ..errors import UsageError
 from .tensor_arguments import every_tensor
+
+if TYPE_CHECKING:
+    from .process_group import TorchProcessGroup
 
 #: a function of torch's ``PreHookArgs`` or ``PostHookArgs``
 Hook = Callable[[Any], None]
@@ -48,7 +51,7 @@ class HookedOperation:
         self._signature = inspect.signature(method)
         self._inputs, self._outputs, self._root = inputs, outputs, root
 
-    def arguments(self, group: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def arguments(self, group: TorchProcessGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return torch's ``PreHookArgs`` for a call of the method on ``group``, without an ``op_id``."""
         given = self._signature.bind(group, *args, **kwargs).arguments
         opts = given.get("opts")
@@ -95,7 +98,7 @@ class OperationHooks:
         self,
         operation: HookedOperation,
         issue: Callable[..., Any],
-        group: Any,
+        group: TorchProcessGroup,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlsplit
 
 from torch.distributed.constants import default_pg_timeout
@@ -171,7 +170,7 @@ def rendezvous_point(
     return RendezvousPoint.at(venue, request)
 
 
-def launcher_store(store: Any) -> LauncherStore | None:
+def launcher_store(store: object) -> LauncherStore | None:
     """Return the :class:`LauncherStore` below torch's prefix stores, or None."""
     while store is not None and not isinstance(store, LauncherStore):
         store = getattr(store, "underlying_store", None)

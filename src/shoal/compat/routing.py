@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch._C import _DisableTorchDispatch, _len_torch_dispatch_stack
@@ -19,6 +19,9 @@ from torch._C._distributed_c10d import ProcessGroup as TorchGroup
 from ..common.torch_features import group_method
 from .hooks import HookedOperation
 from .tensor_arguments import first_tensor
+
+if TYPE_CHECKING:
+    from .process_group import TorchProcessGroup
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -34,7 +37,7 @@ def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") ->
         name = method.__name__
         operation = HookedOperation(method, hook, inputs, outputs, root)
 
-        def route(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def route(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if self._others:
                 x = first_tensor((*args, *kwargs.values()))
                 if x is not None and x.device.type in self._others:
@@ -46,7 +49,7 @@ def routed(hook: str, *, inputs: str = "", outputs: str = "", root: str = "") ->
         issue = route if inputs or outputs else method
 
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: TorchProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if self._hooked:
                 return self._hooks.around(operation, issue, self, args, kwargs)
             if self._others or modes_active():

@@ -140,7 +140,7 @@ def _check_list(pg: ProcessGroup, operation: str, given: object) -> None:
         raise UsageError(f"{operation} on rank {pg.rank}: object_list must be a list, got {given!r}")
 
 
-def _fill(pg: ProcessGroup, operation: str, places: list[Any], objects: Any) -> None:
+def _fill(pg: ProcessGroup, operation: str, places: list[Any], objects: object) -> None:
     if not isinstance(objects, list) or len(objects) != len(places):
         sent = f"{len(objects)} objects" if isinstance(objects, list) else f"a {type(objects).__name__}"
         raise UsageError(

@@ -7,7 +7,7 @@ matched by sender and tag, in the order of sending.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import overload
 
 import torch
 
@@ -153,7 +153,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.tag = tag
-        self.group: Any = world if group is None else group
+        self.group: GroupLike = world if group is None else group
         if is_non_member(group):
             self.peer, self.group_peer = -1, -1
             return

@@ -43,14 +43,14 @@ _Stream = Annotated[int, msgspec.Meta(ge=STDOUT, le=STDERR)]
 _Number = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 
-class _Frame(msgspec.Struct, frozen=True, tag=True):
+class AgentFrame(msgspec.Struct, frozen=True, tag=True):
     """One frame."""
 
 
 # -- from the agent --------------------------------------------------------------------------------
 
 
-class Hello(_Frame, frozen=True):
+class Hello(AgentFrame, frozen=True):
     """The first frame of an agent.
 
     Attributes:
@@ -67,13 +67,13 @@ class Hello(_Frame, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class Ready(_Frame, frozen=True):
+class Ready(AgentFrame, frozen=True):
     """The agent has handled :class:`Begin`; ``error``: why it cannot."""
 
     error: _Words = ""
 
 
-class Started(_Frame, frozen=True):
+class Started(AgentFrame, frozen=True):
     """A process was started; ``error``: why it could not be."""
 
     index: _Index
@@ -81,7 +81,7 @@ class Started(_Frame, frozen=True):
     error: _Words = ""
 
 
-class ProcessOutput(_Frame, frozen=True):
+class ProcessOutput(AgentFrame, frozen=True):
     """Output of a process on :data:`STDOUT` or :data:`STDERR`; no bytes: the end."""
 
     index: _Index
@@ -89,13 +89,13 @@ class ProcessOutput(_Frame, frozen=True):
     data: _Data
 
 
-class StdinTaken(_Frame, frozen=True):
+class StdinTaken(AgentFrame, frozen=True):
     """``amount`` bytes of stdin were written to the rank, or dropped because it has closed its stdin."""
 
     amount: Annotated[int, msgspec.Meta(ge=0, le=STDIN_WINDOW_BYTES)]
 
 
-class Reported(_Frame, frozen=True):
+class Reported(AgentFrame, frozen=True):
     """The reports of a process: all of failures so far, and notices since the last frame; see ``reports.py``.
 
     Times are in the agent's CLOCK_MONOTONIC.
@@ -108,7 +108,7 @@ class Reported(_Frame, frozen=True):
     rebuilds: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Exited(_Frame, frozen=True):
+class Exited(AgentFrame, frozen=True):
     """A process has ended: its exit code or minus the number of the signal, when, and its run time.
 
     ``at`` is in seconds of the agent's CLOCK_MONOTONIC.
@@ -120,7 +120,7 @@ class Exited(_Frame, frozen=True):
     seconds: float
 
 
-class Bye(_Frame, frozen=True):
+class Bye(AgentFrame, frozen=True):
     """The last frame: all processes have ended, and all output was sent.  ``killed``: killed processes."""
 
     killed: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=1000)]
@@ -136,7 +136,7 @@ class Preload(msgspec.Struct, frozen=True):
     modules: Annotated[tuple[_Name, ...], msgspec.Meta(min_length=1)]
 
 
-class Begin(_Frame, frozen=True):
+class Begin(AgentFrame, frozen=True):
     """The first frame of a launcher.
 
     Attributes:
@@ -154,7 +154,7 @@ class Begin(_Frame, frozen=True):
     preload: Preload | None = None
 
 
-class Start(_Frame, frozen=True):
+class Start(AgentFrame, frozen=True):
     """Start a process.
 
     Attributes:
@@ -175,20 +175,20 @@ class Start(_Frame, frozen=True):
     stdin: bool
 
 
-class Taken(_Frame, frozen=True):
+class Taken(AgentFrame, frozen=True):
     """The launcher has consumed ``amount`` bytes of output."""
 
     amount: _Count
 
 
-class Close(_Frame, frozen=True):
+class Close(AgentFrame, frozen=True):
     """Close :data:`STDOUT` or :data:`STDERR` of a process, which is not read any more."""
 
     index: _Index
     stream: _Stream
 
 
-class Signal(_Frame, frozen=True):
+class Signal(AgentFrame, frozen=True):
     """Send a signal to a process, or to its whole group."""
 
     index: _Index
@@ -196,32 +196,32 @@ class Signal(_Frame, frozen=True):
     group: bool
 
 
-class StdinData(_Frame, frozen=True):
+class StdinData(AgentFrame, frozen=True):
     """Bytes of the launcher's stdin; no bytes: the end."""
 
     data: _Data
 
 
-class Release(_Frame, frozen=True):
+class Release(AgentFrame, frozen=True):
     """Kill the process group of an ended process, and forget it."""
 
     index: _Index
 
 
-class End(_Frame, frozen=True):
+class End(AgentFrame, frozen=True):
     """All processes have ended: kill their process groups after ``linger`` seconds, then send Bye."""
 
     linger: Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
-class Suspend(_Frame, frozen=True):
+class Suspend(AgentFrame, frozen=True):
     """The launcher is about to be suspended, as by Ctrl-Z, and sends nothing until it is continued."""
 
 
 # -- from both -------------------------------------------------------------------------------------
 
 
-class Beat(_Frame, frozen=True):
+class Beat(AgentFrame, frozen=True):
     """A heartbeat: the launcher sends one each second, and the agent replies with its own clock.
 
     Both times are in seconds of CLOCK_MONOTONIC.
@@ -240,7 +240,7 @@ decode_from_agent: Callable[[Raw], FromAgent] = msgpack_decoder(FromAgent)
 decode_from_launcher: Callable[[Raw], FromLauncher] = msgpack_decoder(FromLauncher)
 
 
-def encode(frame: _Frame) -> bytes:
+def encode(frame: AgentFrame) -> bytes:
     """Encode a frame; raises WireError if it is longer than the other side accepts."""
     data = msgspec.msgpack.encode(frame)
     if len(data) > MAX_FRAME_BYTES:

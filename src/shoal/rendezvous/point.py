@@ -12,7 +12,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .. import config
 from ..common.arguments import checked_count
@@ -222,7 +221,7 @@ def agree_on_secret(store: Store) -> bytes:
     return store.compare_set("secret", b"", secrets.token_hex(32).encode())
 
 
-def check_job(job: Any) -> None:
+def check_job(job: object) -> None:
     """Raise UsageError unless ``job`` is a valid name of a job."""
     try:
         if isinstance(job, str):

@@ -510,7 +510,9 @@ class NativeChannel(DataChannel):
 class NativeAgreement:
     """One agreement of ``core``, a group of the core; raises GroupError if too many are pending."""
 
-    def __init__(self, core: Any, spec: GroupSpec, op: AgreementOp, value: bytes, timeout: float) -> None:
+    def __init__(
+        self, core: _core.Group, spec: GroupSpec, op: AgreementOp, value: bytes, timeout: float
+    ) -> None:
         number = core.agree(_core.AgreementOp[op.name], value, timeout)
         if number is None:
             raise GroupError(

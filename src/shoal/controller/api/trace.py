@@ -21,7 +21,7 @@ from ...errors import ShoalError, UsageError
 from ..commands.connection import NodeConnection
 from ..commands.history import SegmentOrigins
 from ..commands.node_trace import NodeTrace
-from ..commands.origin import first_origin, format_origin
+from ..commands.origin import Origin, first_origin, format_origin
 from ..commands.space import Space
 from ..node import node_operators
 from ..node.history import Event
@@ -184,11 +184,11 @@ class Trace:
     def _of_node(self, trace: NodeTrace, events: Sequence[Event]) -> Iterator[chrome_trace.Event]:
         offset, _ = self._clocks[trace.index]
         batches = {(batch.stream, batch.number): batch for batch in trace.batches}
-        lines: dict[tuple[int, int, int], dict[int, Any]] = {}
+        lines: dict[tuple[int, int, int], dict[int, Origin | None]] = {}
         line_of = cache(lambda origin: encodable(format_origin(origin)))
         for stream, number, segment, position, name, begun, done in events:
             batch = batches.get((stream, number))
-            origin: Any = None
+            origin: Origin | None = None
             if batch is not None and segment < len(batch.issued):
                 if (stream, number, segment) not in lines:
                     lines[stream, number, segment] = _origins(batch.issued[segment])
@@ -212,9 +212,9 @@ def _category(name: str) -> str:
     return "operation" if "." in name or " " in name else "command"
 
 
-def _origins(issued: SegmentOrigins) -> dict[int, Any]:
+def _origins(issued: SegmentOrigins) -> dict[int, Origin | None]:
     """Map positions among the numbers of a segment to the origins of the commands there."""
-    found: dict[int, Any] = {at: origin for at, (_, origin) in issued.made.items()}
+    found = {at: origin for at, (_, origin) in issued.made.items()}
     for p, kind, position in issued.commands():
         if kind is not None:
             found[p] = first_origin(issued[position])

@@ -22,7 +22,7 @@ _POLL_INTERVAL_S = 0.0002
 MAX_STORED_ERRORS = 1000
 
 
-def length(payload: Any) -> int:
+def length(payload: object) -> int:
     """Return the bytes of a payload: a tensor, a pickle, or None (0)."""
     return len(payload) if isinstance(payload, bytes) else int(getattr(payload, "nbytes", 0))
 

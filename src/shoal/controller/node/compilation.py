@@ -11,18 +11,17 @@ from __future__ import annotations
 import keyword
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..protocol.commands import SHARE, Definition, ProgramStep, Recipe, Template
 from . import accelerators
+from .history import Run
 from .session_state import SessionState
 
 CPU = torch.device("cpu")
-#: (tensors, numbers, position in the numbers, scalars, position in the scalars)
-Run = Callable[[list[Any], Any, int, Any, int], None]
 
 
 def _scalar_kinds(templates: Iterable[Template]) -> list[str]:

@@ -23,10 +23,10 @@ from ..protocol.copies import copy_to_send
 from ..protocol.metadata import format_metadata, is_layout_of, wire_metadata
 from ..protocol.operators import function
 from . import accelerators, node_operators
-from .compilation import CPU, Program, Run, compiled, scalars_of
+from .compilation import CPU, Program, compiled, scalars_of
 from .eager import RESIZING, make_resizable, run_with_metadata
 from .functions import answer
-from .history import BatchReply, Poison, TimedCalls
+from .history import BatchReply, Poison, Run, TimedCalls
 from .peers import RemoteFailure
 from .session_state import SessionEnded, SessionState
 
@@ -80,7 +80,7 @@ class SpaceExecutor:
         p = q = 0
         counted, count = 0, 0  # the position up to which interned calls are counted, and their number
         end, timing = len(a), self._session.timing
-        calls: Any = self.calls
+        calls: dict[int, tuple[Run, int, int]] | TimedCalls = self.calls
         if timing is not None:
             calls = TimedCalls(timing, self._reply, self.calls, self._definitions)
         # Some kernels save values for their backward only with gradients enabled, as they are on the master.
@@ -220,7 +220,7 @@ class SpaceExecutor:
         elif a[p] in (commands.FETCH, commands.ITEM, commands.ASK, commands.CALL, commands.STATE):
             self._reply.add_poison(poison)
 
-    def _poison_storage(self, tensor: Any, poison: Poison, among: list[Any]) -> None:
+    def _poison_storage(self, tensor: object, poison: Poison, among: list[Any]) -> None:
         """Poison all tensors that share memory with `tensor`, in `among` and in all spaces."""
         if not isinstance(tensor, torch.Tensor):
             return

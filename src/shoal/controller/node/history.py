@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
@@ -38,9 +38,10 @@ _NAMES = {
 #: commands that compute nothing
 _UNLISTED = frozenset({FREE, DEFINE, RELEASE, WAIT})
 
-
+#: (tensors, numbers, position in the numbers, scalars, position in the scalars)
+Run = Callable[[list[Any], Any, int, Any, int], None]
 #: function, length in numbers and number of scalars of each call of a space
-_Calls = Mapping[int, tuple[Any, int, int]]
+_Calls = Mapping[int, tuple[Run, int, int]]
 #: the calls and the definitions of a space, and the numbers of a log
 _Log = tuple[_Calls, Mapping[int, Definition], bytes]
 
@@ -164,11 +165,11 @@ class TimedCalls:
     ) -> None:
         self._timing, self._running, self._calls, self._definitions = timing, running, calls, definitions
 
-    def __getitem__(self, number: int) -> tuple[Any, int, int]:
+    def __getitem__(self, number: int) -> tuple[Run, int, int]:
         run, width, used = self._calls[number]
         return partial(self._run, run, number), width, used
 
-    def _run(self, run: Any, number: int, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
+    def _run(self, run: Run, number: int, t: list[Any], a: Any, p: int, s: Any, q: int) -> None:
         name, begun = command_name(number, self._definitions), time.monotonic_ns()
         try:
             run(t, a, p, s, q)

@@ -135,7 +135,13 @@ class Recording:
     # -- notifications of the spaces; the caller holds the master's lock -----------------------------
 
     def issued(
-        self, space: Space, number: int, ids: list[int], made: list[int], scalars: list[float], origin: Any
+        self,
+        space: Space,
+        number: int,
+        ids: list[int],
+        made: list[int],
+        scalars: list[float],
+        origin: Origin | None,
     ) -> None:
         """Record an interned call."""
         if threading.get_ident() != self._thread:

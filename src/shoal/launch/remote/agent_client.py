@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -106,7 +106,7 @@ class AgentClient:
             self._link.watch(selector)
             self.transport.watch(selector)
 
-    def send_frame(self, frame: Any) -> None:
+    def send_frame(self, frame: frames.AgentFrame) -> None:
         """Send a frame to the agent, unless it is lost."""
         if not self.failure:
             self._link.send(frame)
@@ -437,6 +437,6 @@ class RemoteRank(JobProcess):
     def seconds(self) -> float:
         return self.ended_at - self._began if self._seconds is None else self._seconds
 
-    def _send_frame(self, frame: msgspec.Struct) -> None:
+    def _send_frame(self, frame: frames.AgentFrame) -> None:
         if not self.lost:
             self.agent.send_frame(frame)

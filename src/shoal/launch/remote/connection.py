@@ -10,12 +10,12 @@ import os
 import selectors
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ...common.decoding import MalformedMessage, Raw
 from ...errors import WireError
 from ...net import ByteStream, FrameReader, frame_header
-from ..agent_protocol import MAX_FRAME_BYTES, encode
+from ..agent_protocol import MAX_FRAME_BYTES, AgentFrame, encode
 
 F = TypeVar("F")
 
@@ -115,7 +115,7 @@ class AgentConnection(Generic[F]):
         self._urgent.append(data)
         self._flush()
 
-    def send(self, frame: Any, *, bulk: bool = False) -> None:
+    def send(self, frame: AgentFrame, *, bulk: bool = False) -> None:
         """Send a frame as soon as possible; frames that are not ``bulk`` overtake those that are."""
         if self.closed:
             return

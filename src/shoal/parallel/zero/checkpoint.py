@@ -135,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def pack_state(state: Any) -> tuple[StateHeader, list[torch.Tensor]]:
+def pack_state(state: object) -> tuple[StateHeader, list[torch.Tensor]]:
     """Return the header of any state, and the tensors in it, which are sent separately."""
     file = io.BytesIO()
     pickler = _TensorlessPickler(file)

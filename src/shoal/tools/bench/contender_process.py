@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -42,7 +42,7 @@ class ContenderProcesses:
         #: shared memory that existed before
         self._older = frozenset(os.listdir(SHARED))
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: list[Any] = []
+        self._ranks: list[TextIO] = []
         try:
             self._start(size)
         except BaseException:
@@ -97,7 +97,7 @@ class ContenderProcesses:
                 raise MeasurementFailed(answer["absent"], any(other.get("wrong") for other in answers))
         return answers
 
-    def _answer(self, rank: Any) -> dict[str, Any]:
+    def _answer(self, rank: TextIO) -> dict[str, Any]:
         try:
             line = rank.readline()
         except OSError as error:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..case import Case
 from .data import block as block_of
 from .data import check, encode, fill
 from .engine import STORAGE, ContenderRank, Values
+
+if TYPE_CHECKING:
+    from .floor import HardwareLimit
+    from .gloo import Gloo
+    from .shoal import Shoal
 
 
 class TimedCase:
@@ -130,7 +135,7 @@ def late(engine: ContenderRank, seconds: float) -> dict[str, float]:
     return {"share": (time.process_time() - used) / (time.perf_counter() - start)}
 
 
-def futex(engine: Any, repeat: int) -> dict[str, float]:
+def futex(engine: HardwareLimit, repeat: int) -> dict[str, float]:
     """Seconds of a round trip between ranks 0 and 1 through the kernel, by the engine "floor"."""
     engine.barrier()
     start = time.perf_counter()
@@ -138,7 +143,7 @@ def futex(engine: Any, repeat: int) -> dict[str, float]:
     return {"seconds": (time.perf_counter() - start) / repeat}
 
 
-def memory(engine: Any, idle: float) -> dict[str, float]:
+def memory(engine: Gloo | Shoal, idle: float) -> dict[str, float]:
     """Growth of this rank's unique set size in bytes since it had only imported torch."""
     import psutil  # ranks of MPI do not have it
 
