@@ -136,6 +136,7 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
  private:
   void progress_loop(bool first);
   void watch_loop();
+  bool poll_rings();
   bool poll_sockets();
   // A thread in wait() that polls the sockets; paused while it sleeps.
   struct SocketPolling {

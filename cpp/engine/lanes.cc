@@ -113,6 +113,7 @@ void Lanes::add_waiter(Operation& op) {
 void Lanes::remove_waiter(Operation& op) {
   if (!op.request().numbered()) {
     op.add_waiter(-1);
+    if (!op.done()) group_.context().submitted(false);  // as below
     return;
   }
   Lane& lane = lane_of(op);
@@ -146,10 +147,12 @@ bool Lanes::progress(Remaining& remaining) {
     std::lock_guard lock(loose_mutex_);
     loose = unordered_;
   }
-  for (auto& entry : loose) moved |= run(*entry.lane);
+  auto is_left = [all](const UnorderedOperation& entry) { return all || !entry.op->has_waiters(); };
+  for (auto& entry : loose)
+    if (is_left(entry)) moved |= run(*entry.lane);
   std::lock_guard lock(loose_mutex_);
   drop_done();
-  if (!unordered_.empty()) remaining = std::max(remaining, Remaining::kSome);
+  if (std::ranges::any_of(unordered_, is_left)) remaining = std::max(remaining, Remaining::kSome);
   return moved;
 }
 

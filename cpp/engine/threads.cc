@@ -34,8 +34,15 @@ void pause_cpu() {
 
 }  // namespace
 
+// Reads the rings.  Threads that sleep look again: a message may be for one of them.
+bool Context::poll_rings() {
+  const bool moved = peers_.poll_rings();
+  if (moved) bell().ring();
+  return moved;
+}
+
 bool Context::progress(Remaining& remaining) {
-  bool moved = peers_.poll_rings();
+  bool moved = poll_rings();
   for (auto& group : groups()) moved |= group->lanes().progress(remaining);
   return moved;
 }
@@ -65,7 +72,7 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
   while (true) {
     bool moved = op.group().lanes().drive(op);
     if (reached()) return true;
-    if ((idle & 15) == 0) moved |= peers_.poll_rings();
+    if ((idle & 15) == 0) moved |= poll_rings();
     if ((idle & 15) == 0 || idle > spins) moved |= poll_sockets();
     if (moved) {
       idle = 0;
@@ -92,7 +99,7 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
     op.group().check(now, next);
     Doorbell::Sleeper sleeper(bell(), Wake::Any);
     driving.pause();
-    moved = op.group().lanes().drive(op) || peers_.poll_rings();
+    moved = op.group().lanes().drive(op) || poll_rings();
     if (reached()) return true;
     wake_monitor();
     if (!moved) sleeper.sleep(next - now);
@@ -104,12 +111,12 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
 // Pauses for a moment, unless something can be done or a local peer wakes this thread.
 void Context::nap(Operation& op, std::int64_t nanoseconds) {
   Doorbell::Sleeper sleeper(bell(), Wake::Any);
-  if (!op.group().lanes().drive(op) && !peers_.poll_rings() && !op.done()) sleeper.sleep(nanoseconds);
+  if (!op.group().lanes().drive(op) && !poll_rings() && !op.done()) sleeper.sleep(nanoseconds);
 }
 
 // The first one also does what one thread is sufficient for.
 void Context::progress_loop(bool first) {
-  std::uint64_t seen = 0;
+  std::uint64_t seen = 0, sessions_seen = 0;
   std::int64_t active_until = 0, trim_at = 0, poll_pause = kPollPause;
   while (!stop_.load(std::memory_order_acquire)) {
     Remaining remaining = Remaining::kNone;
@@ -133,16 +140,21 @@ void Context::progress_loop(bool first) {
       if (now >= trim_at && !arena_->trim(now - kIdleMemoryTime)) trim_at = now + kIdleMemoryTime / 4;
     }
     const bool active = now < active_until;
+    // Threads that waited a moment ago read the rings, and will probably wait again: being woken for every
+    // frame would only take their core.
+    const std::uint64_t sessions = poll_sessions_.load(std::memory_order_relaxed);
+    const bool left_to_waiters = !waiting && std::exchange(sessions_seen, sessions) != sessions;
     const int deep = !active && !waiting ? 1 : 0;
     deep_.fetch_add(deep, std::memory_order_seq_cst);
     {
-      Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : Wake::Link);
+      Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : left_to_waiters ? Wake::Call : Wake::Link);
       Remaining still = Remaining::kNone;
       bool moved = progress(still);
       if (!moved && still == remaining && submissions_.load(std::memory_order_seq_cst) == seen &&
           !stop_.load()) {
         if (waiting) wake_monitor();
         std::int64_t nap = waiting ? kLongNap : active ? progress_interval_ : library ? kLongNap : kSecond;
+        if (left_to_waiters) nap = progress_interval_;
         if (polled) {
           nap = poll_pause;
           poll_pause = std::min(2 * poll_pause, kMillisecond);
@@ -261,11 +273,11 @@ bool Context::poll_sockets() {
 }
 
 void Context::SocketPolling::resume() {
+  context.poll_sessions_.fetch_add(1, std::memory_order_relaxed);
   if (!context.peers_.remote()) return;
   context.asleep_.fetch_sub(static_cast<int>(paused));
   paused = false;
   context.polling_waiters_.fetch_add(1);
-  context.poll_sessions_.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Announces the sleep before checking whether this is the last waiter: so the last one rearms or wakes it.

@@ -1,4 +1,4 @@
-// The fast path of a group's collectives: from the user's tensors to a future in one call.
+// The fast path of a group's operations: from the user's tensors to a future in one call.
 //
 // Python's work for a call (a lock, a number, a key, a record, a source and a future) takes several times as
 // long as a small all-reduce.  Here it is one step under the GIL, as seen by other threads.
@@ -25,6 +25,7 @@ namespace {
 
 PyObject* scope = nullptr;   // the context variable with the running callback, or None
 PyObject* dtypes = nullptr;  // a tuple of torch's dtypes by code
+long max_tag = 0;            // of a program's messages
 PyObject *name_acquire = nullptr, *name_release = nullptr, *name_locked = nullptr;
 
 struct FastSubmit {
@@ -35,6 +36,7 @@ struct FastSubmit {
   std::uint64_t ident;
   unsigned long long number;  // of the next call
   char open;                  // whether calls are accepted
+  char received;              // whether receives are: the first one takes the slow path
 };
 
 FastSubmit* as_shortcut(PyObject* object) { return reinterpret_cast<FastSubmit*>(object); }
@@ -90,6 +92,25 @@ std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, P
   return request;
 }
 
+// The request of a message of one plain tensor; nullopt in unusual or invalid cases.
+std::optional<Request> message_of(const Group& group, Kind kind, PyObject* x, long peer, long tag,
+                                  double seconds, Noted& noted) {
+  const bool sends = kind == Kind::kSend;
+  if (peer < (sends ? 0 : -1) || peer >= group.size() || peer == group.rank() || tag < 0 || tag > max_tag)
+    return std::nullopt;
+  const auto tensor = plain_tensor(x);
+  if (!tensor || tensor->shape.size() > kMaxDims) return std::nullopt;
+  Request request = new_request(kind, seconds);
+  (sends ? request.in : request.out).assign(1, tensor->span);
+  request.peer = static_cast<int>(peer);
+  request.tag = static_cast<std::uint64_t>(tag);
+  request.shape.dtype = static_cast<std::uint8_t>(tensor->dtype);
+  request.shape.dims = static_cast<std::uint8_t>(tensor->shape.size());
+  std::ranges::copy(tensor->shape, request.shape.sizes);
+  noted = {tensor->dtype, tensor->count};
+  return request;
+}
+
 bool truth(PyObject* object) {  // takes the reference
   const bool result = object == Py_True;
   if (object == nullptr) PyErr_Clear();
@@ -103,13 +124,15 @@ bool can_submit(const FastSubmit& self) {
          !truth(PyObject_CallMethodNoArgs(self.lock, name_locked));
 }
 
-// Submits the request and assigns its number; null if the call must take the slow path.
+// Submits the request and assigns its number, if it is a collective; null if the call must take the slow
+// path.
 OperationPtr go(FastSubmit& self, Request request) {
   if (!can_submit(self)) return nullptr;
-  request.channel = self.number;
+  const bool numbered = request.collective();
+  if (numbered) request.channel = self.number;
   const std::shared_ptr<Group> group = self.group;
   if (is_quick(request)) {
-    ++self.number;
+    self.number += numbered;
     return group->submit(std::move(request));
   }
   // Other threads run meanwhile, and must not get a number before this request is submitted.
@@ -120,28 +143,25 @@ OperationPtr go(FastSubmit& self, Request request) {
     op = group->submit(std::move(request));
   } catch (const std::bad_alloc&) {  // the slow path raises it, if it still occurs
   }
-  if (op) ++self.number;
+  if (op) self.number += numbered;
   truth(PyObject_CallMethodNoArgs(self.lock, name_release));
   return op;
 }
 
-// A call from Python.
+// A call from Python, and the first of its tensors.
 struct Given {
   PyObject *kind, *in, *out;
-  RedOp op;
-  int root;
-  double seconds;
+  int root = -1, peer = -1;
+  long long tag = -1;
+  Noted noted = {};
 };
 
 // The future of a call; None if it must take the slow path; null with an exception set.
-PyObject* future_of(FastSubmit& self, const Given& call) {
-  Noted noted;
-  auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
-                            call.op, call.root, call.seconds, noted);
-  if (!request) Py_RETURN_NONE;
+PyObject* future_of(FastSubmit& self, const Given& call, Request request) {
   // Create all Python objects first, because this may run the garbage collector.
-  const bool one = call.in == call.out || call.in == Py_None;
-  nb::object keep = one ? nb::borrow(call.out) : nb::steal(PyTuple_Pack(2, call.in, call.out));
+  const bool one = call.in == call.out || call.in == Py_None || call.out == Py_None;
+  nb::object keep = one ? nb::borrow(call.out == Py_None ? call.in : call.out)
+                        : nb::steal(PyTuple_Pack(2, call.in, call.out));
   nb::object source, future, record;
   if (keep.is_valid()) source = nb::steal(reinterpret_cast<PyObject*>(new_source(self.channel, keep.ptr())));
   if (source.is_valid()) future = nb::steal(new_future(reinterpret_cast<Source*>(source.ptr()), call.out));
@@ -150,25 +170,37 @@ PyObject* future_of(FastSubmit& self, const Given& call) {
     record = nb::steal(reinterpret_cast<PyObject*>(new_record({
         .future = future.ptr(),
         .kind = call.kind,
-        .dtype = PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(noted.dtype)),
-        .count = noted.count,
+        .dtype = PyTuple_GET_ITEM(dtypes, static_cast<Py_ssize_t>(call.noted.dtype)),
+        .count = call.noted.count,
         .root = call.root,
+        .peer = call.peer,
+        .tag = call.tag,
     })));
   if (!future.is_valid() || (recorded && !record.is_valid())) return nullptr;
-  OperationPtr operation = go(self, std::move(*request));
+  const bool numbered = request.collective();
+  OperationPtr operation = go(self, std::move(request));
   if (!operation) Py_RETURN_NONE;
   const std::uint64_t number = operation->request().channel;
   const std::int64_t submitted = operation->submitted();
   reinterpret_cast<Source*>(source.ptr())->op = std::move(operation);
-  set_key(future.ptr(), future_key(self.ident, number));
+  if (numbered) set_key(future.ptr(), future_key(self.ident, number));
   if (recorded) {
-    as_record(record.ptr())->fields.number = static_cast<long long>(number);
+    if (numbered) as_record(record.ptr())->fields.number = static_cast<long long>(number);
     as_record(record.ptr())->submitted = submitted;
     set_record(future.ptr(), as_record(record.ptr()));
     Py_XDECREF(PyObject_CallOneArg(self.append, record.ptr()));
   }
   if (PyErr_Occurred()) PyErr_Clear();  // without memory for a key or a record, the call proceeds
   return future.release().ptr();
+}
+
+// A timeout in seconds; 0 for what is not positive, for which Python raises a detailed error.
+double seconds_of(PyObject* timeout) {
+  const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
+                         : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
+                                                      : 0.0;
+  if (PyErr_Occurred()) PyErr_Clear();
+  return seconds > 0 ? seconds : 0.0;
 }
 
 // submit(kind, x, out, op, root, timeout): a future, or None if the call must take the slow path.
@@ -178,20 +210,51 @@ PyObject* submit(PyObject* object, PyObject* const* arguments, Py_ssize_t count)
     PyErr_SetString(PyExc_TypeError, "submit takes kind, x, out, op, root and timeout");
     return nullptr;
   }
-  PyObject *callback = nullptr, *timeout = arguments[5];
+  PyObject* callback = nullptr;
   const long op = PyLong_AsLong(arguments[3]), root = PyLong_AsLong(arguments[4]);
   if (PyErr_Occurred() || PyContextVar_Get(scope, nullptr, &callback) < 0) return nullptr;
   const bool plain = callback == nullptr || callback == Py_None;
   Py_XDECREF(callback);
-  const double seconds = PyFloat_CheckExact(timeout)  ? PyFloat_AS_DOUBLE(timeout)
-                         : PyLong_CheckExact(timeout) ? PyLong_AsDouble(timeout)
-                                                      : 0.0;
-  if (PyErr_Occurred()) PyErr_Clear();
-  // A group's first call may be monitored; Python raises a detailed error for a timeout that is not positive.
-  if (!plain || !(seconds > 0) || self.number == 0 || !can_submit(self)) Py_RETURN_NONE;
+  const double seconds = seconds_of(arguments[5]);
+  // A group's first call may be monitored.
+  if (!plain || seconds == 0 || self.number == 0 || !can_submit(self)) Py_RETURN_NONE;
+  Given call{.kind = arguments[0], .in = arguments[1], .out = arguments[2], .root = static_cast<int>(root)};
   try {
-    return future_of(self, {arguments[0], arguments[1], arguments[2], static_cast<RedOp>(op),
-                            static_cast<int>(root), seconds});
+    auto request = request_of(*self.group, static_cast<Kind>(PyLong_AsLong(call.kind)), call.in, call.out,
+                              static_cast<RedOp>(op), call.root, seconds, call.noted);
+    if (!request) Py_RETURN_NONE;
+    return future_of(self, call, std::move(*request));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+// message(kind, x, peer, tag, timeout): a future, or None if the call must take the slow path.
+PyObject* message(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  FastSubmit& self = *as_shortcut(object);
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "message takes kind, x, peer, tag and timeout");
+    return nullptr;
+  }
+  const auto kind = static_cast<Kind>(PyLong_AsLong(arguments[0]));
+  if (!PyLong_CheckExact(arguments[2]) || !PyLong_CheckExact(arguments[3])) Py_RETURN_NONE;
+  const long peer = PyLong_AsLong(arguments[2]), tag = PyLong_AsLong(arguments[3]);
+  if (PyErr_Occurred()) {  // too large for a long
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  const double seconds = seconds_of(arguments[4]);
+  const bool sends = kind == Kind::kSend;
+  if (seconds == 0 || !(sends || self.received) || !can_submit(self)) Py_RETURN_NONE;
+  Given call{.kind = arguments[0],
+             .in = sends ? arguments[1] : Py_None,
+             .out = sends ? Py_None : arguments[1],
+             .peer = static_cast<int>(peer),
+             .tag = tag};
+  try {
+    auto request = message_of(*self.group, kind, arguments[1], peer, tag, seconds, call.noted);
+    if (!request) Py_RETURN_NONE;
+    return future_of(self, call, std::move(*request));
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
@@ -248,12 +311,14 @@ void dealloc(PyObject* object) {
 
 PyMethodDef methods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(submit)), METH_FASTCALL, nullptr},
+    {"message", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(message)), METH_FASTCALL, nullptr},
     {"detach", detach, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyMemberDef members[] = {
     {"number", T_ULONGLONG, offsetof(FastSubmit, number), 0, nullptr},
     {"open", T_BOOL, offsetof(FastSubmit, open), 0, nullptr},
+    {"received", T_BOOL, offsetof(FastSubmit, received), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 PyType_Slot slots[] = {
@@ -268,11 +333,12 @@ PyType_Slot slots[] = {
 PyType_Spec spec{"shoal._core.Shortcut", sizeof(FastSubmit), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                  slots};
 
-void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code) {
+void learn_calls(nb::object scope_variable, nb::tuple dtypes_by_code, long largest_tag) {
   if (!PyContextVar_CheckExact(scope_variable.ptr()) || dtypes_by_code.size() != kDTypeCount)
     throw std::invalid_argument("learn_calls takes a ContextVar and a dtype for every code");
   scope = scope_variable.release().ptr();
   dtypes = dtypes_by_code.release().ptr();
+  max_tag = largest_tag;
 }
 
 }  // namespace
@@ -284,5 +350,5 @@ void bind_shortcut(nb::module_& m) {
   name_acquire = PyUnicode_InternFromString("acquire");
   name_release = PyUnicode_InternFromString("release");
   name_locked = PyUnicode_InternFromString("locked");
-  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"));
+  m.def("learn_calls", &learn_calls, nb::arg("scope"), nb::arg("dtypes"), nb::arg("max_tag"));
 }

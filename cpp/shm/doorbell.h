@@ -20,6 +20,7 @@ namespace shoal {
 enum class Wake : int {
   Any,   // woken by slots, links and completions
   Link,  // woken only by frames on a link
+  Call,  // woken only by wake()
 };
 
 struct alignas(64) Doorbell {
@@ -50,12 +51,16 @@ struct alignas(64) Doorbell {
    public:
     Sleeper(Doorbell& bell, Wake kind)
         : bell_(bell),
-          count_(kind == Wake::Any ? bell.sleepers_any : bell.sleepers_link),
+          count_(kind == Wake::Any    ? &bell.sleepers_any
+                 : kind == Wake::Link ? &bell.sleepers_link
+                                      : nullptr),
           seen_(bell.read()) {
-      count_.fetch_add(1, std::memory_order_seq_cst);
+      if (count_ != nullptr) count_->fetch_add(1, std::memory_order_seq_cst);
       std::atomic_thread_fence(std::memory_order_seq_cst);
     }
-    ~Sleeper() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    ~Sleeper() {
+      if (count_ != nullptr) count_->fetch_sub(1, std::memory_order_relaxed);
+    }
     Sleeper(const Sleeper&) = delete;
     Sleeper& operator=(const Sleeper&) = delete;
     // Sleeps until the bell has rung since construction, at most for this time.
@@ -69,7 +74,7 @@ struct alignas(64) Doorbell {
 
    private:
     Doorbell& bell_;
-    std::atomic<std::uint32_t>& count_;
+    std::atomic<std::uint32_t>* count_;
     std::uint32_t seen_;
   };
 };

@@ -102,7 +102,7 @@ class Pass:
 # -- cpp/engine ---------------------------------------------------------------------------------
 
 def learn_tensors(tensor_class: type[Tensor]) -> None: ...
-def learn_calls(scope: ContextVar[Any], dtypes: tuple[torch.dtype, ...]) -> None: ...
+def learn_calls(scope: ContextVar[Any], dtypes: tuple[torch.dtype, ...], max_tag: int) -> None: ...
 def learn_futures(future_class: type[Future[Any]], wait: Callable[..., Any]) -> None: ...
 
 class ErrorCode(enum.Enum):
@@ -268,6 +268,7 @@ class Source:
 class Shortcut:
     number: int
     open: bool
+    received: bool
     def __init__(
         self,
         group: Group,
@@ -285,6 +286,9 @@ class Shortcut:
         root: int,
         timeout: float,
         /,
+    ) -> Future[Any] | None: ...
+    def message(
+        self, kind: OpKind, x: Tensor | None, peer: int, tag: int, timeout: float, /
     ) -> Future[Any] | None: ...
     def detach(self) -> None: ...
 

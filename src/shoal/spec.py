@@ -273,6 +273,9 @@ def why_illegal(kind: OpKind, dtype: torch.dtype, op: ReduceOp = SUM) -> str | N
 #: The source of a receive that accepts a message from any rank.
 ANY_SOURCE = -1
 
+#: The largest tag of a program's messages; larger tags are for internal ones.
+MAX_TAG = 2**30 - 1
+
 
 @dataclass(slots=True)
 class Operation:

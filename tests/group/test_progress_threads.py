@@ -60,6 +60,32 @@ def test_each_thread_runs_operations() -> None:
         assert share >= 0.25
 
 
+def wakes_of_the_progress_thread(group: ProcessGroup) -> float:
+    """How often the progress thread begins to run, per message that a thread waits for; the lowest of
+    several rounds."""
+    (task,) = progress_threads()
+    other, x = 1 - group.rank, torch.ones(2)
+    deadline = time.monotonic() + 30
+    enough = torch.zeros(1)
+    while True:
+        before = int((task / "schedstat").read_text().split()[2])
+        for _ in range(300):
+            if group.rank == 0:
+                group.send(x, other).wait()
+                group.recv(x, other).wait()
+            else:
+                group.recv(x, other).wait()
+                group.send(x, other).wait()
+        share = (int((task / "schedstat").read_text().split()[2]) - before) / 300
+        enough.fill_(share < 0.5 or time.monotonic() > deadline)
+        if group.all_reduce(enough, "min").wait().item():
+            return share
+
+
+def test_a_progress_thread_leaves_messages_to_threads_that_wait_for_them() -> None:
+    assert max(run_processes(wakes_of_the_progress_thread, 2, timeout=120)) < 0.5
+
+
 def count_after_split(group: ProcessGroup) -> tuple[int, int, int, int]:
     before = len(progress_threads())
     other = group.split(0, transport="tcp", progress_threads=4)

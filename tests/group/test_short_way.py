@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+from typing import Literal
 
 import pytest
 import torch
 
-from shoal.errors import GroupAborted, GroupClosed, UsageError
+from shoal.errors import GroupAborted, GroupClosed, GroupError, UnsupportedOperation, UsageError
 from shoal.future import Future
 from shoal.group import ProcessGroup
 from tests.support.topologies import TOPOLOGIES, topology_options
@@ -127,6 +128,105 @@ def test_the_futures_and_records_of_both_ways_are_alike(worlds: Worlds) -> None:
         assert one.submitted <= one.ended
 
     worlds(SIZE).run(collective)
+
+
+def pass_around(group: ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    """Send ``x`` to the next rank, and return the tensor of the previous one."""
+    received = group.recv(torch.empty(x.shape, dtype=x.dtype), (group.rank - 1) % group.size)
+    group.send(x, (group.rank + 1) % group.size).wait()
+    return received.wait()
+
+
+@pytest.mark.parametrize("scope", ["all", "pair"])
+def test_messages_go_the_short_way(
+    worlds: Worlds, scope: Literal["all", "pair"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(world: ProcessGroup) -> None:
+        group = world.subgroup(range(SIZE), scope=scope)
+        pass_around(group, torch.ones(1))  # the first receive goes the long way
+        world.barrier().wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(group._submitter, "submit_messages", None)
+            for x in (torch.arange(4.0), torch.zeros(0), torch.tensor(3), torch.ones(2, 50_000)):
+                assert torch.equal(pass_around(group, x), x)
+            x = torch.empty(2)
+            if group.rank == 0:
+                wildcards = [group.recv(x.clone(), tag=2**30 - 1) for _ in range(SIZE - 1)]
+                assert sum(future.wait().sum().item() for future in wildcards) == 6.0
+            else:
+                group.send(torch.full((2,), float(group.rank)), 0, tag=2**30 - 1).wait()
+        if scope == "pair":
+            with pytest.raises(UnsupportedOperation):
+                group.all_reduce(torch.ones(1))
+        world.barrier().wait()
+        group.close()
+
+    worlds(SIZE).run(exchange)
+
+
+def test_the_futures_and_records_of_both_ways_of_a_message_are_alike(worlds: Worlds) -> None:
+    def exchange(group: ProcessGroup) -> None:
+        pass_around(group, torch.ones(2))
+        assert group.recorder is not None
+        to, source = (group.rank + 1) % SIZE, (group.rank - 1) % SIZE
+        for x in (torch.ones(4), torch.ones(8)[::2]):
+            y = torch.zeros_like(x)
+            received = group.recv(y, source, 7, timeout=50)
+            sent = group.send(x, to, 7, timeout=50)
+            assert repr(sent).startswith("<shoal.Future of send")
+            assert sent.wait() is None
+            assert received.wait() is y
+            assert sent.key is received.key is None
+        records = group.recorder.entries()[-4:]
+        for one, other in ((0, 2), (1, 3)):
+            for field in ("kind", "number", "dtype", "count", "root", "peer", "tag", "state", "failure"):
+                assert getattr(records[one], field) == getattr(records[other], field)
+
+    worlds(SIZE).run(exchange)
+
+
+def test_a_message_that_does_not_fit_fails_in_the_short_way_as_ever(worlds: Worlds) -> None:
+    def exchange(world: ProcessGroup) -> None:
+        group = world.subgroup(range(SIZE), scope="pair")
+        pass_around(group, torch.ones(1))
+        if group.rank == 0:
+            group.send(torch.ones(3), 1).wait()
+            group.send(torch.ones(2, dtype=torch.int32), 1).wait()
+        elif group.rank == 1:
+            for _ in range(2):
+                with pytest.raises(GroupError, match=r"send\(float32\[3\]\)|send\(int32\[2\]\)"):
+                    group.recv(torch.empty(2), 0).wait()
+        world.barrier().wait()
+        group.close()
+
+    worlds(SIZE).run(exchange)
+
+
+def test_wrong_arguments_of_messages_are_refused_as_ever(worlds: Worlds) -> None:
+    def exchange(group: ProcessGroup) -> None:
+        pass_around(group, torch.ones(1))
+        x, other = torch.ones(2), (group.rank + 1) % SIZE
+        for wrong in (
+            lambda: group.send(x, group.rank),
+            lambda: group.send(x, SIZE),
+            lambda: group.send(x, -1),
+            lambda: group.send(x, 2**80),
+            lambda: group.send(x, True),
+            lambda: group.send(x, other, -1),
+            lambda: group.send(x, other, 2**30),
+            lambda: group.send(x, other, -(2**80)),
+            lambda: group.send(x, other, timeout=0),
+            lambda: group.send(x.to_sparse(), other),
+            lambda: group.send([1.0], other),  # type: ignore[arg-type]
+            lambda: group.recv(x, -2),
+            lambda: group.recv(x.expand(3, 2), other),
+            lambda: group.recv(x, other, timeout=float("nan")),
+        ):
+            with pytest.raises(UsageError):
+                wrong()
+        assert torch.equal(pass_around(group, x), x)
+
+    worlds(SIZE).run(exchange)
 
 
 def test_a_future_of_the_short_way_tells_whoever_subscribed_before_it_is_waited_for(worlds: Worlds) -> None:

@@ -66,12 +66,14 @@ class Shortcut(Protocol):
     """The numbering of a group's calls, and a fast path for common ones.
 
     Attributes:
-        number: the number of the next call.
+        number: the number of the next collective.
         open: whether the group accepts calls.
+        received: whether a receive was submitted; the first one is not submitted here.
     """
 
     number: int
     open: bool
+    received: bool
 
     def submit(
         self,
@@ -92,18 +94,26 @@ class Shortcut(Protocol):
             channel is broken.  Nothing was sent; the caller must validate and submit the call as usual.
         """
 
+    def message(
+        self, kind: OpKind, x: torch.Tensor | None, peer: int, tag: int, timeout: float
+    ) -> Future[Any] | None:
+        """Submit and record a SEND or RECV of one tensor; arguments and result as in :meth:`submit`."""
+
 
 class NoShortcut:
     """The shortcut of a channel without a fast path."""
 
-    __slots__ = ("number", "open")
+    __slots__ = ("number", "open", "received")
 
     def __init__(self) -> None:
         self.number = 0
         self.open = True
+        self.received = False
 
     def submit(self, *call: object) -> None:
         """Return None."""
+
+    message = submit
 
 
 @refuses_copies("a channel", "operations of a group", "Keep it outside of the object that you copy")

@@ -20,10 +20,9 @@ import torch
 from ..common.formatting import format_seconds, ranks_named
 from ..errors import GroupError, OperationTimeout, WaitTimeout
 from ..future import Future
-from ..spec import OpKind
+from ..spec import MAX_TAG, OpKind
 from .operations import TensorOperations
 from .submission import run_in_callback_thread
-from .validation.arguments import MAX_TAG
 
 _ARRIVED = MAX_TAG + 1
 _ANSWER = MAX_TAG + 2

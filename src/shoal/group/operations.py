@@ -33,6 +33,8 @@ _ALL_GATHER = OpKind.ALL_GATHER
 _REDUCE_SCATTER = OpKind.REDUCE_SCATTER
 _ALL_TO_ALL = OpKind.ALL_TO_ALL
 _BARRIER = OpKind.BARRIER
+_SEND = OpKind.SEND
+_RECV = OpKind.RECV
 _PREMUL_SUM = PREMUL_SUM.code
 
 
@@ -496,8 +498,15 @@ class TensorOperations:
 
     # -- messages ------------------------------------------------------------------------------
 
-    @explain_unknown_keywords(operation_label)
-    def send(self, x: torch.Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> Future[None]:
+    def send(
+        self,
+        x: torch.Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        **unknown: NoReturn,
+    ) -> Future[None]:
         """Send ``x`` to rank ``dst``.
 
         Args:
@@ -508,11 +517,17 @@ class TensorOperations:
         Returns:
             A future that completes when ``x`` may be changed; the message may not have arrived yet.
         """
+        if unknown:
+            self._raise_unknown_keywords("send", unknown)
+        if not profiler._is_profiler_enabled:
+            seconds = self._timeout if timeout is None else timeout
+            future = self._shortcut.message(_SEND, x, dst, tag, seconds)
+            if future is not None:
+                return future
         return self._submitter.submit_messages(
             [self._send_operation(self._call("send"), x, dst, tag, timeout)]
         )[0]
 
-    @explain_unknown_keywords(operation_label)
     def recv(
         self,
         x: torch.Tensor | None = None,
@@ -520,6 +535,7 @@ class TensorOperations:
         tag: int = 0,
         *,
         timeout: float | None = None,
+        **unknown: NoReturn,
     ) -> Future[torch.Tensor]:
         """Receive a tensor from rank ``src``.
 
@@ -532,6 +548,13 @@ class TensorOperations:
         Returns:
             A future of the tensor.  :meth:`recv_message` also returns the rank of the sender.
         """
+        if unknown:
+            self._raise_unknown_keywords("recv", unknown)
+        if not profiler._is_profiler_enabled:
+            seconds = self._timeout if timeout is None else timeout
+            future = self._shortcut.message(_RECV, x, src, tag, seconds)
+            if future is not None:
+                return future
         return self._recv("recv", x, src, tag, timeout, lambda message: message.tensor)
 
     @explain_unknown_keywords(operation_label)

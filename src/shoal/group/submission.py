@@ -55,7 +55,6 @@ class OperationSubmitter:
         self.recorder = FlightRecorder(spec.name, spec.rank, records) if records else None
         self.shortcut = channel.shortcut(self.lock, self.recorder)
         self.on_first_operation: Callable[[OperationSubmitter, Future[Any]], None] | None = None
-        self._has_received = False
         #: OPEN, CLOSING, CLOSED, ABORTED or FORKED, from the calls on this rank only.
         self.local_state = GroupState.OPEN
         self._was_closed = False
@@ -141,8 +140,8 @@ class OperationSubmitter:
                     if profiler._is_profiler_enabled:
                         show_waits(future)
             for operation, future in zip(operations, futures, strict=True):
-                if operation.kind is OpKind.RECV and not self._has_received:
-                    self._has_received = True
+                if operation.kind is OpKind.RECV and not self.shortcut.received:
+                    self.shortcut.received = True
                     if self.on_first_operation is not None:
                         self.on_first_operation(self, future)
                     if self.spec.scope == FailureScope.PAIR:

@@ -33,11 +33,11 @@ from ...errors import (
 )
 from ...future import Future, callback_scope
 from ...recorder import FlightRecorder
-from ...spec import DTYPE_CODES, DTYPES_BY_CODE, REDUCTIONS, FailureScope, Operation, OpKind
+from ...spec import DTYPE_CODES, DTYPES_BY_CODE, MAX_TAG, REDUCTIONS, FailureScope, Operation, OpKind
 from ...statistics import GroupStatistics, group_statistics
 from ...tracing.recording import ContextTrace
 from ..agreement import AgreementOp, AgreementOutcome, AgreementState, PendingAgreement, WitnessRequest
-from ..base import Backend, DataChannel, GroupSpec, Membership, NoShortcut, Shortcut
+from ..base import Backend, DataChannel, GroupSpec, Membership, Shortcut
 from .errors import exception_of, explain_resource_errors
 from .mesh import OfferedMemory, connect
 from .options import (
@@ -74,7 +74,7 @@ def _check_codes() -> None:
 
 _core.learn_tensors(torch.Tensor)
 _check_codes()
-_core.learn_calls(callback_scope, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))))
+_core.learn_calls(callback_scope, tuple(DTYPES_BY_CODE[code] for code in range(len(DTYPES_BY_CODE))), MAX_TAG)
 
 
 class _CoreFuture(Future[T]):
@@ -350,8 +350,6 @@ class NativeChannel(DataChannel):
             )
 
     def shortcut(self, lock: threading.Lock, recorder: FlightRecorder | None) -> Shortcut:
-        if self._spec.scope == FailureScope.PAIR:
-            return NoShortcut()
         append = None if recorder is None else recorder.append
         self._shortcut = _core.Shortcut(self._core, self, lock, self._spec.ident, append)
         return self._shortcut

@@ -17,11 +17,8 @@ import torch
 
 from ...common.formatting import counted
 from ...errors import UnsupportedOperation, UsageError
-from ...spec import DTYPE_CODES, OpKind, ReduceOp, ReduceOpLike, why_illegal
+from ...spec import DTYPE_CODES, MAX_TAG, OpKind, ReduceOp, ReduceOpLike, why_illegal
 from .overlap import SearchLimitExceeded, overlapping_pair, overlaps_itself
-
-#: The largest tag of users; larger tags are for internal messages.
-MAX_TAG = 2**30 - 1
 
 #: The largest number of elements of a tensor: its length in bytes fits in a message with any dtype.
 MAX_COUNT = 2**63 // 16 - 1
