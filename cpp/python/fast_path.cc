@@ -71,10 +71,10 @@ struct Noted {
 std::optional<Request> request_of(const Group& group, Kind kind, PyObject* in, PyObject* out, RedOp op,
                                   int root, double seconds, Noted& noted) {
   if (op == RedOp::kPremulSum || root >= group.size()) return std::nullopt;
-  // Python connects the mover when it submits the first collective that is moved.
-  if (group.moved() && group.mover() == nullptr) return std::nullopt;
   // Only a barrier has no output, and only a broadcast's receiver has no input: otherwise None is an error.
   const bool barrier = kind == Kind::kBarrier, given = in != Py_None;
+  // Python connects the mover when it submits the first collective that is moved.
+  if (group.moved() && !barrier && group.mover() == nullptr) return std::nullopt;
   if ((out == Py_None) != barrier || (!given && !barrier && kind != Kind::kBroadcast)) return std::nullopt;
   if (barrier) return collective_request(group, kind, {}, op, 0, root, seconds);
   const auto to = plain_tensor(out);

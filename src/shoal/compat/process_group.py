@@ -594,7 +594,7 @@ class TorchProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from a rank of the group."""
         x = single_tensor(tensors, "recv")
-        return self._work(self.group.recv_message(x, src, tag, timeout=self._seconds), [x])
+        return self._work(self.group.recv(x, src, tag, timeout=self._seconds), [x], src)
 
     @routed("RECV", outputs="tensors")
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> TorchWork:
@@ -678,10 +678,10 @@ class TorchProcessGroup(dist.ProcessGroup):
             limit_of(timeout) or self._seconds,
         )
 
-    def _work(self, future: Future[Any], result: Any) -> TorchWork:
+    def _work(self, future: Future[Any], result: Any, source: int | None = None) -> TorchWork:
         if self._coalesced is not None:
             self._coalesced.append(future)
-        return TorchWork(future, result)
+        return TorchWork(future, result, source)
 
     def _call(self, name: str) -> OperationCall:
         return OperationCall(name, self.group.rank, self.group.size, frozenset())

@@ -30,12 +30,18 @@ _DROPPED_BYTES = 1024
 
 @never_compile
 class TorchWork(WorkMethods, dist.Work):
-    """One operation of a :class:`~shoal.compat.TorchProcessGroup`; ``result`` is the list of its outputs."""
+    """One operation of a :class:`~shoal.compat.TorchProcessGroup`.
 
-    def __init__(self, future: Future[Any], result: Any) -> None:
+    Args:
+        result: the list of its outputs.
+        source: the sender of a receive; None: the value of ``future`` says, if it is a receive.
+    """
+
+    def __init__(self, future: Future[Any], result: Any, source: int | None = None) -> None:
         super().__init__()
         self._future = future
         self._result = result
+        self._source = source
         self._torch_future: KeyedFuture | None = None
         self._waited = False
 
@@ -67,7 +73,8 @@ class TorchWork(WorkMethods, dist.Work):
 
     def source_rank(self) -> int:
         """Wait, and return the sender's rank in the group; raise UsageError if this is not a receive."""
-        return source_of(self._future.wait())
+        value = self._future.wait()
+        return source_of(value) if self._source is None else self._source
 
     _source_rank = source_rank
 
