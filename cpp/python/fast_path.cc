@@ -36,7 +36,7 @@ struct FastSubmit {
   std::uint64_t ident;
   unsigned long long number;  // of the next call
   char open;                  // whether calls are accepted
-  char received;              // whether receives are: the first one takes the slow path
+  char sends, receives;       // whether these are too: the first of each takes the slow path
 };
 
 FastSubmit* as_shortcut(PyObject* object) { return reinterpret_cast<FastSubmit*>(object); }
@@ -245,7 +245,7 @@ PyObject* message(PyObject* object, PyObject* const* arguments, Py_ssize_t count
   }
   const double seconds = seconds_of(arguments[4]);
   const bool sends = kind == Kind::kSend;
-  if (seconds == 0 || !(sends || self.received) || !can_submit(self)) Py_RETURN_NONE;
+  if (seconds == 0 || !(sends ? self.sends : self.receives) || !can_submit(self)) Py_RETURN_NONE;
   Given call{.kind = arguments[0],
              .in = sends ? arguments[1] : Py_None,
              .out = sends ? Py_None : arguments[1],
@@ -318,7 +318,8 @@ PyMethodDef methods[] = {
 PyMemberDef members[] = {
     {"number", T_ULONGLONG, offsetof(FastSubmit, number), 0, nullptr},
     {"open", T_BOOL, offsetof(FastSubmit, open), 0, nullptr},
-    {"received", T_BOOL, offsetof(FastSubmit, received), 0, nullptr},
+    {"sends", T_BOOL, offsetof(FastSubmit, sends), 0, nullptr},
+    {"receives", T_BOOL, offsetof(FastSubmit, receives), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 PyType_Slot slots[] = {

@@ -268,7 +268,8 @@ class Source:
 class Shortcut:
     number: int
     open: bool
-    received: bool
+    sends: bool
+    receives: bool
     def __init__(
         self,
         group: Group,

@@ -68,12 +68,13 @@ class Shortcut(Protocol):
     Attributes:
         number: the number of the next collective.
         open: whether the group accepts calls.
-        received: whether a receive was submitted; the first one is not submitted here.
+        sends, receives: whether it takes these messages; the group sets them after the first of each.
     """
 
     number: int
     open: bool
-    received: bool
+    sends: bool
+    receives: bool
 
     def submit(
         self,
@@ -103,12 +104,12 @@ class Shortcut(Protocol):
 class NoShortcut:
     """The shortcut of a channel without a fast path."""
 
-    __slots__ = ("number", "open", "received")
+    __slots__ = ("number", "open", "receives", "sends")
 
     def __init__(self) -> None:
         self.number = 0
         self.open = True
-        self.received = False
+        self.sends = self.receives = False
 
     def submit(self, *call: object) -> None:
         """Return None."""

@@ -140,8 +140,10 @@ class OperationSubmitter:
                     if profiler._is_profiler_enabled:
                         show_waits(future)
             for operation, future in zip(operations, futures, strict=True):
-                if operation.kind is OpKind.RECV and not self.shortcut.received:
-                    self.shortcut.received = True
+                if operation.kind is OpKind.SEND:
+                    self.shortcut.sends = True
+                elif not self.shortcut.receives:
+                    self.shortcut.receives = True
                     if self.on_first_operation is not None:
                         self.on_first_operation(self, future)
                     if self.spec.scope == FailureScope.PAIR:
