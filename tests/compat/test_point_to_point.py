@@ -93,6 +93,13 @@ def any_source(context):
             work = dist.irecv(torch.zeros(1), group=group)
             work.wait()
             assert work._source_rank() == size - 1
+    backend = context.group._get_backend(torch.device("cpu"))
+    if rank == size - 1:
+        backend.send([torch.ones(1)], 0, 5).wait()
+    elif rank == 0:
+        work = backend.recv([torch.zeros(1)], -1, 5)
+        work.wait()
+        assert work.source_rank() == size - 1
     with pytest.raises(shoal.UsageError, match="only a receive has a source"):
         dist.all_reduce(torch.ones(1), group=context.group, async_op=True).source_rank()
 

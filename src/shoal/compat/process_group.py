@@ -594,12 +594,16 @@ class TorchProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> TorchWork:
         """Receive a tensor from a rank of the group."""
         x = single_tensor(tensors, "recv")
+        if src == ANY_SOURCE:
+            return self._recv_anysource(x, tag)
         return self._work(self.group.recv(x, src, tag, timeout=self._seconds), [x], src)
 
     @routed("RECV", outputs="tensors")
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> TorchWork:
         """Receive a tensor from any rank; the work's ``source_rank()`` is the sender."""
-        x = single_tensor(tensors, "recv_anysource")
+        return self._recv_anysource(single_tensor(tensors, "recv_anysource"), tag)
+
+    def _recv_anysource(self, x: torch.Tensor, tag: int) -> TorchWork:
         return self._work(self.group.recv_message(x, ANY_SOURCE, tag, timeout=self._seconds), [x])
 
     # -- barriers ------------------------------------------------------------------------------
