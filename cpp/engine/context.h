@@ -114,6 +114,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   }
   BufferPool& buffers() { return *buffers_; }  // memory of operations
   void submitted(bool large);
+  // A thread asks whether an operation is done, and does not run it.
+  void polled_by_caller();
   // Calls the progress() of the library from now on.
   void use(std::shared_ptr<MovingLibrary> library);
   // Records peers that have died, before losses are reported.
@@ -213,7 +215,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   std::atomic<int> reporting_losses_{0};         // threads that are reporting a loss
   std::atomic<bool> monitor_idle_{false};  // nothing is pending: the watch thread checks local peers rarely
   std::atomic<bool> stop_{false};
-  std::atomic<int> deep_{0};  // progress threads that nothing but a ring wakes up soon
+  std::atomic<int> deep_{0};         // progress threads that nothing but a ring wakes up soon
+  std::atomic<int> inattentive_{0};  // progress threads that frames do not wake
   std::atomic<std::uint64_t> submissions_{0};
   std::atomic<Fault> fault_{Fault::kNone};
   bool started_ = false, forked_ = false;

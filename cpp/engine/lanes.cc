@@ -110,16 +110,21 @@ void Lanes::add_waiter(Operation& op) {
     op.add_waiter(1);
 }
 
+// A progress thread takes over.  It may sleep after leaving an event to the waiter, which did not see it.
 void Lanes::remove_waiter(Operation& op) {
+  Context& context = group_.context();
   if (!op.request().numbered()) {
     op.add_waiter(-1);
-    if (!op.done()) group_.context().submitted(false);  // as below
+    if (!op.done()) context.bell().wake();
     return;
   }
   Lane& lane = lane_of(op);
   lane.waiters.fetch_sub(1, std::memory_order_relaxed);
+  if (!op.done()) return context.bell().wake();
   std::lock_guard lock(lane.mutex);
-  if (!lane.queue.empty()) group_.context().submitted(false);  // a progress thread takes over the rest
+  if (lane.queue.empty()) return;
+  context.submitted(false);
+  context.bell().ring();
 }
 
 bool Lanes::polled(const Operation& op) {

@@ -56,6 +56,10 @@ void Context::submitted(bool large) {
   if (large || deep_.load(std::memory_order_seq_cst) > 0) bell().wake();
 }
 
+void Context::polled_by_caller() {
+  if (inattentive_.load(std::memory_order_seq_cst) > 0) bell().wake();
+}
+
 bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
   auto reached = [&op, stage] { return op.done() || (stage == Stage::kMet && op.met()); };
   if (reached()) return true;
@@ -145,7 +149,9 @@ void Context::progress_loop(bool first) {
     const std::uint64_t sessions = poll_sessions_.load(std::memory_order_relaxed);
     const bool left_to_waiters = !waiting && std::exchange(sessions_seen, sessions) != sessions;
     const int deep = !active && !waiting ? 1 : 0;
+    const int inattentive = left_to_waiters ? 1 : 0;
     deep_.fetch_add(deep, std::memory_order_seq_cst);
+    inattentive_.fetch_add(inattentive, std::memory_order_seq_cst);
     {
       Doorbell::Sleeper sleeper(bell(), waiting ? Wake::Any : left_to_waiters ? Wake::Call : Wake::Link);
       Remaining still = Remaining::kNone;
@@ -163,6 +169,7 @@ void Context::progress_loop(bool first) {
       }
     }
     deep_.fetch_sub(deep, std::memory_order_relaxed);
+    inattentive_.fetch_sub(inattentive, std::memory_order_relaxed);
   }
 }
 

@@ -86,7 +86,9 @@ void shoal_group_free(shoal_group* group) { delete group; }
 
 int32_t shoal_operation_done(shoal_operation* operation) {
   shoal::Operation& own = *operation->operation.operation;
-  return own.done() || own.orphaned();
+  if (own.done() || own.orphaned()) return true;
+  own.group().context().polled_by_caller();
+  return false;
 }
 
 shoal_error* shoal_operation_wait(shoal_operation* operation, double timeout, int32_t* done) {

@@ -104,7 +104,10 @@ PyObject* source_wait(PyObject* self, PyObject* timeout) {
 
 PyObject* source_done(PyObject* self, PyObject*) {
   const bool done = complete(as_source(self));
-  if (done) release_tensors(as_source(self));
+  if (done)
+    release_tensors(as_source(self));
+  else
+    as_source(self)->op->group().context().polled_by_caller();
   return PyBool_FromLong(done);
 }
 

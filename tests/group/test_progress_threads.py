@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 import shoal
 from shoal import ProcessGroup
-from shoal.errors import ConfigurationError, UsageError
+from shoal.errors import ConfigurationError, UsageError, WaitTimeout
 from shoal.testing.processes import run_processes
 
 LANES = 3
@@ -84,6 +86,87 @@ def wakes_of_the_progress_thread(group: ProcessGroup) -> float:
 
 def test_a_progress_thread_leaves_messages_to_threads_that_wait_for_them() -> None:
     assert max(run_processes(wakes_of_the_progress_thread, 2, timeout=120)) < 0.5
+
+
+def median_time_to_poll(group: ProcessGroup) -> float:
+    """Seconds until messages are done that no thread waits for, posted after a wait; the lowest of several
+    rounds."""
+    other, x, y = 1 - group.rank, torch.ones(1 << 16), torch.ones(1 << 16)
+    deadline = time.monotonic() + 30
+    enough = torch.zeros(1)
+    while True:
+        times = []
+        for _ in range(100):
+            group.barrier().wait()
+            start = time.monotonic()
+            futures = [group.recv(y, other), group.send(x, other)]
+            while not all(future.done() for future in futures):
+                time.sleep(0.0001)
+            times.append(time.monotonic() - start)
+        median = statistics.median(times)
+        enough.fill_(median < 0.0008 or time.monotonic() > deadline)
+        if group.all_reduce(enough, "min").wait().item():
+            return median
+
+
+def test_polling_wakes_a_progress_thread_that_left_messages_to_waiters() -> None:
+    assert max(run_processes(median_time_to_poll, 2, timeout=120)) < 0.0008
+
+
+def wakes_in_a_second_of_waiting(group: ProcessGroup) -> int:
+    """How often the progress thread begins to run while a thread waits for a late message."""
+    (task,) = progress_threads()
+    x = torch.ones(2)
+    for _ in range(2):
+        (group.send(x, 1) if group.rank == 0 else group.recv(x, 0)).wait()
+    group.barrier().wait()
+    before = int((task / "schedstat").read_text().split()[2])
+    if group.rank == 0:
+        time.sleep(1)
+        group.send(x, 1).wait()
+        return 0
+    group.recv(x, 0).wait()
+    return int((task / "schedstat").read_text().split()[2]) - before
+
+
+def test_a_long_wait_for_a_message_seldom_wakes_the_progress_thread() -> None:
+    assert max(run_processes(wakes_in_a_second_of_waiting, 2, timeout=60)) < 120
+
+
+def longest_delays(group: ProcessGroup) -> list[float]:
+    """The seconds until messages are done for which a thread had stopped to wait, the longest first."""
+    x, y, z = torch.ones(2), torch.ones(2), torch.ones(2)
+    delays = [0.0]
+    if group.rank == 0:
+        random = Random(1)
+        for _ in range(2500):
+            group.recv(y, 1, tag=2).wait()
+            start = time.perf_counter()
+            pause = random.uniform(0.001, 0.00125)
+            while time.perf_counter() < start + pause:
+                pass
+            group.send(x, 1, tag=1).wait()
+        group.send(x, 1, tag=3).wait()
+        return delays
+    other = group.recv(z, 0, tag=3)  # for it the progress thread sleeps until something happens
+    for _ in range(2500):
+        future = group.recv(y, 0, tag=1)
+        group.send(x, 0, tag=2).wait()
+        try:
+            future.wait(0.0001)
+        except WaitTimeout:
+            start = time.monotonic()
+            while not future.done():
+                time.sleep(0.00002)
+            delays.append(time.monotonic() - start)
+    other.wait()
+    return sorted(delays, reverse=True)
+
+
+@pytest.mark.concurrency
+def test_a_message_that_arrives_when_its_waiter_stops_waiting_is_seen() -> None:
+    delays = run_processes(longest_delays, 2, timeout=120)[1]
+    assert sum(delay > 0.045 for delay in delays) < 2, delays[:9]
 
 
 def count_after_split(group: ProcessGroup) -> tuple[int, int, int, int]:

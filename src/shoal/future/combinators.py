@@ -33,7 +33,7 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
     for position, future in enumerate(futures):
         while True:
             left = WAIT_SLICE_S if deadline is None else max(0.0, deadline - time.monotonic())
-            if future.done() or future._complete(min(WAIT_SLICE_S, left)):
+            if future._done or future._complete(min(WAIT_SLICE_S, left)):
                 break
             for other in futures[position + 1 :]:
                 if other.done():
