@@ -57,7 +57,7 @@ Context::Context(Options options)
   bool roomy = options_.local_size <= cores();
   // Sleeping too early costs a wake-up on each side, and two sleeping sides never find each other awake
   // again.
-  spins_ = roomy ? 1024 : 0;
+  spins_ = roomy ? 1024 : 0;  // a multiple of 16: a woken waiter reads the rings at once
   yield_time_ = roomy ? kMillisecond : kMillisecond / 5;
   // The progress threads check once per millisecond and core, not per rank: 64 ranks would saturate 2 cores.
   progress_interval_ = kMillisecond * std::max(1, options_.local_size / cores());

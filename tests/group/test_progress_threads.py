@@ -109,11 +109,12 @@ def median_time_to_poll(group: ProcessGroup) -> float:
             return median
 
 
+@pytest.mark.stress
 def test_polling_wakes_a_progress_thread_that_left_messages_to_waiters() -> None:
     assert max(run_processes(median_time_to_poll, 2, timeout=120)) < 0.0008
 
 
-def wakes_in_a_second_of_waiting(group: ProcessGroup) -> int:
+def wakes_per_second_of_waiting(group: ProcessGroup) -> float:
     """How often the progress thread begins to run while a thread waits for a late message."""
     (task,) = progress_threads()
     x = torch.ones(2)
@@ -124,13 +125,14 @@ def wakes_in_a_second_of_waiting(group: ProcessGroup) -> int:
     if group.rank == 0:
         time.sleep(1)
         group.send(x, 1).wait()
-        return 0
+        return 0.0
+    start = time.monotonic()
     group.recv(x, 0).wait()
-    return int((task / "schedstat").read_text().split()[2]) - before
+    return (int((task / "schedstat").read_text().split()[2]) - before) / (time.monotonic() - start)
 
 
 def test_a_long_wait_for_a_message_seldom_wakes_the_progress_thread() -> None:
-    assert max(run_processes(wakes_in_a_second_of_waiting, 2, timeout=60)) < 120
+    assert max(run_processes(wakes_per_second_of_waiting, 2, timeout=60)) < 120
 
 
 def longest_delays(group: ProcessGroup) -> list[float]:
@@ -163,7 +165,7 @@ def longest_delays(group: ProcessGroup) -> list[float]:
     return sorted(delays, reverse=True)
 
 
-@pytest.mark.concurrency
+@pytest.mark.stress
 def test_a_message_that_arrives_when_its_waiter_stops_waiting_is_seen() -> None:
     delays = run_processes(longest_delays, 2, timeout=120)[1]
     assert sum(delay > 0.045 for delay in delays) < 2, delays[:9]
