@@ -172,12 +172,12 @@ def mpiexec_of(name: str) -> str:
 
 
 def _mpich() -> Mpi | str:
-    """MPICH of the wheel in the environment of this Python."""
+    """MPICH of the wheel, in the environment of this Python or in one whose packages it also has."""
     try:
-        distribution("mpich")
+        packages = Path(str(distribution("mpich").locate_file("")))
     except PackageNotFoundError:
         return "the wheel mpich is not installed"
-    prefix = Path(sys.prefix)
+    prefix = packages.parents[2]  # of lib/python3.x/site-packages
     return Mpi(
         "MPICH",
         str(prefix / "bin" / "mpiexec"),

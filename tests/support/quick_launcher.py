@@ -14,6 +14,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,10 @@ from .freezing import freeze
 DEADLINE = 240
 #: seconds after which a rank that still runs shows its stacks
 _STACKS = 220
+#: a line of nanobind's report, with the prefix of `shoal run`
+_LEAK_REPORT = re.compile(
+    r"^(\[\d+\] )?(nanobind: | - leaked | - \.\.\. skipped|See https://nanobind).*\n?", re.MULTILINE
+)
 #: modules of others that a rank of this process had imported when its program began
 _libraries: list[str] = []
 
@@ -78,7 +83,7 @@ class QuickLauncher:
         """
         self._jobs.send((size, min_ranks, respawn, spares, command, self._out, self._err, constants))
         code = self._jobs.recv()
-        return code, self._out.read_text(), self._err.read_text()
+        return code, self._out.read_text(), stderr_of(self._err)
 
     def __enter__(self) -> QuickLauncher:
         return self
@@ -87,6 +92,15 @@ class QuickLauncher:
         self._jobs.close()
         self._process.join()
         assert self._process.exitcode == 0
+
+
+def stderr_of(path: Path) -> str:
+    """What forks have written to a file as their stderr, without reports of leaks by nanobind.
+
+    Triton 3.9, which some releases of torch import, reports its own objects in forks of a process that has
+    imported it.
+    """
+    return _LEAK_REPORT.sub("", path.read_text())
 
 
 def serve(jobs: Connection, preload: Sequence[str]) -> None:

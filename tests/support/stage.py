@@ -20,7 +20,7 @@ from shoal.testing.processes import fork_server
 
 from .launch_environments import Environment, by_hand
 from .ports import free_port
-from .quick_launcher import play_alone
+from .quick_launcher import play_alone, stderr_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,7 +128,7 @@ class Stage:
         for process, _, _ in ranks:
             process.join(max(0.0, end - time.monotonic()))
             assert process.exitcode is not None, [path.read_text() for _, *files in ranks for path in files]
-        return [Ended(process.exitcode, out.read_text(), err.read_text()) for process, out, err in ranks]
+        return [Ended(process.exitcode, out.read_text(), stderr_of(err)) for process, out, err in ranks]
 
     def assert_nothing_is_left(self) -> None:
         """No process of this stage, and nothing new in shared memory."""
