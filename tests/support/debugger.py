@@ -43,11 +43,15 @@ def held_at_its_end(pid: int) -> Iterator[None]:
 @contextlib.contextmanager
 def held(pid: int) -> Iterator[None]:
     """All threads of the process stand still, as in a debugger at a breakpoint; it must outlive the block."""
-    threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
-    for thread in threads:
-        _ptrace(_SEIZE, thread)
+    threads = []
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        try:
+            _ptrace(_SEIZE, thread)
+        except ProcessLookupError:  # it has just ended
+            continue
         _ptrace(_INTERRUPT, thread)
         _stopped(thread)
+        threads.append(thread)
     try:
         yield
     finally:
