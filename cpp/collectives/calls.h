@@ -1,7 +1,9 @@
 // Requests from the arguments of a program, for the bindings of Python and C.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "collectives/collectives.h"
 #include "common/clock.h"
@@ -40,6 +42,19 @@ inline Request collective_request(const Group& group, Kind kind, DType dtype, Re
   request.reduction = {dtype, op, static_cast<std::uint32_t>(group.size())};
   request.count = count;
   request.root = root;
+  return request;
+}
+
+// A message without its tensor, which has at most kMaxDims lengths `dims`.
+template <typename Dims>
+Request message_request(Kind kind, DType dtype, const Dims& dims, int peer, std::uint64_t tag,
+                        double timeout) {
+  Request request = new_request(kind, timeout);
+  request.peer = peer;
+  request.tag = tag;
+  request.shape.dtype = static_cast<std::uint8_t>(dtype);
+  request.shape.dims = static_cast<std::uint8_t>(std::size(dims));
+  std::ranges::copy(dims, request.shape.sizes);
   return request;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <span>
 #include <utility>
 
 #include "collectives/calls.h"
@@ -162,15 +163,13 @@ ProgramOperation ProgramGroup::submit(const shoal_message& message) {
   const auto kind = static_cast<Kind>(message.kind);
   const bool sends = kind == Kind::kSend;
   if (!sends && kind != Kind::kRecv) refuse("message", "unknown operation");
-  Request request = new_request(kind, checked(message.timeout));
-  (sends ? request.in : request.out) = {{static_cast<std::byte*>(message.buffer.data), message.buffer.bytes}};
-  request.peer = message.peer;
-  request.tag = message.tag;
-  request.shape.dtype = static_cast<std::uint8_t>(message.dtype);
-  if (message.dim_count > kMaxDims) refuse(sends ? "send" : "recv", "a message has at most 8 dimensions");
-  request.shape.dims = static_cast<std::uint8_t>(message.dim_count);
-  std::copy_n(message.dims, message.dim_count, request.shape.sizes);
+  const double timeout = checked(message.timeout);
   const std::string what = sends ? "send" : "recv";
+  if (message.dim_count > kMaxDims) refuse(what, "a message has at most 8 dimensions");
+  const std::span dims(message.dims, message.dim_count);
+  Request request =
+      message_request(kind, static_cast<DType>(message.dtype), dims, message.peer, message.tag, timeout);
+  (sends ? request.in : request.out) = {{static_cast<std::byte*>(message.buffer.data), message.buffer.bytes}};
   if (const char* flaw = sends ? flaw_of_shape(request.shape, message.buffer.bytes) : nullptr)
     refuse(what, std::string("cannot send ") + flaw);
   if (message.peer == rank()) refuse(what, "a rank cannot send messages to itself");

@@ -90,15 +90,11 @@ OperationPtr external(Group& group, int kind, std::uint64_t count, int dtype, in
 // part: the buffer, or an empty list to accept any message.
 OperationPtr message(Group& group, int kind, const Parts& part, int peer, std::uint64_t tag, int dtype,
                      const std::vector<std::uint64_t>& dims, double timeout) {
-  Request request = new_request(static_cast<Kind>(kind), timeout);
-  (request.kind == Kind::kSend ? request.in : request.out) = spans(part);
-  request.peer = peer;
-  request.tag = tag;
-  request.shape.dtype = static_cast<std::uint8_t>(dtype);
   if (dims.size() > kMaxDims)
     throw std::invalid_argument("a message has at most 8 dimensions; pack more of them");
-  request.shape.dims = static_cast<std::uint8_t>(dims.size());
-  std::ranges::copy(dims, request.shape.sizes);
+  Request request =
+      message_request(static_cast<Kind>(kind), static_cast<DType>(dtype), dims, peer, tag, timeout);
+  (request.kind == Kind::kSend ? request.in : request.out) = spans(part);
   if (request.kind == Kind::kSend) {
     const char* flaw = request.in.size() != 1 ? "a message without a buffer"
                                               : flaw_of_shape(request.shape, request.in[0].bytes);

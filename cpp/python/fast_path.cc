@@ -100,13 +100,9 @@ std::optional<Request> message_of(const Group& group, Kind kind, PyObject* x, lo
     return std::nullopt;
   const auto tensor = plain_tensor(x);
   if (!tensor || tensor->shape.size() > kMaxDims) return std::nullopt;
-  Request request = new_request(kind, seconds);
+  Request request = message_request(kind, tensor->dtype, tensor->shape, static_cast<int>(peer),
+                                    static_cast<std::uint64_t>(tag), seconds);
   (sends ? request.in : request.out).assign(1, tensor->span);
-  request.peer = static_cast<int>(peer);
-  request.tag = static_cast<std::uint64_t>(tag);
-  request.shape.dtype = static_cast<std::uint8_t>(tensor->dtype);
-  request.shape.dims = static_cast<std::uint8_t>(tensor->shape.size());
-  std::ranges::copy(tensor->shape, request.shape.sizes);
   noted = {tensor->dtype, tensor->count};
   return request;
 }
