@@ -208,8 +208,19 @@ Task MpiMover::reduce(Operation& op, LaneState& lane) {
 Task MpiMover::broadcast(Operation& op, LaneState& lane) {
   const Request& request = op.request();
   const Span x = request.out[0];
+  const std::size_t root = static_cast<std::size_t>(request.root);
+  const std::uint64_t count = x.bytes / item_of(request);
   Call call(op);
-  library_->broadcast({x.data, x.bytes / item_of(request), type_of(request)}, request.root, lane.comm, call);
+  if (options_.exchanges) {
+    Parts from = none_of(x.data, type_of(request), item_of(request)), to = from;
+    if (self_ == root)
+      from.counts = Counts(size_, count);
+    else
+      to.counts[root] = count;
+    begin_all_to_all(lane, std::move(from), std::move(to), call);
+  } else {
+    library_->broadcast({x.data, count, type_of(request)}, request.root, lane.comm, call);
+  }
   auto done = finished(op, *library_, call);
   co_await done;
 }
@@ -237,11 +248,23 @@ Task MpiMover::gather(Operation& op, LaneState& lane) {
 Task MpiMover::scatter(Operation& op, LaneState& lane) {
   const Request& request = op.request();
   const bool at_root = rank_ == request.root;
-  const Whole to{request.out[0].data, request.out[0].bytes / item_of(request), type_of(request)};
-  Joined from(op, &lane, request.in, size_, to.type);
+  const Span y = request.out[0];
+  const Handle type = type_of(request);
+  const std::size_t item = item_of(request);
+  Joined from(op, &lane, request.in, size_, type);
   if (at_root) from.pack();
   Call call(op);
-  library_->scatter_parts(at_root ? &from.parts() : nullptr, to, request.root, lane.comm, call);
+  if (!options_.exchanges) {
+    library_->scatter_parts(at_root ? &from.parts() : nullptr, {y.data, y.bytes / item, type}, request.root,
+                            lane.comm, call);
+  } else if (at_root) {
+    begin_all_to_all(lane, from.parts(), none_of(y.data, type, item), call);
+    collectives::copy(y, from.parts().of(self_));
+  } else {
+    Parts to = none_of(y.data, type, item);
+    to.counts[static_cast<std::size_t>(request.root)] = y.bytes / item;
+    begin_all_to_all(lane, none_of(nullptr, type, item), std::move(to), call);
+  }
   auto done = finished(op, *library_, call);
   co_await done;
 }
@@ -344,6 +367,11 @@ Task MpiMover::reduce_scatter_into(Operation& op, LaneState& lane, Span x, const
   }
 }
 
+// No part for any rank; all that are added begin at `data`.
+Parts MpiMover::none_of(void* data, Handle type, std::size_t item) const {
+  return {data, Counts(size_, 0), Counts(size_, 0), type, item};
+}
+
 // Sends part i of `from` to rank i, and receives part i of `to` from it; not this rank's own.
 void MpiMover::begin_all_to_all(LaneState& lane, Parts from, Parts to, Call& call) const {
   from.counts[self_] = to.counts[self_] = 0;
@@ -357,7 +385,8 @@ void MpiMover::begin_all_to_all(LaneState& lane, Parts from, Parts to, Call& cal
 void MpiMover::begin_all_gather(LaneState& lane, Span own, const Parts& parts, Call& call) const {
   const Span place = parts.of(self_);
   if (options_.exchanges) {
-    Parts from{own.data, Counts(size_, parts.counts[self_]), Counts(size_, 0), parts.type, parts.item};
+    Parts from = none_of(own.data, parts.type, parts.item);
+    from.counts = Counts(size_, parts.counts[self_]);
     begin_all_to_all(lane, std::move(from), parts, call);
     collectives::copy(place, own);
   } else {
@@ -368,7 +397,7 @@ void MpiMover::begin_all_gather(LaneState& lane, Span own, const Parts& parts, C
 
 // Sends this rank's part to the root, which copies its own into its place; `parts` are those of the root.
 void MpiMover::begin_gather(LaneState& lane, Span own, const Parts& parts, int root, Call& call) const {
-  const Parts none{nullptr, Counts(size_, 0), Counts(size_, 0), parts.type, parts.item};
+  const Parts none = none_of(nullptr, parts.type, parts.item);
   const std::uint64_t count = own.bytes / parts.item;
   if (rank_ == root) {
     collectives::copy(parts.of(self_), own);

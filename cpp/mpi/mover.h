@@ -60,6 +60,7 @@ class MpiMover final : public Mover {
   Task all_to_all(Operation& op, LaneState& lane);
   Task reduce_scatter_into(Operation& op, LaneState& lane, Span x, const Counts& counts, std::byte* mine);
 
+  Parts none_of(void* data, Handle type, std::size_t item) const;
   void begin_all_to_all(LaneState& lane, Parts from, Parts to, Call& call) const;
   void begin_all_gather(LaneState& lane, Span own, const Parts& parts, Call& call) const;
   void begin_gather(LaneState& lane, Span own, const Parts& parts, int root, Call& call) const;
