@@ -139,6 +139,8 @@ class Context : public FrameSink, public std::enable_shared_from_this<Context> {
   void progress_loop(bool first);
   void watch_loop();
   bool poll_rings();
+  // Publishes the core of this thread for waiting peers; returns it.
+  int publish_core();
   bool poll_sockets();
   // A thread in wait() that polls the sockets; paused while it sleeps.
   struct SocketPolling {

@@ -141,6 +141,12 @@ bool Peers::poll_rings() {
   return any;
 }
 
+bool Peers::any_on_core(int core) const {
+  return std::ranges::any_of(ring_peers_, [this, core](int rank) {
+    return at(rank).memory->at<ArenaHeader>(0)->core.load(std::memory_order_relaxed) == core;
+  });
+}
+
 void Peers::read_rings() {
   for (int rank : ring_peers_)
     if (RingLink& ring = *at(rank).ring; !ring.broken()) ring.receive_all();

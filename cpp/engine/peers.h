@@ -60,6 +60,8 @@ class Peers {
   // Reads everything that local peers have written so far, also what another thread is reading.
   void read_rings();
   bool poll_sockets();
+  // Whether a local peer was last on this core.
+  bool any_on_core(int core) const;
 
   // For the watch thread: waits for an event of a peer, at most `milliseconds`.
   struct Events {

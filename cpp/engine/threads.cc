@@ -47,6 +47,13 @@ bool Context::progress(Remaining& remaining) {
   return moved;
 }
 
+int Context::publish_core() {
+  const int core = sched_getcpu();
+  if (header_->core.load(std::memory_order_relaxed) != core)
+    header_->core.store(core, std::memory_order_relaxed);
+  return core;
+}
+
 void Context::check(std::int64_t now, std::int64_t& next) {
   for (auto& group : groups()) group->check(now, next);
 }
@@ -69,6 +76,7 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
     ~Attention() { op.group().lanes().remove_waiter(op); }
   } attention(op);
   SocketPolling driving(*this);
+  publish_core();
   const bool naps = peers_.remote() && op.request().bytes() >= kNapBytes && !op.group().lanes().polled(op);
   const int spins = naps ? spins_ / 16 : spins_;
   int idle = 0;
@@ -81,11 +89,14 @@ bool Context::wait(Operation& op, std::int64_t until, Stage stage) {
     if (moved) {
       idle = 0;
       pause = kPause;
+      publish_core();
       continue;
     }
     if (idle < spins) {
-      ++idle;
-      pause_cpu();
+      if ((++idle & 15) == 0 && peers_.any_on_core(publish_core()))
+        sched_yield();
+      else
+        pause_cpu();
       continue;
     }
     std::int64_t now = now_ns();

@@ -85,7 +85,7 @@ struct DirectoryEntry {
   std::atomic<std::uint64_t> offset{0};
 };
 
-constexpr std::uint64_t kArenaMagic = 0x336c616f6873ULL;  // "shoal3"
+constexpr std::uint64_t kArenaMagic = 0x346c616f6873ULL;  // "shoal4"
 constexpr std::size_t kDirectorySize = 4096;
 
 // At offset 0 of every arena.
@@ -94,6 +94,7 @@ struct ArenaHeader {
   std::atomic<std::uint64_t> status{0};  // offset of the StatusPage, for other processes of the user
   Doorbell doorbell;
   ProcessLiveness life;
+  alignas(64) std::atomic<int> core{-1};  // on which a thread of this process last moved data in wait()
   alignas(64) DirectoryEntry directory[kDirectorySize];
 };
 
