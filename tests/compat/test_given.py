@@ -109,12 +109,8 @@ def test_the_default_group_may_be_of_several_devices(tmp_path):
 def test_without_a_default_group_the_error_says_how_to_get_one():
     with pytest.raises(shoal.UsageError, match=r"no default group of shoal; pass group=shoal.init"):
         shoal.DistributedDataParallel(nn.Linear(1, 1))
-    with pytest.raises(shoal.UsageError, match=r"'process_group' \(did you mean 'group'\?\)"):
-        shoal.DistributedDataParallel(nn.Linear(1, 1), process_group=None)
 
     def rank(group):
-        with pytest.raises(shoal.UsageError, match=r"'process_group' \(did you mean 'group'\?\)"):
-            shoal.ZeroRedundancyOptimizer([torch.ones(1)], torch.optim.SGD, process_group=group, lr=1.0)
         with pytest.raises(shoal.UsageError, match=r"must be a shoal.ProcessGroup .*, got str: 'world'"):
             shoal.ZeroRedundancyOptimizer([torch.ones(1)], torch.optim.SGD, group="world", lr=1.0)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from ..errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 #: torch's name -> names of shoal; the first one that the function takes is suggested
 _TORCH_NAMES = {
@@ -47,6 +48,7 @@ _TORCH_NAMES = {
     "scatter_object_input_list": ("objs",),
     "reduce_op": ("op",),
     "bucket_cap": ("bucket_cap_mb",),
+    "forward_sync_buffers": ("broadcast_buffers",),
 }
 _ON_A_GROUP = "the operation is a method of its group, as in group.all_reduce(x)"
 #: torch's name -> the explanation if the function has no corresponding argument
@@ -55,6 +57,9 @@ _EXPLANATIONS = {
     "group": _ON_A_GROUP,
     "process_group": _ON_A_GROUP,
     "pg_options": "options of the backend are separate keywords, such as transport='tcp'",
+    "batched_grad_copy": "each gradient is copied into its bucket as soon as it is computed: leave it out",
+    "bucket_cap_mb_list": "all buckets have the limit bucket_cap_mb",
+    "device_mesh": "pass the group of one of its dimensions, as in group=mesh.get_group('replicas')",
     "check_reduction": "torch's class ignores it too: leave it out",
     "device_id": "the group takes CPU tensors: leave it out",
     "device_ids": "the group takes CPU tensors: leave it out",
@@ -120,6 +125,24 @@ def explain_unknown_keywords(where: Callable[..., str]) -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def accept_both_group_names(cls: C) -> C:
+    """Decorate a class: its constructor takes both ``group=`` and ``process_group=``, torch's name."""
+    construct = cls.__init__  # type: ignore[misc]
+    names = ("group", "process_group")
+    name, other = names if names[0] in inspect.signature(construct).parameters else reversed(names)
+
+    @functools.wraps(construct)
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
+        if other in kwargs:
+            if name in kwargs:
+                raise UsageError(f"{cls.__name__}: pass either group= or process_group=, not both")
+            kwargs[name] = kwargs.pop(other)
+        construct(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def checked_count(name: str, value: Any) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..common.arguments import accept_both_group_names
 from ..errors import UsageError
 from ..future import Future
 from ..group import ProcessGroup
@@ -115,6 +116,7 @@ class ModelAverager(abc.ABC):
         """Return the group to average over in this step, or None."""
 
 
+@accept_both_group_names
 class PeriodicModelAverager(ModelAverager):
     """Averages parameters over all ranks every ``period`` steps, the first time right after the warm-up.
 
@@ -138,6 +140,7 @@ class PeriodicModelAverager(ModelAverager):
         return self.group if (step - self.warmup_steps) % self.period == 0 else None
 
 
+@accept_both_group_names
 class HierarchicalModelAverager(ModelAverager):
     """Averages parameters often in small groups of neighbouring ranks, and rarely in large ones.
 

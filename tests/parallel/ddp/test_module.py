@@ -12,6 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import UsageError
+from shoal.parallel import hooks
 from shoal.testing import run_threads
 from tests.parallel.models import batches, fixed, loss_of, mlp, part
 from tests.parallel.training import assert_close, on_ranks, train, values, wrapped
@@ -115,8 +116,8 @@ def _batch_normed() -> nn.Module:
     return fixed(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())
 
 
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -> None:
+@pytest.mark.parametrize("broadcast_buffers", [True, None, False])
+def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool | None) -> None:
     data = batches(3)
 
     def rank(group: shoal.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +130,7 @@ def test_every_step_starts_with_the_buffers_of_rank_0(broadcast_buffers: bool) -
         return seen[-1], norm.running_mean
 
     (before, after), (other_before, other_after) = run_threads(rank, 2)
-    assert torch.equal(before, other_before) == broadcast_buffers
+    assert torch.equal(before, other_before) == (broadcast_buffers is not False)
     assert not torch.equal(after, other_after)  # each rank's own part of the batch went in
 
 
@@ -283,3 +284,24 @@ def test_parameters_that_are_reduced_late_have_buckets_of_their_own(group: shoal
     buckets.remove({"7.weight", "7.bias"})
     assert any("3.weight" in bucket for bucket in buckets)
     assert_close(values(module), values(train(mlp(), data)))
+
+
+@on_ranks(1)
+def test_a_group_has_both_names_and_arguments_of_torch_alone_get_advice(group: shoal.ProcessGroup) -> None:
+    state, sgd = hooks.PowerSGDState, torch.optim.SGD
+    assert shoal.DistributedDataParallel(mlp(), process_group=group).group is group
+    assert shoal.ZeroRedundancyOptimizer(mlp().parameters(), sgd, process_group=group, lr=1).group is group
+    assert shoal.PeriodicModelAverager(2, process_group=group).group is group
+    assert shoal.HierarchicalModelAverager({2: 1}, process_group=group).group is group
+    assert state(group=group).process_group is state(group).process_group is group
+    assert hooks.PostLocalSGDState(group=group, subgroup=group, start_localSGD_iter=1)
+    with pytest.raises(UsageError, match="DistributedDataParallel: pass either group= or process_group="):
+        shoal.DistributedDataParallel(mlp(), group=group, process_group=group)
+    for name, advice in (
+        ("device_mesh", "as in group=mesh.get_group"),
+        ("bucket_cap_mb_list", "all buckets have the limit bucket_cap_mb"),
+        ("batched_grad_copy", "leave it out"),
+        ("forward_sync_buffers", "did you mean 'broadcast_buffers'"),
+    ):
+        with pytest.raises(UsageError, match=advice):
+            wrapped(group, **{name: None})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.arguments import explain_unknown_keywords
+from ...common.arguments import accept_both_group_names, explain_unknown_keywords
 from ...common.never_compile import never_compile
 from ...errors import UsageError
 from ...group import ProcessGroup
@@ -29,6 +29,7 @@ from .module_tensors import BufferSync, ModuleTensors, delayed_parameters, spars
 from .uneven import DDPJoinHook, Intent, Intents, exchange_intents
 
 
+@accept_both_group_names
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a model for data-parallel training: gradients are averaged over all ranks.
 
@@ -101,9 +102,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         dim: int = 0,
         *,
         group: object = None,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = True,
         init_sync: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = 25,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
@@ -116,6 +117,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         nn.Module.__init__(self)
         Joinable.__init__(self)
         ranks = resolve_group(group, "DistributedDataParallel")
+        broadcast_buffers = True if broadcast_buffers is None else broadcast_buffers  # None: as in torch
+        bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.module = module
         self.group = ranks
         self._managed_tensors = ModuleTensors(module)

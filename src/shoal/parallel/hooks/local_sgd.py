@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...common.arguments import accept_both_group_names
 from ...errors import UsageError
 from ...future import Future
 from ...group import ProcessGroup
@@ -17,6 +18,7 @@ from .allreduce import allreduce_hook, noop_hook
 from .contract import GradBucket, checked_group
 
 
+@accept_both_group_names
 @dataclass(eq=False, repr=False)
 class PostLocalSGDState:
     """The state of :func:`post_localSGD_hook`.

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ...common.arguments import accept_both_group_names
 from ...errors import UsageError
 from ...future import Future, derive_key
 from ...group import ProcessGroup
@@ -39,6 +40,7 @@ from .contract import GradBucket, checked_group
 _logger = logging.getLogger("shoal")
 
 
+@accept_both_group_names
 @dataclass(eq=False, repr=False)
 class PowerSGDState:
     """The settings and state of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...common.arguments import keyword_names, unknown_keyword_error
+from ...common.arguments import accept_both_group_names
 from ...common.copy_refusal import refuses_copies
 from ...errors import GroupError, UsageError
 from ...group import ProcessGroup
@@ -32,6 +32,7 @@ from .ownership import GatherProgress, Ownership, all_parameters, unfinished_gat
     "a part of the state of its group",
     "Call consolidate_state_dict() on all ranks and save or copy state_dict()",
 )
+@accept_both_group_names
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimiser with its state distributed over the ranks that train a model.
 
@@ -83,9 +84,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copies: int = 1,
         **defaults: Any,
     ) -> None:
-        if "process_group" in defaults:
-            known = keyword_names(ZeroRedundancyOptimizer)
-            raise unknown_keyword_error("ZeroRedundancyOptimizer", ["process_group"], known)
         given = checked_parameters(params, optimizer_class)
         ranks = None
         if group is not None or copies == 1 or has_default_group():
