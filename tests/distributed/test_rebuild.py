@@ -83,7 +83,9 @@ def test_a_rank_leaves(tmp_path: Path) -> None:
 
 def without(group: shoal.ProcessGroup, scratch: str) -> int | None:
     begin(group.rank, group.size, f"{scratch}/meeting")
-    dist.rebuild(without=[1])
+    dist.rebuild(without=[1], note=b"step %d" % group.rank, fence=False)
+    if dist.is_initialized():
+        assert dist.group.WORLD.rebuilt.notes == {0: b"step 0", 1: b"step 1", 2: b"step 2"}
     return dist.get_world_size() if dist.is_initialized() else None
 
 

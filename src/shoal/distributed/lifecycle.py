@@ -109,7 +109,13 @@ def destroy_process_group(group: GroupLike = None) -> None:
 
 
 def rebuild(
-    *, min_size: int = 1, without: Iterable[int] = (), leave: bool = False, timeout: Duration | None = None
+    *,
+    min_size: int = 1,
+    without: Iterable[int] = (),
+    leave: bool = False,
+    note: bytes = b"",
+    fence: bool = True,
+    timeout: Duration | None = None,
 ) -> None:
     """Replace the default group by one of the surviving ranks; :func:`get_rank` may then return another rank.
 
@@ -121,6 +127,8 @@ def rebuild(
         min_size: minimum number of ranks; with fewer, no group is created.
         without: running ranks to exclude.  They must call it too.
         leave: whether this rank leaves.
+        note: bytes for all other ranks, which ``group.WORLD.rebuilt.notes`` then has, by old rank.
+        fence: whether to end processes of lost ranks that still run on this host.
         timeout: a timedelta, or seconds; None: that of the group.
 
     Raises:
@@ -128,7 +136,9 @@ def rebuild(
         GroupError: as for :meth:`shoal.ProcessGroup.rebuild`; the default group is unchanged.
     """
     old = default_group("rebuild")
-    new = old.rebuild(min_size=min_size, without=without, leave=leave, timeout=seconds(timeout))
+    new = old.rebuild(
+        min_size=min_size, without=without, leave=leave, note=note, fence=fence, timeout=seconds(timeout)
+    )
     if new is None:
         destroy_process_group()
     else:
