@@ -184,6 +184,7 @@ REFUSED: dict[str, tuple[_Use, type[Exception], str]] = {
     "lazy modules": (lambda d: nn.LazyLinear(3).to(d), shoal.UsageError, "one input here first"),
     "pinning": (lambda d: _x(d).pin_memory(), shoal.UnsupportedOperation, "cannot be pinned"),
     "storages": (lambda d: _x(d).storage().tolist(), shoal.UnsupportedOperation, r"use views .*x\.cpu\(\)"),
+    "autocast": (lambda d: torch.autocast(d.partition(":")[0]), shoal.UnsupportedOperation, "model.bfloat16"),
     "DLPack": (lambda d: torch.from_dlpack(_x(d)), shoal.UsageError, r"another process: use x\.cpu\(\)"),
     "compressed tensors": (
         lambda d: torch.sparse_csr_tensor([0, 1], [0], [1.0], device=d),

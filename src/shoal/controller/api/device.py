@@ -61,6 +61,16 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+class _NoDtypes(list[torch.dtype]):
+    """The dtypes of autocast: none.  ``torch.autocast`` looks for its dtype only if it is enabled."""
+
+    def __contains__(self, dtype: object) -> bool:
+        raise UnsupportedOperation(
+            f"torch.autocast({NAME!r}): nodes have no autocast; convert the model, as in model.bfloat16(), "
+            "or pass enabled=False"
+        )
+
+
 class NodeModule:
     """The module ``torch.node``, the counterpart of ``torch.cuda``."""
 
@@ -145,7 +155,7 @@ class NodeModule:
         return stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+        return _NoDtypes()
 
 
 @never_compile
