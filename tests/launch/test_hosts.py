@@ -410,7 +410,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
         (["--hosts", "h1:2", "-n", "1", "--min", "1", "--max", "3"], "3 ranks do not fit into 2 slots"),
         (["--hosts", "h1", "--hostfile", "x"], "expected one of them"),
         (["--hostfile", "/no/such"], "--hostfile /no/such: No such file"),
-        (["--python", "x"], "need --hosts"),
+        (["--python", "x"], "needs --hosts"),
         (["--hosts", "h1", "--env", "SHOAL_NO_SUCH"], "--env SHOAL_NO_SUCH: there is no such variable"),
         (["--hosts", "-h1"], "'-h1' is not a host"),
         (["--nnodes", "2"], "for several hosts, use --hosts h1:4,h2:4"),

@@ -139,6 +139,18 @@ def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
     assert capsys.readouterr().err == "shoal: SHOAL_TIMEOUT='soon': expected a positive number of seconds\n"
 
 
+def test_the_directory_and_variables_of_mpiexec_work_on_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "program.py").write_text("import os; print(os.environ['OWN'], os.getcwd())")
+    monkeypatch.chdir(tmp_path)  # restored at the end
+    monkeypatch.setenv("OWN", "of this shell")
+    assert invoke(["run", "-x", "OWN", "-wdir", "elsewhere", "--log-dir", "logs", "program.py", ":"]) == 0
+    assert capfd.readouterr().out == f"[0] of this shell {tmp_path}/elsewhere\n"
+    assert (tmp_path / "logs" / "rank0.log").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -153,6 +165,15 @@ def test_a_variable_that_cannot_be_right_is_refused_before_any_rank_starts(
         (["run", "--bind_to=core", "x.py"], "--bind-to; use --bind to bind ranks to cores"),
         (["run", "--label", "x.py"], "--label; not needed: lines are prefixed with the rank"),
         (["run", "--nnodes=1", "x.py"], "for several hosts, use --hosts h1:4,h2:4"),
+        (["run", "-ppn", "2", "x.py"], "-ppn; give each host its number of ranks: --hosts h1:4,h2:4"),
+        (["run", "-l", "x.py"], "-l; not needed: lines are prefixed"),
+        (["run", "-genv", "A", "1", "x.py"], "-genv; write NAME=VALUE before shoal run"),
+        (["run", "--oversubscribe", "x.py"], "--oversubscribe; not needed"),
+        (["run", "--timeout=9", "x.py"], "--timeout; use timeout of coreutils"),
+        (["run", "-q", "true", "-quiet"], "-q"),
+        (["run", "-n", "1", "true", ":", "-n", "2", "true"], "':' starts another program with mpiexec"),
+        (["run", "-x", "SHOAL_NO_SUCH", "true"], "--env SHOAL_NO_SUCH: there is no such variable"),
+        (["run", "--wdir", "/no/such", "true"], "--chdir /no/such: No such file or directory"),
         (["run", "--log-dir", "/dev/null/logs", "x.sh"], "x.sh: no such script"),
         (["run", "--log-dir", "/dev/null/logs", "true"], "--log-dir /dev/null/logs: "),
         (["run", "--no-prefix", "--collapse", "true"], "--collapse needs the prefix, which names the ranks"),

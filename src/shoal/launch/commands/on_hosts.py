@@ -70,20 +70,18 @@ def passed_on(names: Sequence[str], extra: Mapping[str, str], *, store: bool) ->
     """The variables of this process's environment that ranks on other hosts get.
 
     Args:
-        names: additional variables, of ``--env``.
+        names: additional variables, of ``--env``, which exist.
         extra: variables that the launcher sets.
         store: the job uses a store given by the user; its secret is passed on too.
 
     Raises:
-        UsageError: there is no such variable, or its value is not UTF-8.
+        UsageError: a value is not UTF-8.
     """
     own = _HOST_VARIABLES | set(Job(1).variables(0, "", ""))
     found = {
         k: v for k, v in os.environ.items() if k in PASSED_ON or (k.startswith("SHOAL_") and k not in own)
     }
     for name in names:
-        if name not in os.environ:
-            raise UsageError(f"--env {name}: there is no such variable in this environment")
         found[name] = os.environ[name]
     if store and (secret := config.secret()):
         found["SHOAL_SECRET"] = secret.decode()

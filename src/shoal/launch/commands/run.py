@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shlex
 import shutil
@@ -76,9 +77,9 @@ _USUAL_TERMINAL = os.terminal_size((80, 24))
 #: name of a parameter of ``run`` -> names of the same option in torchrun, mpiexec, accelerate and srun
 _ALIASES = {
     "size": ("-np", "--np", "--nprocs", "--num-processes", "--ntasks"),
-    "hosts": ("-H", "--host"),
-    "hostfile": ("--machinefile",),
-    "chdir": ("--wdir",),
+    "hosts": ("-H", "--host", "-hosts"),
+    "hostfile": ("--machinefile", "-machinefile"),
+    "chdir": ("--wdir", "-wdir"),
     "names": ("-x",),
     "module": ("--module",),
     "log_dir": ("--log-directory",),
@@ -90,7 +91,11 @@ _FOREIGN_OPTIONS = {
         ("--master-addr", "--master-port", "--rdzv-backend", "--rdzv-endpoint", "--standalone"), _NO_ADDRESS
     ),
     **dict.fromkeys(("--bind-to", "--cpu-bind"), _BIND),
-    **dict.fromkeys(("--label", "--tag-output"), "not needed: lines are prefixed with the rank"),
+    **dict.fromkeys(("--label", "-l", "--tag-output"), "not needed: lines are prefixed with the rank"),
+    **dict.fromkeys(("-ppn", "--ppn"), "give each host its number of ranks: --hosts h1:4,h2:4"),
+    **dict.fromkeys(("-genv", "-env"), "write NAME=VALUE before shoal run; for other hosts add --env NAME"),
+    "--oversubscribe": "not needed: there may be more ranks than cores",
+    "--timeout": "use timeout of coreutils, as in timeout 60 shoal run; SHOAL_TIMEOUT limits operations",
     "--timestamp-output": "use --timestamps",
     "--enable-recovery": "use --min N to go on without failed ranks",
     "--no-python": "not needed: COMMAND may be any program",
@@ -110,13 +115,17 @@ class _Run(click.Command):
         return parser
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)  # the parser empties the list
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            advice = _FOREIGN_OPTIONS.get(error.option_name)
+            name = error.option_name
+            if not name.startswith("--"):  # click names the first letter of -ppn
+                name = next((word for word in words if word.startswith(name)), name).partition("=")[0]
+            advice = _FOREIGN_OPTIONS.get(name)
             if advice is None:
                 raise
-            raise click.UsageError(f"No such option: {error.option_name}; {advice}", ctx) from None
+            raise click.UsageError(f"No such option: {name}; {advice}", ctx) from None
 
 
 def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -166,7 +175,8 @@ def _complete_command(ctx: click.Context, param: click.Parameter, incomplete: st
 @click.option(
     "--chdir",
     metavar="DIR",
-    help="With --hosts or --srun: working directory of the ranks.  [default: the current directory]",
+    help="Working directory of the ranks, also of a script with a relative path.  [default: the current "
+    "directory]",
 )
 @click.option(
     "--env",
@@ -336,8 +346,21 @@ def run(
             )
         given = allocation(os.environ)
         all_hosts = list(given.hosts)
-    if all_hosts is None and (python or chdir or names):
-        raise click.UsageError("--python, --chdir and --env need --hosts, --hostfile or --srun")
+    if any(word == ":" and after.startswith("-") for word, after in itertools.pairwise(command)):
+        raise click.UsageError(
+            "':' starts another program with mpiexec; shoal run starts one: let it choose by SHOAL_RANK, or "
+            "start the programs with mpiexec, where shoal.init finds the ranks too"
+        )
+    if all_hosts is None and python:
+        raise click.UsageError("--python needs --hosts, --hostfile or --srun")
+    if missing := [name for name in names if name not in os.environ]:
+        raise click.UsageError(f"--env {missing[0]}: there is no such variable in this environment")
+    if all_hosts is None and chdir is not None:
+        log_dir = None if log_dir is None else log_dir.absolute()
+        try:
+            os.chdir(chdir)
+        except OSError as error:
+            raise click.UsageError(f"--chdir {chdir}: {error.strerror}") from None
     if all_hosts is not None:
         size, all_hosts = fit_to_hosts(all_hosts, size, max_ranks, spares, respawn=respawn)
     size = size or 1
@@ -355,7 +378,8 @@ def run(
         metrics=metrics,
     )
     _check_options(options, size, spares)
-    argv = resolve(command, module=module, python=python or "", elsewhere=chdir is not None)
+    elsewhere = all_hosts is not None and chdir is not None
+    argv = resolve(command, module=module, python=python or "", elsewhere=elsewhere)
     preloaded = None
     if preload:
         if len(argv) == len(command):  # without an interpreter in front
