@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -29,6 +30,18 @@ namespace detail {
 
 template <class T>
 using Stored = std::conditional_t<std::is_void_v<T>, std::monostate, T>;
+
+// A time to wait that can be added to a time; not set: 30 years.
+inline Seconds limit(std::optional<Seconds> timeout) {
+  constexpr Seconds kForever{1e9};
+  return std::max(Seconds(0), std::min(kForever, timeout.value_or(kForever)));
+}
+
+struct Latch {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool set = false;
+};
 
 // The outcome of one future, which its copies share.
 template <class T>
@@ -66,8 +79,7 @@ class FutureState {
 
   // Returns once the outcome is known; throws WaitTimeout.
   void wait(std::optional<Seconds> timeout) {
-    constexpr double kForever = 1e9;  // more cannot be added to a time
-    const double seconds = std::max(0.0, std::min(kForever, timeout ? timeout->count() : kForever));
+    const double seconds = limit(timeout).count();
     bool done = true;
     if (operation_) {
       std::int32_t complete = 0;
@@ -124,18 +136,22 @@ class FutureState {
         run(argument);
       }
     };
+    subscribe(schedule, task);
+  }
+  // Calls `fn(argument)`, which does not block, once the future is complete, in any thread.
+  void subscribe(void (*fn)(void*), void* argument) {
     if (operation_) {
-      shoal_operation_notify(operation_.get(), schedule, task);
+      shoal_operation_notify(operation_.get(), fn, argument);
       return;
     }
     {
       const std::lock_guard lock(mutex_);
       if (!complete_) {
-        callbacks_.push_back([schedule, task] { schedule(task); });
+        callbacks_.push_back([fn, argument] { fn(argument); });
         return;
       }
     }
-    schedule(task);
+    fn(argument);
   }
 
   const Stored<T>& value() const { return *value_; }  // once it is complete without an error
@@ -246,10 +262,66 @@ class Future {
   }
 
   explicit Future(std::shared_ptr<detail::FutureState<T>> state) : state_(std::move(state)) {}
+  // For wait_any.
+  void subscribe(void (*fn)(void*), void* argument) const { state_->subscribe(fn, argument); }
 
  private:
   std::shared_ptr<detail::FutureState<T>> state_;
 };
+
+/// Waits for all of `futures` and returns a vector of their values, in order; nothing for Future<void>.
+///
+/// The exception of one that failed is thrown within a fraction of a second, also while others continue.
+/// timeout: seconds for all together; afterwards WaitTimeout is thrown, and the operations continue.
+template <class T>
+auto wait_all(const std::vector<Future<T>>& futures, std::optional<Seconds> timeout = std::nullopt) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(detail::limit(timeout));
+  for (const auto& future : futures) {
+    while (!future.done()) {
+      const Seconds left = end - Clock::now();
+      try {
+        future.wait(std::min(left, Seconds(0.1)));
+      } catch (const WaitTimeout&) {
+        if (!future.done() && left <= Seconds(0)) throw;
+      }
+      for (const auto& other : futures)
+        if (other.done()) other.wait();  // throws if it failed
+    }
+  }
+  if constexpr (std::is_void_v<T>) {
+    for (const auto& future : futures) future.wait();
+  } else {
+    std::vector<T> values;
+    for (const auto& future : futures) values.push_back(future.wait());
+    return values;
+  }
+}
+
+/// Waits until one of `futures` has completed or failed, and returns it; of several, the first in order.
+///
+/// timeout: seconds; afterwards WaitTimeout is thrown.  Throws UsageError if there are no futures.
+template <class T>
+Future<T> wait_any(const std::vector<Future<T>>& futures, std::optional<Seconds> timeout = std::nullopt) {
+  if (futures.empty()) throw UsageError("wait_any needs at least one future, got none");
+  const auto complete = [&] {
+    return std::find_if(futures.begin(), futures.end(), [](const auto& future) { return future.done(); });
+  };
+  if (const auto found = complete(); found != futures.end()) return *found;
+  using Shared = std::shared_ptr<detail::Latch>;  // a future may complete after the return
+  const auto latch = std::make_shared<detail::Latch>();
+  const auto set = [](void* argument) {
+    const std::unique_ptr<Shared> owner(static_cast<Shared*>(argument));
+    const std::lock_guard lock((*owner)->mutex);
+    (*owner)->set = true;
+    (*owner)->changed.notify_all();
+  };
+  for (const auto& future : futures) future.subscribe(set, new Shared(latch));
+  std::unique_lock lock(latch->mutex);
+  if (!latch->changed.wait_for(lock, detail::limit(timeout), [&] { return latch->set; }))
+    throw WaitTimeout("wait timed out; none of the futures is complete");
+  return *complete();
+}
 
 /// A future whose outcome the program sets.  Copies share one outcome.
 ///

@@ -195,6 +195,25 @@ void futures() {
   group.barrier().wait();
   group.send(shoal::Array<int>(out), next).wait();
   for (int i = 0; i < 5; ++i) CHECK(several[static_cast<std::size_t>(i)].wait() == 7 + i);
+  // All of several, or the first of them.
+  const shoal::Seconds soon(0.15);
+  const shoal::Promise<int> open;
+  const std::vector<shoal::Future<int>> one_open{open.future(), several[1]};
+  CHECK(shoal::wait_all(several) == (std::vector<int>{7, 8, 9, 10, 11}));
+  CHECK(shoal::wait_any(one_open).wait() == 8);
+  text_of<shoal::WaitTimeout>([&] { shoal::wait_all(one_open, soon); });
+  text_of<shoal::WaitTimeout>([&] { shoal::wait_any(std::vector{open.future()}, soon); });
+  text_of<shoal::UsageError>([&] { shoal::wait_any(std::vector<shoal::Future<int>>()); });
+  CHECK(text_of<std::runtime_error>([&] { shoal::wait_all(std::vector{open.future(), failed}); }) == "mine");
+  std::vector<shoal::Future<void>> messages;
+  if (group.rank() == size - 1) {
+    for (int peer = 0; peer < size - 1; ++peer) messages.push_back(group.send(shoal::Array<int>(out), peer));
+  } else {
+    messages.push_back(group.recv(shoal::Array<int>(in), size - 1).then([](auto done) { done.wait(); }));
+    CHECK(shoal::wait_any(std::vector{open.future().then([](auto) {}), messages[0]}).done());
+  }
+  shoal::wait_all(messages, shoal::Seconds(60));
+  open.set_value(1);
   // A dropped future keeps its tensors until the operation is complete.
   for (int i = 0; i < 20; ++i) group.all_reduce(filled<float>(group, 100'000, 1.0F));
   group.barrier().wait();
