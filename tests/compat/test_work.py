@@ -150,6 +150,8 @@ def states(context):
         assert_same(result, torch.full((3,), 2.0))
         future = work.get_future().then(lambda done: done.value()[0].sum().item())
         assert future.wait() == 6.0
+        both_futures = torch.futures.collect_all([future, work.get_future()])
+        assert torch.futures.wait_all([future, both_futures])[0] == 6.0
         barrier = dist.barrier(group=group, async_op=True)
         barrier.wait()
         barrier.get_future().wait()
