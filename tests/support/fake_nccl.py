@@ -48,7 +48,7 @@ RESULTS = {
     6: ("RemoteError", "remote process exited or there was a network error"),
     7: ("InProgress", "NCCL operation in progress"),
 }
-INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = 4, 5, 6
+CUDA_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = 1, 4, 5, 6
 
 #: bytes of an element; 10 and 11 are the 8-bit floats
 _SIZES = {number: dtype.itemsize for number, dtype in TORCH_DTYPES.items()} | {10: 1, 11: 1}
@@ -338,9 +338,16 @@ class FakeNccl(Nccl):
             found = self._usable(comm, function)
             self._check(call, found)
             try:
-                self._calls.append((found, self._runtime.stream_of(stream), call))
+                on = self._runtime.stream_of(stream)
             except KeyError:
                 raise self._misuse(INVALID_ARGUMENT, f"{function}: no stream {stream:#x}") from None
+            # NCCL launches kernels in a thread of its own, except that of an average on one rank.
+            if found.size == 1 and call.signature.op == Reduction.AVG:
+                device = self._runtime.current_device()
+                if device != on.device:
+                    what = f"{function} on {on.device} in a thread whose current device is {device}"
+                    raise self._misuse(CUDA_ERROR, what)
+            self._calls.append((found, on, call))
         except Exception as error:
             failed = self._failed = error
         self._exit()

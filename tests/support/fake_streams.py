@@ -253,7 +253,7 @@ class FakeRuntime(StreamRuntime):
         self._held = held
         self._streams: list[FakeStream] = []
         self._captures: list[_Capture] = []
-        #: of each thread: its current streams, and whether it is prepared
+        #: of each thread: its current streams and device, and whether it is prepared
         self._current = threading.local()
 
     def stream(self, device: torch.device, name: str) -> FakeStream:
@@ -336,14 +336,20 @@ class FakeRuntime(StreamRuntime):
         self.pool.append(self.stream(device, f"{device.type} {priority} {len(self.pool)}"))
         return self.pool[-1]
 
+    def current_device(self) -> torch.device | None:
+        """The device that this thread has made current; None: another one, as in a new thread."""
+        return getattr(self._current, "device", None)
+
     @contextmanager
     def use(self, stream: FakeStream) -> Iterator[None]:
-        before = self.current_stream(stream.device)
+        before, device = self.current_stream(stream.device), self.current_device()
         self._current.streams[stream.device] = stream
+        self._current.device = stream.device
         try:
             yield
         finally:
             self._current.streams[stream.device] = before
+            self._current.device = device
 
     def capturing(self, device: torch.device) -> bool:
         return self.current_stream(device).graph is not None
@@ -366,6 +372,7 @@ class FakeRuntime(StreamRuntime):
 
     def prepare_thread(self, device: torch.device) -> None:
         self._current.prepared = True
+        self._current.device = device
 
     def query(self, event: FakeEvent) -> bool:
         self._refuse_during_captures()

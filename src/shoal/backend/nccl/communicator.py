@@ -6,6 +6,7 @@ cannot run anything else, so they have a second one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -80,7 +81,10 @@ class NcclCommunicator(Communicator):
     def launch(self, calls: Sequence[NcclCall], stream: int) -> None:
         """Call NCCL, several functions as one group; wait for a moment until the work is on the stream."""
         nccl = self._nccl
-        with _launch_lock, self._lock:
+        # NCCL makes the device current in a thread of its own; the kernel of an average on one rank is
+        # launched in this thread.
+        current = self._runtime.use(self._stream) if self.size == 1 else contextlib.nullcontext()
+        with current, _launch_lock, self._lock:
             if self._ended:
                 raise GroupError("the communicator was aborted")
             if len(calls) == 1:
