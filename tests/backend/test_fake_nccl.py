@@ -544,10 +544,11 @@ def test_failures_that_a_test_asks_for(ranks: Ranks) -> None:
     assert rank.state == 3
     refused(3, lambda: rank.all_reduce(torch.zeros(1)))
     nccl.abort(rank.comm)
-    nccl.init_failure = INVALID_USAGE
-    refused(INVALID_USAGE, lambda: nccl.init(1, nccl.unique_id(), 0))
-    nccl.init_failure = 2
-    assert nccl.async_error(nccl.init(1, nccl.unique_id(), 0)) == 2
+    nccl.init_failure = INVALID_ARGUMENT
+    refused(INVALID_ARGUMENT, lambda: nccl.init(1, nccl.unique_id(), 0))
+    for failure in (2, INVALID_USAGE):
+        nccl.init_failure = failure
+        assert nccl.async_error(nccl.init(1, nccl.unique_id(), 0)) == failure
     nccl.version_code = 22100
     assert nccl.version() == 22100
     assert nccl.error_string(6) == "remote process exited or there was a network error"

@@ -260,15 +260,20 @@ def test_an_asynchronous_error_of_nccl_aborts_the_group_and_names_the_rank() -> 
     run(failing, 2)
 
 
-def test_a_communicator_that_cannot_be_made_is_named() -> None:
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [(4, "FakeNcclError: InvalidArgument (4)"), (5, "GroupError: invalid usage")],
+    ids=["at once", "later"],
+)
+def test_a_communicator_that_cannot_be_made_is_named(failure: int, text: str) -> None:
     def failing(group: ProcessGroup) -> None:
         if group.rank == 1:
-            fake().init_failure = 5
+            fake().init_failure = failure
         try:
             error = error_of(lambda: group.all_reduce(full(4, 1.0)))
         finally:
             fake().init_failure = None
-        assert "rank 1 aborted the group: NCCL failed there: FakeNcclError: InvalidUsage (5)" in str(error)
+        assert f"rank 1 aborted the group: NCCL failed there: {text}" in str(error)
         own_stream_is_free()
 
     run(failing, 2)

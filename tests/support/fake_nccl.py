@@ -115,8 +115,8 @@ class FakeNccl(Nccl):
 
     Attributes:
         violations: descriptions of the calls that NCCL forbids.
-        init_failure: result with which communicators fail from now on; :meth:`init` raises InvalidArgument
-            and InvalidUsage, others are the result of :meth:`async_error`.
+        init_failure: result with which communicators fail from now on; :meth:`init` raises InvalidArgument,
+            others are the result of :meth:`async_error`, also InvalidUsage, as for ranks that share a GPU.
         version_code: result of :meth:`version`.
         max_ctas: those of the communicators that were made.
     """
@@ -166,7 +166,7 @@ class FakeNccl(Nccl):
     def init(self, size: int, unique_id: bytes, rank: int, max_ctas: int | None = None) -> int:
         if len(unique_id) != UNIQUE_ID_BYTES or not 0 <= rank < size or max_ctas not in (None, *range(1, 65)):
             raise self._misuse(INVALID_ARGUMENT, f"init of rank {rank} of {size}, max_ctas {max_ctas}")
-        if self.init_failure in (INVALID_ARGUMENT, INVALID_USAGE):
+        if self.init_failure == INVALID_ARGUMENT:
             raise FakeNcclError(self.init_failure)
         comm = _Communicator(size, unique_id, rank)
         self.max_ctas.append(max_ctas)
@@ -364,7 +364,7 @@ class FakeNccl(Nccl):
         for kernel in kernels.values():
             self._check_kernel(kernel)
         connected = [kernel.comm.begin_launch(kernel) for kernel in kernels.values()]
-        at_once = not self._launch_s or all(comm.size == 1 for comm in kernels)
+        at_once = not self._launch_s or all(kernel.at_once for kernel in kernels.values())
         if at_once and all(connected):
             self._enqueue([*kernels.values()])
         else:
@@ -410,7 +410,14 @@ class _Kernel:
     calls: list[_Call] = field(default_factory=list)
     number: int = 0
 
+    @property
+    def at_once(self) -> bool:
+        """Whether the calling thread launches it: collectives on one rank, but not messages."""
+        return self.comm.size == 1 and not any(call.signature.point_to_point for call in self.calls)
+
     def connections(self) -> set[Hashable]:
+        if self.at_once:
+            return set()
         return {each for call in self.calls for each in call.connections(self.comm.rank)}
 
     def read(self) -> list[tuple[Signature, bytes]]:
