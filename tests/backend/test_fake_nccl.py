@@ -329,6 +329,17 @@ def test_every_launch_takes_a_moment(ranks: Ranks) -> None:
     assert [result.item() for result in results] == [2.0, 2.0]
 
 
+def test_nothing_may_be_put_on_the_stream_of_a_launch_in_progress(ranks: Ranks) -> None:
+    made = ranks(2)
+    made[0].all_reduce(torch.ones(1))
+    ranks.expected_violations = 1
+    made[0].stream.enqueue(lambda: None)
+    assert "while its launch is IN_PROGRESS" in made[0].nccl.violations[0]
+    made[1].all_reduce(torch.ones(1))
+    finish(made)
+    made[0].stream.enqueue(lambda: None)
+
+
 def test_the_first_launch_of_a_function_is_in_progress_until_all_ranks_have_launched_it(ranks: Ranks) -> None:
     made = ranks(2)
     results = [made[0].all_reduce(torch.ones(1))]

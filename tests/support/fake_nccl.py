@@ -368,6 +368,8 @@ class FakeNccl(Nccl):
         if at_once and all(connected):
             self._enqueue([*kernels.values()])
         else:
+            for kernel in kernels.values():
+                kernel.stream.reserved = functools.partial(self._note_early_use, kernel)
             start_thread(self._launch_later, [*kernels.values()], all(connected))
 
     def _launch_later(self, kernels: Sequence[_Kernel], connected: bool) -> None:
@@ -380,8 +382,14 @@ class FakeNccl(Nccl):
         time.sleep(self._launch_s if connected else self._connect_s)
         self._enqueue(kernels)
 
+    def _note_early_use(self, kernel: _Kernel) -> None:
+        if not kernel.comm.ended:
+            name = kernel.comm.name
+            self.violations.append(f"work is put on the stream of {name} while its launch is IN_PROGRESS")
+
     def _enqueue(self, kernels: Sequence[_Kernel]) -> None:
         for kernel in kernels:
+            kernel.stream.reserved = None
             run, replay = kernel.comm.run, functools.partial(self._replay, kernel)
             kernel.stream.enqueue(functools.partial(run, kernel), replay)
         for kernel in kernels:

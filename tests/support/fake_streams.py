@@ -109,12 +109,14 @@ class FakeStream:
 
     Attributes:
         graph: captures what is enqueued now; None: it runs.
+        reserved: called before anything is enqueued, while a library uses the stream; None: none does.
     """
 
     def __init__(self, device: torch.device, name: str, *, held: bool = False) -> None:
         self.device = device
         self.name = name
         self.graph: FakeGraph | None = None
+        self.reserved: Callable[[], object] | None = None
         self._condition = threading.Condition()
         self._queue: deque[Callable[[Exception | None], None]] = deque()
         self._allowed = 0 if held else None
@@ -159,6 +161,8 @@ class FakeStream:
         self, work: Callable[[], object], make: Callable[[], Callable[[], object]] | None = None
     ) -> None:
         """Run ``work``, or capture it; then each replay runs what ``make`` returns, or ``work``."""
+        if self.reserved is not None:
+            self.reserved()
         if self.graph is not None:
             self.graph.add(self, make or (lambda: work))
         else:
