@@ -525,3 +525,22 @@ def test_a_group_that_is_closed_before_its_graphs_are_released_warns() -> None:
     assert run(closed, 2, False) == [[], []]
     for warnings in run(closed, 2, True):
         assert ["graphs that captured its collectives exist" in each for each in warnings] == [True]
+
+
+def test_an_abort_that_waits_for_the_release_of_graphs_blocks_no_other_call() -> None:
+    def aborted(group: ProcessGroup) -> None:
+        group.all_reduce(full(4, 1.0)).wait()
+        with capture() as replay:
+            group.all_reduce(full(4, 1.0)).wait(blocking=False)
+        found = communicator(group)
+        group.abort("the test says so")
+        until(lambda: found._comm not in fake()._comms)  # NCCL has begun to abort it
+        with ThreadPoolExecutor(1) as thread:
+            call = thread.submit(found.ready)
+            try:
+                with pytest.raises(GroupError, match="the communicator was aborted"):
+                    call.result(10.0)
+            finally:
+                del replay
+
+    run(aborted, 2)

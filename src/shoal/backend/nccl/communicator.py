@@ -124,15 +124,13 @@ class NcclCommunicator(Communicator):
     def abort(self) -> bool:
         # A thread that holds the lock for so long hangs in NCCL, and is freed by the call.
         locked = self._lock.acquire(timeout=_ABORT_TIMEOUT_S)
-        try:
-            with self._runtime.use(self._stream):
-                if not self._ended:
-                    self._ended = True
-                    self._nccl.abort(self._comm)
-                event = self._runtime.record(self._stream)
-        finally:
-            if locked:
-                self._lock.release()
+        ended, self._ended = self._ended, True
+        if locked:
+            self._lock.release()  # NCCL waits for the release of graphs; other calls raise meanwhile
+        with self._runtime.use(self._stream):
+            if not ended:
+                self._nccl.abort(self._comm)
+            event = self._runtime.record(self._stream)
         return self._runtime.synchronize(event, _ABORT_TIMEOUT_S)
 
     def close(self) -> None:
