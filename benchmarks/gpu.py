@@ -41,8 +41,9 @@ NEEDS = {
 PASSED, FAILED, NO_TESTS = 0, 1, 5
 #: timeout of a step in seconds
 LIMIT_S = 200.0
-#: seconds that one test may take; then its process writes the stacks of all threads and ends
-TEST_S = 60
+#: seconds that one test may take; then its process writes the stacks of all threads and ends.  After 60 s
+#: run_threads and RankPool raise, with the stacks of the ranks.
+TEST_S = 75
 #: maximum number of processes for one file: after a test that hangs, the others run in a new one
 MOST_STARTS = 6
 #: maximum number of characters of a failure in the results
