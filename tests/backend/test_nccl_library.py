@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ import shoal
 from shoal.backend.nccl import library
 from shoal.backend.nccl.library import LEAST_VERSION, UNIQUE_ID_BYTES, BoundNccl, Result, load
 from shoal.errors import ConfigurationError
+from tests.support.cpp_programs import COMPILER
+
+STUB = Path(__file__).parents[1] / "support/nccl_stub.cc"
 
 
 def test_a_machine_without_a_gpu_is_refused_in_words() -> None:
@@ -62,6 +68,58 @@ def test_the_configuration_of_a_communicator_is_passed_to_the_binding() -> None:
     for (size, ident, rank, config), max_ctas in zip(given, (default, 8), strict=True):
         assert (size, rank, config.blocking, config.max_ctas) == (4, 3, 0, max_ctas)
         assert ctypes.string_at(ident.ptr, UNIQUE_ID_BYTES) == unique_id
+
+
+_CALLS = """
+from shoal.backend.nccl.library import Reduction, Result, load
+
+nccl = load()
+assert nccl.version() == 22809
+comm = nccl.init(4, nccl.unique_id(), 3, 8)
+assert nccl.async_error(comm) == Result.IN_PROGRESS
+assert nccl.last_error(comm) == "the last error"
+assert nccl.error_string(6) == "remote error"
+for name in ("all_reduce", "reduce_scatter"):
+    getattr(nccl, name)(2**46 + 1, 2**46 + 2, 2**33, 7, Reduction.AVG, comm, 2**46 + 3)
+nccl.group_start()
+nccl.reduce(1, 0, 3, 4, Reduction.MAX, 2, comm, 5)
+nccl.broadcast(1, 2, 3, 4, 2, comm, 5)
+nccl.all_gather(1, 2, 3, 4, comm, 5)
+nccl.send(1, 2, 3, 4, comm, 5)
+nccl.recv(1, 2, 3, 4, comm, 5)
+nccl.group_end()
+nccl.finalize(comm)
+nccl.destroy(comm)
+nccl.abort(comm)
+"""
+
+
+def test_the_library_gets_the_arguments_in_the_order_of_its_header(tmp_path: Path) -> None:
+    pytest.importorskip("nccl.bindings.nccl", reason="nccl4py is not installed")
+    stub = tmp_path / "libnccl.so.2"
+    options = ["-std=c++17", "-shared", "-fPIC"]
+    if torch.version.cuda is None:  # otherwise torch loads the real library, which has all functions
+        options.append("-Wl,-soname,libnccl.so.2")
+    subprocess.run([COMPILER, *options, str(STUB), "-o", str(stub)], check=True)
+    program, environment = [sys.executable, "-c", _CALLS], {**os.environ, "LD_PRELOAD": str(stub)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    comm, send, receive, stream = 0x7F0123456780, 2**46 + 1, 2**46 + 2, 2**46 + 3
+    assert done.stdout.splitlines() == [
+        f"init 4 1 127 3 {0xCAFEBEEF} 0 8",
+        f"async_error {comm}",
+        f"last_error {comm}",
+        f"all_reduce {send} {receive} {2**33} 7 4 {comm} {stream}",
+        f"reduce_scatter {send} {receive} {2**33} 7 4 {comm} {stream}",
+        "group_start",
+        f"reduce 1 0 3 4 2 2 {comm} 5",
+        f"broadcast 1 2 3 4 2 {comm} 5",
+        f"all_gather 1 2 3 4 {comm} 5",
+        f"send 1 2 3 4 {comm} 5",
+        f"recv 1 2 3 4 {comm} 5",
+        "group_end",
+        *(f"{name} {comm}" for name in ("finalize", "destroy", "abort")),
+    ]
 
 
 def test_a_unique_id_is_read_from_memory_that_is_still_there() -> None:
