@@ -58,6 +58,28 @@ def test_groups_follow_each_other_over_one_store_and_leave_nothing_behind(bare, 
     bare.run(by_store, backend)
 
 
+def works_that_nobody_waits_for(context):
+    store = dist.PrefixStore(f"dropped/{context.scratch.name}", context.store)
+
+    def once():
+        dist.init_process_group("shoal", store=store, rank=context.rank, world_size=context.size)
+        dist.all_reduce(torch.ones(3), async_op=True)
+        if context.rank == 0:
+            dist.isend(torch.ones(3), 1)
+        else:
+            dist.irecv(torch.ones(3), 0)
+        check(context)
+
+    once()
+    with no_leaks():
+        for _ in range(3):
+            once()
+
+
+def test_works_that_nobody_waits_for_keep_nothing_of_a_destroyed_group(bare):
+    bare.run(works_that_nobody_waits_for)
+
+
 def timeouts(context):
     """The time that a broadcast has, for each way of saying it; the variable is set while groups are made."""
     store = dist.PrefixStore(f"timeouts/{context.scratch.name}", context.store)

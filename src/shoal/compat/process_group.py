@@ -41,7 +41,7 @@ from .tensor_arguments import (
     tensors_per_rank,
     waited_tensor,
 )
-from .work import TorchWork
+from .work import TorchWork, settle_dropped_works
 
 _Tensors = Any  # torch.Tensor | list[torch.Tensor] | list[list[torch.Tensor]]
 
@@ -312,13 +312,17 @@ class TorchProcessGroup(dist.ProcessGroup):
             for other in self._others.values():
                 other.shutdown()
         finally:
-            self.group.close(CLOSE_TIMEOUT_S)
+            try:
+                self.group.close(CLOSE_TIMEOUT_S)
+            finally:
+                settle_dropped_works()
 
     def abort(self) -> None:
         """Abort the group immediately on all ranks: pending operations fail with GroupAborted."""
         self.group.abort("the torch.distributed group was aborted")
         with contextlib.suppress(Exception):
             self.group.close(CLOSE_TIMEOUT_S)
+        settle_dropped_works()
         for other in self._others.values():
             other.abort()
 

@@ -28,6 +28,16 @@ _recently_dropped: deque[TorchWork] = deque(maxlen=64)
 _DROPPED_BYTES = 1024
 
 
+def settle_dropped_works() -> None:
+    """Make the works that are kept observe that they are complete.
+
+    A work that has not been observed keeps the connections and the memory of its group, also when the group
+    is closed.
+    """
+    for work in _recently_dropped.copy():
+        work._future.done()
+
+
 @never_compile
 class TorchWork(WorkMethods, dist.Work):
     """One operation of a :class:`~shoal.compat.TorchProcessGroup`.

@@ -34,7 +34,7 @@ from ...net import Deadline
 from ...torch_terms.arguments import CLOSE_TIMEOUT_S
 from ..process_group import TorchProcessGroup
 from ..routing import DispatchNotifier
-from ..work import TorchWork
+from ..work import TorchWork, settle_dropped_works
 from .handles import GroupHandle, members
 from .reconfiguration import Connections, Reconfiguration, Settings
 
@@ -113,6 +113,7 @@ class ReconfigurableProcessGroup(TorchProcessGroup):
     def shutdown(self) -> None:
         """Release all resources.  Never hangs."""
         self._reconfigurer.close()
+        settle_dropped_works()
 
     def abort(self) -> None:
         """Abort the current group on all ranks; it can be reconfigured afterwards."""
