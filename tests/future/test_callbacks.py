@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import InvalidFutureState
+from shoal.errors import InvalidFutureState, UsageError
 from shoal.future import Future, pool
 from tests.support.waiting import until
 
@@ -283,3 +283,10 @@ def test_a_logging_handler_that_raises_ends_no_thread(caplog: pytest.LogCaptureF
         until(lambda: pool._running <= running, lambda: f"{pool._running} jobs count as running")
     finally:
         logger.removeHandler(broken)
+
+
+def test_a_callback_that_cannot_be_called_is_refused() -> None:
+    future: Future[int] = Future()
+    for register in future.then, future.add_done_callback:
+        with pytest.raises(UsageError, match=f"{register.__name__}: expected a function .* got int"):
+            register(3)  # type: ignore[operator]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,14 @@ def test_wait_any_times_out_and_leaves_nothing_with_the_futures() -> None:
 def test_wait_any_needs_a_future() -> None:
     with pytest.raises(UsageError, match="at least one"):
         wait_any([])
+
+
+@pytest.mark.parametrize("combine", [wait_all, wait_any, collect_all])
+def test_something_else_than_futures_is_refused_by_name(combine: Callable[[Any], object]) -> None:
+    with pytest.raises(UsageError, match=rf"{combine.__name__}: expected futures of shoal, got int"):
+        combine([Future(), 1])
+    with pytest.raises(UsageError, match=rf"{combine.__name__}: expected a list of futures"):
+        combine(Future())
 
 
 def test_collect_all_completes_with_its_last_future() -> None:

@@ -25,10 +25,11 @@ def wait_all(futures: Iterable[Future[T]], timeout: float | None = None, *, bloc
         blocking: for results on devices, as for :meth:`Future.wait`.
 
     Raises:
+        UsageError: ``futures`` has something else than futures.
         BaseException: the error of a failed future, within a fraction of a second and before others complete.
         WaitTimeout: ``timeout`` expired; the operations continue.
     """
-    futures = list(futures)
+    futures = _listed("wait_all", futures)
     deadline = None if timeout is None else time.monotonic() + timeout
     for position, future in enumerate(futures):
         while True:
@@ -59,10 +60,10 @@ def wait_any(futures: Iterable[Future[T]], timeout: float | None = None) -> Futu
         timeout: seconds; ``None`` for no limit.
 
     Raises:
-        UsageError: ``futures`` is empty.
+        UsageError: ``futures`` is empty, or has something else than futures.
         WaitTimeout: ``timeout`` expired; the operations continue.
     """
-    futures = list(futures)
+    futures = _listed("wait_any", futures)
     if not futures:
         raise UsageError("wait_any needs at least one future, got none")
     latch = Latch()
@@ -90,8 +91,11 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     """Return a future of the list of ``futures`` that completes when all of them have.
 
     If one fails, the returned future fails at once with the same exception (as in torch).
+
+    Raises:
+        UsageError: ``futures`` has something else than futures.
     """
-    futures = list(futures)
+    futures = _listed("collect_all", futures)
     keys = [future.key for future in futures]
     result: Future[list[Future[T]]] = Future()
     if all(key is not None for key in keys):
@@ -116,6 +120,19 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     if not futures:
         result.set_result([])
     return result
+
+
+def _listed(caller: str, futures: Iterable[Future[T]]) -> list[Future[T]]:
+    if isinstance(futures, Future):
+        raise UsageError(f"{caller}: expected a list of futures, got one future")
+    listed = list(futures)
+    for future in listed:
+        if not isinstance(future, Future):
+            raise UsageError(
+                f"{caller}: expected futures of shoal, got {type(future).__name__}: pass what the operations "
+                "return (of a Work of shoal.distributed, its get_future())"
+            )
+    return listed
 
 
 def _complete_collection(result: Future[list[Future[T]]], futures: list[Future[T]]) -> None:

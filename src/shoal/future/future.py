@@ -183,8 +183,9 @@ class Future(FutureState[T]):
                 the host.
 
         Raises:
-            UsageError: another ``priority`` or ``streams``, or a ``priority`` with ``streams="current"``.
+            UsageError: ``fn`` cannot be called, another ``priority`` or ``streams``, or a ``priority`` with ``streams="current"``.
         """
+        _check_callback("then", fn)
         child: Future[U] = Future()
         self._register(fn, child, *_chosen_streams("then", priority, streams))
         return child
@@ -197,6 +198,7 @@ class Future(FutureState[T]):
         streams: CallbackStreams = "new",
     ) -> None:
         """Run ``fn(self)`` like :meth:`then`, but discard its result and log its exception."""
+        _check_callback("add_done_callback", fn)
         self._register(fn, None, *_chosen_streams("add_done_callback", priority, streams))
 
     # -- cancelling ----------------------------------------------------------------------------
@@ -317,6 +319,11 @@ def _run_callback(
         del child  # the frames of ``fn`` reference this one, and the error references them
     finally:
         callback_scope.reset(token)
+
+
+def _check_callback(caller: str, fn: object) -> None:
+    if not callable(fn):
+        raise UsageError(f"{caller}: expected a function that takes the future, got {type(fn).__name__}")
 
 
 def _chosen_streams(
