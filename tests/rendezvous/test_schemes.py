@@ -209,6 +209,11 @@ def test_a_store_that_never_starts_is_named(free_port: int) -> None:
     assert shown.count("Traceback") == 1, "the causes below say nothing that the message does not"
 
 
+def test_rank_0_without_a_size_is_told_that_it_starts_no_store(free_port: int) -> None:
+    with pytest.raises(RendezvousTimeout, match=r"\(rank 0 does, if it is given size=\) is late"):
+        rendezvous_at(f"tcp://127.0.0.1:{free_port}", 0, None, timeout=0.2)
+
+
 def test_without_a_secret_only_loopback_will_do() -> None:
     with pytest.raises(
         ConfigurationError,

@@ -155,6 +155,8 @@ def tcp(request: Request) -> Venue:
 def _server_of(request: Request) -> str:
     if request.rank is None and request.size is not None:
         return "the process on the store's host that would serve the store"
+    if request.rank == 0 and request.size is None:
+        return "the process that starts the store (rank 0 does, if it is given size=)"
     return "rank 0, or the process that starts the store,"
 
 
